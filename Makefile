@@ -98,7 +98,7 @@ test-bench: $(VENV)/.installed-bench
 	$(PYTEST) tests/cli/test_bench.py
 
 test-storage: $(VENV)/.installed-storage
-	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py
+	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py tests/data/streams/test_s3.py
 
 # Load generators and evaluations have many dependencies: they get an environment of their own.
 test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed

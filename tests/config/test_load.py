@@ -585,3 +585,39 @@ def test_a_resolved_run_of_an_earlier_version_keeps_its_coefficients() -> None:
     assert coefficients.pop("name") == "adamw"
     earlier["train"] |= coefficients
     assert load_resolved(write("config.yaml", yaml.safe_dump(earlier))).train.optimizer == AdamWSpec(beta1=0.5)
+
+
+STREAMED = """\
+model: {{family: llama, layers: 2, hidden: 32, heads: 4}}
+data:
+  mix:
+    web: {{files: "~/web/*.parquet", {text}: content, weight: 0.7}}
+    code: {{files: code}}
+    corpora/mail: 2
+  validation: {{files: held-out/*.parquet, text: content}}
+train: {{steps: 4, global_batch: 4, seq_len: 8}}
+"""
+
+
+def test_sections_in_the_mix_are_streams(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    run = load_run(write("run.yaml", STREAMED.format(text="text")))
+    assert run.data.mix == {"web": 0.7, "code": 1.0, "corpora/mail": 2}
+    assert {name: (each.files, each.text) for name, each in run.data.streamed.items()} == {
+        "web": ("/home/someone/web/*.parquet", "content"),
+        "code": ("code", "text"),
+    }
+    assert run.data.validation == "validation" and run.data.streams["validation"].files == "held-out/*.parquet"
+    assert load_resolved(write("resolved.yaml", resolved_yaml(run))) == run
+    assert differences(run, load_run(Path("run.yaml"), ["data.streams.web.files=elsewhere"])) == []
+    replaced = load_run(Path("run.yaml"), ["data.mix=corpora/mail"])
+    assert replaced.data.mix == {"corpora/mail": 1.0} and not replaced.data.streamed
+
+
+def test_mistakes_in_streams_are_found_at_their_keys(here: Path) -> None:
+    write("run.yaml", STREAMED.format(text="txt"))
+    with pytest.raises(BadConfig, match=r"run.yaml:4:37: data.streams.web.txt: .*text"):
+        load_run(Path("run.yaml"))
+    write("run.yaml", STREAMED.format(text="text"))
+    with pytest.raises(BadConfig, match=r"data.lanes: expected a multiple of train.global_batch = 4.*nearest: 12"):
+        load_run(Path("run.yaml"), ["data.lanes=10"])

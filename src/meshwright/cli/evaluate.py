@@ -194,7 +194,8 @@ def _has_pairs(run: RunSpec | None, spec: DataSpec) -> bool:
     from meshwright.data.source import preference_of
 
     of_run = [] if run is None or run.preference is None else list(run.data.mix)
-    paths = [Path(name) for name in ([spec.validation] if spec.validation is not None else of_run) if name != STDLIB]
+    names = [spec.validation] if spec.validation is not None else of_run
+    paths = [Path(name) for name in names if name != STDLIB and name not in spec.streams]
     found = [each for path in paths if (each := preference_of(held_out_beside(path) or path))]
     if any(not each.paired for each in found):
         raise BadInput(

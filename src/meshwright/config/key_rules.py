@@ -234,6 +234,12 @@ def _partner(run: RunValues) -> Iterator[Mistake]:
 def _data(run: RunValues) -> Iterator[Mistake]:
     if run("data.mix") == {}:
         yield run.mistake("data.mix", "at least one data directory", "stdlib")
+    lanes, batch = run("data.lanes"), run("train.global_batch")
+    if lanes and batch and lanes % batch:
+        near = str(-(-lanes // batch) * batch)
+        yield run.mistake(
+            "data.lanes", f"a multiple of train.global_batch = {batch}, so that a rank keeps its lanes", near
+        )
 
 
 def _deterministic(run: RunValues) -> Iterator[Mistake]:

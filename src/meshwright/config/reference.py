@@ -132,6 +132,8 @@ def _type(annotation: Any) -> str:
     if section is None:
         return expected_text(annotation)
     text = expected_text(annotation)
+    if text.startswith("a mapping"):
+        return "mapping from name to section"
     return "list of sections" if text.startswith("a list") else "text or section" if "file" in text else "section"
 
 

@@ -176,6 +176,8 @@ def json_schema(cls: type = RunSpec) -> dict[str, Any]:
     schema["properties"] = {"extends": base, **keys}
     _allow(keys["model"], {"enum": list(MODEL_PRESETS)})
     _allow(keys["cluster"], {"type": "string"})
+    if "DataSpec" in definitions:
+        _allow_streams_in_mix(definitions)
     for section_name, key, shorthand in _SHORTHANDS:
         if section_name in definitions:
             _allow(definitions[section_name]["properties"][key], shorthand)
@@ -199,6 +201,14 @@ def _sections(cls: type) -> list[type]:
         for section in sections_of(annotation):
             sections.update(dict.fromkeys([section, *_sections(section)]))
     return list(sections)
+
+
+def _allow_streams_in_mix(definitions: dict[str, Any]) -> None:
+    """Allows a section of `data.streams`, with a weight, in place of a weight in `data.mix`."""
+    mix, stream = definitions["DataSpec"]["properties"]["mix"], definitions["StreamSpec"]
+    weight = dict(mix["additionalProperties"])
+    section = {**stream, "properties": {**stream["properties"], "weight": weight}}
+    mix["additionalProperties"] = {"anyOf": [weight, section]}
 
 
 def _allow(prop: dict[str, Any], shorthand: dict[str, Any]) -> None:

@@ -189,6 +189,7 @@ def _expand(document: Document, folder: Path, detect: Detect) -> None:
     _expand_plan(document, folder)
     if isinstance(document.get(("data", "mix")), str):
         document.put(("data", "mix"), {data["data"]["mix"]: 1.0}, document.value_position(("data", "mix")))
+    _expand_streams(document)
     project = document.get(("observe", "wandb"))
     if isinstance(project, str) and project != "none":
         document.put(("observe", "wandb"), {"project": project}, document.value_position(("observe", "wandb")))
@@ -232,15 +233,48 @@ def _expand_plan(document: Document, folder: Path) -> None:
         document.reject(("plan",), "auto, an existing plan file, or a section of pins", nearest=close)
 
 
-def _expand_home(document: Document) -> None:
+VALIDATION = "validation"
+"""Name in `data.streams` of the files of `data.validation`."""
+
+
+def _expand_streams(document: Document) -> None:
+    """Moves the sources of `data.mix` that are sections to `data.streams`; their weights stay."""
     mix, validation = document.get(("data", "mix")), document.get(("data", "validation"))
+    if isinstance(validation, dict):
+        _move_stream(document, ("data", "validation"), VALIDATION, validation)
+        document.data["data"]["validation"] = VALIDATION
+    if not isinstance(mix, dict):
+        return
+    for name in [name for name, value in mix.items() if isinstance(value, dict)]:
+        stream = dict(mix[name])
+        document.data["data"]["mix"] = {**document.data["data"]["mix"], name: stream.pop("weight", 1.0)}
+        mixed = ("data", "mix", name)
+        _move_stream(document, mixed, name, stream)
+        for positions in (document.keys, document.values):
+            positions[mixed] = positions.get((*mixed, "weight"), positions[mixed])
+
+
+def _move_stream(document: Document, path: KeyPath, name: str, stream: dict[str, Any]) -> None:
+    """Puts the section of a source, which is at `path`, below `data.streams`, with its positions."""
+    if isinstance(stream.get("files"), str):
+        stream = {**stream, "files": os.path.expanduser(stream["files"])}
+    streams = document.data["data"].get("streams")
+    document.data["data"]["streams"] = {**(streams if isinstance(streams, dict) else {}), name: stream}
+    for positions in (document.keys, document.values):
+        below = [each for each in positions if each[: len(path)] == path]
+        positions |= {("data", "streams", name, *each[len(path) :]): positions[each] for each in below}
+
+
+def _expand_home(document: Document) -> None:
+    mix = document.get(("data", "mix"))
     if isinstance(mix, dict) and any(name.startswith("~") for name in mix):
         positions = {name: document.value_position(("data", "mix", name)) for name in mix}
         document.put(("data", "mix"), {}, document.value_position(("data", "mix")))
         for name, weight in mix.items():
             document.put(("data", "mix", os.path.expanduser(name)), weight, positions[name])
-    if isinstance(validation, str):
-        document.data["data"]["validation"] = os.path.expanduser(validation)
+    for key in ("validation", "tokenizer", "cache"):
+        if isinstance(path := document.get(("data", key)), str):
+            document.data["data"][key] = os.path.expanduser(path)
     init = document.get(("model", "init"))
     if isinstance(init, str):
         source, colon, folder = init.partition(":")

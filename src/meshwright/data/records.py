@@ -134,7 +134,7 @@ def _lines(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
                 line = stream.readline(READ_BYTES)
             yield BadDocument(f"{name}:{number}", f"a line of more than {LONGEST_LINE:,} bytes")
         elif not line.isspace():
-            yield _parsed(f"{name}:{number}", number, line, key, stream.consumed)
+            yield parse_line(f"{name}:{number}", number, line, key, stream.consumed)
         stream.number = number
 
 
@@ -144,7 +144,7 @@ def _json(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
         yield from _array(stream, key)
         return
     name, line = stream.file.name, stream.readline(LONGEST_LINE + 1)
-    first = _parsed(f"{name}:1", 1, line, key, stream.consumed)
+    first = parse_line(f"{name}:1", 1, line, key, stream.consumed)
     others = stream.read(LONGEST_LINE + 1) if isinstance(first, BadDocument) and not _is_json(line) else b""
     if len(line) + len(others) > LONGEST_LINE:
         yield NotRead(
@@ -155,7 +155,7 @@ def _json(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
         yield first
         yield from _lines(stream, key)
     elif _is_json(line + others):
-        yield _parsed(f"{name}:1", 1, line + others, key, stream.consumed)
+        yield parse_line(f"{name}:1", 1, line + others, key, stream.consumed)
     else:
         expected = "expected an array of objects, an object in each line, or an object"
         yield NotRead(name, "damaged", f"not JSON; {expected}", stream.file.size)
@@ -271,7 +271,7 @@ LAYOUT_READERS: dict[str, Callable[[InputStream, str | None], Iterator[ReadRecor
 }
 
 
-def _parsed(where: str, number: int, line: bytes, key: str | None, consumed: int) -> Record | BadDocument:
+def parse_line(where: str, number: int, line: bytes, key: str | None, consumed: int) -> Record | BadDocument:
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -23,6 +23,7 @@ from meshwright.data.manifest import (
     Manifest,
     OpenShard,
     PreparedDirectory,
+    TokenizerRecord,
     documents_path,
     held_out_beside,
     locate,
@@ -32,14 +33,17 @@ from meshwright.data.packing import Packed, StreamWindows, TokenStream, pack
 from meshwright.data.preference_windows import PreferenceWindows, TooLong, padded
 from meshwright.data.single_conversations import Conversation, SingleConversations
 from meshwright.data.slots import TokenReader
+from meshwright.data.streams.open import check_streams, open_streams, stream_tokenizer
+from meshwright.data.streams.source import FIRST_AHEAD, StreamSource
 from meshwright.data.text_format import TextFormat
 from meshwright.data.token_bytes import TokenBytes
+from meshwright.data.tokenizer import LoadedTokenizer
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.data.verification import ShardVerifier
 from meshwright.policies.sample_order import InTurn, Mixture
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.folder_files import parse_json
-from meshwright.spec.job import DataSpec, Packing
+from meshwright.spec.job import DataSpec, Packing, StreamSpec
 from meshwright.spec.preference import PreferenceSpec
 
 Split = Literal["train", "validation"]
@@ -86,7 +90,13 @@ def open_data(
     a run whose data have good and bad answers. Raises BadInput and Damaged (see `data.damaged`).
     """
     paths = _train_paths(spec, stdlib) if split == "train" else _validation_paths(spec, stdlib, seq_len)
-    if not paths:
+    streamed = split == "train" and bool(spec.streamed)
+    if streamed:
+        check_streams(
+            spec,
+            {"data.packing none": spec.packing == "none", "rl": conversations, "preference": preference is not None},
+        )
+    if not paths and not streamed:
         hint = "prepare with --held-out FRACTION, or set data.validation"
         beside = ", ".join(map(str, _train_paths(spec, stdlib).values()))
         missing = f"no {HELD_OUT} of more than {_fewest_tokens(spec, seq_len)} tokens beside {beside}"
@@ -108,7 +118,8 @@ def open_data(
     if split == "train" and preference is not None:
         _check_labels(sources, preference)
         _check_scores(sources)
-    _check_tokenizers(sources, vocab_size)
+    streams, texts = _open_streams(spec, sources, seq_len, seed) if streamed else ({}, None)
+    _check_tokenizers(sources, texts, vocab_size)
     if split == "train":
         _check_different(sources)
     chats = any(source.stream.masked for source in sources)
@@ -118,14 +129,26 @@ def open_data(
             "data.document_mask: expected true, as answers of one sequence do not see each other",
             key="data.document_mask",
         )
-    weights = {name: spec.mix.get(name, 1.0) for name in paths}
-    windows = {source.name: source.windows for source in sources}
+    weights = {name: spec.mix.get(name, 1.0) for name in [*paths, *streams]}
+    windows = {source.name: source.windows for source in [*sources, *streams.values()]}
     order: Mixture | InTurn = InTurn(windows)
     by_path = None
     if split == "train":
         digests = {source.name: source.directory.order_digest for source in sources}
+        digests |= {name: stream.index.digest for name, stream in streams.items()}
         by_path, order = Mixture(weights, windows, seed), Mixture(weights, windows, seed, identities=digests)
-    return DataSource(sources, weights, order, by_path, seq_len, document_mask, vocab_size, verifier)
+    return DataSource(
+        sources,
+        weights,
+        order,
+        by_path,
+        seq_len,
+        document_mask,
+        vocab_size,
+        verifier,
+        streams=streams,
+        stream_texts=texts,
+    )
 
 
 def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> bool:
@@ -301,8 +324,16 @@ class DataSource:
         document_mask: bool,
         vocab_size: int | None,
         verifier: ShardVerifier | None = None,
+        *,
+        streams: Mapping[str, StreamSource] | None = None,
+        stream_texts: StreamTexts | None = None,
     ) -> None:
         self.sources = {source.name: source for source in sources}
+        """The prepared sources."""
+        self.streams = dict(streams or {})
+        """The sources that are read without preparation, of the tokenizer `stream_texts`."""
+        self.stream_texts = stream_texts
+        self._step_samples = 1
         self.weights = weights
         self.seq_len, self.document_mask = seq_len, document_mask
         self._by_path = by_path
@@ -324,32 +355,66 @@ class DataSource:
 
     def _set_order(self, order: Mixture | InTurn) -> None:
         self.order = order
-        self._ordered = [self.sources[name] for name in order.names]
+        self._ordered = [self.sources[name] for name in order.names if name in self.sources]
+        self._numbers = [number for number, name in enumerate(order.names) if name in self.sources]
+        """Numbers of the prepared sources in the order."""
+        for number, name in enumerate(order.names):
+            if name in self.streams and isinstance(order, Mixture):
+                self.streams[name].drawn = partial(order.drawn_by_lane, number, self.streams[name].lanes)
         self._epochs = [-1] * len(self._ordered)
         self._first_numbers = list(accumulate((len(source.stream.files) for source in self._ordered), initial=0))
 
     def restore_order(self, record: Mapping[str, Any] | None) -> None:
         """Take the order of the run whose checkpoint has this `record`: that of earlier releases if the record names no order."""
-        if self._by_path and not (record and all("order" in source for source in record.values())):
+        if self._by_path and not self.streams and not (record and all("order" in each for each in record.values())):
             self._set_order(self._by_path)
+
+    def cursors(self, sample: int) -> dict[str, np.ndarray]:
+        """The position of each lane of each stream before global sample `sample`, as far as this rank knows."""
+        return {name: stream.cursors(sample) for name, stream in self.streams.items()}
+
+    def restore_cursors(self, cursors: Mapping[str, Any], record: Mapping[str, Any], *, accept: bool = False) -> None:
+        """Go on from the `cursors` of a checkpoint with this `record`.
+
+        Raises BadInput for a stream that has changed since; with `accept` it begins again from its start.
+        """
+        for name, stream in self.streams.items():
+            if name not in cursors:
+                continue
+            known = np.array(cursors[name], dtype=np.int64)
+            if record.get(name) != stream.record():
+                if not accept or len(known) != stream.lanes:
+                    raise BadInput(
+                        f"data.mix: {name}: changed since the checkpoint that the run goes on from; put the earlier files back, or set "
+                        "data.changed=accept to go on with these from their beginning",
+                        key="data.mix",
+                    )
+                known[:, 1:] = 0
+            stream.restore(known)
 
     @property
     def vocab_size(self) -> int | None:
         """Vocabulary size of the data's tokenizer; None if no source has one."""
-        manifests = [source.directory.manifest for source in self._ordered]
-        return max((m.tokenizer.vocab_size for m in manifests if m), default=None)
+        return max((record.vocab_size for record in self._tokenizers), default=None)
+
+    @property
+    def _tokenizers(self) -> list[TokenizerRecord]:
+        """The tokenizers of the sources, as far as they are known."""
+        known = [source.directory.manifest.tokenizer for source in self._ordered if source.directory.manifest]
+        return known + ([] if self.stream_texts is None else [self.stream_texts.loaded.record])
 
     @property
     def eos(self) -> int | None:
         """Id of the token that ends each document; None if no source has one."""
-        manifests = [source.directory.manifest for source in self._ordered]
-        return next((m.tokenizer.eos for m in manifests if m), None)
+        return next((record.eos for record in self._tokenizers), None)
 
     @property
     def tokenizer_file(self) -> Path | None:
         """The `tokenizer.json` of the data, one with the template of its chats beside it if there are any; None if no source has one."""
         source = self._describing()
-        return None if source is None else source.directory.tokenizer_file
+        if source is None:
+            return None if self.stream_texts is None else self.stream_texts.file
+        return source.directory.tokenizer_file
 
     @property
     def has_chats(self) -> bool:
@@ -360,7 +425,9 @@ class DataSource:
     def text_format(self) -> TextFormat | None:
         """The format of the texts; the answers of chats in any source have their ends. None if no source has a tokenizer."""
         source = self._describing()
-        text = None if source is None else source.directory.text_format
+        if source is None:
+            return None if self.stream_texts is None else self.stream_texts.loaded.text
+        text = source.directory.text_format
         if text is None:
             return None
         texts = [each.directory.text_format for each in self._ordered if each.stream.masked]
@@ -397,7 +464,7 @@ class DataSource:
             | ({} if self.order is self._by_path else {"order": source.directory.order_digest})
             | ({} if source.packing is None else {"packing": source.packed})
             for source in self._ordered
-        }
+        } | {name: stream.record() for name, stream in self.streams.items()}
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Passes over each source that the first `samples` samples make."""
@@ -408,7 +475,7 @@ class DataSource:
     @property
     def windows(self) -> int:
         """Number of different windows in all sources."""
-        return sum(source.windows for source in self._ordered)
+        return sum(self.order.windows)
 
     def begin_step(self, indices: Sequence[int] | np.ndarray) -> None:
         """Check the data of a step before it is read; `indices` are the samples of all ranks, so all ranks check the same.
@@ -416,15 +483,16 @@ class DataSource:
         When a source begins an epoch, the sizes of its files are compared with those at opening. A shard is given to
         the verifier when a step first uses it. Raises Damaged, also for errors that the verifier has detected.
         """
+        self._step_samples = len(indices)
         draws = self.order.draws(np.asarray(indices, dtype=np.int64))
-        for number, source in enumerate(self._ordered):
+        for place, (number, source) in enumerate(zip(self._numbers, self._ordered, strict=True)):
             of_source = draws.source == number
             epoch = int(draws.epoch[of_source].max(initial=-1))
-            if epoch not in (-1, self._epochs[number]):
-                self._epochs[number] = epoch
+            if epoch not in (-1, self._epochs[place]):
+                self._epochs[place] = epoch
                 source.check_sizes()
             if self._verifier is not None:
-                self._verify(number, source.layout.files_of(draws.window[of_source]))
+                self._verify(place, source.layout.files_of(draws.window[of_source]))
         if self._verifier is not None:
             self._verifier.check()
 
@@ -440,11 +508,27 @@ class DataSource:
 
         Raises Damaged when a token id does not fit the model's vocabulary, naming file and offset.
         """
-        return self.batch(self._locate_samples(indices))
+        if not self.streams:
+            return self.batch(self._locate_samples(indices))
+        names, step = self.order.names, self._step_samples
+        located = zip(self._draws(indices), np.asarray(indices).tolist(), strict=True)
+        packed = []
+        for (number, window), index in located:
+            stream = self.streams.get(names[number])
+            if stream is None:
+                packed.append(self._sample(self.sources[names[number]], window))
+                continue
+            read = stream.read(index)
+            packed.append(pack(read.tokens, read.begins, self.document_mask, read.weights, read.real))
+            stream.prepare(range(index + step, index + (FIRST_AHEAD + 1) * step, step))
+        return self._stacked(packed)
 
     def batch(self, places: Sequence[tuple[Source, int]]) -> Batch:
         """These windows of sources, in the order given. Raises Damaged as `samples` does."""
-        packed = [self._sample(source, window) for source, window in places]
+        columns = self.preference_columns(places) if self._answers else {}
+        return self._stacked([self._sample(source, window) for source, window in places], columns)
+
+    def _stacked(self, packed: Sequence[Packed], columns: Mapping[str, np.ndarray] | None = None) -> Batch:
         return Batch(
             tokens=np.stack([sample.tokens for sample in packed]),
             targets=np.stack([sample.targets for sample in packed]),
@@ -452,7 +536,7 @@ class DataSource:
             documents=np.stack([sample.documents for sample in packed]),
             real=self._real(packed) if self._fills else None,
             weights=self._weights(packed) if self._weighted else None,
-            columns=self.preference_columns(places) if self._answers else {},
+            columns=columns or {},
         )
 
     def preference_columns(self, places: Sequence[tuple[Source, int]]) -> dict[str, np.ndarray]:
@@ -517,7 +601,7 @@ class DataSource:
         """Inputs of the samples with these global indices, int64; no tokens are read."""
         draws = self.order.draws(np.asarray(indices, dtype=np.int64))
         lengths = np.full(len(draws.source), self.seq_len, dtype=np.int64)
-        for number, source in enumerate(self._ordered):
+        for number, source in zip(self._numbers, self._ordered, strict=True):
             if isinstance(source.layout, DocumentSamples):
                 of_source = draws.source == number
                 lengths[of_source] = source.layout.lengths(draws.window[of_source])
@@ -545,6 +629,13 @@ class DataSource:
         Of chats also `trained`: the ranges [start, stop) of its tokens that are trained on, and where these have other weights than 1,
         `weights`, one for each range. `tokens` then leaves out those that fill the sequence.
         """
+        ((number, _),) = self._draws([index])
+        if (stream := self.streams.get(self.order.names[number])) is not None:
+            places = stream.describe(index)
+            documents = [
+                {"file": each.file, "id": each.place, "start": each.start, "end": each.stop} for each in places
+            ]
+            return {"global_index": index, "source": stream.name, "documents": documents, "tokens": self.seq_len}
         source, window = self._locate_samples([index])[0]
         documents, (length,) = source.describe(window), self.lengths([index]).tolist()
         described = {"global_index": index, "source": source.name, "documents": documents, "tokens": length}
@@ -559,16 +650,20 @@ class DataSource:
     def target_counts(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """How often each token id is a target of the samples with these global indices, int64."""
         counts = np.zeros(0, dtype=np.int64)
-        for source, window in self._locate_samples(indices):
-            targets = self._sample(source, window).targets
+        for index in np.asarray(indices).tolist():
+            targets = self.samples([index]).targets[0]
             more = np.bincount(targets[targets >= 0], minlength=len(counts))
             more[: len(counts)] += counts
             counts = more
         return counts
 
     def _locate_samples(self, indices: Sequence[int] | np.ndarray) -> list[tuple[Source, int]]:
+        return [(self.sources[self.order.names[source]], window) for source, window in self._draws(indices)]
+
+    def _draws(self, indices: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
+        """(number of the source, window) of these samples; of a stream the window means nothing."""
         draws = self.order.draws(np.asarray(indices, dtype=np.int64))
-        return [(self._ordered[s], int(w)) for s, w in zip(draws.source, draws.window, strict=True)]
+        return list(zip(draws.source.tolist(), draws.window.tolist(), strict=True))
 
     def _sample(self, source: Source, window: int) -> Packed:
         layout = source.layout
@@ -695,12 +790,39 @@ def _path_of(name: str, stdlib: Path | None) -> Path:
     return ensure_stdlib(stdlib or stdlib_folder())
 
 
+@dataclass(frozen=True)
+class StreamTexts:
+    """The tokenizer of the sources that are read without preparation, and its file."""
+
+    loaded: LoadedTokenizer
+    file: Path
+
+    def difference(self, source: Source) -> str | None:
+        """The difference between these texts and those of a prepared source in words; None without one, and if its tokenizer is unknown."""
+        theirs = source.directory.text_format
+        if theirs is None:
+            return None
+        where = (str(self.file), str(source.directory.path))
+        return self.loaded.text.difference(theirs, *where, tokenizer_only=source.stream.masked)
+
+
+def _open_streams(
+    spec: DataSpec, sources: Sequence[Source], seq_len: int, seed: int
+) -> tuple[dict[str, StreamSource], StreamTexts]:
+    """The sources of `spec.streams`, and their tokenizer: that of prepared sources where `data.tokenizer` names none."""
+    prepared = next((source.directory for source in sources if source.directory.manifest), None)
+    texts = StreamTexts(*stream_tokenizer(spec, prepared))
+    return open_streams(spec, texts.loaded, texts.file, seq_len=seq_len, seed=seed), texts
+
+
 def _train_paths(spec: DataSpec, stdlib: Path | None) -> dict[str, Path]:
-    return {name: _path_of(name, stdlib) for name in sorted(spec.mix)}
+    return {name: _path_of(name, stdlib) for name in sorted(spec.mix) if name not in spec.streams}
 
 
 def _validation_paths(spec: DataSpec, stdlib: Path | None, seq_len: int) -> dict[str, Path]:
     """Directories of validation data; those to train on are not prepared for a `data.validation` that is not among them."""
+    if spec.validation in spec.streams:
+        return {spec.validation: _validation_of_files(spec, spec.streams[spec.validation], stdlib)}
     if spec.validation is not None:
         path = _path_of(spec.validation, stdlib)
         held_out = held_out_beside(path) if path.name != TRAIN else None
@@ -710,6 +832,19 @@ def _validation_paths(spec: DataSpec, stdlib: Path | None, seq_len: int) -> dict
     manifests = {name: Manifest.read(folder) for name, folder in beside.items()}
     fewest = _fewest_tokens(spec, seq_len)
     return {name: beside[name] for name, held_out in manifests.items() if held_out.masked or held_out.tokens > fewest}
+
+
+def _validation_of_files(spec: DataSpec, stream: StreamSpec, stdlib: Path | None) -> Path:
+    """The prepared directory of validation text that files have."""
+    from meshwright.data.streams.held_out import validation_directory  # prepares data, which most runs do without
+
+    if spec.validation in spec.mix:
+        raise BadInput(
+            f"data.validation: {spec.validation} is trained on, as a source of data.mix", key="data.validation"
+        )
+    directories = (open_directory(path, spec.damaged) for path in _train_paths(spec, stdlib).values())
+    prepared = next((each for each in directories if each.manifest), None)
+    return validation_directory(spec, stream, *stream_tokenizer(spec, prepared))
 
 
 def _fewest_tokens(spec: DataSpec, seq_len: int) -> int:
@@ -734,7 +869,14 @@ def _check_different(sources: Sequence[Source]) -> None:
             )
 
 
-def _check_tokenizers(sources: Sequence[Source], vocab_size: int | None) -> None:
+def _check_tokenizers(sources: Sequence[Source], texts: StreamTexts | None, vocab_size: int | None) -> None:
+    if texts is not None:
+        has = f"{texts.file}: the tokenizer has {texts.loaded.record.vocab_size} tokens"
+        if vocab_size is not None and texts.loaded.record.vocab_size > vocab_size:
+            raise BadInput(f"{has}, expected at most model.vocab_size {vocab_size}", key="data.tokenizer")
+        for source in sources:
+            if difference := texts.difference(source):
+                raise BadInput(f"data.tokenizer: {difference}; leave data.tokenizer out", key="data.tokenizer")
     tokenizers = [(source, source.directory.manifest.tokenizer) for source in sources if source.directory.manifest]
     for source, tokenizer in tokenizers:
         if difference := tokenizers[0][0].directory.format_difference(source.directory):

@@ -73,7 +73,7 @@ def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) 
         return
     for name, now in source.record().items():
         recorded_digest = recorded.get(name) or _moved(recorded, now)
-        keys = ("content", "tokenizer", "packing")
+        keys = ("content", "tokenizer", "packing", "text", "texts", "lanes")
         changed = [key for key in keys if now.get(key) != recorded_digest.get(key)]
         if "tokenizer" in changed and _same_tokenizer(recorded_digest, now):
             changed.remove("tokenizer")

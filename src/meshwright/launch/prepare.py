@@ -23,6 +23,8 @@ from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data, same_text
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.data.step_samples import lengths_of_step
+from meshwright.data.streams.open import lanes_for
+from meshwright.data.tokenizer import load_tokenizer
 from meshwright.durable.writes import remove_partials, write_durable
 from meshwright.families.folder import export_obstacle
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
@@ -71,6 +73,7 @@ MEASURED_SAMPLES = 1024
 """Samples whose mean length is taken for all."""
 MOST_SOURCES = 6
 """Sources that are shown."""
+SAME_TOKENIZER = "prepare it with the tokenizer.json and --eos of the training data"
 Note = Callable[[str], None]
 T = TypeVar("T")
 
@@ -96,6 +99,8 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
     if lacks_stdlib(run):
         note(f"preparing Python's standard library as training text in {stdlib_folder()}")
         ensure_stdlib(stdlib_folder(), shown=True)
+    if run.data.streamed and run.data.lanes is None:
+        run = replace(run, data=replace(run.data, lanes=lanes_for(run.train.global_batch)))
     source = open_run_data(run)
     for name, each in source.sources.items():
         if each.packing is not None and each.packing.truncated:
@@ -176,8 +181,12 @@ def data_line(run: RunSpec, source: DataSource) -> str:
 
 
 def data_lines(run: RunSpec, source: DataSource) -> tuple[str, ...]:
-    """`data_line`, and what a start says about fine-tuning on chats."""
-    return data_line(run, source), *fine_tuning_lines(run, source)
+    """`data_line`, what is streamed, and what a start says about fine-tuning on chats."""
+    streamed = (
+        f"streamed: {name}: {run.data.streams[name].files}: {each.describe_size()}"
+        for name, each in source.streams.items()
+    )
+    return data_line(run, source), *streamed, *fine_tuning_lines(run, source)
 
 
 def open_run_data(run: RunSpec) -> DataSource:
@@ -220,8 +229,9 @@ def check_validation(run: RunSpec, note: Note) -> None:
     for held_out in source.sources.values():
         for trained in training.sources.values():
             if difference := trained.directory.format_difference(held_out.directory):
-                hint = "prepare it with the tokenizer.json and --eos of the training data"
-                raise BadInput(f"data.validation: {difference}; {hint}")
+                raise BadInput(f"data.validation: {difference}; {SAME_TOKENIZER}")
+        if training.stream_texts is not None and (difference := training.stream_texts.difference(held_out)):
+            raise BadInput(f"data.validation: {difference}; {SAME_TOKENIZER}")
 
 
 def needs_stdlib(run: RunSpec) -> bool:
@@ -260,6 +270,12 @@ def _vocabulary_of_data(run: RunSpec) -> int | None:
     Other errors of the data are reported by `resolve_data`."""
     sizes = []
     for name in run.data.mix:
+        if name in run.data.streamed:
+            with suppress(BadInput):
+                sizes += (
+                    [] if run.data.tokenizer is None else [load_tokenizer(Path(run.data.tokenizer)).record.vocab_size]
+                )
+            continue
         try:
             folder, foreign = locate(stdlib_folder() if name == STDLIB and needs_stdlib(run) else Path(name))
             sizes += [] if foreign else [Manifest.read(folder).tokenizer.vocab_size]
@@ -464,7 +480,7 @@ def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: boo
         key = f"data.mix.{name}" if len(run.data.mix) > 1 else "data.mix"
         all_exist &= attempt(key, expected, lambda name=name: _check_source(run, name), needed) or False
     validation = run.data.validation
-    if validation:
+    if validation and validation not in run.data.streams:
         all_exist &= attempt("data.validation", expected, lambda: _check_exists(validation), needed) or False
     if not all_exist or (lacks_stdlib(run) and not build_stdlib):
         return run
@@ -477,6 +493,8 @@ def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: boo
 
 def _check_source(run: RunSpec, name: str) -> bool:
     """Open one source of a mixture, so that its errors are reported under its name; the built-in corpus may be missing."""
+    if name in run.data.streamed:  # its tokenizer may be that of another source, so all are opened together
+        return True
     if not (name == STDLIB and lacks_stdlib(run)):
         _check_exists(name)
         open_run_data(replace(run, data=replace(run.data, mix={name: 1.0}, validation=None)))

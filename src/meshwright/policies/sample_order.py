@@ -83,6 +83,11 @@ class Mixture:
         sources, _ = self._block(blocks)
         return blocks * self.counts + np.bincount(sources[:beyond], minlength=len(self.names))
 
+    def drawn_by_lane(self, source: int, lanes: int, lane: int, first: int, last: int) -> int:
+        """How many of the samples in [first, last) that `lane` of `lanes` has are of a source."""
+        indices = np.arange(first + (lane - first) % lanes, last, lanes)
+        return int(np.count_nonzero(self._within_sources(indices)[0] == source))
+
     def _within_sources(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if len(self.names) == 1:
             return np.zeros_like(indices), indices

@@ -18,14 +18,40 @@ Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamSpec:
+    """Text that is read, tokenised and packed while the run trains."""
+
+    files: str
+    """Parquet files, or files of JSON lines (`.jsonl`, also as `.gz`, `.zst`, `.bz2`, `.xz`, `.lz4`): a path, a folder, or a pattern with
+    `*`, `?` and `**`; or the URL of an object store, such as `s3://bucket/web/*.parquet`, with `*` and `**`."""
+    text: str = "text"
+    """Column or key of the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSpec:
     """The data that the model reads."""
 
     mix: dict[str, Annotated[float, Bound(more_than=0, at_most=1e15)]] = field(default_factory=lambda: {"stdlib": 1.0})
     """Prepared data directories and their weights in sequences drawn; one directory may stand alone. `stdlib` is Python's own
-    standard library, prepared on first use."""
+    standard library, prepared on first use. `{files, text, weight}` in place of a weight is text that is not prepared (`streams`)."""
+    streams: dict[str, StreamSpec] = field(default_factory=dict)
+    """Sources of `mix` that are read without preparation, by name: `mix: {web: {files: "web/*.parquet", text: content, weight: 0.7}}` is
+    `mix: {web: 0.7}` with `streams: {web: {files: "web/*.parquet", text: content}}`."""
+    tokenizer: str | None = None
+    """Tokenizer of `streams`: a `tokenizer.json` or a folder with one. none: that of the prepared data in `mix`."""
+    lanes: Positive | None = None
+    """Lanes into which each of `streams` is divided, the same for any number of ranks: a multiple of `train.global_batch`.
+    none: the least such multiple of at least 256."""
+    cache: str | None = None
+    """Local folder of each host for the text of `streams`, tokenised. none: the user's cache."""
+    cache_gib: Annotated[float, Bound(more_than=0)] = 50.0
+    """Most GiB of files in `cache`; the least recently read are removed."""
+    loaders: Positive = 2
+    """Processes of each rank that read and tokenise `streams`."""
     validation: str | None = None
-    """Prepared data directory for validation; none takes `held_out` beside each source that has one."""
+    """Prepared data directory for validation, or `{files, text}` as in `mix`: text of files, of which enough is prepared in `cache`.
+    none takes `held_out` beside each source that has one."""
     validation_tokens: Positive | None = None
     """Tokens that a validation reads, the same for any batch, layout and number of ranks: as many of each source, spread evenly over its
     held-out documents. none: all, at most 1,048,576."""
@@ -46,6 +72,11 @@ class DataSpec:
     """When the weights of `model.init` come with another tokenizer than the corpus: refuse stops, accept warns and continues."""
     changed: Literal["refuse", "accept"] = "refuse"
     """When a run resumes and its corpus differs from its checkpoint's: refuse stops, accept warns and continues."""
+
+    @property
+    def streamed(self) -> dict[str, StreamSpec]:
+        """The sources of `mix` that are read without preparation."""
+        return {name: stream for name, stream in self.streams.items() if name in self.mix}
 
 
 @dataclass(frozen=True, kw_only=True)

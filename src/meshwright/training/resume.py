@@ -14,6 +14,7 @@ from meshwright.checkpoint.ranks import Ranks
 from meshwright.policies.skipped_samples import SampleRange, samples_of_step
 from meshwright.spec.batch_sizes import BatchSizes
 from meshwright.spec.errors import Damaged
+from meshwright.training.run_state import CURSORS
 
 if TYPE_CHECKING:
     from meshwright.training.session import Session
@@ -100,6 +101,8 @@ def _continue_from(session: Session, state: dict[str, Any]) -> None:
         session.decisions.restore(state)
     session.optimizer.set_steps(session.numerics.updates(session.step))
     session.data.restore_order(state.get("data"))
+    accept = session.run.data.changed == "accept"
+    session.data.restore_cursors(state.get(CURSORS, {}), state.get("data") or {}, accept=accept)
     session.loaded = state
     if session.rollouts is not None:
         session.rollouts.restore(state)

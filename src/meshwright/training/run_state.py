@@ -1,6 +1,7 @@
 """State that a run keeps over a restart: weights, moments, and a few integers.
 
-Learning rate and data order are functions of the step, and nothing is drawn at random, so there is no other state.
+Learning rate and data order are functions of the step, and nothing is drawn at random, so there is no other state but one: the positions
+of the lanes of data that are read without preparation, which would cost the tokenizing of everything before them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from meshwright.spec.layout import Box
 from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters, without_adapter
 from meshwright.state.parts import StateParts
 
+CURSORS = "cursors"
+"""Key of the positions in data that are read without preparation."""
 log = logging.getLogger("meshwright")
 
 

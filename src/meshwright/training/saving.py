@@ -263,6 +263,7 @@ class Saver:
         if step in self._session.numerics.skipped_steps and not self._state_is_finite():
             self._reporter.event(step, f"no checkpoint of step {step}: weights or moments are not finite")
             return True
+        self._session.gather_cursors(step)
         if self._background is not None and not self._ready and not waits:
             self._make_ready()
         if self._background is None or not self._ready:

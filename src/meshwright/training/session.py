@@ -18,6 +18,7 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.config.recorded_loads import read_loads
 from meshwright.data.loader import DataSource, StepReader, Windows, has_validation, open_data
 from meshwright.data.sample_steps import SampleSteps
+from meshwright.data.streams.source import merge_cursors
 from meshwright.data.verification import ShardVerifier
 from meshwright.durable.writes import write_durable
 from meshwright.events.messages import Channel
@@ -52,11 +53,13 @@ from meshwright.training.expert_moves import ExpertMoves
 from meshwright.training.numerics import NumericalPolicy
 from meshwright.training.preferences import PreferenceRun
 from meshwright.training.resume import Tier, resume
-from meshwright.training.run_state import load_adapters, load_base, load_initial, run_state
+from meshwright.training.run_state import CURSORS, load_adapters, load_base, load_initial, run_state
 
 if TYPE_CHECKING:
     from meshwright.rl.rollouts import Rollouts
 
+KEPT_CURSORS = 4
+"""Latest saves whose positions in the data a session knows; a save is described after it has begun."""
 KEPT_RANGES = 64
 """Latest steps whose samples a session knows; a step's figures are read one step late."""
 
@@ -102,6 +105,8 @@ class Session:
     """Reads the steps of a run with reinforcement learning."""
     preferences: PreferenceRun | None = None
     """The objective of a run with preferences."""
+    cursors: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By step, the positions of the lanes of data that are read without preparation, of all ranks."""
     base: str | None = None
     """Digest of the frozen weights of a run with adapters."""
     progress: ProgressSender = field(default_factory=lambda: ProgressSender(ProgressPage.create(), Channel(None)))
@@ -172,7 +177,18 @@ class Session:
         others |= {} if self.base is None else {BASE: self.base}
         next_sample = self.samples_of[step][1] if step in self.samples_of else self.next_sample
         others |= {} if self.rollouts is None else self.rollouts.state(next_sample)
+        others |= {} if step not in self.cursors else {CURSORS: self.cursors[step]}
         return run_state(step, self.run.train, tokens, next_sample, self.data.record(), others)
+
+    def gather_cursors(self, step: int) -> None:
+        """Learn the positions of all lanes of streamed data after `step`, the current one, from the ranks that read them. Collective."""
+        if not self.data.streams:
+            return
+        own = {name: known.tolist() for name, known in self.data.cursors(self.next_sample).items()}
+        known = Ranks(self.world.control).run_on_all("collecting positions in the data", lambda: own)
+        self.cursors[step] = {name: merge_cursors([each[name] for each in known]).tolist() for name in own}
+        for earlier in sorted(self.cursors)[:-KEPT_CURSORS]:
+            del self.cursors[earlier]
 
     def state(self) -> dict[str, StateParts]:
         """This rank's tensors of the run's state by logical name; waits for the last update of offloaded state."""
@@ -211,6 +227,7 @@ def open_session(
         use_exact_forward(engine.model, run, DTYPES[plan.precision.compute], world.ranks)
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
+    _check_same_streams(data, Ranks(world.control))
     clock.end("data")
     optimizer = open_optimizer(engine, run.model, run.train, mesh)
     clock.end("optimizer")
@@ -355,6 +372,23 @@ def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldO
         return data, None
     validation = opened(seq_len=train.seq_len, split="validation")
     return data, HeldOut.of(validation, run.data.validation_tokens, train.global_batch_tokens)
+
+
+def _check_same_streams(data: DataSource, ranks: Ranks) -> None:
+    """Raise BadInput where ranks see other files in a source that is read without preparation. Collective if there is one."""
+    if not data.streams:
+        return
+    seen = ranks.run_on_all(
+        "comparing the data", lambda: {name: each.index.digest for name, each in data.streams.items()}
+    )
+    for name in data.streams:
+        other = next((rank for rank, each in enumerate(seen) if each[name] != seen[0][name]), None)
+        if other is not None:
+            raise BadInput(
+                f"data.mix: {name}: rank {other} lists other files, sizes or tags than rank 0; all hosts need the same files, local ones "
+                "with the same times",
+                key="data.mix",
+            )
 
 
 def _write_environment(folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""Text that is read without preparation: listing and index of the files, loader processes, cache, and lanes."""

@@ -1,0 +1,252 @@
+"""The index of a source: its files, and in them the groups that are read at a time, with their sizes.
+
+A group is a row group of parquet, about 8 MB of lines of a file of JSON lines, or all of such a file if it is compressed. Of parquet only
+the footers are read, of other files nothing. The index is kept in the cache; a file whose size and tag are those of the kept index is not
+read again.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.data.file_formats import COMPRESSIONS, LAYOUTS, FileFormat, format_of
+from meshwright.data.streams.files import ObjectFile
+from meshwright.data.streams.patterns import is_url, split_pattern
+from meshwright.data.streams.stores import Store, StoredFile
+from meshwright.durable.writes import digest, write_durable
+from meshwright.spec.errors import BadInput, Damaged, nearest
+
+CHUNK_BYTES = 8 << 20
+"""Bytes of a group of a file of lines."""
+COMPRESSED = 3
+"""Bytes of text that a byte of a compressed file is taken for."""
+FOOTERS_AT_ONCE = 32
+FORMAT = 1
+"""Version of a kept index."""
+TRAIN_SPLIT, OTHER_SPLITS = "train", ("test", "validation", "valid", "val", "dev", "eval")
+READ = ", ".join(ending for ending, layout in LAYOUTS.items() if layout in ("lines", "parquet"))
+
+
+@dataclass(frozen=True)
+class SourceIndex:
+    """The files and groups of a source. `group_file`, `group_number`, `group_bytes` `(groups,)`: file, number in it, and bytes of text.
+
+    `tokens_per_byte` is that of a sample of the text. `root` is what all names of files begin with.
+    """
+
+    root: str
+    layout: str
+    files: tuple[StoredFile, ...]
+    group_file: np.ndarray
+    group_number: np.ndarray
+    group_bytes: np.ndarray
+    tokens_per_byte: float = 0.0
+
+    @property
+    def groups(self) -> int:
+        return len(self.group_file)
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of text, of compressed lines an estimate."""
+        return int(self.group_bytes.sum())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the text, estimated."""
+        return round(self.text_bytes * self.tokens_per_byte)
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of names below `root`, sizes and tags: another one means that the source has changed."""
+        rows = [[file.name[len(self.root) :], file.size, file.tag] for file in self.files]
+        return digest(json.dumps([self.layout, rows]).encode("utf-8", "surrogateescape") + self.group_bytes.tobytes())
+
+    def describe(self) -> str:
+        """The source in a few words."""
+        kinds = {"parquet": "row groups", "lines": "groups of lines"}
+        return (
+            f"{len(self.files):,} files, {self.groups:,} {kinds[self.layout]}, {self.text_bytes / 1e9:,.3g} GB of text, "
+            f"about {self.tokens / 1e6:,.3g} M tokens"
+        )
+
+    def to_bytes(self) -> bytes:
+        header = {
+            "format": FORMAT,
+            "root": self.root,
+            "layout": self.layout,
+            "tokens_per_byte": self.tokens_per_byte,
+            "files": [[file.name, file.size, file.tag] for file in self.files],
+        }
+        buffer = io.BytesIO()
+        header_bytes = np.frombuffer(json.dumps(header).encode("utf-8", "surrogateescape"), dtype=np.uint8)
+        np.savez(buffer, header=header_bytes, files=self.group_file, numbers=self.group_number, sizes=self.group_bytes)
+        return buffer.getvalue()
+
+    @classmethod
+    def read(cls, path: Path) -> SourceIndex | None:
+        """A kept index; None if there is none that this release can read."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                header = json.loads(arrays["header"].tobytes())
+                if header["format"] != FORMAT:
+                    return None
+                files = tuple(StoredFile(*row) for row in header["files"])
+                groups = (arrays["files"], arrays["numbers"], arrays["sizes"])
+                return cls(header["root"], header["layout"], files, *groups, header["tokens_per_byte"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durable(path, self.to_bytes())
+
+
+def build_index(store: Store, files: str, text: str, kept: SourceIndex | None = None) -> SourceIndex:
+    """The index of the files that `files` names. `kept` is an earlier one. Raises BadInput and Damaged.
+
+    `tokens_per_byte` of a new index is 0.
+    """
+    listed = _chosen(files, store.list(files))
+    layout = _only_format(files, listed).layout
+    root = split_pattern(files)[0] if split_pattern(files)[1] or len(listed) > 1 else listed[0].name.rpartition("/")[0]
+    known = {} if kept is None or kept.layout != layout else _groups_by_file(kept)
+    new = [file for file in listed if file not in known]
+    with ThreadPoolExecutor(FOOTERS_AT_ONCE, "footers") as pool:
+        known |= dict(zip(new, pool.map(lambda file: _groups_of(store, file, layout, text), new), strict=True))
+    sizes = [known[file] for file in listed]
+    index = SourceIndex(
+        root,
+        layout,
+        tuple(listed),
+        np.repeat(np.arange(len(listed), dtype=np.int32), [len(each) for each in sizes]),
+        np.concatenate([np.arange(len(each), dtype=np.int32) for each in sizes]),
+        np.concatenate(sizes),
+    )
+    if kept is not None and kept.digest == index.digest:
+        return kept
+    if not index.text_bytes:
+        raise BadInput(f"{files}: the files have no text")
+    return index
+
+
+def parquet_column(names: Sequence[str], text: str, where: str) -> int:
+    """The number of the column `text`. Raises BadInput that names the nearest."""
+    if text not in names:
+        raise BadInput(f"{where}: {no_text('column', text, names)}")
+    return list(names).index(text)
+
+
+def no_text(word: str, text: str, names: Sequence[str]) -> str:
+    """A sentence for a column or key that is not there."""
+    near = nearest(text, names)
+    shown = ", ".join(map(repr, list(names)[:20]))
+    return f"no {word} {text!r}{f' (nearest: {near!r})' if near else ''}; {word}s: {shown}; `text` names another"
+
+
+def _groups_by_file(index: SourceIndex) -> dict[StoredFile, np.ndarray]:
+    counts = np.bincount(index.group_file, minlength=len(index.files))
+    return dict(zip(index.files, np.split(index.group_bytes, np.cumsum(counts)[:-1]), strict=True))
+
+
+def _groups_of(store: Store, file: StoredFile, layout: str, text: str) -> np.ndarray:
+    """Bytes of text of each group of a file, int64."""
+    if layout == "parquet":
+        return _row_groups(store, file, text)
+    if format_of(file.name).compression is not None:
+        return np.array([file.size * COMPRESSED], dtype=np.int64)
+    starts = np.arange(0, file.size, CHUNK_BYTES)
+    return np.minimum(file.size - starts, CHUNK_BYTES).astype(np.int64)
+
+
+def _row_groups(store: Store, file: StoredFile, text: str) -> np.ndarray:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with ObjectFile(store, file) as content:
+            described = pyarrow.parquet.ParquetFile(content)
+            _check_column(described.schema_arrow, text, file.name)
+            metadata = described.metadata
+            names = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
+            column = names.index(text)
+            rows = (metadata.row_group(group).column(column) for group in range(metadata.num_row_groups))
+            return np.array([row.total_uncompressed_size for row in rows], dtype=np.int64)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise Damaged(f"{file.name}: cannot be read as parquet: {str(error).splitlines()[0]}") from error
+
+
+def _check_column(schema: Any, text: str, where: str) -> None:
+    import pyarrow
+
+    parquet_column(schema.names, text, where)
+    kind = schema.field(text).type
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)):
+        texts = [name for name in schema.names if "string" in str(schema.field(name).type)]
+        raise BadInput(
+            f"{where}: column {text!r} has {kind}, expected text; columns of text: {', '.join(texts) or 'none'}"
+        )
+
+
+def _chosen(files: str, listed: Sequence[StoredFile]) -> list[StoredFile]:
+    """The files to read: those of a pattern; of a folder those with an ending that is read, of the split `train` if names tell one."""
+    _, pattern = split_pattern(files)
+    if pattern or (len(listed) == 1 and listed[0].name == files):
+        if not listed:
+            raise BadInput(f"{files}: matches no file")
+        return list(listed)
+    readable = [file for file in listed if _is_read(file.name)]
+    if not readable:
+        found = f"; it has {len(listed):,} others, such as {listed[0].name}" if listed else ""
+        raise BadInput(f"{files}: no files here to read ({READ}){found}")
+    splits = [_split_of(file.name[len(files) :]) for file in readable]
+    if TRAIN_SPLIT in splits and any(split not in (TRAIN_SPLIT, "") for split in splits):
+        return [file for file, split in zip(readable, splits, strict=True) if split in (TRAIN_SPLIT, "")]
+    return readable
+
+
+def _split_of(name: str) -> str:
+    """The split that a word of a file's name or folders tells, as in folders of Hugging Face data sets; empty without."""
+    words = re.findall("[a-z]+", name.lower())
+    return next((word for word in words if word in (TRAIN_SPLIT, *OTHER_SPLITS)), "")
+
+
+def _is_read(name: str) -> bool:
+    form = format_of(name)
+    return form.layout in ("lines", "parquet") and not form.refused
+
+
+def _only_format(files: str, listed: Sequence[StoredFile]) -> FileFormat:
+    """The format that all files have. Raises BadInput for one that is not read, and for two."""
+    first = None
+    for file in listed:
+        form = format_of(file.name)
+        if not _is_read(file.name):
+            why = form.refused or "neither parquet nor lines of JSON"
+            raise BadInput(f"{file.name}: is {why}; expected {READ}, lines also with {' '.join(COMPRESSIONS)}")
+        if first is None:
+            first = file, form
+        elif (form.layout, form.compression) != (first[1].layout, first[1].compression):
+            raise BadInput(
+                f"{files}: has files of two formats, such as {first[0].name} and {file.name}; name those of one, and the others as "
+                "another source"
+            )
+    assert first is not None
+    return first[1]
+
+
+def index_path(cache: Path, files: str, text: str) -> Path:
+    """The kept index of a source."""
+    name = files if is_url(files) else str(Path(files).absolute())
+    return cache / f"index-{digest(json.dumps([name, text]).encode('utf-8', 'surrogateescape'))}.npz"

@@ -1,0 +1,63 @@
+"""Names of files in a folder or an object store by a pattern: `*` and `?` stay within a folder, `**` crosses folders."""
+
+from __future__ import annotations
+
+import re
+
+from meshwright.spec.errors import BadInput
+
+_WILD = re.compile(r"[*?\[]")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/@?]*)(/[^?]*)?")
+
+
+SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
+"""Stores that can be listed."""
+
+
+def is_url(files: str) -> bool:
+    return "://" in files
+
+
+def check_url(files: str) -> str:
+    """The scheme of a URL. Raises BadInput, without showing it, for one that has credentials or a query."""
+    match = _URL.fullmatch(files)
+    if match is None:
+        shown = f"{files.partition('://')[0]}://…"
+        raise BadInput(
+            f"{shown}: expected a URL such as s3://bucket/web/*.parquet, without user, `@`, `?` and query; "
+            "credentials are read from the environment"
+        )
+    if (scheme := match[1].lower()) not in SCHEMES:
+        raise BadInput(f"{files}: expected a path, or the URL of a store that can be listed: {', '.join(SCHEMES)}")
+    return scheme
+
+
+def split_pattern(files: str) -> tuple[str, str]:
+    """The folder before the first wildcard, without a slash at its end, and the pattern below it; empty for a plain name."""
+    found = _WILD.search(files)
+    if found is None:
+        return files, ""
+    folder, _, _ = files[: found.start()].rpartition("/")
+    if not folder:
+        return ("/", files[1:]) if files.startswith("/") else (".", files)
+    return folder, files[len(folder) + 1 :]
+
+
+def matcher(pattern: str) -> re.Pattern[str]:
+    """A regular expression of the names below a folder that match `pattern`."""
+    parts, at = [], 0
+    while at < len(pattern):
+        if pattern.startswith("**/", at):
+            parts.append("(?:[^/]+/)*")
+            at += 3
+        elif pattern.startswith("**", at):
+            parts.append(".*")
+            at += 2
+        elif pattern[at] == "[" and (end := pattern.find("]", at + 2)) > 0:
+            inside = pattern[at + 1 : end].replace("\\", r"\\")
+            parts.append(f"[{'^' + inside[1:] if inside[0] == '!' else inside}]")
+            at = end + 1
+        else:
+            parts.append({"*": "[^/]*", "?": "[^/]"}.get(pattern[at]) or re.escape(pattern[at]))
+            at += 1
+    return re.compile("".join(parts))

@@ -1,0 +1,357 @@
+"""A source that is read without preparation: its samples by global index, from lanes (`policies.lanes`).
+
+A lane is an endless stream of tokens: the documents of its windows one after another, each with its end token, cut into samples of
+`seq_len` inputs, which share a token with the next as those of prepared text do. Whoever reads a sample reads its lane in order, so the
+position of each lane is state: `cursors` gives it for a checkpoint, `restore` takes it. Any rank can go on with any lane.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.data.packing import WindowTokens
+from meshwright.data.streams.group_file import Cache, GroupFile, group_name, texts_digest
+from meshwright.data.streams.index import SourceIndex
+from meshwright.data.streams.loaders import NOW, SOON, Loaders
+from meshwright.data.streams.stores import StoredFile
+from meshwright.data.tokenizer import LoadedTokenizer
+from meshwright.policies.lanes import WINDOW_PARTS, LaneOrder, Part, parts_of
+from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.job import StreamSpec
+
+PART_BYTES = 4 << 20
+"""Most bytes of text of a part of a group."""
+OPEN_GROUPS = 128
+"""Groups of a source that a process has open."""
+REMEMBERED_GROUPS = 4096
+"""Groups of which a process knows that they were made."""
+AHEAD_BYTES, AHEAD_SAMPLES = 2 << 20, 2
+"""Text of a lane, in bytes and in samples, that is tokenised before it is read; half a window if that is more."""
+AHEAD_WINDOWS = 32
+"""Most windows of a lane that are asked for beyond the one that is read."""
+FIRST_AHEAD = 4
+"""Steps before its first sample in which a lane's first window is asked for."""
+REOPENED = 3
+"""Times that a group is made again because the cache has lost it before it was opened."""
+EMPTY_WINDOWS = 10_000
+"""Windows without a document one after another that a lane passes over."""
+REMEMBERED = 64
+"""Latest positions of a lane that are kept: a checkpoint is of a step that lies before those that are read ahead."""
+NAMED_GROUPS = 20
+"""Groups with unusable documents that are reported."""
+log = logging.getLogger("meshwright")
+
+
+class Cursor(NamedTuple):
+    """The position of a lane: the global index of its next sample, and where that begins: window of the lane, token of the window."""
+
+    sample: int
+    window: int
+    token: int
+
+
+class DocumentPlace(NamedTuple):
+    """Tokens [start, stop) of a document that lies at `place` of a file."""
+
+    file: str
+    place: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Documents of a window in the order in which they are read.
+
+    `ends` `(documents,)`: tokens up to the end of each. `part`, `document`: the part of the window and the number in its group.
+    `starts`: the first token of each document in its group.
+    """
+
+    parts: list[Part]
+    part: np.ndarray
+    document: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+
+class StreamSource:
+    """The lanes of one source. `drawn(lane, first, last)` counts the samples of the source that the lane has in [first, last)."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: StreamSpec,
+        index: SourceIndex,
+        *,
+        seq_len: int,
+        lanes: int,
+        seed: int,
+        tokenizer: LoadedTokenizer,
+        cache: Cache,
+        loaders: Callable[[], Loaders],
+    ) -> None:
+        self.name, self.spec, self.index, self.seq_len, self.lanes = name, spec, index, seq_len, lanes
+        self.tokenizer, self._texts, self._cache = tokenizer.record, texts_digest(tokenizer), cache
+        self.parts = parts_of(index.group_bytes, lanes, PART_BYTES)
+        self._order = LaneOrder(self.parts, lanes, seed, index.digest)
+        self._window_tokens = max(index.tokens * WINDOW_PARTS // int(self.parts.sum(dtype=np.int64)), 1)
+        """Tokens of a window, estimated."""
+        self._ahead_tokens = max(round(AHEAD_BYTES * index.tokens_per_byte), AHEAD_SAMPLES * seq_len)
+        self._loaders = loaders
+        self._groups: OrderedDict[int, GroupFile] = OrderedDict()
+        self._made: OrderedDict[int, Future[dict[str, Any]]] = OrderedDict()
+        """The latest groups that were asked for: one that was made need not wait for a process that is at work."""
+        self._windows: dict[int, tuple[int, _Window]] = {}
+        """Number and documents of the window in which each lane is."""
+        self._asked: set[tuple[int, int]] = set()
+        """Lanes and windows that were asked for."""
+        self._positions: dict[int, deque[Cursor]] = {}
+        """The latest positions of each lane that this process has read, the newest last."""
+        self._base = np.stack([np.arange(lanes), np.zeros(lanes), np.zeros(lanes)], axis=1).astype(np.int64)
+        self._lock = threading.Lock()
+        """Guards `_positions`: samples are read by another thread than checkpoints are written."""
+        self._reported: set[int] = set()
+        self.drawn: Callable[[int, int, int], int] = lambda lane, first, last: len(range(first, last, lanes))
+
+    def describe_size(self) -> str:
+        """The source, and how it is read, in one line."""
+        at_once = self.lanes * WINDOW_PARTS
+        size = min(self.index.text_bytes * at_once / int(self.parts.sum()), self.index.text_bytes) / 1e9
+        return (
+            f"{self.index.describe()}; {self.lanes:,} lanes read {size:,.3g} GB of it at a time, on all hosts together"
+        )
+
+    @property
+    def windows(self) -> int:
+        """Samples of one pass over the source, estimated."""
+        return max(self.index.tokens // self.seq_len, 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the source, estimated."""
+        return self.index.tokens
+
+    def record(self) -> dict[str, Any]:
+        """The record of the source in a checkpoint: digests of its files and tokenizer, and what the order follows from."""
+        return {
+            "content": self.index.digest,
+            "tokenizer": self.tokenizer.digest,
+            "order": self.index.digest,
+            "text": self.spec.text,
+            "texts": self._texts,
+            "lanes": str(self.lanes),
+        }
+
+    def read(self, sample: int) -> WindowTokens:
+        """The sample with this global index."""
+        lane = sample % self.lanes
+        cursor = self._cursor_for(lane, sample)
+        tokens, begins, after = self._take(lane, cursor)
+        self._remember(lane, Cursor(sample + self.lanes, *after))
+        return WindowTokens(tokens, begins, None)
+
+    def describe(self, sample: int) -> list[DocumentPlace]:
+        """The documents of the inputs of a sample, which is not read."""
+        lane = sample % self.lanes
+        cursor, places = self._cursor_for(lane, sample), []
+        for window, first, last in self._ranges(lane, cursor, self.seq_len):
+            for at, start, stop in _documents(window, first, last):
+                part, document = window.parts[int(window.part[at])], int(window.document[at])
+                file = self._file(part.group).name
+                begin = int(window.ends[at - 1]) if at else 0
+                place = self._opened(part.group).place(document)
+                places.append(DocumentPlace(file, place, start - begin, stop - begin))
+        return places
+
+    def prepare(self, samples: range) -> None:
+        """Ask for the first windows of the lanes of later samples, which are read soon."""
+        for sample in samples:
+            lane = sample % self.lanes
+            if lane not in self._positions and lane not in self._windows:
+                self._ask(lane, int(self._base[lane, 1]))
+
+    def cursors(self, sample: int) -> np.ndarray:
+        """The position of each lane before global sample `sample`, as far as this process knows: `(lanes, 3)` int64, as `Cursor`."""
+        known = self._base.copy()
+        with self._lock:
+            for lane, positions in self._positions.items():
+                before = [cursor for cursor in positions if cursor.sample - self.lanes < sample]
+                if before:
+                    known[lane] = before[-1]
+        return known
+
+    def restore(self, cursors: np.ndarray) -> None:
+        """Go on from these positions, `(lanes, 3)` int64."""
+        self._base = np.asarray(cursors, dtype=np.int64).copy()
+        with self._lock:
+            self._positions.clear()
+        self._windows.clear()
+        self._asked.clear()
+
+    def _cursor_for(self, lane: int, sample: int) -> Cursor:
+        """The position of a lane at a sample; samples that lie between the last one read and this are passed over."""
+        positions = self._positions.get(lane)
+        cursor = positions[-1] if positions else Cursor(*map(int, self._base[lane]))
+        if sample < cursor.sample and positions:
+            earlier = [known for known in positions if known.sample <= sample]
+            cursor = earlier[-1] if earlier else Cursor(*map(int, self._base[lane]))
+        if sample < cursor.sample:
+            raise BadInput(
+                f"data.mix: {self.name}: sample {sample:,} lies before the position of its lane, {cursor.sample:,}"
+            )
+        window, token = cursor.window, cursor.token
+        for _ in range(self.drawn(lane, cursor.sample, sample)):
+            *_, last = self._ranges(lane, Cursor(0, window, token), self.seq_len)
+            window, token = self._windows[lane][0], last[2]
+        return Cursor(sample, window, token)
+
+    def _take(self, lane: int, cursor: Cursor) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+        """The tokens of a sample and where documents begin in it, and the position behind its inputs."""
+        pieces, begins, count = [], [0], 0
+        after = (cursor.window, cursor.token)
+        for window, first, last in self._ranges(lane, cursor, self.seq_len + 1):
+            after = (self._windows[lane][0], first + min(self.seq_len - count, last - first))
+            for at, start, stop in _documents(window, first, last):
+                begin = int(window.ends[at - 1]) if at else 0
+                if start == begin and count:
+                    begins.append(count)
+                group, origin = window.parts[int(window.part[at])].group, int(window.starts[at]) - begin
+                pieces.append(self._opened(group).read(origin + start, origin + stop))
+                count += stop - start
+        return np.concatenate(pieces), np.array(begins, dtype=np.int64), after
+
+    def _ranges(self, lane: int, cursor: Cursor, tokens: int) -> Iterator[tuple[_Window, int, int]]:
+        """The windows and ranges of tokens in them that hold the next `tokens` tokens of a lane."""
+        number, start, empty = cursor.window, cursor.token, 0
+        while tokens:
+            window = self._window(lane, number)
+            last = min(start + tokens, window.tokens)
+            if last > start:
+                yield window, start, last
+                tokens, empty = tokens - (last - start), 0
+            self._look_ahead(lane, number, window, last)
+            if tokens:
+                number, start, empty = number + 1, 0, empty + 1
+            if empty > EMPTY_WINDOWS:
+                raise BadInput(
+                    f"data.mix: {self.name}: no usable documents in {EMPTY_WINDOWS:,} windows one after another"
+                )
+
+    def _look_ahead(self, lane: int, number: int, window: _Window, token: int) -> None:
+        """Ask for the windows behind this one that are needed soon; `token` is the next one of the window."""
+        ahead = max(self._ahead_tokens, window.tokens // 2) - (window.tokens - token)
+        if ahead > 0:
+            for more in range(1, min(-(-ahead // self._window_tokens), AHEAD_WINDOWS) + 1):
+                self._ask(lane, number + more)
+
+    def _remember(self, lane: int, cursor: Cursor) -> None:
+        with self._lock:
+            positions = self._positions.setdefault(lane, deque(maxlen=REMEMBERED))
+            while positions and positions[-1].sample >= cursor.sample:  # a sample that is read once more
+                positions.pop()
+            positions.append(cursor)
+
+    def _window(self, lane: int, number: int) -> _Window:
+        """The documents of a window; waits until its groups are in the cache."""
+        if lane in self._windows and self._windows[lane][0] == number:
+            return self._windows[lane][1]
+        parts = self._order.window(lane, number)
+        self._asked.discard((lane, number))
+        made = {part.group: self._request(part.group, NOW) for part in parts if part.group not in self._groups}
+        for group, future in made.items():
+            self._report(group, future.result())
+        groups = [self._opened(part.group) for part in parts]
+        ranges = [part.documents(group.record.documents) for part, group in zip(parts, groups, strict=True)]
+        bounds = [group.bounds[each.start : each.stop + 1] for group, each in zip(groups, ranges, strict=True)]
+        part = np.repeat(np.arange(len(parts), dtype=np.int32), [len(each) for each in ranges])
+        document = np.concatenate([np.arange(each.start, each.stop, dtype=np.int32) for each in ranges])
+        starts = np.concatenate([each[:-1] for each in bounds])
+        lengths = np.concatenate([np.diff(each) for each in bounds])
+        order = self._order.shuffled(lane, number, len(document))
+        window = _Window(parts, part[order], document[order], starts[order], np.cumsum(lengths[order]))
+        self._windows[lane] = number, window
+        return window
+
+    def _ask(self, lane: int, number: int) -> None:
+        """Have the groups of a window made that is read soon."""
+        if (lane, number) not in self._asked:
+            self._asked.add((lane, number))
+            for part in self._order.window(lane, number):
+                if part.group not in self._groups:
+                    self._request(part.group, SOON)
+
+    def _request(self, group: int, priority: int, *, again: bool = False) -> Future[dict[str, Any]]:
+        """Have a group made; with `again` also if it was made before."""
+        known = self._made.get(group)
+        if known is not None and known.done() and known.exception() is None and not again:
+            return known
+        message = {
+            "op": "group",
+            "file": asdict(self._file(group)),
+            "group": self._number(group),
+            "text": self.spec.text,
+        }
+        asked = self._made[group] = self._loaders().request(message, priority)
+        self._made.move_to_end(group)
+        while len(self._made) > REMEMBERED_GROUPS:
+            self._made.popitem(last=False)
+        return asked
+
+    def _file(self, group: int) -> StoredFile:
+        return self.index.files[int(self.index.group_file[group])]
+
+    def _number(self, group: int) -> int:
+        return int(self.index.group_number[group])
+
+    def _opened(self, group: int) -> GroupFile:
+        """An open group; it is made again where the cache has lost it."""
+        if group in self._groups:
+            self._groups.move_to_end(group)
+            return self._groups[group]
+        name = group_name(self._file(group), self._number(group), self.spec.text, self._texts)
+        for _ in range(REOPENED):
+            try:
+                opened = self._groups[group] = GroupFile(self._cache.path(name))
+            except FileNotFoundError:
+                self._request(group, NOW, again=True).result()
+                continue
+            while len(self._groups) > OPEN_GROUPS:
+                self._groups.popitem(last=False)
+            return opened
+        raise Damaged(f"{self._cache.folder}: loses files as soon as they are written; raise data.cache_gib")
+
+    def _report(self, group: int, answer: dict[str, Any]) -> None:
+        """Report the unusable documents of a group, once."""
+        if answer["bad"] and group not in self._reported and len(self._reported) < NAMED_GROUPS:
+            self._reported.add(group)
+            log.warning(
+                "data.mix: %s: %d bad documents left out: %s", self.name, answer["bad"], "; ".join(answer["first_bad"])
+            )
+
+
+def _documents(window: _Window, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """(number in the window, first token, last + 1) of each document that has a part of the window's tokens [first, last)."""
+    at = int(np.searchsorted(window.ends, first, side="right"))
+    while first < last:
+        stop = min(int(window.ends[at]), last)
+        if stop > first:
+            yield at, first, stop
+        first, at = stop, at + 1
+
+
+def merge_cursors(known: list[list[list[int]]]) -> np.ndarray:
+    """The furthest position of each lane among those that all ranks know, `(lanes, 3)` int64."""
+    stacked = np.array(known, dtype=np.int64)
+    return stacked[np.argmax(stacked[:, :, 0], axis=0), np.arange(stacked.shape[1])]

@@ -1,0 +1,234 @@
+"""Files of a source on a local disk or in an object store: their list, and checked reads. Used in processes of their own.
+
+The client of object stores (`obstore`) has threads, so a process that has used it must not be forked: nothing but the program of a loader
+process (`data.streams.process`) opens an object store.
+
+A read is of one version of a file: its size and tag are those of the list, else it raises BadInput. A request that fails is repeated after
+growing pauses, until `patience` seconds have passed; then CommunicationFailure names the file. Fewer bytes than asked for are a failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from meshwright.data.streams.patterns import check_url, is_url, matcher, split_pattern
+from meshwright.spec.errors import BadInput, CommunicationFailure, Damaged, nearest
+
+PATIENCE = 120.0
+"""Seconds after which a request that keeps failing is given up."""
+READ_SECONDS, CONNECT_SECONDS = 5, 5
+"""Seconds without a byte of an answer, or without a connection, after which a request has failed."""
+LONGEST_PAUSE = 15.0
+REQUEST_BYTES = 8 << 20
+"""Bytes of one request; more are read by several at once."""
+REQUESTS_AT_ONCE = 8
+_QUERY = re.compile(r"\?[^\s\"')]*")
+log = logging.getLogger("meshwright")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file: its path or URL, size in bytes, and tag: of an object its ETag, of a local file the time of its contents in ns."""
+
+    name: str
+    size: int
+    tag: str
+
+
+class Store(Protocol):
+    """A place with files."""
+
+    def list(self, files: str) -> list[StoredFile]:
+        """The files that a path, folder or pattern names, in order of name. Raises BadInput if there is none."""
+        ...
+
+    def read(self, file: StoredFile, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a file."""
+        ...
+
+    def check(self, file: StoredFile) -> None:
+        """Raise BadInput unless the file is still that of the list."""
+        ...
+
+
+def open_store(files: str, patience: float = PATIENCE) -> Store:
+    """The store of a path or URL. Raises BadInput for a URL that names none, or whose package is missing."""
+    return ObjectStore(files, patience) if is_url(files) else LocalFiles()
+
+
+class LocalFiles:
+    """Files of this host's file systems."""
+
+    def list(self, files: str) -> list[StoredFile]:
+        path = Path(files)
+        if path.is_file():
+            return [_local_file(path)]
+        folder, pattern = (files, "**") if path.is_dir() else split_pattern(files)
+        if not Path(folder).is_dir():
+            siblings = os.listdir(Path(folder).parent) if Path(folder).parent.is_dir() else []
+            near = nearest(Path(folder).name, siblings)
+            hint = f" (nearest: {Path(folder).parent / near})" if near else ""
+            raise BadInput(f"{files}: no such file or folder{hint}")
+        match = matcher(pattern).fullmatch
+        return sorted(
+            (_local_file(path) for name, path in _below(Path(folder)) if match(name)), key=lambda file: file.name
+        )
+
+    def read(self, file: StoredFile, start: int, stop: int) -> bytes:
+        try:
+            with open(file.name, "rb", buffering=0) as opened:
+                status = os.fstat(opened.fileno())
+                _check_same(file, status.st_size, str(status.st_mtime_ns))
+                content = bytearray()
+                while len(content) < stop - start:
+                    piece = os.pread(opened.fileno(), stop - start - len(content), start + len(content))
+                    if not piece:
+                        raise Damaged(
+                            f"{file.name}: ends at byte {start + len(content):,}, expected {file.size:,} bytes"
+                        )
+                    content += piece
+                return bytes(content)
+        except FileNotFoundError:
+            raise BadInput(f"{file.name}: is gone since the run has listed it") from None
+        except OSError as error:
+            raise Damaged(f"{file.name}: cannot be read: {error.strerror or error}") from error
+
+    def check(self, file: StoredFile) -> None:
+        try:
+            status = os.stat(file.name)
+        except OSError:
+            raise BadInput(f"{file.name}: is gone since the run has listed it") from None
+        _check_same(file, status.st_size, str(status.st_mtime_ns))
+
+
+def _below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """The files below a folder that are not hidden, with their names from there."""
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            if not name.startswith("."):
+                path = Path(parent) / name
+                if path.is_file():
+                    yield path.relative_to(folder).as_posix(), path
+
+
+def _local_file(path: Path) -> StoredFile:
+    status = path.stat()
+    return StoredFile(str(path), status.st_size, str(status.st_mtime_ns))
+
+
+def _check_same(file: StoredFile, size: int, tag: str | None) -> None:
+    if (size, tag) != (file.size, file.tag):
+        raise BadInput(
+            f"{file.name}: changed since the run has listed it ({file.size:,} bytes with tag {file.tag} then, {size:,} with {tag} now); "
+            "put it back, or begin another run"
+        )
+
+
+class ObjectStore:
+    """The objects of one bucket or host. Credentials come from the environment, where the store's own tools look for them."""
+
+    def __init__(self, url: str, patience: float = PATIENCE) -> None:
+        check_url(url)
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError as error:
+            raise BadInput(f"{url}: {error}; pip install 'meshwright[stream]'") from error
+        self._calls, self._patience = obstore, patience
+        self._root = "/".join(url.split("/", 3)[:3])
+        endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+        client: dict[str, Any] = {
+            "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+            "read_timeout": timedelta(seconds=READ_SECONDS),
+            "allow_http": endpoint.startswith("http://"),
+        }
+        try:
+            self._store = from_url(self._root, client_options=client, retry_config={"max_retries": 2})
+        except Exception as error:  # the library has errors of its own
+            raise BadInput(f"{self._root}: {_words(error)}") from None
+
+    def list(self, files: str) -> list[StoredFile]:
+        folder, pattern = split_pattern(files)
+        if not pattern and self._key(files):
+            single = self._try(files, lambda: self._calls.head(self._store, self._key(files)), missing=True)
+            if single is not None:
+                return [self._file(single)]
+        pattern = pattern or "**"
+        prefix = self._key(folder)
+        found = self._try(files, lambda: self._calls.list(self._store, prefix or None).collect())
+        match, cut = matcher(pattern).fullmatch, len(prefix) + 1 if prefix else 0
+        return sorted(
+            (self._file(meta) for meta in found if meta["size"] and match(meta["path"][cut:])),
+            key=lambda file: file.name,
+        )
+
+    def read(self, file: StoredFile, start: int, stop: int) -> bytes:
+        starts = range(start, stop, REQUEST_BYTES)
+        if len(starts) == 1:
+            return self._read(file, start, stop)
+        with ThreadPoolExecutor(min(len(starts), REQUESTS_AT_ONCE), "read") as pool:
+            return b"".join(pool.map(lambda first: self._read(file, first, min(first + REQUEST_BYTES, stop)), starts))
+
+    def check(self, file: StoredFile) -> None:
+        found = self._file(self._try(file.name, lambda: self._calls.head(self._store, self._key(file.name))))
+        _check_same(file, found.size, found.tag)
+
+    def _read(self, file: StoredFile, start: int, stop: int) -> bytes:
+        def request() -> bytes:
+            answer = self._calls.get(self._store, self._key(file.name), options={"range": (start, stop)})
+            found = self._file(answer.meta)
+            _check_same(file, found.size, found.tag)
+            content = bytes(answer.bytes())
+            if len(content) != stop - start:
+                raise OSError(f"got {len(content):,} of the {stop - start:,} bytes from {start:,} on")
+            return content
+
+        return self._try(file.name, request) if stop > start else b""
+
+    def _key(self, url: str) -> str:
+        return url[len(self._root) :].strip("/")
+
+    def _file(self, meta: Any) -> StoredFile:
+        tag = meta["e_tag"] or meta["last_modified"].isoformat()
+        return StoredFile(f"{self._root}/{meta['path']}", meta["size"], tag)
+
+    def _try(self, name: str, work: Callable[[], T], *, missing: bool = False) -> Any:
+        """The result of `work`, repeated while it fails; None where `missing` and there is no such object."""
+        from obstore.exceptions import NotFoundError, PermissionDeniedError, UnauthenticatedError
+
+        deadline, pause = time.monotonic() + self._patience, 0.2
+        while True:
+            try:
+                return work()
+            except (BadInput, Damaged):
+                raise
+            except (NotFoundError, FileNotFoundError):
+                if missing:
+                    return None
+                raise BadInput(f"{name}: no such object in the store") from None
+            except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
+                raise BadInput(f"{name}: the store refuses access: {_words(error)}") from None
+            except Exception as error:  # the library has errors of its own
+                if time.monotonic() + pause > deadline:
+                    failed = f"{name}: cannot be read: {_words(error)}; tried for {self._patience:.0f} s"
+                    raise CommunicationFailure(failed) from None
+                log.info("%s: %s; trying again in %.1f s", name, _words(error), pause)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _words(error: Exception) -> str:
+    """An error in one line, without queries of URLs, which may carry signatures."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {_QUERY.sub('?…', lines[0] if lines else '')[:300]}"
