@@ -23,7 +23,7 @@ from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import PLAIN, Strategy, lower_memory_strategies
 from meshwright.planner.sweep import SweepResult, smallest, strategies_in, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
-from meshwright.spec.plan import CONTEXT_AXES, AxisName, Plan, ScheduleName
+from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTES_PRODUCTS, AxisName, Plan, ScheduleName
 from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import context_size, experts_over
 
@@ -278,9 +278,11 @@ def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[obj
     of shards, and less that of replicas.
     """
     mesh, schedule = points.meshes[points.mesh[index]], int(points.schedule[index])
-    sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1, int(points.micro[index])
-    family = schedule, int(points.virtual[index]), strategy.low_memory, strategy.gradients, *sizes
-    return (mesh.size("shard"), *family), family, (schedule, *sizes[:1])
+    end = strategy.low_memory
+    saving = end.recompute in RECOMPUTES_PRODUCTS, end.reshard, end.offload, strategy.gradients
+    batch = mesh.size("replicate") > 1, int(points.micro[index])
+    family = schedule, int(points.virtual[index]), *saving, *mesh.inner, *batch
+    return (mesh.size("shard"), *family), family, (schedule, mesh.size("pipeline"))
 
 
 def _largest_memory_ratio(run: RunSpec) -> float:

@@ -29,7 +29,7 @@ from meshwright.planner.strategies import PLAIN
 from meshwright.spec.plan import Gradients, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, CopyOption, copied_options, transport_fields
-from meshwright.workload.groups import shard_size
+from meshwright.workload.groups import gathers_weights, shard_size
 
 MAX_STARTS, MAX_TRIED = 3, 2
 """Fastest plans on which a move is tried, one where plans are large; and most plans of a move from each that are simulated by units."""
@@ -66,14 +66,14 @@ def other_gradients(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Pl
 
 def other_reshard(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
     """The plan with `reshard` toggled."""
-    if shard_size(plan) > 1 and len({layer.reshard for layer in plan.layers}) == 1:
+    if gathers_weights(plan) and len({layer.reshard for layer in plan.layers}) == 1:
         yield replace(plan, layers=tuple(replace(layer, reshard=not layer.reshard) for layer in plan.layers))
 
 
 def reshard_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
     """Why weights are gathered again for the backward."""
     resharded = [layer for layer in plan.layers if layer.reshard]
-    if not resharded or shard_size(plan) == 1:
+    if not resharded or not gathers_weights(plan):
         return ""
     gathered = replace(plan, layers=tuple(replace(layer, reshard=False) for layer in plan.layers))
     micro_batches = f"if they stayed gathered, {micro_batches_text(plan)} would not fit into memory"
