@@ -180,8 +180,8 @@ class Finalists:
         self._fastest, self.values_effort = inf, 0.0
         played = np.minimum(swept.points.accumulate, STAGES[1] * swept.points.column("pipeline"))
         self._effort = 1 + swept.points.column("pipeline") * played * swept.points.virtual / ACTIONS_PER_EFFORT
-        ratios = (SIBLING_RATIO, SPLIT_RATIO) if run.cluster.nodes > 1 else (1.0, 1.0)
-        self._ranking = Ranking(swept.seconds.tolist(), self._families, UNTRIED_RATIO, *ratios)
+        factors = (1.0, SPLIT_RATIO, SIBLING_RATIO) if run.cluster.nodes > 1 else (1.0, 1.0, 1.0)
+        self._ranking = Ranking(swept.seconds.tolist(), self._families, UNTRIED_RATIO, factors)
         self._strategies_at = self._strategies_of(swept.points, swept.strategies.__getitem__)
         restricted = ((variant, variant.points(run, swept.points)) for variant in VARIANTS)
         self._variants = [
@@ -280,8 +280,8 @@ def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[obj
     mesh, schedule = points.meshes[points.mesh[index]], int(points.schedule[index])
     end = strategy.low_memory
     saving = end.recompute in RECOMPUTES_PRODUCTS, end.reshard, end.offload, strategy.gradients
-    batch = mesh.size("replicate") > 1, int(points.micro[index])
-    family = schedule, int(points.virtual[index]), *saving, *mesh.inner, *batch
+    sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.expert, mesh.size("replicate") > 1, int(points.micro[index])
+    family = schedule, int(points.virtual[index]), *saving, *sizes
     return (mesh.size("shard"), *family), family, (schedule, mesh.size("pipeline"))
 
 
