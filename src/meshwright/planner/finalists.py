@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import inf
+from typing import get_args
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from meshwright.planner.strategies import End, Strategy
 from meshwright.simulator.step_simulation import timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
-from meshwright.spec.plan import RECOMPUTE_MODES, BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan
+from meshwright.spec.plan import RECOMPUTE_MODES, BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Offload, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, transport_fields
 from meshwright.workload.groups import balances_owners, copies_experts
@@ -57,7 +58,7 @@ ROOMY_SHARE = 0.93
 Fragmentation costs these pipelines an eighth more memory (on 4 H200s: 107 GiB instead of 95 GiB). Other plans ran at full speed with all
 of the memory in use.
 """
-SAME_TIME_TOLERANCE = 0.01
+SAME_TIME_TOLERANCE = 0.005
 """Relative difference of predicted step times below which the planner takes the simpler plan."""
 
 
@@ -196,27 +197,28 @@ class Ranking:
     def order(
         self,
         seconds: Callable[[int], float],
-        min_plans: float = inf,
+        min_effort: float = inf,
         among: np.ndarray | None = None,
         tolerance: float = SAME_TIME_TOLERANCE,
+        efforts: np.ndarray | None = None,
     ) -> Iterator[int]:
         """Indices of untried plans, of those in the mask `among`, the most promising first, each after `seconds(index)` was called.
 
-        Plans of infinite seconds are left out. Ends after `min_plans` plans at the first whose expected time exceeds the fastest of
-        `among` by more than the share `tolerance`.
+        Plans of infinite seconds are left out. Ends after plans that took `min_effort` at the first whose expected time exceeds the fastest
+        of `among` by more than the share `tolerance`. A plan takes 1 unless `efforts` says otherwise.
         """
         among = np.ones(len(self.estimate), bool) if among is None else among
-        count = 0
+        effort = 0.0
         while (untried := among & np.isnan(self.seconds)).any():
             expected = np.where(untried, self._expected(), np.inf)
             index = int(expected.argmin())
             fastest = np.nanmin(self.seconds, where=among, initial=np.inf)
-            if count >= min_plans and expected[index] >= fastest * (1 + tolerance):
+            if effort >= min_effort and expected[index] >= fastest * (1 + tolerance):
                 return
             self.seconds[index] = seconds(index)
             self._learn(index)
             if self.seconds[index] < inf:
-                count += 1
+                effort += 1 if efforts is None else efforts[index]
                 yield index
 
     def _learn(self, index: int) -> None:
@@ -369,12 +371,7 @@ def with_room_used(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Pla
     """A plan whose layers have two settings, with as few layers of the one that needs less memory as fit into `budget` bytes."""
 
     def saving(layer: LayerStrategy) -> tuple[object, ...]:
-        return (
-            RECOMPUTE_MODES.index(layer.recompute),
-            layer.reshard,
-            layer.offload in ("optimizer", "both"),
-            layer.offload,
-        )
+        return RECOMPUTE_MODES.index(layer.recompute), layer.reshard, get_args(Offload).index(layer.offload)
 
     settings = sorted({replace(layer, range="all") for layer in plan.layers}, key=saving)
     if len(settings) == 2 and pins_of(run).layers is None and settings[0].gradients == settings[1].gradients:

@@ -32,10 +32,10 @@ POINTS_PER_FAMILY, MAX_SLOWDOWN = 4, 1.15
 
 The limit allows for errors of the closed form that differ between families. It grows if simulations are slower than expected.
 """
-MIN_ESTIMATES, MAX_PER_FAMILY = 24, 8
-"""Fewest plans that are simulated by whole stages (`estimated`), and most of them in one family."""
-MAX_EFFORT, ACTIONS_PER_EFFORT = 240.0, 400.0
-"""Limit on the total effort of stage simulations.
+MAX_PER_FAMILY = 8
+"""Most plans of one family that are simulated by whole stages (`estimated`)."""
+MIN_EFFORT, MAX_EFFORT, ACTIONS_PER_EFFORT = 24.0, 240.0, 400.0
+"""Least and most effort of stage simulations; between them only plans that are expected to be about as fast as the fastest are simulated.
 
 A plan costs 1, and 1 more for every `ACTIONS_PER_EFFORT` schedule actions.
 """
@@ -192,10 +192,10 @@ class Finalists:
 
     def estimates(self, among: np.ndarray | None = None) -> Iterator[Candidate]:
         """Estimates of the most promising layouts; of untried ones in the mask `among` that are expected to be the fastest there."""
-        min_plans, max_effort, tolerance = MIN_ESTIMATES, MAX_EFFORT, SAME_TIME_TOLERANCE
+        min_effort, max_effort, tolerance = MIN_EFFORT, MAX_EFFORT, SAME_TIME_TOLERANCE
         if among is not None:
             among = among & (self._effort <= VALUE_EFFORT)
-            min_plans, max_effort, tolerance = 0, VALUE_EFFORT, -SAME_TIME_TOLERANCE
+            min_effort, max_effort, tolerance = 0.0, VALUE_EFFORT, -SAME_TIME_TOLERANCE
         new: list[Candidate] = []
 
         def seconds(index: int) -> float:
@@ -210,7 +210,7 @@ class Finalists:
             return fastest
 
         effort = 0.0
-        for index in self._ranking.order(seconds, min_plans, among, tolerance):
+        for index in self._ranking.order(seconds, min_effort, among, tolerance, self._effort):
             yield from new
             new.clear()
             effort += self._effort[index]

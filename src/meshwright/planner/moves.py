@@ -31,7 +31,7 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, CopyOption, copied_options, transport_fields
 from meshwright.workload.groups import gathers_weights, shard_size
 
-MAX_STARTS, MAX_TRIED = 3, 2
+MAX_STARTS, MAX_TRIED = 6, 2
 """Fastest plans on which a move is tried, one where plans are large; and most plans of a move from each that are simulated by units."""
 MOVE_SLOWDOWN = 1.05
 """Factor on a plan's estimated step time up to which a move of it is simulated by units."""
@@ -65,9 +65,15 @@ def other_gradients(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Pl
 
 
 def other_reshard(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """The plan with `reshard` toggled."""
-    if gathers_weights(plan) and len({layer.reshard for layer in plan.layers}) == 1:
-        yield replace(plan, layers=tuple(replace(layer, reshard=not layer.reshard) for layer in plan.layers))
+    """The plan with `reshard` toggled; also with as many layers that save memory otherwise as it then needs.
+
+    Weights are not freed where nothing else saves memory: gathering them again would only take time.
+    """
+    saves = any(layer.reshard or layer.recompute != "none" or layer.offload != "none" for layer in plan.layers)
+    if saves and gathers_weights(plan) and len({layer.reshard for layer in plan.layers}) == 1:
+        toggled = replace(plan, layers=tuple(replace(layer, reshard=not layer.reshard) for layer in plan.layers))
+        yield toggled
+        yield from with_room_used(run, toggled, budget)
 
 
 def reshard_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
