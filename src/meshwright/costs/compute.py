@@ -236,11 +236,13 @@ def layer_times(
     )
     embed = tokens * shape.hidden * 12 / memory_rate
     padded_vocab = np.where(np.mod(shape.outputs / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
-    before_gradients = layout.objective * (logits.forward + OBJECTIVE_LOGITS * loss_seconds)
+    forwards = layout.objective + layout.further_forwards
+    before_gradients = forwards * (logits.forward + OBJECTIVE_LOGITS * loss_seconds)
     head = (logits.forward + logits.backward + loss_seconds + before_gradients) * padded_vocab + sum_seconds
     projection = wide_rate.forward_backward(tokens / tensor_ranks, 2 * shape.hidden, shape.hidden)
     outside_block = projection.forward + projection.backward + head + embed
     module = (forward + backward + recomputed) / shape.layers * module_blocks + outside_block
+    forward, host = forward * (1 + layout.further_forwards), host * (1 + layout.further_forwards / 2)
     return LayerTime(forward, backward + recomputed, host, head + shape.predictions * module, embed, recomputed)
 
 

@@ -448,7 +448,7 @@ def _layer_work(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
         total=number(times.forward + times.backward),
         tensor=number(exposed.tensor),
         context=number(exposed.context),
-        context_forward=number(context_traffic(shape, machine, layout, k)[0]),
+        context_forward=number(context_traffic(shape, machine, layout, k)[0] * (1 + layout.further_forwards)),
         expert=number(exposed.expert),
         host=number(exposed.host),
         weight_gradients=weight_gradients,
