@@ -101,6 +101,6 @@ def test_the_plans_of_a_value_are_tried_after_the_best() -> None:
 
 def test_another_split_is_tried_although_its_family_was_slower_than_estimated() -> None:
     families = [("1 shard", "a", "a"), ("2 shards", "a", "a"), ("2 shards", "a", "a")]
-    for factor, tried in ((1.0, [0]), (0.95, [0, 1])):
+    for factor, tried in ((1.0, [0]), (0.96, [0, 1])):
         ranking = Ranking([1.0, 1.05, 1.3], families, 1.0, (1.0, factor, 1.0))
         assert [*ranking.order([1.2, 1.1, 1.4].__getitem__, min_effort=1)] == tried

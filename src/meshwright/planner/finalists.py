@@ -58,7 +58,7 @@ ROOMY_SHARE = 0.93
 Fragmentation costs these pipelines an eighth more memory (on 4 H200s: 107 GiB instead of 95 GiB). Other plans ran at full speed with all
 of the memory in use.
 """
-SAME_TIME_TOLERANCE = 0.005
+SAME_TIME_TOLERANCE = 0.01
 """Relative difference of predicted step times below which the planner takes the simpler plan."""
 
 

@@ -31,8 +31,9 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, CopyOption, copied_options, transport_fields
 from meshwright.workload.groups import gathers_weights, shard_size
 
-MAX_STARTS, MAX_TRIED = 6, 2
-"""Fastest plans on which a move is tried, one where plans are large; and most plans of a move from each that are simulated by units."""
+MAX_STARTS, MANY_STARTS, MAX_TRIED = 3, 6, 2
+"""Fastest plans on which a move is tried, one where plans are large, and those on which a move is tried that moves state out of the device or
+back: what it gains differs most between plans. The third is the most plans of a move from each that are simulated by units."""
 MOVE_SLOWDOWN = 1.05
 """Factor on a plan's estimated step time up to which a move of it is simulated by units."""
 
@@ -65,15 +66,14 @@ def other_gradients(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Pl
 
 
 def other_reshard(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """The plan with `reshard` toggled; also with as many layers that save memory otherwise as it then needs.
+    """The plan with `reshard` toggled; if it then does not fit, with as many layers that save memory otherwise as it needs.
 
     Weights are not freed where nothing else saves memory: gathering them again would only take time.
     """
     saves = any(layer.reshard or layer.recompute != "none" or layer.offload != "none" for layer in plan.layers)
     if saves and gathers_weights(plan) and len({layer.reshard for layer in plan.layers}) == 1:
         toggled = replace(plan, layers=tuple(replace(layer, reshard=not layer.reshard) for layer in plan.layers))
-        yield toggled
-        yield from with_room_used(run, toggled, budget)
+        yield from [toggled] if fits(run, toggled, budget) else with_room_used(run, toggled, budget)
 
 
 def reshard_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
@@ -100,9 +100,9 @@ def _kernels(option: CopyOption) -> Move:
 MOVES = (
     Move(name="gradients", keys=("gradients", "layers"), plans=other_gradients, value=lambda p: p.layers[-1].gradients),
     Move(name="reshard", keys=("reshard", "layers"), plans=other_reshard, why=reshard_reason),
-    Move(name="offload_fraction", keys=("offload_fraction",), plans=state_on_device, why=fraction_reason),
+    Move(name="offload_fraction", keys=("offload_fraction",), plans=state_on_device, why=fraction_reason, starts=MANY_STARTS),
     Move(name="offload_staging", keys=("offload_staging",), plans=staging, why=staging_reason),
-    Move(name="accumulation", keys=("accumulation",), plans=sums_on_host, why=sums_reason),
+    Move(name="accumulation", keys=("accumulation",), plans=sums_on_host, why=sums_reason, starts=MANY_STARTS),
     Move(name="copies of experts:", keys=("expert_policy",), plans=copies, value=copies_text),
     Move(name="owners of experts:", keys=("expert_placement",), plans=owners, value=owners_text),
     Move(name="kept copies", keys=("expert_keep",), plans=kept_copies),
