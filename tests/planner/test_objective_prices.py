@@ -13,11 +13,11 @@ from meshwright.spec.chips import CHIPS
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.run import RunSpec
 
-WORDS = (
+QUESTION = (
     "model=llama3-1b cluster.gpu=H200 cluster.gpus_per_node=1 train.seq_len=2048 train.global_batch=16 "
     "plan.micro_batch=4 plan.recompute=none plan.offload=none"
-).split()
-PLAIN = load_run(None, WORDS)
+)
+PLAIN = load_run(None, QUESTION.split())
 PLAN = search(PLAIN).best.plan
 TOKENS = PLAIN.train.tokens_per_step
 FLOP_RATE = CHIPS["H200"].peak_flops["bf16"]
@@ -35,18 +35,20 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_includes_what_the_objective_computes(kind: str) -> None:
     words, least = KINDS[kind]
-    run = load_run(None, [*WORDS, *words])
+    run = load_run(None, [*QUESTION.split(), *words])
     seconds, plain = (reprice(of, PLAN).predicted for of in (run, PLAIN))
     assert seconds is not None and plain is not None and seconds.step_seconds and plain.step_seconds
     assert least < seconds.step_seconds - plain.step_seconds < 2 * least
     by_formula, plain_formula = (plan_time(of.model, of.train, PLAN, of.cluster) for of in (run, PLAIN))
     assert by_formula is not None and plain_formula is not None
-    assert by_formula.seconds - plain_formula.seconds == pytest.approx(seconds.step_seconds - plain.step_seconds, rel=0.1)
+    assert by_formula.seconds - plain_formula.seconds == pytest.approx(
+        seconds.step_seconds - plain.step_seconds, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_search_and_ranks_price_it_alike(kind: str) -> None:
-    run = load_run(None, [*WORDS, *KINDS[kind][0]])
+    run = load_run(None, [*QUESTION.split(), *KINDS[kind][0]])
     best = search(run).best
     timeline, _ = predicted_step(from_plain(RunSpec, to_plain(run)), best.plan)  # a rank's copy of the run
     assert timeline is not None and timeline.step_seconds == pytest.approx(best.seconds, rel=1e-6)

@@ -14,16 +14,16 @@ from meshwright.planner.search import search
 from meshwright.simulator.step_simulation import timing_of
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-29-lora-2xH200.json"
-WORDS = (
+QUESTION = (
     "model=llama3-8b model.adapter.rank=16 model.adapter.alpha=32 cluster.gpu=H200 cluster.gpus_per_node=1 train.seq_len=4096 "
     "train.global_batch=2 plan.micro_batch=2 plan.recompute=none plan.offload=none plan.reshard=false"
-).split()
+)
 SIDES = {"ours": (), "base": ("model.adapter.targets=[k_proj]",)}
 
 
 @pytest.mark.parametrize("side", SIDES)
 def test_steps_with_adapters_take_what_they_took(side: str) -> None:
-    run = load_run(None, [*WORDS, *SIDES[side]])
+    run = load_run(None, [*QUESTION.split(), *SIDES[side]])
     plan = search(run).best.plan
     predicted = reprice(run, plan).predicted
     rows = json.loads(RESULT.read_text(encoding="utf-8"))["rows"]
@@ -34,7 +34,10 @@ def test_steps_with_adapters_take_what_they_took(side: str) -> None:
 
 
 def test_one_rank_does_not_cast_frozen_weights() -> None:
-    run, full = load_run(None, WORDS), load_run(None, [word for word in WORDS if "adapter" not in word])
+    run, full = (
+        load_run(None, QUESTION.split()),
+        load_run(None, [word for word in QUESTION.split() if "adapter" not in word]),
+    )
     plan = search(run).best.plan
     copies, casts = (sum(map(sum, timing_of(of.model, of.train, plan, of.cluster).copy_out)) for of in (run, full))
     assert 0 < copies < casts / 50

@@ -279,8 +279,20 @@ def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[obj
     """
     mesh, schedule = points.meshes[points.mesh[index]], int(points.schedule[index])
     end = strategy.low_memory
-    saving = end.recompute in RECOMPUTES_PRODUCTS, end.reshard, end.offload, strategy.gradients, end == strategy.high_memory
-    sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.expert, mesh.size("replicate") > 1, int(points.micro[index])
+    saving = (
+        end.recompute in RECOMPUTES_PRODUCTS,
+        end.reshard,
+        end.offload,
+        strategy.gradients,
+        end == strategy.high_memory,
+    )
+    sizes = (
+        mesh.size("pipeline"),
+        mesh.size("tensor"),
+        mesh.expert,
+        mesh.size("replicate") > 1,
+        int(points.micro[index]),
+    )
     family = schedule, int(points.virtual[index]), *saving, *sizes
     return (mesh.size("shard"), *family), family, (schedule, mesh.size("pipeline"))
 

@@ -32,8 +32,9 @@ from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, Copy
 from meshwright.workload.groups import gathers_weights, shard_size
 
 MAX_STARTS, MANY_STARTS, MAX_TRIED = 3, 6, 2
-"""Fastest plans on which a move is tried, one where plans are large, and those on which a move is tried that moves state out of the device or
-back: what it gains differs most between plans. The third is the most plans of a move from each that are simulated by units."""
+"""Fastest plans on which a move is tried, and on which one is tried that moves state out of the device or back, as what that gains differs
+most between plans; large plans are tried alone. The third is the most plans of a move from each that are simulated by units.
+"""
 MOVE_SLOWDOWN = 1.05
 """Factor on a plan's estimated step time up to which a move of it is simulated by units."""
 
@@ -100,7 +101,13 @@ def _kernels(option: CopyOption) -> Move:
 MOVES = (
     Move(name="gradients", keys=("gradients", "layers"), plans=other_gradients, value=lambda p: p.layers[-1].gradients),
     Move(name="reshard", keys=("reshard", "layers"), plans=other_reshard, why=reshard_reason),
-    Move(name="offload_fraction", keys=("offload_fraction",), plans=state_on_device, why=fraction_reason, starts=MANY_STARTS),
+    Move(
+        name="offload_fraction",
+        keys=("offload_fraction",),
+        plans=state_on_device,
+        why=fraction_reason,
+        starts=MANY_STARTS,
+    ),
     Move(name="offload_staging", keys=("offload_staging",), plans=staging, why=staging_reason),
     Move(name="accumulation", keys=("accumulation",), plans=sums_on_host, why=sums_reason, starts=MANY_STARTS),
     Move(name="copies of experts:", keys=("expert_policy",), plans=copies, value=copies_text),

@@ -9,7 +9,15 @@ from typing import Annotated
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import Damaged
 from meshwright.spec.fields import Bound, from_plain, from_sealed_json
-from meshwright.spec.job import CheckpointSpec, ComparedSpec, DataSpec, ObjectiveSpec, ObserveSpec, SupervisionSpec, TrainSpec
+from meshwright.spec.job import (
+    CheckpointSpec,
+    ComparedSpec,
+    DataSpec,
+    ObjectiveSpec,
+    ObserveSpec,
+    SupervisionSpec,
+    TrainSpec,
+)
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_keys import PlanKeys
