@@ -172,8 +172,8 @@ class Ranking:
     A plan has a family at each of several levels, the narrowest first. The estimates of a family deviate by a similar factor, so the ratio
     of actual to estimated time of the family's last plan corrects the estimates of the others. A plan takes the last ratio of its
     narrowest family with a known plan, times the factor of that level (`factors`, 1 for the first level). Ratios of the widest families
-    count as at most 1, unless `FEWEST_SLOW` families of the second widest level in it were all slower than estimated: then it is
-    `SLOW_RATIO` times the least of their ratios. Where no family has a known plan, the ratio is `default_ratio`.
+    count as at most 1, unless `FEWEST_SLOW` families of the next level in one were all slower than estimated: then it is `SLOW_RATIO` times
+    the least of their ratios. Where no family has a known plan, the ratio is `default_ratio`.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Ranking:
         self.ratios = [np.full(len(estimates), np.nan) for _ in levels]
         """By level and number of a family, the last known ratio."""
         self.least_ratio, self.known_families = np.full(len(estimates), np.inf), np.zeros(len(estimates), int)
-        """Of the widest families: the least ratio, and how many families of the second widest level have a known plan."""
+        """Of the widest families: the least ratio, and how many families of the next level have a known plan."""
         self.seconds = np.full(len(estimates), np.nan)
         """By plan, the actual seconds; infinite where it has none, NaN where it was not tried."""
 

@@ -78,14 +78,15 @@ def other_reshard(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan
 
 
 def reshard_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
-    """Why weights are gathered again for the backward."""
+    """Why weights are gathered, or cast on one rank, again for the backward."""
     resharded = [layer for layer in plan.layers if layer.reshard]
     if not resharded or not gathers_weights(plan):
         return ""
     gathered = replace(plan, layers=tuple(replace(layer, reshard=False) for layer in plan.layers))
     micro_batches = f"if they stayed gathered, {micro_batches_text(plan)} would not fit into memory"
     where, why = on_layers(resharded, run.model.layers), "keeping them gathered is no faster"
-    return f"weights freed after the forward and gathered again for the backward on {where}: {why if fits(gathered) else micro_batches}"
+    again = "gathered" if shard_size(plan) > 1 else "cast"
+    return f"weights freed after the forward and {again} again for the backward on {where}: {why if fits(gathered) else micro_batches}"
 
 
 def _kernels(option: CopyOption) -> Move:
