@@ -275,8 +275,8 @@ def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[obj
     """The families of a point, the narrowest first; within each the closed form deviates by a similar factor.
 
     Recompute of attention alone hardly matters. A single strategy of all layers leaves no choice where the exact memory is larger, and many
-    virtual stages need more strategies for their memory than few. Across nodes the closed form deviates otherwise where more of the traffic is that
-    of shards, and less that of replicas.
+    virtual stages need more strategies for their memory than few. Across nodes the closed form deviates otherwise where more of the traffic
+    is that of shards, and less that of replicas.
     """
     mesh, schedule = points.meshes[points.mesh[index]], int(points.schedule[index])
     end = strategy.low_memory
