@@ -20,7 +20,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-crash test-faults test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples features golden test-golden bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples dashboards features golden test-golden bench-plan bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -58,6 +58,13 @@ test-faults: $(VENV)/.installed-test
 	$(PYTEST) -m slow tests/faults
 	$(BIN)/python benchmarks/faults.py --out build/faults.json
 	$(BIN)/python benchmarks/effective_time.py --failures 5 --every 40 --out build/effective-time.json
+
+# As root: agents, coordinator, Gloo and snapshots on hosts with a network of their own, whose links have 400 Mbit/s. Slurm runs too where
+# Debian's packages slurmctld, slurmd, slurm-client and munge are installed.
+test-hosts: $(VENV)/.installed-test
+	$(PYTEST) tests/hosts
+	$(BIN)/python benchmarks/faults.py kill-rank lose-host lose-host-partner cut-link partition kill-coordinator lost-gpu drain-host \
+		--rate 400mbit --out build/hosts.json
 
 test-soak: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/serve_deployment_soak.py --minutes $(SOAK_MINUTES) --out build/deployment-soak.json
@@ -138,6 +145,10 @@ docs: $(VENV)/.installed
 examples: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.examples
 
+# Grafana files of the docs.
+dashboards: $(VENV)/.installed-test
+	$(BIN)/python -m tests.docs.dashboards
+
 features: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.features
 	$(BIN)/python -m tests.docs.families
@@ -163,6 +174,12 @@ published-layouts: $(VENV)/.installed
 
 keep-plans: $(VENV)/.installed
 	$(BIN)/python benchmarks/keep_plans.py
+
+bench-serving: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench_serving.py
+
+fit-serving: $(VENV)/.installed
+	$(BIN)/python benchmarks/fit_serving.py
 
 fit-costs: $(VENV)/.installed
 	$(BIN)/python benchmarks/fit_costs.py

@@ -1,6 +1,6 @@
 """All scenarios of fault injection on a tiny model: promise, observed, verdict. `make test-faults`.
 
-    python benchmarks/faults.py [SCENARIO...] [--out FILE] [--runs DIR] [--steps N] [--patience X]
+    python benchmarks/faults.py [SCENARIO...] [--out FILE] [--runs DIR] [--steps N] [--patience X] [--rate 400mbit]
 
 Exit code 0 if every promise was kept. `--out` writes the verdicts as JSON with the machine and the version.
 """
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--patience", type=float, default=1.0)
+    parser.add_argument("--rate", help="limit of the links of emulated hosts, e.g. 400mbit")
     arguments = parser.parse_args()
     undo_on_sigterm()
     began, verdicts = time.monotonic(), []
@@ -99,7 +100,14 @@ def main() -> None:
         file = make_run(Path(folder) / "tiny")
         runs = arguments.runs or Path(folder) / "runs"
         suites = {
-            tuple(words): Suite(load_run(file, words), [str(file), *words], runs, arguments.steps, arguments.patience)
+            tuple(words): Suite(
+                load_run(file, words),
+                [str(file), *words],
+                runs,
+                arguments.steps,
+                arguments.patience,
+                rate=arguments.rate,
+            )
             for words in ([], *WORDS.values())
         }
         for name in arguments.scenarios:
@@ -109,7 +117,7 @@ def main() -> None:
     kept_count = sum(verdict.ok for verdict in verdicts)
     print(f"{kept_count} of {len(verdicts)} promises were kept; {time.monotonic() - began:.0f} s")
     plain = [verdict.as_plain() for verdict in verdicts]
-    write_record(arguments.out, steps=arguments.steps, patience=arguments.patience, verdicts=plain)
+    write_record(arguments.out, steps=arguments.steps, patience=arguments.patience, rate=arguments.rate, verdicts=plain)
     sys.exit(0 if kept_count == len(verdicts) else 1)
 
 

@@ -11,8 +11,8 @@ import csv
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,29 @@ import numpy as np
 import yaml
 
 from meshwright.calibration.published_records import Case, failed, measured_seconds, read_record
-from meshwright.calibration.record_predictions import memory
+from meshwright.calibration.record_predictions import class_of, memory
+from meshwright.costs.bands import RunClass, fitted_bands
 from meshwright.costs.collective_costs import MAX_LINE_SHARE
-from meshwright.costs.compute import MAX_PEAK_SHARE
-from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, at_release, constant_arrays
+from meshwright.costs.constants import (
+    FILE,
+    GENERATION,
+    NAMES,
+    Constants,
+    at_release,
+    constant_arrays,
+    is_measured,
+    table,
+)
 from meshwright.costs.device_rates import Machine
+from meshwright.costs.software import SOFTWARE
 from meshwright.costs.stack_footprint import MemoryConstants, footprint
 from meshwright.costs.step import step_cost
+from meshwright.spec.chips import CHIPS
 from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
-RUNS = tuple(sorted((Path(__file__).parent / "data").glob("*-runs.csv")))
+RUNS = tuple(sorted((Path(__file__).parent / "data").glob("published-runs*.csv")))
 """Tables of runs with the columns of published-runs.csv. Runs of this program are fitted by fit_own.py."""
 # "Share" means the share of the figure in the datasheet. costs/constants.py explains each constant in full.
 PRIORS: dict[str, tuple[float, float]] = {
@@ -74,6 +85,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "start_us": (15.0, 0.4),  # us to start a collective
     "messages": (0.3, 0.8),  # data-parallel collectives per layer
     "reduce_bytes": (4.0, 0.01),  # bytes sent between replicas per gradient element
+    "scatter_bytes": (2.0, 0.01),  # bytes sent between shards per gradient element
     "stall_s": (0.0, 0.1),  # s by which a congested network delays a micro-batch at a stage boundary
     "stall_nodes": (16.0, 0.3),  # nodes at which half of the runs congest the network
     "crowd": (0.0, 0.3),  # relative increase of the time of collectives between replicas on a congested network
@@ -89,8 +101,8 @@ PRIORS: dict[str, tuple[float, float]] = {
 }
 """Constant → (guess, standard deviation of its logarithm). A guess of 0 fixes the constant at 0 in that column of the table."""
 LIMITS = {
-    "gemm": MAX_PEAK_SHARE,
-    "attention": MAX_PEAK_SHARE,
+    "gemm": 0.88,
+    "attention": 0.88,
     "hbm": 0.95,
     "link": MAX_LINE_SHARE,
     "net": MAX_LINE_SHARE,
@@ -108,7 +120,9 @@ element, which software without fused kernels moves for masks, sorts and casts.
 """
 STACK_GUESSES: dict[str, dict[str, float]] = {
     "nanotron": {"ring_us": 2700.0, "stall_s": 0.6, "host_us": 4000.0, "net_us": 400.0, "crowd": 2.0},
+    "torchtitan": {"scatter_bytes": 4.0},  # FSDP2 reduces in fp32 unless told otherwise
     "bridge": {"reduce_bytes": 2.0},
+    "bridge_graphs": {"host_us": 50.0},  # one graph launches the whole step
     "nemo": {"reduce_bytes": 2.0},
     "megatron_tuned": {"reduce_bytes": 2.0},
     "megatron_deepspeed": {"scores": 12.0, "passes": 100.0},
@@ -136,6 +150,12 @@ MEMORY_PRIORS: dict[str, tuple[float, float]] = {
 """As `PRIORS`, for the constants of memory (costs/stack_footprint.py)."""
 MEMORY_GUESSES: dict[str, dict[str, float]] = {"nanotron": {"held": 7.0, "wide": 1.5, "hidden": 8.0, "live": 2.5}}
 """nanotron runs without fused operations: it also saves inputs of norms, residuals, and rotated queries and keys."""
+PARENTS = {software.constants: software.parent for software in SOFTWARE if software.parent}
+"""Software with few runs → the set of constants that it shares, but for `OWN_CONSTANTS`."""
+HELD_SPREAD = 1e-5
+"""Standard deviation of the logarithm of a constant that is held."""
+OWN_CONSTANTS = ("slow", "host_us", "net", "hide", "expert_exposed", "moe_passes")
+"""Constants that software with a parent has of its own."""
 STRENGTH = 30.0
 """Weight of the data against the priors in the loss.
 
@@ -151,6 +171,7 @@ class RunArrays:
 
     names: list[str]
     """Sources."""
+    cases: list[Case]
     pairs: list[tuple[str, str]]
     """(GPU generation, software stack)."""
     shape: Shape
@@ -196,6 +217,7 @@ def arrays_of(usable_records: list[tuple[int, dict[str, str], Case, float]]) -> 
     weight = np.array([_weight(record, sources) for _, record, _, _ in usable_records])
     return RunArrays(
         [record["source"] for _, record, _, _ in usable_records],
+        cases,
         [(case.generation, case.stack) for case in cases],
         side_by_side([case.shape for case in cases]),
         side_by_side([case.machine for case in cases]),
@@ -239,6 +261,10 @@ class FittedConstant:
     guess: np.ndarray
     index: np.ndarray
     spread: float
+    parents: dict[str, str] = field(default_factory=dict)
+    """Column with few runs → the column that it is near."""
+    held: tuple[str, ...] = ()
+    """Columns that stay at their guess."""
 
 
 def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
@@ -252,15 +278,28 @@ def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
     ).seconds
 
 
-def fit_time(arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20) -> dict[str, Any]:
-    """Constants by generation and stack that predict the runs best; those with fewer than `least` runs use the pooled default."""
-    columns = [_columns([pair[side] for pair in arrays.pairs], min_runs) for side in (0, 1)]
+def fit_time(
+    arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20, held: Mapping[str, Mapping[str, float]] | None = None
+) -> dict[str, Any]:
+    """Constants by generation and stack that predict the runs best; those with fewer than `min_runs` runs use the pooled default.
+
+    Generations of `held` keep the constants that it gives.
+    """
+    held = held or {}
+    generations = _columns([pair[0] for pair in arrays.pairs], 1)
+    stacks = [pair[1] for pair in arrays.pairs]
+    parents = _columns([PARENTS.get(stack, stack) for stack in stacks], min_runs)
+    children = _columns([stack if stack in PARENTS or stack in parents[0] else "default" for stack in stacks], 1)
     fitted_constants = []
     for name in (name for name in NAMES if name in PRIORS):
         section = "generations" if name in GENERATION else "stacks"
-        names, index = columns[section == "stacks"]
+        names, index = generations if name in GENERATION else children if name in OWN_CONSTANTS else parents
         guesses = [STACK_GUESSES.get(column, {}).get(name, PRIORS[name][0]) for column in names]
-        fitted_constants.append(FittedConstant(section, name, names, np.array(guesses), index, PRIORS[name][1]))
+        guesses = [held.get(column, {}).get(name, guess) for column, guess in zip(names, guesses, strict=True)]
+        parents_of = PARENTS if section == "stacks" else {}
+        fitted_constants.append(
+            FittedConstant(section, name, names, np.array(guesses), index, PRIORS[name][1], parents_of, tuple(held))
+        )
 
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
         return np.log(
@@ -273,17 +312,23 @@ def fit_time(arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20) -> dict
             ).seconds
         )
 
-    return solve(fitted_constants, evaluate, np.log(arrays.measured), arrays.weight, rounds)
+    table = solve(fitted_constants, evaluate, np.log(arrays.measured), arrays.weight, rounds)
+    runs = Counter(name for pair in arrays.pairs for name in pair)
+    table["measured_with"] = sorted(name for name, count in runs.items() if count >= min_runs and name != "default")
+    table["runs"] = dict(sorted(runs.items()))
+    return table
 
 
 def fit_memory(
     usable_records: list[tuple[dict[str, str], Case]], *, rounds: int = 40, min_runs: int = 15
 ) -> dict[str, Any]:
-    """Memory constants per stack that predict the measured memory of the runs best."""
+    """Memory constants per stack that predict the measured memory of the runs best.
+
+    Runs of software with a parent are left out: their tables do not say which weights and gradients stay whole between micro-batches.
+    """
+    usable_records = [(record, case) for record, case in usable_records if case.stack not in PARENTS]
     names, index = _columns([case.stack for _, case in usable_records], min_runs)
-    shape, layout = (
-        side_by_side([getattr(case, field) for _, case in usable_records]) for field in ("shape", "layout")
-    )
+    shape, layout = (side_by_side([getattr(case, name) for _, case in usable_records]) for name in ("shape", "layout"))
     prints_first_stage = np.array([float(case.first_stage) for _, case in usable_records])
     runs_by_source = Counter(record["source"] for record, _ in usable_records)
     weight = np.array([runs_by_source[record["source"]] ** -0.35 for record, _ in usable_records])
@@ -352,17 +397,11 @@ def solve(
     guess = np.concatenate([np.log(np.maximum(constant.guess, 1e-9)) for constant in fitted_constants])
     # A guess of 0 fixes the constant at 0 in this column.
     is_fitted = np.concatenate([constant.guess > 0 for constant in fitted_constants])
-    stiffness = np.concatenate(
-        [np.full(size, constant.spread**-2.0) for constant, size in zip(fitted_constants, sizes, strict=True)]
-    )
-    highest = np.log(
-        np.concatenate(
-            [
-                np.full(size, LIMITS.get(constant.name, np.inf))
-                for constant, size in zip(fitted_constants, sizes, strict=True)
-            ]
-        )
-    )
+    precision = np.zeros((offsets[-1], offsets[-1]))
+    for constant, size, offset in zip(fitted_constants, sizes, offsets[:-1], strict=True):
+        precision[offset : offset + size, offset : offset + size] = _prior_precision(constant)
+    limits = [_limit(constant.name, column) for constant in fitted_constants for column in constant.columns]
+    highest = np.log(np.array(limits))
     log_constants = np.minimum(guess, highest)
 
     def values(log_constants: np.ndarray) -> dict[str, np.ndarray]:
@@ -374,7 +413,8 @@ def solve(
 
     def loss(residuals: np.ndarray, log_constants: np.ndarray) -> float:
         return float(
-            STRENGTH * np.sum(weight * np.abs(residuals)) + 0.5 * np.sum(stiffness * (log_constants - guess) ** 2)
+            STRENGTH * np.sum(weight * np.abs(residuals))
+            + 0.5 * (log_constants - guess) @ precision @ (log_constants - guess)
         )
 
     damping, residuals = 1.0, evaluate(values(log_constants)) - target
@@ -387,8 +427,8 @@ def solve(
             slopes[np.arange(len(residuals)), offset + constant.index] = (evaluate(shifted) - target - residuals) / 1e-3
         slopes[:, ~is_fitted] = 0.0
         run_weights = STRENGTH * weight / np.maximum(np.abs(residuals), 0.01)
-        gradient = slopes.T @ (run_weights * residuals) + stiffness * (log_constants - guess)
-        curvature = slopes.T @ (run_weights[:, None] * slopes) + np.diag(stiffness)
+        gradient = slopes.T @ (run_weights * residuals) + precision @ (log_constants - guess)
+        curvature = slopes.T @ (run_weights[:, None] * slopes) + precision
         # The other constants are at their limit, and the step would exceed it.
         below_limit = ~((log_constants >= highest) & (gradient < 0))
         previous_loss = best
@@ -406,6 +446,30 @@ def solve(
         if previous_loss - best < 2e-5 * best:
             break
     return _as_table(fitted_constants, np.where(is_fitted, np.exp(log_constants), 0.0), offsets)
+
+
+def _limit(name: str, column: str) -> float:
+    """Largest value of a constant in one column."""
+    sustained = max((chip.sustained for chip in CHIPS.values() if chip.generation == column), default=0.0)
+    return sustained if sustained and name in ("gemm", "attention") else LIMITS.get(name, np.inf)
+
+
+def _prior_precision(constant: FittedConstant) -> np.ndarray:
+    """Inverse covariance of the prior of one constant's columns.
+
+    A column deviates from its guess by `spread`; one with a parent from the deviation of the parent instead, so those with few runs are
+    near others.
+    """
+    precision = np.zeros((len(constant.columns), len(constant.columns)))
+    for column, name in enumerate(constant.columns):
+        parent = constant.parents.get(name)
+        difference = np.zeros(len(constant.columns))
+        difference[column] = 1.0
+        if parent in constant.columns:
+            difference[constant.columns.index(parent)] = -1.0
+        spread = HELD_SPREAD if name in constant.held else constant.spread
+        precision += np.outer(difference, difference) * spread**-2.0
+    return precision
 
 
 def _as_table(fitted_constants: list[FittedConstant], constants: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
@@ -431,12 +495,19 @@ def select_runs(arrays: RunArrays, selected_runs: np.ndarray) -> RunArrays:
     """The runs for which `selected_runs` is True."""
 
     def selected_rows(columns: Any) -> Any:
-        return type(columns)(**{field.name: getattr(columns, field.name)[selected_runs] for field in fields(columns)})
+        return type(columns)(**{entry.name: selected(getattr(columns, entry.name)) for entry in fields(columns)})
+
+    def selected(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(selected_rows, value))
+        return value if isinstance(value, str) else value[selected_runs]
 
     names = [name for name, selected in zip(arrays.names, selected_runs, strict=True) if selected]
     pairs = [pair for pair, selected in zip(arrays.pairs, selected_runs, strict=True) if selected]
+    cases = [case for case, selected in zip(arrays.cases, selected_runs, strict=True) if selected]
     return RunArrays(
         names,
+        cases,
         pairs,
         selected_rows(arrays.shape),
         selected_rows(arrays.machine),
@@ -454,56 +525,46 @@ def random_fifths(count: int) -> list[np.ndarray]:
     return [fold_of == fold for fold in range(5)]
 
 
-BAND = 0.8
-"""Share of runs that should lie inside a band."""
-MIN_RECORDS, MIN_SOURCES = 3, 4
-"""Fewest runs of a source that is left out, and fewest sources for a band of a stack or a generation."""
+MIN_RECORDS = 3
+"""Fewest runs of a source that is left out of a fit."""
 
 
-def bands(arrays: RunArrays) -> dict[str, float]:
-    """Half-widths of the 80% bands, in logarithms, from errors of runs whose whole source was left out of the fit.
+def left_out(arrays: RunArrays) -> tuple[np.ndarray, list[RunClass]]:
+    """Seconds of every run under constants fitted without its source, and its class under these constants.
 
-    A stack with runs from at least four sources has its own band. The runs of these stacks also give a band for each generation with at
-    least four sources. All other stacks share the band `default`.
+    All sources are left out in turn, also those with one run. Of large sources `MOST_RUNS` stand for all.
     """
-    return widths(arrays, np.log(arrays.measured / cross_validated_seconds(arrays, source_folds(arrays))))
+    names = np.array([source_of(name) for name in arrays.names])
+    seconds, classes = np.full(len(names), np.nan), list[RunClass | None]([None] * len(names))
+    fitted, kept = thinned(arrays)
+    for name in dict.fromkeys(names.tolist()):
+        table = fit_time(select_runs(fitted, names[kept] != name))
+        of_source = names == name
+        seconds[of_source] = predict(select_runs(arrays, of_source), table)
+        for index in np.flatnonzero(of_source):
+            classes[index] = class_of(arrays.cases[index], table)
+    return seconds, [run for run in classes if run is not None]
 
 
-def widths(arrays: RunArrays, residual: np.ndarray, ignored_source: str | None = None) -> dict[str, float]:
-    """Half-widths by class from residuals ln(measured / predicted) of left-out sources; `ignored_source` names a source to ignore."""
-    source = np.array([source_of(name) for name in arrays.names])
-    has_residual = np.isfinite(residual) & (source != ignored_source)
-    stacks, generations = (np.array([pair[side] for pair in arrays.pairs]) for side in (1, 0))
-    well_known_stacks = {
-        name for name in set(stacks) if len(set(source[has_residual & (stacks == name)])) >= MIN_SOURCES
-    }
-    of_well_known_stack = has_residual & np.isin(stacks, list(well_known_stacks))
-    half_widths = {"default": _half_width(residual, source, has_residual & ~of_well_known_stack)}
-    for labels, selected in ((stacks, of_well_known_stack), (generations, of_well_known_stack)):
-        for label in sorted({str(name) for name in labels[selected]}):
-            if len(set(source[selected & (labels == label)])) >= MIN_SOURCES:
-                half_widths[label] = _half_width(residual, source, selected & (labels == label))
-    return half_widths
+MOST_RUNS = 100
+"""Runs of one source that a fit without another source uses."""
 
 
-def _half_width(residual: np.ndarray, source: np.ndarray, selected: np.ndarray) -> float:
-    """The `BAND` quantile of the absolute residuals of the chosen runs, with equal weight for each source."""
-    size, runs_by_source = np.abs(residual[selected]), Counter(source[selected])
-    weight = np.array([1 / runs_by_source[name] for name in source[selected]])
-    order = np.argsort(size)
-    cumulated_weight = np.cumsum(weight[order]) / weight.sum()
-    return float(f"{size[order][np.searchsorted(cumulated_weight, BAND)]:.4f}")
+def thinned(arrays: RunArrays) -> tuple[RunArrays, np.ndarray]:
+    """The runs with at most `MOST_RUNS` of a source, drawn with a fixed seed, which have the weight of all; and which they are."""
+    names, random = np.array([source_of(name) for name in arrays.names]), np.random.default_rng(0)
+    kept, weight = np.ones(len(names), dtype=bool), arrays.weight.copy()
+    for name, count in Counter(names.tolist()).items():
+        if count > MOST_RUNS:
+            indices = np.flatnonzero(names == name)
+            kept[random.choice(indices, count - MOST_RUNS, replace=False)] = False
+            weight[indices] *= count / MOST_RUNS
+    return select_runs(replace(arrays, weight=weight), kept), kept
 
 
 def source_of(name: str) -> str:
     """The source of a run; submissions to one round of MLPerf training are one source."""
     return re.sub(r"(training_results_v[0-9.]+).*", r"\1", name)
-
-
-def source_folds(arrays: RunArrays) -> list[np.ndarray]:
-    """A fold for each source with at least `MIN_RECORDS` runs."""
-    names = np.array([source_of(name) for name in arrays.names])
-    return [names == name for name, count in Counter(names.tolist()).items() if count >= MIN_RECORDS]
 
 
 MIN_COMPARABLE_PARAMETERS = 1e9
@@ -513,8 +574,9 @@ MIN_COMPARABLE_PARAMETERS = 1e9
 def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     """Share of the 16-bit peak that large products reach, by generation, in the fastest quarter of comparable runs.
 
-    Comparable: dense, 16-bit products, fused attention. Runs report no speed of their products. The fit gives the share that products of
-    the run's stack reach, `gemm / slow`; a run that is 5% faster than its prediction is assumed to have products that are 5% faster.
+    Comparable: dense, 16-bit products, fused attention, software with many runs. Runs report no speed of their products. The fit gives the
+    share that products of the run's stack reach, `gemm / slow`; a run that is 5% faster than its prediction is assumed to have products
+    that are 5% faster.
     """
     k = at_release(constant_arrays(arrays.pairs, table), arrays.release)
     shape = arrays.shape
@@ -522,26 +584,44 @@ def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     comparable = (shape.moe_layers + shape.mixer_layers == 0) & (arrays.machine.product_format == 0)
     comparable &= (k.scores == 0) & (shape.params >= MIN_COMPARABLE_PARAMETERS)
     product_shares = k.gemm / k.slow * predict(arrays, table) / arrays.measured
+    comparable &= np.array([stack not in PARENTS for _, stack in arrays.pairs])
     generations = np.array([generation for generation, _ in arrays.pairs])
     shares = {}
     for name in sorted(set(generations)):
         of_generation = comparable & (generations == name)
         if of_generation.sum() >= 15:
-            shares[str(name)] = min(MAX_PEAK_SHARE, float(f"{np.quantile(product_shares[of_generation], 0.75):.4g}"))
+            shares[str(name)] = min(LIMITS["gemm"], float(f"{np.quantile(product_shares[of_generation], 0.75):.4g}"))
     return shares
+
+
+def held_generations(runs: Counter[str]) -> dict[str, dict[str, float]]:
+    """Present constants of generations with many published runs and without own runs, from which this program's plans there are priced."""
+    present = table()["generations"]
+    return {
+        name: present[name] for name, count in runs.items() if count >= 20 and name in present and not is_measured(name)
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument(
+        "--generations",
+        action="store_true",
+        help="fit again the generations on which this program has no own runs; prices of its plans there change with them",
+    )
     arguments = parser.parse_args()
     runs = read_runs()
     usable_records = usable_runs(runs)
     arrays = arrays_of(usable_records)
-    table = fit_time(arrays, rounds=arguments.rounds)
+    held = {} if arguments.generations else held_generations(Counter(pair[0] for pair in arrays.pairs))
+    table = fit_time(arrays, rounds=arguments.rounds, held=held)
     table["best_quartile"] = best_quartile(arrays, table)
     table["memory"] = memory_constants()
-    table["bands"] = bands(arrays)
+    seconds, classes = left_out(arrays)
+    table["bands"] = fitted_bands(
+        classes, [source_of(name) for name in arrays.names], np.log(arrays.measured / seconds)
+    )
     table["fitted_on"] = dict(sorted(Counter(arrays.names).items()))
     FILE.write_text(
         HEADER + yaml.safe_dump(table, sort_keys=False, default_flow_style=None, width=120), encoding="utf-8"

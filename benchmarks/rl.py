@@ -49,7 +49,7 @@ def reward(prompt, answer, record):
 """
 TRAINING = ("forward", "backward", "reduce", "optim", "host")
 """Phases of a step other than reading its batch, which contains hand-over, rollout and rewards."""
-OFFLINE_BATCHES = 2
+OFFLINE_BATCHES = 4
 """Steps of `rl` whose requests the engine alone gets."""
 
 

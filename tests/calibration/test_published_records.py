@@ -16,12 +16,17 @@ from meshwright.calibration.published_records import (
     measured_seconds,
     port_bandwidth,
     read_record,
+    release_of,
 )
 from meshwright.calibration.record_predictions import predict_records
 from tests.slow import examples
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
 PACKAGE = Path(__file__).parents[2] / "src" / "meshwright"
+OPTIONAL = (
+    "cp", "ep", "vpp", "zero/fsdp", "recompute", "interconnect", "params", "ffn", "note", "software", "experts", "top_k", "expert_ffn",
+    "gated", "one_copy", "overlap", "balance", "sequence", "optimizer_sharding", "attention",
+)  # fmt: skip
 MEASURED = ("iter_time_s", "tokens_per_s", "tflops_per_gpu", "mfu", "mem_gb")
 RECORD = {
     "source": "a paper",
@@ -115,9 +120,7 @@ texts = st.one_of(
 
 @given(
     st.dictionaries(
-        st.sampled_from(
-            [*RECORD, "cp", "ep", "vpp", "zero/fsdp", "recompute", "interconnect", "params", "ffn", "note"]
-        ),
+        st.sampled_from([*RECORD, *OPTIONAL]),
         texts,
     )
 )
@@ -143,6 +146,71 @@ def test_no_size_is_a_wrong_figure(column: str, value: str) -> None:
         assert prediction.seconds is None and prediction.reason is not None and column in prediction.reason
     elif prediction.seconds is not None:
         assert 0 < prediction.seconds < float("inf")
+
+
+MIXTURE = {**RECORD, "model": "Mine", "experts": "8", "top_k": "2", "expert_ffn": "4096", "ep": "8"}
+
+
+def test_a_row_states_its_software_and_a_stated_one_wins() -> None:
+    guessed = read_record({**RECORD, "source": "a note on Megatron-LM of 2021"}).case
+    stated = read_record({**RECORD, "source": "a note on Megatron-LM of 2021", "software": "Torchtitan"}).case
+    assert guessed is not None and stated is not None
+    assert (guessed.stack, stated.stack) == ("megatron_lm", "torchtitan")
+    (prediction,) = predict_records([{**RECORD, "software": "torchtitn"}])
+    assert prediction.reason is not None and "did you mean torchtitan" in prediction.reason
+
+
+def test_a_row_states_a_mixture_and_its_exchange() -> None:
+    plain = read_record(MIXTURE).case
+    stated = read_record({**MIXTURE, "one_copy": "yes", "overlap": "yes", "balance": "forced", "gated": "no"}).case
+    assert plain is not None and stated is not None
+    assert (plain.shape.experts, plain.shape.top_k, plain.shape.expert_ffn) == (8, 2, 4096)
+    assert (plain.layout.imbalance, plain.layout.one_copy, plain.layout.exchange_overlaps) == (1.2, 0, 0)
+    assert (stated.layout.imbalance, stated.layout.one_copy, stated.layout.exchange_overlaps) == (1, 1, 1)
+    assert stated.shape.gated == 0 and plain.shape.gated == 1
+    slow, fast = predict_records([MIXTURE, {**MIXTURE, "one_copy": "yes", "overlap": "yes", "balance": "forced"}])
+    assert slow.seconds and fast.seconds and fast.seconds < slow.seconds
+
+
+def test_a_row_states_sharding_sequence_and_attention() -> None:
+    fused, unfused, flash2 = (
+        predict_records([{**RECORD, "attention": kernel}])[0].seconds
+        for kernel in ("cudnn", "unfused", "flash-attention 2")
+    )
+    assert fused and unfused and flash2 and fused < flash2 < unfused
+    case = read_record({**RECORD, "sequence": "yes", "optimizer_sharding": "yes"}).case
+    assert case is not None and (case.layout.sequence, case.layout.zero) == (1, 1)
+    older = read_record({**RECORD, "gpu": "A100", "attention": "te"})
+    assert any("not measured" in text for text in older.assumed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"experts": "8", "top_k": "2", "expert_ffn": ""}, "expert_ffn is not given"),
+        ({"experts": "2", "top_k": "4", "expert_ffn": "64"}, "more than the 2 experts"),
+        ({"overlap": "perhaps"}, "expected yes or no"),
+        ({"balance": "0.5"}, "balance"),
+        ({"attention": "magic"}, "expected one of"),
+    ],
+)
+def test_a_wrong_statement_says_what_is_expected(changed: dict[str, str], word: str) -> None:
+    (prediction,) = predict_records([{**RECORD, "model": "Mine", **changed}])
+    assert prediction.reason is not None and word in prediction.reason
+
+
+@pytest.mark.parametrize(
+    ("source", "note", "year"),
+    [
+        ("a table 2026-04", "", 1.25),
+        ("a readme 2025", "", 0.5),
+        ("a table", "readme of 2026-05-13", 1 + 4 / 12),
+        ("a report (arXiv 2412.19437)", "", 0.0),
+        ("a table 2026-04", "container 25.09", 8 / 12),
+    ],
+)
+def test_releases_of_sources(source: str, note: str, year: float) -> None:
+    assert release_of(source, note) == pytest.approx(year)
 
 
 def test_a_time_may_come_from_tokens() -> None:

@@ -111,6 +111,37 @@ def test_tensors_are_found_under_each_of_the_released_names_and_written_under_th
     assert stored(tmp_path / "out").keys() == stored(folder).keys()
 
 
+@pytest.mark.parametrize("width", [8, 16])
+def test_experts_as_qwen3_vl_was_released_are_read_and_written(width: int, tmp_path: Path) -> None:
+    """Their matrices are (in, out); transformers 5 writes them the other way. A matrix may be square, which does not say."""
+    theirs = tiny("qwen3_vl_moe", tmp_path / "saved", moe_intermediate_size=width)
+    released = copied(tmp_path / "saved", tmp_path / "released")
+    tensors = stored(released)
+    experts = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    tensors |= {name: tensors[name].mT.contiguous() for name in experts}
+    save_file(tensors, released / "model.safetensors", metadata={"format": "pt"})
+    assert len(experts) == 2 and (ours_of(released) - theirs_of(theirs)).abs().max() < 1e-5
+    for source in ("saved", "released"):
+        export_checkpoint(
+            run_of(tmp_path / f"{source} run", tmp_path / source), tmp_path / source / "out", dtype="fp32"
+        )
+    found, expected = stored(tmp_path / "released" / "out"), stored(tmp_path / "saved" / "out")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor.mT if name in experts else tensor, expected[name]), name
+
+
+def test_stacked_experts_whose_shapes_cannot_be_read_are_reported(tmp_path: Path) -> None:
+    tiny("qwen3_vl_moe", tmp_path)
+    tensors = stored(tmp_path)
+    del tensors["model.language_model.layers.1.mlp.experts.gate_up_proj"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        Damaged, match=r"the shape of model\.language_model\.layers\.1\.mlp\.experts\.gate_up_proj cannot be"
+    ):
+        import_hf(tmp_path)
+
+
 def test_the_text_part_of_kimi_k25_is_a_kimi_k2(tmp_path: Path) -> None:
     """As released: transformers saves this type under names that nobody else reads."""
     whole, text = tmp_path / "whole", tmp_path / "text"
@@ -247,7 +278,7 @@ def test_the_engine_generates_from_such_a_folder_and_knows_its_ends_and_template
     [
         (
             lambda config: config["text_config"].update(model_type="llama4_text"),
-            r"config\.json: text_config: model_type: expected one of .*, got 'llama4_text'",
+            r"config\.json: text_config: model_type: 'llama4_text' has attention in chunks, and experts whose .*, which",
         ),
         (
             lambda config: config.update(architectures=["Gemma3ForCausalLM"]),

@@ -31,6 +31,23 @@ TEXT: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"rope_parameters": MROPE},
     "qwen2_5_vl": {"rope_parameters": MROPE},
     "qwen3_vl": {"rope_parameters": MROPE},
+    "qwen3_vl_moe": {
+        "rope_parameters": MROPE,
+        "moe_intermediate_size": 8,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [0],
+    },
+    "internvl/qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "mistral3/ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "glm4v": {
         "hidden_size": 32,
         "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5},
@@ -43,13 +60,17 @@ TEXT: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
-"""Keys of the text part that differ from `SMALL`, by type."""
+"""Keys of the text part that differ from `SMALL`, by type.
+
+A type may be that of the whole model and that of another text part than the class's default.
+"""
 FAMILIES = {
     "gemma3": "gemma3_text",
     "mistral3": "mistral",
     "llava": "llama",
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
     "glm4v_moe": "glm4_moe",
     "glm4v": "glm4",
     "internvl": "qwen2",
@@ -64,6 +85,8 @@ FAMILIES = {
     "lighton_ocr": "qwen3",
     "janus": "llama",
     "deepseek_vl": "llama",
+    "mistral3/ministral3": "ministral3",
+    "internvl/qwen3_moe": "qwen3_moe",
 }
 """Types of whole models, with the family of the text part."""
 
@@ -88,13 +111,16 @@ def tiny(model_type: str, folder: Path, **text: Any) -> Any:
     from transformers import AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    keys = shrunk(CONFIG_MAPPING[model_type]().to_dict())
+    whole, _, other = model_type.partition("/")
+    keys = shrunk(CONFIG_MAPPING[whole]().to_dict())
+    if other:
+        keys["text_config"] = {**shrunk(CONFIG_MAPPING[other]().to_dict()), "model_type": other}
     part = keys["text_config"]
     part.pop("layer_types", None)
     part.update({**TEXT.get(model_type, {}), **text})
     torch.manual_seed(0)
     loader: Any = AutoModelForImageTextToText
-    model = loader.from_config(CONFIG_MAPPING[model_type].from_dict(keys)).eval()
+    model = loader.from_config(CONFIG_MAPPING[whole].from_dict(keys)).eval()
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if tensor.dim() == 1 and name.endswith(("weight", "bias")):

@@ -53,6 +53,8 @@ def test_kubernetes_gets_all_objects_in_a_file(run_file: Path, target: str) -> N
         (["--to", "jobset", "--claim", "shared"], "--to jobset needs --image IMAGE"),
         (["--to", "trainjob", "--image", "x"], "--to trainjob needs --claim NAME"),
         (["--to", "slurm", "--image", "x"], "--to slurm needs no --image"),
+        (["--to", "slurm", "--queue", "x"], "--to slurm needs no --queue"),
+        (["--to", "jobset", *POD, "--topology", "x"], "--topology x needs --queue NAME"),
         (["--to", "slurm", "--out", "gone/job"], "there is no folder gone"),
         (["--to", "slurm", "cluster=auto"], "name them, e.g. cluster.gpu=H100"),
         (["--to", "slurm", "plan.tensor=3"], "plan"),

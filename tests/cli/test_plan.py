@@ -27,7 +27,17 @@ MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.glo
 ONE_RANK = [*MODEL, "cluster.gpus_per_node=2"]
 TCP = [*MODEL, "cluster.gpus_per_node=4", "cluster.emulate_nodes=2"]
 pytestmark = pytest.mark.usefixtures("repeated_searches")
-KEYS = {"name", "plan", "checkpoint", "effective_time", "predicted", "alternatives", "search_seconds", "sources"}
+KEYS = {
+    "name",
+    "plan",
+    "checkpoint",
+    "effective_time",
+    "expense",
+    "predicted",
+    "alternatives",
+    "search_seconds",
+    "sources",
+}
 
 
 def test_json_has_exactly_the_answer() -> None:
@@ -285,7 +295,8 @@ def test_scaling_by_doubling(tmp_path: Path) -> None:
     estimated = [point for point in points if point["step_seconds"]]
     assert all(point["cost"] == pytest.approx(2 * point["gpu_hours"]) for point in estimated)
     assert all(
-        point["gpu_hours"] == pytest.approx(point["gpus"] * 1e9 / point["tokens_per_second"] / 3600)
+        point["gpu_hours"] * point["training_share"]
+        == pytest.approx(point["gpus"] * 1e9 / point["tokens_per_second"] / 3600)
         for point in estimated
     )
     fewest_hours = min(point["gpu_hours"] for point in estimated)
@@ -320,11 +331,58 @@ def test_a_faster_plan_that_cannot_be_trained_is_a_note() -> None:
     assert "cannot train" in " ".join(meshwright("plan", *arguments).out.split())
 
 
+def test_chips_software_formats_and_features(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    options = [
+        "--chips",
+        "H100,L4",
+        "--software",
+        "torchtitan,nanotron",
+        "--precision",
+        "fp8-row",
+        "--features",
+        "--tokens",
+        "1e9",
+    ]
+    answer = meshwright("plan", *ONE_RANK, *options, "--html", page, "--json").json
+    assert set(answer) == KEYS | {"chips", "software", "formats", "features"}
+    spent = answer["expense"]
+    assert spent["tokens"] == 1e9 and spent["money"] == pytest.approx(
+        spent["gpu_hours"] * spent["price_per_gpu_hour"]["value"]
+    )
+    priced, unpriced = answer["chips"]
+    assert (priced["chip"], unpriced["chip"]) == ("H100", "L4") and unpriced["expense"]["money"] is None
+    assert {entry["software"] for entry in answer["software"]} == {"torchtitan", "nanotron"}
+    assert {entry["dense"] for entry in answer["formats"]} == {"bf16", "fp8-tensor", "fp8-row", "fp8-block"}
+    assert answer["features"] == []
+    text = " ".join(meshwright("plan", *ONE_RANK, *options).out.split())
+    for words in (
+        "a million tokens: US$",
+        "the same job on other chips",
+        "as other software would run it",
+        "torchtitan: constants of",
+        "this release has no products in fp8-block",
+        "the model has no experts",
+    ):
+        assert words in text
+    assert "The same job on other chips" in page.read_text() and "Money and energy" in page.read_text()
+    own = meshwright("plan", *ONE_RANK, "cluster.price_per_gpu_hour=4", "cluster.watts_per_gpu=500", "--json").json[
+        "expense"
+    ]
+    assert (own["price_per_gpu_hour"]["value"], own["watts_per_gpu"]["value"]) == (4, 500)
+
+
 def test_idle_devices_are_named() -> None:
     arguments = [*MODEL, "cluster.gpus_per_node=7", "train.global_batch=8"]
     result, text = meshwright("plan", *arguments, "--json").json, " ".join(meshwright("plan", *arguments).out.split())
     assert set(result) == KEYS | {"idle"} and result["idle"]["used"] < result["idle"]["devices"] == 7
     assert "on 1 × 7 H100" in text and f"uses {result['idle']['used']} of 7 devices" in text
+
+
+def test_chips_are_not_compared_for_a_plan_file(tmp_path: Path) -> None:
+    meshwright("plan", *ONE_RANK, "--out", tmp_path / "plan.yaml", "--json")
+    answer = meshwright("plan", *ONE_RANK, f"plan={tmp_path / 'plan.yaml'}", "--chips", "H100")
+    assert answer.code == 2 and "--chips chooses one for each chip" in answer.err
 
 
 def test_the_shortest_training() -> None:
@@ -352,7 +410,10 @@ def test_the_shortest_training() -> None:
         (["--objective", "tim"], "nearest: time"),
         (["--objective", "training"], "--critical-batch"),
         (["--critical-batch", "1e6"], "--objective training"),
-        (["--price", "2"], "--objective cost"),
+        (["--chips", "H10O"], "did you mean H100"),
+        (["--chips", "H100", "--gpus", "1..2"], "cannot be combined"),
+        (["--software", "torchtitn"], "did you mean torchtitan"),
+        (["--precision", "fp9"], "expected one of bf16"),
         (["--objective", "cost", "--price", "-2"], "above 0"),
         (["--gpus", "8..2"], "A..B"),
         (["--gpus", "many"], "A..B"),

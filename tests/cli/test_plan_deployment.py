@@ -134,3 +134,24 @@ def test_a_folder_in_fp8_is_planned_in_the_format_that_it_stores(
         assert deployment_question([str(file)]).value.serve.quantisation.weights == weights
         told = capsys.readouterr().err
         assert said in told and "GB expanded to bf16" in told and "GB in int8" in told
+
+
+def test_a_reward_model_is_planned_without_a_vocabulary_and_without_new_tokens(
+    question: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One device an instance, and the rate of prompts alone: neither new tokens nor a tight limit of them cost anything."""
+    monkeypatch.setenv("COLUMNS", "160")
+    words = ["model={preset: llama3-8b, head: score}", "serve.workload.output_tokens=400"]
+    answer = meshwright("plan", question, *words)
+    assert answer.code == 0, answer.err
+    assert "llama3-8b, 7.50B parameters" in answer.out and "2 × TP1" in answer.out
+    assert "90% of requests within 0.5 s to their score\n" in answer.out
+    assert "new tokens of requests and shared prefixes do not count" in answer.err
+    assert "one device an instance, as a reward model is served" in answer.out and "caches" not in answer.out
+    rates = [meshwright("plan", question, *more, "--json").json for more in (words, [words[0]])]
+    assert rates[0]["goodput_per_gpu"] == rates[1]["goodput_per_gpu"] and rates[0]["binding"] == "ttft"
+    assert [(i["role"], i["count"], i["tensor"]) for i in rates[0]["instances"]] == [("both", 2, 1)]
+    # The FLOPs of 2,000 tokens in 7.5 billion weights at the peak of the device bound it.
+    assert 0.5 < rates[0]["goodput_per_gpu"] * 2000 * 2 * 6.98e9 / 989e12 < 1
+    refused = meshwright("plan", question, *words, "serve.quantisation=fp8")
+    assert refused.code == 2 and "serve.quantisation: expected none with a reward model" in refused.err

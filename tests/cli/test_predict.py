@@ -27,7 +27,17 @@ def test_json_answers_every_row(tmp_path: Path) -> None:
     assert "Loom 1" in second["reason"]
     assert third["predicted_step_seconds"] == first["predicted_step_seconds"]
     assert "micro_batch 1" in third["assumed"]
-    assert answer.json["summary"]["predicted"] == 2
+    summary = answer.json["summary"]
+    assert (summary["predicted"], summary["compared"]) == (2, 1)
+    error = abs(first["predicted_step_seconds"] / 3.0 - 1)
+    assert summary["median_error"] == summary["median_of_sources"] == summary["worst_source"]["worst_error"] == error
+    (run_class,) = summary["classes"]
+    assert run_class["class"] == first["class"] == "one host, dense, unmeasured software, measured generation"
+    assert (
+        run_class["inside_band"]
+        == summary["inside_band"]
+        == float(first["low_seconds"] <= 3.0 <= first["high_seconds"])
+    )
 
 
 def test_table_names_sources_and_reasons(tmp_path: Path) -> None:
@@ -36,6 +46,7 @@ def test_table_names_sources_and_reasons(tmp_path: Path) -> None:
     answer = meshwright("predict", runs)
     assert answer.code == 0
     assert "2 of 3 rows predicted" in answer.out
+    assert "median of the sources' medians" in answer.out and "inside their bands" in answer.out
     assert "Loom 1" in answer.out
 
 

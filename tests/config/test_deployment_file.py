@@ -254,7 +254,7 @@ def test_a_server_takes_the_settings_of_its_role() -> None:
         ("[]", "instances", "at least one instance"),
         ("[{role: prefil}]", "instances.0.role", "both | prefill | decode"),
         ("[{tensors: 2}]", "instances.0.tensors", "a key of instances.0"),
-        ("[{}], quantisation: fp9", "quantisation", "fp8, int8 or a section (weights, kv_cache)"),
+        ("[{}], quantisation: fp9", "quantisation", "fp8, int8 or a section (weights, experts, kv_cache)"),
     ],
 )
 def test_a_deployment_that_cannot_serve_is_refused(tmp_path: Path, instances: str, key: str, expected: str) -> None:

@@ -479,6 +479,31 @@ def test_differences_are_those_of_training_only() -> None:
 
 
 @pytest.mark.usefixtures("here")
+def test_another_objective_is_another_run() -> None:
+    """A run that goes on with another loss or other samples would train on two objectives."""
+    text = "model: {preset: llama-nano, init: 'checkpoint:a'}\ndata: {mix: {a: 1}}"
+    dpo, rl = f"{text}\npreference: {{loss: dpo}}", f"{text}\nrl: {{reward: {{file: here/judge.py}}, new_tokens: 8}}"
+    assert differences(run_of(dpo), run_of(dpo, "preference.loss=ipo", "preference.beta=0.5")) == [
+        ("preference.loss", "dpo", "ipo"),
+        ("preference.beta", None, 0.5),
+    ]
+    assert differences(run_of(text), run_of(dpo)) == [("preference", None, "a section")]
+    assert differences(run_of(rl), run_of(text)) == [("rl", "a section", None)]
+    watched = [
+        "rl.presumed_answer=4",
+        "rl.cache_tokens=99",
+        "rl.reward={file: there/judge.py, seconds: 3, processes: 1}",
+    ]
+    assert differences(run_of(rl), run_of(rl, *watched)) == []
+    changed = ["rl.samples=4", "rl.kl.weight=0.1", "rl.reward.function=other"]
+    assert [key for key, *_ in differences(run_of(rl), run_of(rl, *changed))] == [
+        "rl.samples",
+        "rl.reward.function",
+        "rl.kl.weight",
+    ]
+
+
+@pytest.mark.usefixtures("here")
 def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
     plan = load_plan(write("plan.yaml", PLAN))
     assert (plan.ranks, plan.batch.accumulate, plan.precision.compute, plan.precision.reduce) == (2, 2, "fp32", "fp32")

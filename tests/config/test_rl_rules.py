@@ -80,6 +80,12 @@ plan: {compile: false}
             "false: this release has no exact forward of sliding windows",
             "false",
         ),
+        (
+            ["model.family=mixtral", "model.experts=4", "model.experts_per_token=2", "model.expert_hidden=32"],
+            "rl.exact",
+            "false: this release has no exact forward of routed experts",
+            "false",
+        ),
         (["plan.compile=true"], "plan.compile", "false, as rl.exact is true", "false"),
         (
             ["plan.tensor=2"],
@@ -87,7 +93,8 @@ plan: {compile: false}
             "1, as rl.exact is true: ranks that divide the model add in another order",
             "1",
         ),
-        (["plan.compute=bf16"], "plan.compute", "fp32, as rl.exact is true", "fp32"),
+        (["plan.compute=bf16"], "plan.compute", "fp32, as rl samples with the trainer's dtype", "fp32"),
+        (["plan.compute=bf16", "rl.exact=false"], "plan.compute", "fp32, as rl samples with the trainer's", "fp32"),
         (["train.seq_len=40"], "train.seq_len", "a multiple of 16, as rl.exact is true", "48"),
         (["model.vocab_size=515"], "model.vocab_size", "a multiple of 8, as rl.exact is true", "520"),
     ],
@@ -97,6 +104,13 @@ def test_broken_rules_are_named(
 ) -> None:
     found = {mistake.key: mistake for mistake in mistakes(tmp_path, *overrides, text=RUN)}
     assert key in found and found[key].expected.startswith(expected) and found[key].nearest == nearest
+
+
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"])
+def test_answers_are_drawn_from_the_whole_distribution(tmp_path: Path, key: str) -> None:
+    """Probabilities over fewer tokens would be others than the trainer's, whose gradient is taken."""
+    (mistake,) = mistakes(tmp_path, f"rl.{key}=0.9", text=RUN)
+    assert mistake.key == f"rl.{key}" and "answers are drawn from all tokens" in str(mistake)
 
 
 def test_a_valid_run_passes(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_graphics_cards_do_not_use_constants_fitted_on_data_center_devices() -> 
 
     Their product rate is the datasheet's peak times a guessed share of it that products reach.
     """
-    for name in ("RTX3090", "A10", "RTX4090", "L40S", "RTX5090", "T4", "V100", "H20"):
+    for name in ("RTX3090", "A10", "RTX4090", "L40S", "RTX5090", "T4", "V100"):
         assert constants(CHIPS[name].generation, "default") == constants("default", "default"), name
         assert sources(ClusterSpec(gpu=name, gpus_per_node=2))["matrix products"].startswith("datasheet, share a guess")
     assert CHIPS["RTX4090"].link < CHIPS["A100"].link / 10

@@ -12,7 +12,7 @@ from typing import Any
 import accuracy
 import pytest
 
-from meshwright.costs.constants import OWN, table
+from meshwright.costs.constants import table
 from meshwright.costs.plan_costs import band_and_source
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -68,7 +68,7 @@ def checks(kept_runs: list[Any]) -> list[Any]:
 
 def is_like_fitted(kept_run: Any) -> bool:
     """Whether the plan is similar to runs of the fit, so that its 80% band is the narrow band of own runs."""
-    return band_and_source(kept_run.run.cluster, kept_run.plan)[0][1] == table()["bands"][OWN]
+    return band_and_source(kept_run.run.cluster, kept_run.plan)[0][1] == table()["own_band"]
 
 
 def test_runs_with_current_kernels_are_predicted_within_4_5_percent(checks: list[Any]) -> None:

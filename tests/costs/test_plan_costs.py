@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
+from meshwright.costs.bands import RunClass
+from meshwright.costs.bands import band_of as class_band
 from meshwright.costs.collective_costs import rank_group
 from meshwright.costs.compute import QUERY_BLOCK_KEYS, layer_times
-from meshwright.costs.constants import OWN, table
+from meshwright.costs.constants import table
 from meshwright.costs.plan_costs import (
     LOOPBACK_GB_PER_S,
     LOOPBACK_PORT_GB_PER_S,
@@ -265,24 +267,28 @@ def band_of(cluster: ClusterSpec, mesh: dict[AxisName, int], **layer: Any) -> tu
 
 
 def test_the_band_is_narrow_only_for_plans_similar_to_own_runs() -> None:
-    widths = table()["bands"]
-    own_band, hopper_band = ((np.exp(-widths[name]), np.exp(widths[name])) for name in (OWN, "hopper"))
-    assert band_of(NODE, {"shard": 8}) == pytest.approx(own_band)
-    assert band_of(replace(NODE, emulate_nodes=2), {"pipeline": 2, "shard": 4}) == pytest.approx(own_band)
-    for other_band in (
-        band_of(NODE, {"tensor": 2, "shard": 4}),
-        band_of(NODE, {"context_ring": 2, "shard": 4}),
-        band_of(NODE, {"shard": 8}, offload="optimizer"),
-        band_of(TWO_NODES, {"shard": 16}),
+    own_width = table()["own_band"]
+    assert band_of(NODE, {"shard": 8}) == pytest.approx((np.exp(-own_width), np.exp(own_width)))
+    assert band_of(replace(NODE, emulate_nodes=2), {"pipeline": 2, "shard": 4}) == band_of(NODE, {"shard": 8})
+
+    def of_class(*, several_hosts: bool, measured_software: bool) -> tuple[float, float]:
+        run_class = RunClass(several_hosts, False, measured_generation=True, measured_software=measured_software)
+        low, high = class_band(run_class, table()["bands"])
+        return float(np.exp(low)), float(np.exp(high))
+
+    for mesh, offload in (
+        ({"tensor": 2, "shard": 4}, "none"),
+        ({"context_ring": 2, "shard": 4}, "none"),
+        ({"shard": 8}, "optimizer"),
     ):
-        assert other_band == pytest.approx(hopper_band)
+        one_host = of_class(several_hosts=False, measured_software=True)
+        assert band_of(NODE, mesh, offload=offload) == pytest.approx(one_host)  # type: ignore[arg-type]
+    several = band_of(TWO_NODES, {"shard": 16})
+    assert several == pytest.approx(of_class(several_hosts=True, measured_software=True))
     a100_band = band_of(replace(NODE, gpu="A100"), {"shard": 8})
-    default_width = widths["default"]
-    assert (
-        a100_band == pytest.approx((np.exp(-default_width), np.exp(default_width)))
-        and a100_band[1] > hopper_band[1] > own_band[1]
-    )
-    assert band_of(replace(TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),)), {"shard": 16}) == a100_band
+    assert a100_band == pytest.approx(of_class(several_hosts=False, measured_software=False))
+    mixed = band_of(replace(TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),)), {"shard": 16})
+    assert mixed == pytest.approx(of_class(several_hosts=True, measured_software=False))
     unknown_band = band_of(replace(NODE, gpu="Ascend910"), {"shard": 8})
     assert unknown_band == pytest.approx((1 / 3, 3), rel=0.01)
 
@@ -292,7 +298,7 @@ def test_sources_name_the_runs_behind_the_band() -> None:
         "tensor ranks": (NODE, {"tensor": 2, "shard": 4}),
         "several hosts": (TWO_NODES, {"shard": 16}),
         "not measured with ampere devices": (replace(NODE, gpu="A100"), {"shard": 8}),
-        "no run on ascend": (replace(NODE, gpu="Ascend910"), {"shard": 8}),
+        "few runs on ascend": (replace(NODE, gpu="Ascend910"), {"shard": 8}),
         "runs of meshwright": (NODE, {"shard": 8}),
     }
     for text, (cluster, mesh) in cases.items():

@@ -68,13 +68,21 @@ def test_fp8_halves_the_linear_layers_of_blocks_only() -> None:
     assert (rounded.head_bytes, rounded.cache_bytes) == (work.head_bytes, work.cache_bytes / 2)
 
 
-def test_8_bits_halve_routed_experts_but_fp8_not_those_that_devices_share() -> None:
+def test_the_engine_keeps_experts_that_devices_share_in_16_bits_with_fp8() -> None:
     for devices in (1, 2):
-        work = device_work(MIXTRAL, 1, devices)
-        int8, fp8 = (device_work(MIXTRAL, 1, devices, weights=each) for each in ("int8", "fp8"))
+        instance = InstanceSpec(expert=devices)
+        work, int8, fp8, stated = (
+            ServeCosts(replace(MIXTRAL, experts=4), H200, formats).of(instance).times.work
+            for formats in (
+                Quantisation(),
+                Quantisation(weights="int8"),
+                Quantisation(weights="fp8"),
+                Quantisation(weights="fp8", experts="fp8"),
+            )
+        )
         assert (int8.expert_bytes, int8.expert_flops) == (work.expert_bytes / 2, work.expert_flops)
-        kept = work.expert_slots * work.expert_bytes / 2 if devices > 1 else 0
-        assert int8.stored_bytes == fp8.stored_bytes - kept
+        assert fp8.expert_bytes == (work.expert_bytes if devices > 1 else work.expert_bytes / 2)
+        assert stated == int8
 
 
 def test_int8_takes_int8_products() -> None:

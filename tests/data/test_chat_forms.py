@@ -107,7 +107,7 @@ def test_a_template_that_needs_arguments_as_text(tmp_path: Path) -> None:
         ({"dialog": turns("a", "b")}, "no known form of chats: messages (messages), ShareGPT (conversations), Alpaca"),
         ({"dialog": turns("a", "b"), "id": 1}, "its records have 'dialog', 'id'"),
         ({"dialog": turns("a", "b")}, "or --text-key dialog, if that is a list of messages"),
-        ({"mesages": turns("a", "b")}, "(nearest: 'mesages')"),
+        ({"mesages": turns("a", "b")}, "('mesages' is near 'messages')"),
         ({"question": "a", "answer": "b"}, "or --text-key KEY for a list of messages"),
         (
             {"conversations": [{"from": "narrator", "value": "a"}]},

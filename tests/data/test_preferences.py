@@ -171,9 +171,19 @@ def test_pairs_and_labels_are_not_mixed(tmp_path: Path) -> None:
 
 def test_unknown_records_name_the_nearest_key(tmp_path: Path) -> None:
     with pytest.raises(
-        BadInput, match=r"'prompt', 'choosen', 'rejected' \(nearest: 'choosen'\), which is no known form of preferences"
+        BadInput,
+        match=r"'prompt', 'choosen', 'rejected' \('choosen' is near 'chosen'\), which is no known form of preferences",
     ):
         prepared(tmp_path, [{"prompt": "a", "choosen": "b", "rejected": "c"}])
+
+
+@pytest.mark.parametrize("name", ["texts", "implicit", "OpenAI"])
+def test_preferences_read_as_chats_or_texts_name_their_option(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadInput, match=r"preferences of the form .*: --preferences reads them"):
+        prepared(tmp_path, [PAIRS[name]], preferences=False)
+    source = str(tmp_path / "preferences.jsonl")
+    with pytest.raises(BadInput, match=r"no key 'text'.*; preferences of the form .* need --preferences"):
+        prepare([source], str(tmp_path / "tokenizer"), tmp_path / "texts", on_bad="refuse")
 
 
 def test_labels_are_not_lost_as_chats(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ REAL = (12, 5, 9, 1, 12, 7, 3, 10)
 FILLER = 3
 BIAS_STEP = 0.05
 WEIGHTS = {"balance_loss": 0.3, "z_loss": 0.02, "router_z_loss": 0.03}
-SPECS = {"softmax": SHARED, "sigmoid": replace(SHARED, router="sigmoid")}
+SPECS = {"softmax": SHARED, **{router: replace(SHARED, router=router) for router in ("sigmoid", "biased_softmax")}}
 CASES = [
     Case("1f1b", shard=2, expert=2, tensor=2, micro=2),
     Case("1f1b", ring=2, ulysses=2, expert=2, recompute="full", micro=2),
@@ -116,7 +116,7 @@ def on_ranks(world: World, spec: ModelSpec, plan: Plan, masked: bool) -> list[di
     from meshwright.training.train_step import train_step
 
     mesh = build_mesh(plan, world)
-    bias_step = BIAS_STEP if spec.router == "sigmoid" else 0.0
+    bias_step = BIAS_STEP if spec.router != "softmax" else 0.0
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, balance_bias=bias_step, **WEIGHTS)
     optimizer, share = Optimizer(engine.model, spec, TRAIN, engine.weights), BATCH // mesh.data_ranks
     batches = []

@@ -11,15 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.data.loader import MicroBatch
+from meshwright.data.loader import MicroBatch, scheduled_micro_batches
+from meshwright.data.slots import slots_to_run
 from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
 from meshwright.parallel.world import World
+from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.rl.objectives import Agreement, PolicyObjective
+from meshwright.spec.hybrid import slot_numbering
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.rl import KlSpec, RewardSpec, RlSpec
+from tests.distributed import test_hybrid as hybrid
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import ADAMW, BATCH, CLIP, TRAIN, assemble_whole, trained_weights, worst
 from tests.distributed.test_objectives import CAPPED, CASES, columns
@@ -156,6 +160,97 @@ def test_every_policy_equals_one_device_on_every_axis(pool: Pool, case: Case) ->
                 assert worst(gradient, want["gradients"][key]) < 1e-9, (name, key)
                 seen.add(key)
         assert seen == set(want["gradients"])
+
+
+def columns_of_sample(spec: ModelSpec, samples: hybrid.Samples, sample: int) -> dict[str, Tensor]:
+    """The columns `(length,)` of a sample of hybrid ranks; `values` are the model's own log-probabilities, with gradients."""
+    model, draw = hybrid_model(spec), torch.Generator().manual_seed(100 + sample)
+    tokens, targets = samples.read(sample, spec.vocab_size)
+    logits = model(tokens[None])[0]
+    values = logits.log_softmax(-1).gather(-1, targets.clamp_min(0)[:, None])[:, 0]
+    noise, other, advantages = (torch.randn(len(tokens), generator=draw, dtype=torch.float64) for _ in range(3))
+    counts, factors = (torch.rand(len(tokens), generator=draw, dtype=torch.float64) for _ in range(2))
+    return {
+        "values": values,
+        "sampled": values.detach() + 0.3 * noise,
+        "reference": values.detach() + 0.5 * other,
+        "advantages": advantages * (targets >= 0),
+        "counts": counts * (targets >= 0),
+        "factors": factors,
+    }
+
+
+@cache
+def hybrid_model(spec: ModelSpec) -> Decoder:
+    model = Decoder(spec, plain=True).double()
+    initialise(model, spec, seed=0)
+    return model
+
+
+def on_hybrid_ranks(world: World, spec: ModelSpec, plan: Plan, samples: hybrid.Samples) -> dict[str, Any]:
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.parallel.objective import StepObjective
+    from meshwright.training.train_step import count_valid, loss_divisor
+
+    mesh = build_mesh(plan, world)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True)
+    pool = RankPool(mesh.data_ranks, samples.capacity, hybrid.TIME, 1, None, spec.kv_heads, None)
+    batches = []
+    for slot in slots_to_run(balance_samples(samples.lengths, pool), mesh.data_rank, slot_numbering(plan)):
+        made = hybrid.micro_batch(slot, samples, spec.vocab_size)
+        parts = [
+            {
+                name: each[inputs.start : inputs.stop]
+                for name, each in columns_of_sample(spec, samples, part.sample).items()
+            }
+            for part in slot.parts
+            for inputs in part.ranges
+        ]
+        padding = torch.zeros(slot.capacity - slot.tokens, dtype=torch.float64)
+        columns = {
+            name: torch.cat([*(part[name].detach() for part in parts), padding])[None]
+            for name in ("sampled", "reference", "advantages", "counts", "factors")
+        }
+        batches.append(replace(made, columns=columns))
+    schedule, results = engine.training_schedule(scheduled_micro_batches(batches)), {}
+    for name, rl in POLICIES.items():
+        objective = PolicyObjective(rl, Agreement(mesh.device))
+        valid = count_valid(batches, mesh, objective)
+        step = StepObjective(objective, valid[-1])
+        loss = engine.executor.play(schedule, batches, NullRecorder(), loss_divisor(valid), objective=step)
+        whole = assemble_whole({n: w.grad for n, w in trained_weights(engine.model)}, spec, mesh)
+        results[name] = {"gradients": whole, "loss": mesh.sum_over_all(loss[None]).item()}
+        for weight in engine.model.parameters():
+            weight.grad = None
+    return results
+
+
+@pytest.mark.slow
+def test_every_policy_equals_one_device_on_hybrid_ranks(pool: Pool) -> None:
+    """Two ranks divide one of the samples."""
+    spec, case = replace(hybrid.LLAMA64, logit_cap=2.0), hybrid.Case(2)
+    samples = hybrid.Samples(1, case.ranks, case.capacity)
+    assert samples.lengths.max() > case.capacity
+    ranks = pool.run(on_hybrid_ranks, case.plan.ranks, spec, case.plan, samples)
+    for name, rl in POLICIES.items():
+        losses, divisor, model = [], 0.0, hybrid_model(spec)
+        for sample in range(len(samples.lengths)):
+            drawn_here = columns_of_sample(spec, samples, sample)
+            divisor += drawn_here["counts"].sum().item()
+            for place in (samples.read(sample, spec.vocab_size)[1] >= 0).nonzero()[:, 0].tolist():
+                others = (drawn_here[key][place].item() for key in ("sampled", "advantages", "reference"))
+                losses.append(token_loss(rl, drawn_here["values"][place], *others) * drawn_here["factors"][place])
+        loss = torch.stack(losses).sum() / divisor
+        weights = dict(trained_weights(model))
+        gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+        seen = set()
+        for result in ranks:
+            assert result[name]["loss"] == pytest.approx(loss.item(), rel=1e-9), name
+            for key, gradient in result[name]["gradients"].items():
+                assert worst(gradient, gradients[key]) < 1e-9, (name, key)
+                seen.add(key)
+        assert seen == set(gradients) and any(gradient.abs().max() > 0 for gradient in gradients.values())
 
 
 RATE, UPDATES = 1e-2, 3

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from meshwright.observe.prediction_account import WARM_UP, account_lines, read_account
+from meshwright.observe.report_charts import sheet
+from meshwright.observe.runfolder import read_run
 from meshwright.parallel.world import World
 from meshwright.spec.run import Assignment
 from tests.distributed.cases_training import Seen, run
@@ -168,6 +170,20 @@ def test_the_account_compares_each_phase(pool: Pool, questions: Path, tmp_path: 
     assert [part.known for part in parts] == [True, True, False, True]
     assert all(part.predicted_seconds > 0 for part in parts if part.known)
     assert seen["profile"].step_seconds.predicted == pytest.approx(sum(part.predicted_seconds for part in parts))
+
+
+def test_the_phases_that_the_report_shows_are_the_step(pool: Pool, questions: Path, tmp_path: Path) -> None:
+    """Within 2%, also where rewards are waited for; hand-over, sampling and rewards are the phase of rollouts."""
+    trained(pool, questions, tmp_path, *ranks(1), "train.steps=8", "rl.reward.function=late")
+    (folder,) = [path.parent for path in tmp_path.rglob("metrics.jsonl")]
+    run = read_run(folder)
+    parts = ("handover_seconds", "rollout_seconds", "rewards_seconds")
+    rollouts = sum(step["phases"]["rollout"] for step in run.steps)
+    assert 0.98 * rollouts < sum(step[part] for step in run.steps for part in parts) <= rollouts
+    (chart,) = [chart for chart in sheet(run).charts if chart.key == "phases"]
+    assert {series.label for series in chart.series} >= {"rollout", "forward", "backward", "optim"}
+    shown = sum(sum(series.values) / len(series.values) for series in chart.series)
+    assert shown == pytest.approx(sum(step["step_seconds"] for step in run.steps) / len(run.steps), rel=0.02)
 
 
 SEEDS, LAYOUTS = (1, 2, 3), {"one": ranks(1), "two": ranks(2), "tensor": PLANS["tensor"]}

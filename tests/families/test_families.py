@@ -8,6 +8,7 @@ A family's file in `cases` has:
 - `ORACLE`, if any, the type of the class that transformers has for a type that it does not know;
 - `WRONG`, mistakes that raise no error: each gives ModelSpec fields with which the model computes
   something else, or none where a drawn model lacks what it is about;
+- `INJECTED`, if any, mistakes that no field can say: each changes the code or the family with a MonkeyPatch;
 - `CHANGED`, if any, the keys that an export writes otherwise;
 - `IN_MEMORY`, if any, a part of module names that transformers replaces when it loads a folder, and with what.
 """
@@ -170,6 +171,21 @@ def test_logits_and_every_gradient_equal_transformers(
             exact = their_gradient(ours, name, gradients)
             assert (parameter.grad - exact).abs().max() <= 1e-8 * exact.abs().max(), name
             assert exact.abs().max() > 0, name
+
+
+@pytest.mark.parametrize(
+    ("family", "mistake"), [(name, mistake) for name in CASES for mistake in getattr(CASES[name], "INJECTED", {})]
+)
+def test_mistakes_in_the_code_are_found(
+    family: str, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = their_model(family, 0)
+    save(theirs, tmp_path, family)
+    tokens = torch.randint(0, theirs.config.vocab_size, (2, SEQ))
+    answer = in_float64(theirs, tokens, monkeypatch)
+    assert (imported(tmp_path)(tokens) - answer.logits).abs().max() <= 1e-10
+    CASES[family].INJECTED[mistake](monkeypatch)
+    assert (imported(tmp_path)(tokens) - answer.logits).abs().max() > 1e-6
 
 
 @pytest.mark.parametrize(("family", "seed"), DRAWS)

@@ -1,6 +1,7 @@
 """Every family with every mode of recomputation, products in fp8, drafts, and 8-bit weights; the page of families lists these tests.
 
-Other tests compare each feature with an exact reference; these show that no mechanism of a family is left out by one.
+Other tests compare each feature with an exact reference. These run it with every family. Where it rounds they see large mistakes only:
+EXAONE 4 without norms of heads differs by 1.2 in gradients, by 0.28 if all layers rotate, FlexOlmo with weights normalised by 0.003.
 """
 
 from __future__ import annotations
@@ -22,8 +23,14 @@ from tests.models.tiny import built, some_tokens
 from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts
 from tests.slow import quick_first
 
-ROUNDED = 0.4
-"""Most that 8-bit products may change a gradient, or logits, relative to its norm; a mechanism left out changes more than half."""
+ROUNDED = 0.3
+"""Most that 8-bit products may change a gradient, or logits, relative to its norm: seen are 0.23 (Mixtral) and 0.13."""
+WITHOUT_INPUT_NORMS = 0.4
+"""The same of gradients where norms are of outputs alone: seen are 0.38 (FlexOlmo) and 0.34 (EXAONE 4), alike in all weights.
+
+Their norms give every sublayer's output the size of the residual stream, and with it the output's rounding. OLMoE, which is FlexOlmo with
+norms of inputs, has 0.14, Qwen3 0.13.
+"""
 
 
 def gradients(model: Decoder) -> tuple[Tensor, dict[str, Tensor]]:
@@ -56,12 +63,13 @@ def test_recomputation_changes_nothing(family: str) -> None:
 
 @pytest.mark.parametrize("family", quick_first(2, SPECIMENS))
 def test_products_in_fp8_round_and_nothing_else(family: str) -> None:
-    model = built(of_whole_tiles(SPECIMENS[family]), dtype=torch.float32)
+    spec = of_whole_tiles(SPECIMENS[family])
+    model = built(spec, dtype=torch.float32)
     rounded = copy.deepcopy(model)
     use_fp8_products(rounded, plan_of(precision=Precision(compute="fp32", linear="fp8_rowwise")), torch.device("cpu"))
     (loss, exact), (near, found) = gradients(model), gradients(rounded)
     assert 0 < abs(near - loss) < 0.1 * loss and found.keys() == exact.keys()
-    assert difference(found, exact) < ROUNDED
+    assert difference(found, exact) < (ROUNDED if spec.input_norms else WITHOUT_INPUT_NORMS)
 
 
 def difference(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:

@@ -19,6 +19,7 @@ from meshwright.families.folder import (
     hf_tensors,
     to_hf_config,
 )
+from meshwright.families.missing import LACKS, lacks
 from meshwright.families.registry import FAMILIES
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.fields import from_plain
@@ -103,7 +104,9 @@ def test_the_original_gpt2_config_is_read():
 @pytest.mark.parametrize(
     ("spec", "change", "words"),
     [
-        (LLAMA, {"model_type": "llama4"}, ["model_type", "'llama4'", "nearest: llama"]),
+        (LLAMA, {"model_type": "llama4"}, ["model_type", "'llama4'", "attention in chunks, and experts"]),
+        (LLAMA, {"model_type": "deepseek_v32"}, ["sparse attention, in which an indexer"]),
+        (LLAMA, {"model_type": "llamma"}, ["model_type", "'llamma'", "nearest: llama"]),
         (LLAMA, {"model_type": None}, ["model_type", "None"]),
         (LLAMA, {"architectures": ["LlamaForTokenClassification"]}, ["architectures", "LlamaForToken"]),
         (LLAMA, {"mlp_bias": True}, ["mlp_bias", "True", "attention_bias"]),
@@ -256,6 +259,11 @@ def test_an_export_error_names_the_families_that_can_hold_the_model(spec, able):
         to_hf_config(spec)
     if able:
         assert read(to_hf_config(replace(spec, family=able))).family == able
+
+
+def test_no_family_is_listed_as_missing() -> None:
+    assert not LACKS.keys() & FAMILIES.keys()
+    assert lacks("llama4_text") == lacks("llama4") and lacks("llama") is None
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)

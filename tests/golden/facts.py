@@ -145,8 +145,8 @@ def digest(value: Any) -> str:
 
 
 def folder_tensor(tensor: HFTensor) -> str:
-    """A tensor of a folder, in words that are older than tensors which stack experts."""
-    text = str(tensor)
+    """A tensor of a folder, in words that are older than tensors which stack experts, and those of one row."""
+    text = str(tensor).replace(", one_row=False", "")
     return text if tensor.stacked else text.replace(", stacked=False, interleaved=False", "")
 
 

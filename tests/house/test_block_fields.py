@@ -72,6 +72,7 @@ PLACES = {
     "planner/sample_plan.py": ("kv_heads", HEADS),
     "planner/sample_plans.py": ("experts", EXPERTS),
     "planner/slot_offloads.py": ("experts", EXPERTS),
+    "planner/software_plan.py": ("experts", EXPERTS),
     "planner/space.py": ("experts heads kv_heads", HEADS),
     "serve/cached_attention.py": ("rotary score_cap", "the rotary tables and the cap of a group of layers"),
     "serve/formats.py": ("heads", HEADS),

@@ -29,6 +29,7 @@ SPECS = {
     "weights sum to 1": replace(MIXTRAL, experts=5, experts_per_token=3, **SIZES),
     "weights are probabilities": replace(MIXTRAL, experts=32, experts_per_token=2, normalised_routing=False, **SIZES),
     "best groups": replace(DEEPSEEK_V2, experts=12, experts_per_token=3, expert_groups=3, groups_per_token=2, **SIZES),
+    "a softmax with a bias": replace(MIXTRAL, experts=24, experts_per_token=4, router="biased_softmax", **SIZES),
     "sigmoid": replace(DEEPSEEK_V3, experts=24, experts_per_token=4, expert_groups=4, groups_per_token=2, **SIZES),
 }
 
@@ -43,9 +44,9 @@ def mixture_of(spec: ModelSpec) -> MixtureOfExperts:
 
 
 def routing_of(spec: ModelSpec) -> Routing:
-    return Routing(
-        spec.experts_per_token, spec.normalised_routing, spec.routing_scale, spec.expert_groups, spec.groups_per_token
-    )
+    groups = spec.expert_groups, spec.groups_per_token
+    sigmoid = spec.router == "sigmoid"
+    return Routing(spec.experts_per_token, sigmoid, spec.normalised_routing, spec.routing_scale, *groups)
 
 
 def rows(count: int, width: int) -> Tensor:

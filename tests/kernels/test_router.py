@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = {
     "weights sum to 1": replace(MIXTRAL, experts=5, experts_per_token=3),
     "weights are probabilities": replace(MIXTRAL, experts=16, experts_per_token=1, normalised_routing=False),
+    "a softmax with a bias": replace(MIXTRAL, experts=24, experts_per_token=4, router="biased_softmax"),
     "sigmoid": replace(DEEPSEEK_V3, experts=24, experts_per_token=4, expert_groups=1, groups_per_token=1),
 }
 
@@ -61,10 +63,25 @@ def test_choices_and_gradients_equal_those_of_torch(case: str, monkeypatch: pyte
     torch.testing.assert_close(gradient.double(), expected[4], rtol=2**-7, atol=1e-5)
 
 
+def test_experts_without_probability_that_a_bias_chooses_have_finite_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their scores are divided by the least sum, which does not depend on the logits."""
+    spec = replace(SPECS["a softmax with a bias"], experts=5, experts_per_token=2)
+    mixture = MixtureOfExperts(mixture_of(spec), spec.hidden, plain=False, hooks=BlockHooks())
+    assert mixture.choice_bias is not None
+    mixture.choice_bias.data = torch.tensor([0.0, 0.0, 0.0, 2.0, 3.0])
+    mixture.to(DEVICE)
+    logits = torch.tensor([[[9.0, -20.0, 0.0, -22.0, -23.0], [200.0, 0.0, 0.0, 0.0, 0.0]]]).to(DEVICE)
+    expected = results(mixture, logits.double(), 1)
+    monkeypatch.setattr("meshwright.models.moe.has_kernel", lambda x, experts: x.dtype != torch.float64)
+    for actual, exact in zip(results(mixture, logits, 1), expected, strict=True):
+        torch.testing.assert_close(actual.double(), exact.double(), rtol=1e-5, atol=1e-12)
+    assert expected[0][0, 0, 1].item() == pytest.approx(math.exp(-22 - 9 - math.log1p(math.exp(-9))) / 1e-12, rel=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_of_equal_scores_the_first_expert_is_chosen_and_nan_never_leaves_the_experts() -> None:
     logits = torch.tensor([[[1.0, 2.0, 2.0, 2.0, 0.0], [torch.nan] * 5, [torch.nan, 1.0, torch.nan, 3.0, 2.0]]])
-    chosen = router.choose(logits.to(DEVICE), None, copies=3, normalised=True, scale=1.0).chosen
+    chosen = router.choose(logits.to(DEVICE), None, sigmoid=False, copies=3, normalised=True, scale=1.0).chosen
     assert chosen.tolist() == [[[1, 2, 3], [0, 1, 2], [3, 4, 1]]]
 
 

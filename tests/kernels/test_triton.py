@@ -189,6 +189,19 @@ def test_add_norm(shape: tuple[int, ...], plus_one: bool, dtype: torch.dtype) ->
     torch.testing.assert_close(normed.double(), exact, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_norm_alone(plus_one: bool, dtype: torch.dtype) -> None:
+    from meshwright.kernels.add_norm_triton import fused_rms_norm
+
+    x = torch.randn(48, 3, 5).to(dtype).movedim(0, -1)  # not contiguous
+    weight = torch.randn(48).to(dtype)
+    normed = fused_rms_norm(x, weight, 1e-5, plus_one=plus_one)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * (plus_one + weight.double())
+    assert normed.dtype == dtype and normed.shape == x.shape and normed.is_contiguous()
+    torch.testing.assert_close(normed.double(), exact, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=1e-6)
+
+
 @pytest.mark.parametrize(("shared", "plus_one"), [(False, False), (True, False), (True, True)])
 def test_add_copies_norm(shared: bool, plus_one: bool) -> None:
     """The sums of copies and of the shared expert are rounded as by separate operators."""

@@ -68,8 +68,14 @@ class Silence:
         self._suspended_at = suspended_at
         self._count = 0
         self.last_answer = self.clock.now
+        self.prepared_at: list[float] = []
+        """Seconds since the last answer at which the agent prepared a restart."""
         agent = SimpleNamespace(
-            poll=self._poll, report=self._report, obey=lambda directive: None, close_attempt=lambda: None
+            poll=self._poll,
+            report=self._report,
+            obey=lambda directive: None,
+            close_attempt=lambda: None,
+            prepare_restart=lambda: self.prepared_at.append(self.clock.now - self.last_answer),
         )
         client = SimpleNamespace(report=self._ask)
         self.link = hosts._Link(cast(Any, agent), cast(Any, client), start, ("10.0.0.1", 29400), COMMAND, lambda: None)
@@ -117,6 +123,7 @@ def test_ranks_that_train_go_on_without_a_coordinator(monkeypatch: pytest.Monkey
     silence = Silence(monkeypatch, trains=True)
     with pytest.raises(RuntimeError, match="goes on"):
         silence.link.follow()
+    assert silence.prepared_at == [], "its ranks are not replaced"
     assert len(silence.lines) == 1 and "its ranks train on" in silence.lines[0]
 
 
@@ -125,6 +132,7 @@ def test_a_network_that_is_cut_for_20_s_ends_no_agent(blocks: float, monkeypatch
     silence = Silence(monkeypatch, blocks=blocks, answers=lambda seconds: seconds > 20)
     assert silence.link.follow() == 0
     assert silence.lines[-1] == "meshwright: the coordinator answers again"
+    assert 8 < silence.prepared_at[0] < 12, "processes for the next attempt are ready when the network is back"
 
 
 def test_the_time_in_which_an_agent_was_suspended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typer.main import get_command
 from meshwright.cli.main import app_for
 from meshwright.config.load import load_run, plan_yaml
 from meshwright.launch.control import COORDINATOR_VARIABLE, coordinator_address
-from meshwright.launch.kubernetes import JOBSET_NAME_LABEL, Container, jobset_yaml, object_name, trainjob_yaml
+from meshwright.launch.kubernetes import JOBSET_NAME_LABEL, Container, Queue, jobset_yaml, object_name, trainjob_yaml
 from meshwright.launch.scheduler_job import KEPT_FILES, REQUEUE_CODES, STOP_CODES, SchedulerJob, scheduler_job
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job_token import TOKEN_VARIABLE, job_token
@@ -48,6 +48,32 @@ def test_every_field_is_published_and_of_its_type(overrides: tuple[str, ...]) ->
         assert published_kinds
         for kind in published_kinds:
             assert list(mistakes(objects(text)[kind], published_fields()[kind], kind)) == []
+
+
+def test_kueue_admits_a_suspended_object_and_places_its_pods() -> None:
+    queue = Queue("team-a", "topology.example/rack")
+    jobset = objects(jobset_yaml(job_of(), CONTAINER, queue))
+    trainjob = objects(trainjob_yaml(job_of(), CONTAINER, queue))
+    for admitted in (jobset["JobSet"], trainjob["TrainJob"]):
+        assert admitted["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"}
+        assert admitted["spec"]["suspend"] is True
+    for replicated in (jobset["JobSet"]["spec"], trainjob["TrainingRuntime"]["spec"]["template"]["spec"]):
+        pod = replicated["replicatedJobs"][0]["template"]["spec"]["template"]
+        assert pod["metadata"]["annotations"] == {"kueue.x-k8s.io/podset-preferred-topology": "topology.example/rack"}
+    for found in (jobset, trainjob):
+        for kind in [kind for kind in found if kind in published_fields()]:
+            assert list(mistakes(found[kind], published_fields()[kind], kind)) == []
+    plain = objects(jobset_yaml(job_of(), CONTAINER))["JobSet"]
+    assert "labels" not in plain["metadata"] and "suspend" not in plain["spec"]
+    assert "metadata" not in job_spec(job_of())["template"]
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"), [("Team", None), ("a.b", None), ("q" * 64, None), ("q", "a b"), ("q", "x/")]
+)
+def test_a_queue_that_kubernetes_would_refuse_is_refused(name: str, topology: str | None) -> None:
+    with pytest.raises(BadInput, match="--topology" if topology else "--queue"):
+        Queue(name, topology)
 
 
 def test_the_comparison_finds_mistakes() -> None:

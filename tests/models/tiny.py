@@ -310,6 +310,15 @@ RECOMBINED = {
         input_norms=False,
         output_norms=True,
     ),
+    "ernie4.5 moe": replace(
+        MIXTRAL,
+        family="ernie4_5_moe",
+        sliding_window=None,
+        rope_pairs="neighbours",
+        router="biased_softmax",
+        shared_expert_hidden=2 * MIXTRAL.expert_hidden,
+        first_dense_layers=1,
+    ),
     "dots1": replace(GLM4_MOE, family="dots1", rope_width=0, qkv_bias=False),
     "glm4 moe lite": replace(
         DEEPSEEK_V3, family="glm4_moe_lite", expert_groups=1, groups_per_token=1, value_head_dim=16, yarn=None

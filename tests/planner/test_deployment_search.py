@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
-from math import log
+from math import log, sqrt
 from types import SimpleNamespace
 from typing import cast
 
@@ -70,7 +70,7 @@ def test_equal_estimates_leave_a_place_for_other_budgets() -> None:
     rates = {budget(256): 2.0, budget(8192): 9.0, PAIR: 10.0}
     search = SimpleNamespace(goodput=lambda deployment, *_, **__: goodput(rates[deployment]))
     equal = dict.fromkeys(rates, 10.0)
-    compared = deployment_search._compare(cast(GoodputSearch, search), list(rates), equal)
+    compared = deployment_search._compare(cast(GoodputSearch, search), list(rates), equal, set(rates))
     assert {deployment: found.rate for deployment, found in compared.items()} == rates
 
 
@@ -121,7 +121,7 @@ def test_groups_that_cannot_be_served_are_shown_and_never_chosen() -> None:
     assert set(finalists) == {COLOCATED, PAIR, grouped(2), grouped(2, 1024)}
     compared = {deployment: goodput(estimates[deployment]) for deployment in finalists}
     search = SimpleNamespace(goodput=lambda deployment, *_, **__: compared[deployment])
-    refined = deployment_search._refine(cast(GoodputSearch, search), compared)
+    refined = deployment_search._refine(cast(GoodputSearch, search), compared, {COLOCATED, PAIR})
     assert set(refined) == {COLOCATED, PAIR} and deployment_search._choose(refined) == COLOCATED
     options = [Option(deployment, rate.rate, rate) for deployment, rate in compared.items()]
     best = options[finalists.index(COLOCATED)]
@@ -157,7 +157,8 @@ def test_the_band_spans_samples_that_are_harder_and_easier() -> None:
 
     search = Curve(lambda deployment, requests: pytest.fail("no simulation"), LIMITS, [])
     chosen = Goodput(10.0, "tpot", (search.point(PAIR, 10.0, 1), search.point(PAIR, 10.1, 1)))
-    rates = sorted(10.0 / factor for factor in harder.values())
+    narrower = sqrt(deployment_search.BAND_REQUESTS / deployment_search.FINE_REQUESTS)
+    rates = sorted(10.0 / factor**narrower for factor in harder.values())
     low, high = rates[0] + 0.4 * (rates[1] - rates[0]), rates[3] + 0.6 * (rates[4] - rates[3])
     assert deployment_search._band(search, PAIR, chosen) == pytest.approx((low, high))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.policies.host_health import Finding
 from meshwright.policies.job_events import (
     Action,
     AttemptReported,
@@ -27,6 +28,7 @@ from meshwright.policies.job_events import (
     StopRequested,
     Tick,
     Trained,
+    Unhealthy,
     Unplannable,
     Unrecordable,
 )
@@ -46,6 +48,9 @@ incident = st.builds(
     st.just("train"),
     st.booleans(),
 )
+finding = st.sampled_from(
+    [Finding(rule, "GPU 0", rule) for rule in ("xid-lost", "xid-memory", "xid-contained", "thermal")]
+)
 EVENTS: st.SearchStrategy[list[Event]] = st.lists(
     st.one_of(
         st.builds(Ready, host, st.booleans()),
@@ -58,6 +63,7 @@ EVENTS: st.SearchStrategy[list[Event]] = st.lists(
         st.builds(Committed, st.integers(1, 9)),
         st.builds(SkippedSamples, st.sampled_from([((8, 16),), ((16, 24), (32, 40))])),
         st.builds(Corrupted, attempt, st.integers(1, 3), st.builds(replace, incident, corrupt=st.just(True))),
+        st.builds(Unhealthy, host, finding),
         st.builds(Failed, attempt, incident),
         st.builds(Ended, attempt, host),
         st.builds(StopRequested, st.sampled_from([75, 130])),
@@ -95,6 +101,15 @@ def test_attempts_never_overlap(events: list[Event]) -> None:
             elif isinstance(action, Begin):
                 assert state.prepared and not state.testing and not running
                 running = set(state.members)
+
+
+@given(EVENTS)
+def test_no_excluded_host_is_ready_or_begins(events: list[Event]) -> None:
+    for _, state, actions in begun(*events):
+        excluded = {exclusion.host for exclusion in state.excluded}
+        assert not excluded & set(state.ready)
+        assert not excluded & {draining.host for draining in state.draining}
+        assert not (excluded & set(state.members) and any(isinstance(action, Prepare | Begin) for action in actions))
 
 
 @given(EVENTS)

@@ -41,7 +41,17 @@ from tests.observe.test_report import config, plan
 from tests.preferences.corpus import make_preferences
 from tests.training.tiny import tiny_run
 
-JUDGED = {"margin": 0.5, "accuracy": 0.75, "likelier": 0.6, "chosen_reward": 0.2, "rejected_reward": -0.3, "pairs": 8.0}
+JUDGED = {
+    "reference_distance": 0.01,
+    "chosen_tokens": 5.0,
+    "rejected_tokens": 7.0,
+    "margin": 0.5,
+    "accuracy": 0.75,
+    "likelier": 0.6,
+    "chosen_reward": 0.2,
+    "rejected_reward": -0.3,
+    "pairs": 8.0,
+}
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +89,7 @@ def test_lines_have_accuracy_and_margin() -> None:
     assert second.startswith("step 1/2 | loss 1.0000 | accuracy 0.750 | margin 0.500 | val@0 0.6900")
 
 
-def finished(folder: Path, accuracy: float, **more: float) -> Path:
+def finished(folder: Path, accuracy: float, **more: Any) -> Path:
     folder.mkdir()
     with MetricsWriter(folder / "metrics.jsonl") as writer:
         for step in range(1, 5):
@@ -97,11 +107,23 @@ def test_report_and_comparison(tmp_path: Path) -> None:
     page = write_report(runs[0]).read_text()
     assert "Held-out accuracy" in page and "90.0%" in page and "50.0% after step 0" in page
     charts: dict[str, Any] = {chart.key: chart for chart in sheet(read_run(runs[0])).charts}
-    assert {"accuracy", "margin", "rewards"} <= charts.keys()
+    assert {"accuracy", "margin", "answer_reward", "answer_tokens", "reference_distance"} <= charts.keys()
     assert [series.label for series in charts["accuracy"].series] == ["each step", "trend", "held out"]
+    assert [series.label for series in charts["answer_tokens"].series] == ["chosen", "rejected"]
     compared = compared_runs(runs)
     assert dict(table_rows(compared))["held-out accuracy, last"] == ["90.0%", "80.0%"]
-    assert {"accuracy", "margin"} <= {chart.key for chart in comparison_sheet(compared).charts}
+    drawn = {chart.key for chart in comparison_sheet(compared).charts}
+    assert {"accuracy", "margin", "reference_distance", "chosen_tokens", "rejected_tokens"} <= drawn
+
+
+def test_held_out_answers_of_each_source_are_drawn(tmp_path: Path) -> None:
+    by_source = {name: {"accuracy": value, "margin": value} for name, value in (("first", 0.7), ("second", 0.8))}
+    runs = [finished(tmp_path / name, 0.9, preferences_by_source=by_source) for name in ("a", "b")]
+    charts: dict[str, Any] = {chart.key: chart for chart in sheet(read_run(runs[0])).charts}
+    held_out = {series.label: series.values for series in charts["accuracy"].series[2:]}
+    assert held_out == {"held out": [0.5, 0.9], "held out, first": [0.7, 0.7], "held out, second": [0.8, 0.8]}
+    titles = {chart.title: chart for chart in comparison_sheet(compared_runs(runs)).charts}
+    assert [series.values for series in titles["Held-out accuracy, second"].series] == [[0.8, 0.8]] * 2
 
 
 def test_the_calibration_of_a_reward_model_is_shown(tmp_path: Path) -> None:

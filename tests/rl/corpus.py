@@ -14,6 +14,8 @@ TEMPLATE = (
     "{%for m in messages%}{%if m.role=='assistant'%}{%generation%}{{m.content}}<|endoftext|>{%endgeneration%}"
     "{%else%}{{m.content}} = {%endif%}{%endfor%}"
 )
+GENERATION = {"do_sample": True, "temperature": 0.2, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.3}
+"""How a server would draw from the base model. Training reads none of it."""
 RUN_FILE = """\
 model:
   {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, head_dim: 8, ffn_hidden: 48, vocab_size: 304, max_seq_len: 64,
@@ -37,6 +39,7 @@ def make_questions(folder: Path) -> Path:
         base.mkdir(parents=True, exist_ok=True)
         shutil.copy(next(tokens.rglob("tokenizer.json")), base)
         (base / "chat_template.jinja").write_text(TEMPLATE)
+        (base / "generation_config.json").write_text(json.dumps(GENERATION))
         chats = folder / "chats.jsonl"
         with chats.open("w") as out:
             for number in range(40):

@@ -23,6 +23,17 @@ def common(prompt: str, answer: str, record: dict[str, Any]) -> float:
     return sum(ours == theirs for ours, theirs in zip(answer, reference, strict=False)) / max(len(reference), 1)
 
 
+def short(prompt: str, answer: str, record: dict[str, Any]) -> float:
+    """The fewer letters the better."""
+    return -float(len(answer))
+
+
+def late(prompt: str, answer: str, record: dict[str, Any]) -> float:
+    """Like `common`, after waits that differ by answer: verdicts come in another order than answers."""
+    time.sleep(zlib.crc32(answer.encode()) % 7 / 100)
+    return common(prompt, answer, record)
+
+
 FOLDER = Path(__file__).parent
 CHILD = "import time; time.sleep(1000)"
 
@@ -110,6 +121,11 @@ def by_name(prompt: str, answer: str, record: dict[str, Any]) -> Any:
                 os.write(number, b'{"reward": 7.0}\n')
         time.sleep(0.3)
         return 0.5
+    if answer == "alarm":  # the limit of time that math-verify has; signals reach a process's main thread only
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        signal.pause()
+        return 0.75
     if answer == "child":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         return float(os.getpgrp())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.rl import RewardSpec
 
 JUDGE = str(Path(__file__).with_name("judge.py"))
+
+
+def submit(judge: RewardProcesses, answer: str) -> Future[Verdict]:
+    return judge.submit("q", lambda: answer, {})
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +38,7 @@ def judge() -> Iterator[RewardProcesses]:
         ("0.25", "reward", 0.25),
         ("print", "reward", 0.5),
         ("environment", "reward", 0.0),
+        ("alarm", "reward", 0.75),
         ("none", "no verdict", None),
         ("text", "error", None),
         ("nan", "error", None),
@@ -49,21 +55,21 @@ def judge() -> Iterator[RewardProcesses]:
 def test_a_call_gives_a_reward_or_says_why_not(
     judge: RewardProcesses, answer: str, outcome: str, reward: float
 ) -> None:
-    first, second = judge.submit("q", answer, {}), judge.submit("q", "1", {})
+    first, second = submit(judge, answer), submit(judge, "1")
     assert first.result(60)[:2] == (outcome, reward)
     assert second.result(60) == Verdict("reward", 1.0)
-    assert judge.submit("q", "-3", {}).result(60) == Verdict("reward", -3.0)
+    assert submit(judge, "-3").result(60) == Verdict("reward", -3.0)
 
 
 def test_what_is_wrong_is_in_the_message(judge: RewardProcesses) -> None:
-    assert judge.submit("q", "raise", {}).result(60).message == "ValueError: a fault of the judge"
-    assert "expected a finite number or None, got '1.0'" in judge.submit("q", "text", {}).result(60).message
+    assert submit(judge, "raise").result(60).message == "ValueError: a fault of the judge"
+    assert "expected a finite number or None, got '1.0'" in submit(judge, "text").result(60).message
 
 
 def test_no_process_outlives_the_run() -> None:
     judge = RewardProcesses(RewardSpec(file=JUDGE, function="by_name", processes=2))
-    pid = int(judge.submit("q", "child", {}).result(60).reward or 0)
-    running = judge.submit("q", "sleep", {})
+    pid = int(submit(judge, "child").result(60).reward or 0)
+    running = submit(judge, "sleep")
     time.sleep(0.2)
     judge.close()
     assert running.result(60).reward is None
@@ -89,6 +95,10 @@ def test_a_file_that_cannot_be_used_is_refused_before_the_run(tmp_path: Path) ->
     for spec, message in (
         (RewardSpec(file=str(tmp_path / "absent.py")), "expected a Python file, got .*absent.py"),
         (RewardSpec(file=str(broken)), "No module named 'nothing_of_this_name'"),
+        (
+            RewardSpec(file=JUDGE, function="strike"),
+            r"strike\(\) -> 'None': expected the arguments \(prompt, answer, record\)",
+        ),
         (RewardSpec(file=JUDGE, function="corect"), "expected a function corect; it has by_name, common, correct"),
     ):
         with pytest.raises(BadInput, match=message):

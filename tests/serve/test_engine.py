@@ -142,6 +142,24 @@ def test_updates_say_what_was_cached_and_which_token_ended_a_text(expected: list
     assert engine.figures().looked_up_tokens == sum(map(len, prompts))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_without_reports_of_steps_gets_one_update_with_all_tokens(
+    overlap: bool, expected: list[list[int]]
+) -> None:
+    engine = engine_of(tiny(LLAMA), overlap=overlap)
+    sampling = SamplingOptions(temperature=0.0, logprobs=True)
+    for prompt in PROMPTS:
+        engine.submit(prompt, new_tokens=TOKENS, sampling=sampling, reports_steps=False)
+    spoken = engine.submit(PROMPTS[0], new_tokens=TOKENS, sampling=sampling)
+    updates = list(engine.run())
+    *single, steps = ([update for update in updates if update.number == number] for number in range(spoken + 1))
+    assert len(steps) > 1
+    assert [[update.tokens for update in each] for each in single] == [[tuple(tokens)] for tokens in expected]
+    logprobs = [logprob.chosen for update in steps for logprob in update.logprobs]
+    assert [logprob.chosen for logprob in single[0][0].logprobs] == pytest.approx(logprobs, abs=1e-4)
+    assert {each[0].reason for each in single} == {"length"}
+
+
 def test_details_have_only_what_has_a_value() -> None:
     update = Update(3, (1,), "", None)
     assert update.details == {}

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
+from meshwright.costs.serve_work import device_work
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count, trained_parameter_count, with_score
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
+from meshwright.workload.cache_size import activation_bytes
 from meshwright.workload.device_work import step_work
 from meshwright.workload.layout_bytes import layout_memory
 from meshwright.workload.layouts import layout_of
@@ -61,3 +63,13 @@ def test_memory_is_that_without_logits_and_table(axes: dict[str, int]) -> None:
         assert sum(kinds.values()) < sum(language.values()) and kinds["weights"] < language["weights"]
     if axes == {"shard": 1}:  # with adapters, the peak is in the head: hidden states and their gradient
         assert kinds["logits"] <= 3 * 2 * 4096 * model.hidden * 2 < language["logits"] / 3
+
+
+def test_a_served_score_reads_one_row_and_gives_one_number() -> None:
+    """Bytes and FLOPs of a step of the engine, and its activations: the weights are all of the model's."""
+    work, language = device_work(REWARD), device_work(LANGUAGE)
+    assert work.stored_bytes == 2 * parameter_count(REWARD)
+    assert (work.head_bytes, work.head_flops) == (2 * REWARD.hidden, 2 * REWARD.hidden)
+    assert (work.dense_bytes, work.dense_flops) == (language.dense_bytes, language.dense_flops)
+    step = activation_bytes(LANGUAGE, 2, 64, 8192) - activation_bytes(REWARD, 2, 64, 8192)
+    assert step == 3 * 4 * 64 * (LANGUAGE.vocab_size - 1)

@@ -18,6 +18,7 @@ from meshwright.calibration.source_conventions import (
     with_conventions,
 )
 from meshwright.costs.device_rates import Machine
+from meshwright.costs.software import Software, software_named, software_of
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape
@@ -56,45 +57,9 @@ class _CannotBePriced(Exception):
     """A record cannot be priced; the message says why."""
 
 
-STACKS = (
-    ("meshwright", r"meshwright"),
-    ("jax", r"maxtext|paxml"),
-    ("megatron_lm", r"sc21|korthikanti"),
-    ("megatron_tuned", r"megascale|mlcommons|mlperf"),
-    ("megatron_deepspeed", r"vtrain|bloom|bigscience|chronicles|megatron-deepspeed"),
-    ("nanotron", r"playbook|nanotron"),
-    ("bridge", r"megatron-bridge|megatron-moe"),
-    ("nemo", r"dgxc|nemo|megatron-lm images"),
-    ("llm_foundry", r"mosaicml|llm-foundry"),
-    ("torchtitan", r"torchtitan|fms-fsdp"),
-    ("megatron_lm", r"megatron"),
-)
-"""(software stack, pattern of its sources' names), most specific first."""
-STACKS_WITH_SHARDED_OPTIMIZER = {"bridge", "megatron_tuned", "nemo"}
-"""Stacks whose recipes shard the optimizer over replicas unless they say otherwise."""
-STACKS_WITHOUT_RECOMPUTE = {"nanotron"}
-"""Stacks whose published runs kept all activations."""
-BALANCED_STACKS = {"nanotron"}
-"""Stacks that balance pipeline stages by the cost of layers and head."""
-FIRST_STAGE_STACKS = {"nanotron"}
-"""Stacks that print the memory of rank 0."""
 IMBALANCE = 1.2
 """Tokens of the busiest expert rank over the mean if a source does not state it; a guess.
 Sources with a forced even load state that."""
-SEQUENCE_SPLIT_NOT_STATED = {"nanotron"}
-"""Stacks whose tables do not state whether tensor parallelism splits the sequence."""
-
-
-def stack_of(source: str, note: str) -> str:
-    """The software stack of a record; `default` when the source names none."""
-    stack = next((name for name, pattern in STACKS if re.search(pattern, source.lower())), "default")
-    if (
-        "megascale" in source.lower()
-        and re.search(r"megatron-lm", note, re.IGNORECASE)
-        and not note.startswith("MegaScale")
-    ):
-        return "megatron_lm"
-    return stack
 
 
 def read_record(record: Record) -> Reading:
@@ -153,23 +118,22 @@ def _case(record: Record, assumed: list[str]) -> Case:
     conventions = applicable_conventions(record)
     if refusal := next((convention.because for convention in conventions if convention.refused), None):
         raise _CannotBePriced(refusal)
-    stack = stack_of(record.get("source") or "", record.get("note") or "")
-    stack = next((convention.stack for convention in conventions if convention.stack), stack)
+    software, stack = _software(record, conventions)
     record, convention_notes = with_conventions(record)
     assumed += convention_notes
     chip = _chip(record, assumed)
-    layout = _layout(record, stack, assumed)
+    layout = _layout(record, software, chip, assumed)
     model_shape = _shape(record, assumed)
     machine = _machine(record, chip, layout, assumed)
     if not _size(record, "ep"):
-        follows_recipe = stack in STACKS_WITH_SHARDED_OPTIMIZER and model_shape.experts
+        follows_recipe = software.shards_optimizer and model_shape.experts
         layout = replace(layout, expert=_recipe_experts(model_shape, machine, layout) if follows_recipe else 1.0)
         assumed.append(
             f"ep {layout.expert:g}"
-            + (f" (recipes of {stack} spread experts over the fast domain)" if follows_recipe else "")
+            + (f" (recipes of {software.name} spread experts over the fast domain)" if follows_recipe else "")
         )
-    layout = _with_experts(record, model_shape, layout, assumed)
-    if stack in SEQUENCE_SPLIT_NOT_STATED:
+    layout = _with_experts(record, model_shape, layout, software, assumed)
+    if not software.states_sequence_split and not record.get("sequence"):
         layout = replace(layout, sequence=float(splits_sequence(model_shape, machine, layout)))
         assumed.append("sequence split by tensor parallelism" if layout.sequence else "sequence kept whole")
     return Case(
@@ -178,16 +142,34 @@ def _case(record: Record, assumed: list[str]) -> Case:
         layout=layout,
         generation=chip.generation,
         stack=stack,
-        first_stage=stack in FIRST_STAGE_STACKS,
-        may_recompute=not record.get("recompute") and stack not in STACKS_WITHOUT_RECOMPUTE,
-        release=_release_year(record, conventions, assumed),
+        first_stage=software.prints_first_stage,
+        may_recompute=not record.get("recompute") and software.recomputes,
+        release=_release_year(record, conventions, software, assumed),
     )
 
 
-def _release_year(record: Record, conventions: tuple[Convention, ...], assumed: list[str]) -> float:
-    """`release_of` the record; where it names no release, that of the source's convention, else the start of 2025."""
+def _software(record: Record, conventions: tuple[Convention, ...]) -> tuple[Software, str]:
+    """The software of the record, and its set of constants: as stated, else as the source implies."""
+    if stated := (record.get("software") or "").strip():
+        try:
+            software = software_named(stated)
+        except KeyError as error:
+            raise _CannotBePriced(f"software {error.args[0]}") from error
+        return software, software.constants
+    source, note = record.get("source") or "", record.get("note") or ""
+    software = software_of(source, note, 2025.0 + release_of(source, note))
+    return software, next((convention.stack for convention in conventions if convention.stack), software.constants)
+
+
+def _release_year(record: Record, conventions: tuple[Convention, ...], software: Software, assumed: list[str]) -> float:
+    """`release_of` the record; where it names no release, that of the source's convention, else that of a stated software.
+
+    Years after the start of 2025, which is assumed where neither is stated.
+    """
     named = release_of(record.get("source") or "", record.get("note") or "")
     stated = next((convention.release for convention in conventions if convention.release), 0.0)
+    if not stated and record.get("software"):
+        stated = software.date
     if not named and not stated:
         assumed.append("release not named: as of 2025.0")
     return named or (stated - 2025.0 if stated else 0.0)
@@ -203,7 +185,11 @@ def release_of(source: str, note: str) -> float:
     if mlperf:
         return _MLPERF_ROUNDS.get(mlperf.group(1), 2025.0) - 2025.0
     version = re.search(r"(?:container |ngc|v)(2\d)\.(\d\d)\b", f"{source} {note}")
-    return int(version.group(1)) + (int(version.group(2)) - 1) / 12 - 25.0 if version else 0.0
+    version = version or re.search(r"\b20(2\d)-(\d\d)\b", f"{source} {note}")
+    if version:
+        return int(version.group(1)) + (int(version.group(2)) - 1) / 12 - 25.0
+    year = re.search(r"\b20(2\d)$", source)
+    return int(year.group(1)) + 0.5 - 25.0 if year else 0.0
 
 
 LARGEST_SIZE = 1e15
@@ -289,8 +275,20 @@ def _shape(record: Record, assumed: list[str]) -> Shape:
     else:
         dims["kv_heads"] = family_dims.get("kv_heads", dims["heads"])
         assumed.append(f"kv_heads {dims['kv_heads']:g}")
+    for key in ("experts", "top_k", "expert_ffn"):
+        if value := _size(record, key):
+            dims[key] = value
+    gated = _switch(record, "gated")
+    if gated is not None:
+        dims["gated"] = gated
+    if dims.get("experts"):
+        missing = [key for key in ("top_k", "expert_ffn") if key not in dims]
+        if missing:
+            raise _CannotBePriced(f"{missing[0]} is not given, with {dims['experts']:g} experts")
+        if dims["top_k"] > dims["experts"]:
+            raise _CannotBePriced(f"top_k is {dims['top_k']:g}, more than the {dims['experts']:g} experts")
     ffn = _size(record, "ffn")
-    if ffn and not family_dims.get("experts"):
+    if ffn and not dims.get("experts"):
         dims["ffn"] = ffn
     _set_default(dims, "ffn", 4 * dims["hidden"] if gpt else round(8 / 3 * dims["hidden"]), assumed)
     _set_default(dims, "vocab", 51200 if gpt else 32000, assumed)
@@ -309,14 +307,17 @@ def _set_default(dims: dict[str, float], key: str, default: float, assumed: list
         assumed.append(f"{key} {default:g}")
 
 
-def _layout(record: Record, stack: str, assumed: list[str]) -> Layouts:
+def _layout(record: Record, software: Software, chip: Chip, assumed: list[str]) -> Layouts:
     ranks, tensor, pipeline = _required_size(record, "gpus"), _required_size(record, "tp"), _required_size(record, "pp")
     context = _size_or_default(record, "cp", 1, assumed)
     data = _size(record, "dp") or 0.0
     if not data:
         data = max(1.0, ranks // (tensor * pipeline * context))
         assumed.append(f"dp {data:g} (gpus / tp / pp / cp)")
-    zero, shards, keep, offload = _sharding(record.get("zero/fsdp") or "", stack, data, context, assumed)
+    zero, shards, keep, offload = _sharding(record.get("zero/fsdp") or "", software, data, context, assumed)
+    if _switch(record, "optimizer_sharding") is not None and zero < 2:
+        zero = float(_switch(record, "optimizer_sharding") or 0.0)
+    attention, unfused = _attention_kernel(record, chip, assumed)
     return Layouts(
         tensor=tensor,
         pipeline=pipeline,
@@ -333,8 +334,56 @@ def _layout(record: Record, stack: str, assumed: list[str]) -> Layouts:
         keep_gathered=keep,
         offload=offload,
         offload_activations=float("activation offload" in (record.get("note") or "").lower()),
-        balanced=float(stack in BALANCED_STACKS),
+        balanced=float(software.balances_stages),
+        sequence=_switch(record, "sequence") or 0.0,
+        attention=attention,
+        unfused=unfused,
     )
+
+
+def _switch(record: Record, key: str) -> float | None:
+    """1 for yes, 0 for no, None for a blank cell."""
+    text = (record.get(key) or "").strip().lower()
+    if not text:
+        return None
+    if text in ("1", "yes", "true", "on"):
+        return 1.0
+    if text in ("0", "no", "false", "off"):
+        return 0.0
+    raise _CannotBePriced(f"{key} is {text!r}, expected yes or no")
+
+
+_HOPPER_ATTENTION = {"cudnn": 0.63, "te": 0.63, "flash3": 0.63, "flash2": 0.36, "sdpa": 0.36}
+"""Share of an H200's bf16 peak that a kernel of causal attention reaches with infinitely wide heads (`costs.compute.SMALL_HEAD`).
+
+500 and 282 TFLOP/s of forward and backward together, heads of 128, 8,192 tokens (docs/results.md).
+"""
+_KERNEL_WORDS = (
+    ("unfused", "unfused|eager|math|none"),
+    ("cudnn", "cudnn"),
+    ("te", r"\bte\b|transformer.?engine"),
+    ("flash3", "(fa|flash.*)[34]"),
+    ("flash2", "fa2|fa|flash"),
+    ("sdpa", "sdpa"),
+    ("fused", "fused"),
+)
+
+
+def _attention_kernel(record: Record, chip: Chip, assumed: list[str]) -> tuple[float, float]:
+    """(share of the peak that the stated kernel of attention reaches, 0 where it is not known; 1 if scores are kept in memory)."""
+    text = (record.get("attention") or "").strip().lower()
+    if not text:
+        return 0.0, 0.0
+    kernel = next((name for name, pattern in _KERNEL_WORDS if re.search(pattern, text)), None)
+    if kernel is None:
+        names = ", ".join(name for name, _ in _KERNEL_WORDS)
+        raise _CannotBePriced(f"attention is {text!r}, expected one of {names}")
+    if kernel == "unfused":
+        return 0.0, 1.0
+    share = _HOPPER_ATTENTION.get(kernel, 0.0) if chip.generation == "hopper" else 0.0
+    if not share:
+        assumed.append(f"attention at the rate of {chip.generation} runs: {kernel} was not measured there")
+    return share, 0.0
 
 
 def _recipe_experts(model_shape: Shape, machine: Machine, layout: Layouts) -> float:
@@ -344,9 +393,18 @@ def _recipe_experts(model_shape: Shape, machine: Machine, layout: Layouts) -> fl
     return float(next(count for count in range(limit, 0, -1) if ranks % count == 0 and experts % count == 0))
 
 
-def _with_experts(record: Record, model_shape: Shape, layout: Layouts, assumed: list[str]) -> Layouts:
-    """`layout` with the fields that the source states; checks expert ranks against the model and the ranks of a stage."""
-    stated = stated_layout_fields(record)
+_SWITCHES = {"one_copy": "one_copy", "overlap": "exchange_overlaps"}
+"""Column → the field of `Layouts` that it switches."""
+
+
+def _with_experts(
+    record: Record, model_shape: Shape, layout: Layouts, software: Software, assumed: list[str]
+) -> Layouts:
+    """`layout` with the fields that row, source or software state; checks expert ranks against the model and the ranks of a stage."""
+    stated = {**software.layout, **stated_layout_fields(record)}
+    stated |= {key: value for column, key in _SWITCHES.items() if (value := _switch(record, column)) is not None}
+    if balance := (record.get("balance") or "").strip().lower():
+        stated["imbalance"] = 1.0 if balance in ("forced", "even", "balanced") else _balance(record)
     experts, ranks = float(model_shape.experts), layout.tensor * layout.context * layout.data
     if layout.expert > 1 and not experts:
         raise _CannotBePriced(
@@ -364,21 +422,30 @@ def _with_experts(record: Record, model_shape: Shape, layout: Layouts, assumed: 
     return replace(layout, **stated)
 
 
+def _balance(record: Record) -> float:
+    value = number_or_none(record, "balance")
+    if value is None or not 1 <= value <= LARGEST_SIZE:
+        raise _CannotBePriced(
+            f"balance is {record.get('balance')!r}, expected forced, or tokens of the busiest expert rank over the mean"
+        )
+    return value
+
+
 def _sharding(
-    text: str, stack: str, data: float, context: float, assumed: list[str]
+    text: str, software: Software, data: float, context: float, assumed: list[str]
 ) -> tuple[float, float, float, float]:
     """(ZeRO stage, shards, weights kept after forward, optimizer offloaded) from a phrase such as "fsdp2 64"."""
     stated_text = text.lower()
     if not stated_text:
-        stage = 1.0 if stack in STACKS_WITH_SHARDED_OPTIMIZER else 0.0
-        assumed.append(f"zero {stage:g}" + (f" (recipes of {stack} shard the optimizer)" if stage else ""))
+        stage = 1.0 if software.shards_optimizer else 0.0
+        assumed.append(f"zero {stage:g}" + (f" (recipes of {software.name} shard the optimizer)" if stage else ""))
         return stage, data * context, 0.0, 0.0
     stages = ((3.0, r"zero-?3|full_shard|fsdp"), (2.0, r"zero-?2|grad_op"), (1.0, r"zero-?1|dist-?opt"))
     stage = next((number for number, pattern in stages if re.search(pattern, stated_text)), 0.0)
     if "grad_op" in stated_text:
         stage = 2.0
     if stated_text.startswith("ddp") or "fsdp=0" in stated_text:
-        stage = 1.0 if stack in STACKS_WITH_SHARDED_OPTIMIZER else 0.0
+        stage = 1.0 if software.shards_optimizer else 0.0
     shard_text = re.search(r"fsdp2? (\d+)", stated_text)
     shards = min(data, float(shard_text.group(1))) * context if shard_text else data * context
     return stage, max(1.0, shards), float("no reshard" in stated_text), float("offload" in stated_text)
@@ -431,6 +498,7 @@ def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) ->
         per_node=per_node,
         oversubscribed=float(oversubscription.group(1)) if oversubscription else 1.0,
         pod=3072.0 if oversubscription else float("inf"),
+        sustained=chip.sustained,
         multiprocessors=float(chip.multiprocessors),
     )
 

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 
 from meshwright.calibration.published_records import Case, Reading, read_record
+from meshwright.costs.bands import RunClass, band_of
 from meshwright.costs.constants import at_release, constant_arrays, table
 from meshwright.costs.device_rates import Machine
-from meshwright.costs.stack_footprint import footprint, memory_constants
+from meshwright.costs.stack_footprint import FITTING_SHARE, footprint, memory_constants
 from meshwright.costs.step import StepCost, step_cost
 from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import FULL, Layouts
 from meshwright.workload.model_shape import Shape
-
-FITTING_SHARE = 0.89
-"""Share of a device's memory up to which a layout counts as fitting; the other part is for memory that is not modelled."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,8 @@ class Prediction:
     fits: bool | None
     assumed: tuple[str, ...]
     reason: str | None
+    run_class: str | None = None
+    """Name of the class whose band `low` and `high` are (`costs.bands`)."""
 
 
 def predict_records(
@@ -72,25 +72,33 @@ def memory(
     )
 
 
-def half_width(case: Case, bands: Mapping[str, float]) -> float:
-    """Half the 80% band of `case` in logarithms: its stack's, or `default` for a stack with too few sources."""
-    return bands.get(case.stack, bands["default"])
+def class_of(case: Case, values: Mapping[str, Any] | None = None) -> RunClass:
+    """The class of a run under a table of constants."""
+    measured = (values or table())["measured_with"]
+    return RunClass(
+        several_hosts=bool(case.layout.ranks > case.machine.per_node),
+        mixture=bool(case.shape.moe_layers > 0),
+        measured_generation=case.generation in measured,
+        measured_software=case.stack in measured,
+    )
 
 
 def _price(cases: Sequence[Case], constants_given: dict[str, Any] | None) -> list[dict[str, Any]]:
     cost, by_category = price(cases, constants_given), memory(cases, constants_given, as_printed=True)
     least_bytes = _least_memory(cases, constants_given)
-    bands = (constants_given or table())["bands"]
+    values = constants_given or table()
     predictions = []
     for index, case in enumerate(cases):
-        band_factor = float(np.exp(half_width(case, bands)))
+        run_class = class_of(case, values)
+        low, high = band_of(run_class, values["bands"])
         seconds = float(cost.seconds[index])
         bytes_of = {category: float(size[index]) for category, size in by_category.items()}
         predictions.append(
             {
                 "seconds": seconds,
-                "low": seconds / band_factor,
-                "high": seconds * band_factor,
+                "low": seconds * float(np.exp(low)),
+                "high": seconds * float(np.exp(high)),
+                "run_class": run_class.name,
                 "memory_gib": sum(bytes_of.values()) / 2**30,
                 "fullest_rank_memory": {category: size / 2**30 for category, size in bytes_of.items()},
                 "exposed": {axis: float(seconds_by_case[index]) for axis, seconds_by_case in cost.exposed.items()},

@@ -13,6 +13,8 @@ from meshwright.chaos.scenario import Scenario, Stage
 
 LOST_SECONDS, REPLACED_SECONDS = 10.0, 25.0
 """Most seconds from the loss of a host to its detection, and to the next step."""
+HEALED_SECONDS = 5.0
+"""Most seconds from the end of a partition to the next step."""
 FLAP_SECONDS, PARTITION_SECONDS = 3.0, 20.0
 """Seconds without a link: too short for a host to be lost, and long enough that it counts as lost."""
 FLAP_HANG_SECONDS = 10.0
@@ -80,20 +82,24 @@ def lose_store(stage: Stage) -> None:
     stage.signal(stage.job.ranks(0)[0], signal.SIGKILL)
 
 
-def cut_link(seconds: float | None) -> Callable[[Stage], None]:
-    """Disturb by cutting a host's link, for some seconds or, with None, until the others have finished."""
+def cut_link(seconds: float | None, *, silently: bool = False) -> Callable[[Stage], None]:
+    """Disturb by cutting a host's link, for some seconds or, with None, until the others have finished.
+
+    `silently` leaves the link up, and the switch drops all that the host sends or gets.
+    """
 
     def disturb(stage: Stage) -> None:
         assert stage.hosts is not None
         host = training_host(stage)
         agent = stage.job.processes[host]
+        connect = stage.hosts.set_reachable if silently else stage.hosts.set_link
         stage.mark()
-        stage.hosts.set_link(host, False)
+        connect(host, False)
         if seconds is None or seconds > LOST_SECONDS:
             stage.expect_incident("failure", host=host_name(host))
         if seconds is not None:
             stage.pause(seconds)
-            stage.hosts.set_link(host, True)
+            connect(host, True)
             return
         stage.job.forget(agent)
         stage.job.wait()
@@ -171,12 +177,13 @@ HOST_FAULTS = (
     ),
     Scenario(
         name="partition",
-        promise=f"When a host is cut off for {PARTITION_SECONDS:g} s and comes back, one side only trains, and {CONTINUES}.",
-        play=after(middle, cut_link(PARTITION_SECONDS)),
+        promise=f"When a host is cut off for {PARTITION_SECONDS:g} s, one side only trains; {HEALED_SECONDS:g} s after it comes back "
+        f"{CONTINUES}.",
+        play=after(middle, cut_link(PARTITION_SECONDS, silently=True)),
         hosts=2,
         overrides=TWO_HOSTS,
         detect_within=LOST_SECONDS,
-        recover_within=PARTITION_SECONDS + REPLACED_SECONDS,
+        recover_within=PARTITION_SECONDS + HEALED_SECONDS,
         unavailable=namespace_obstacle,
     ),
 )

@@ -1,4 +1,8 @@
-"""Several hosts on one machine: network namespaces with links to a switch; without root, processes on loopback."""
+"""Several hosts on one machine; without root, processes on the loopback interface.
+
+Each host has a network namespace with a link to a switch, a hostname, a /dev/shm and an /etc/hosts that names all of them,
+and a /tmp of its own if that is wanted. Links can be slow, be down, or stay up while the switch drops everything.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import secrets
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.spec.job_token import TOKEN_VARIABLE
@@ -15,35 +20,63 @@ INTERFACE = "host0"
 """Name of every host's network interface."""
 PORT = 29400
 """Port of the coordinator in the network that the hosts share."""
+QUEUE = ("burst", "256kb", "latency", "50ms")
+"""Burst and longest queue of a slow link, as tc(8) takes them."""
+_HOLD = """
+set -e
+name=$1; names=$2; own=$3; shift 3
+echo "$name" > /proc/sys/kernel/hostname
+mount --bind "$names" /etc/hosts
+mount -t tmpfs shm /dev/shm
+if [ "$own" ]; then
+    for shared; do mkdir -p "$own/${shared#/tmp/}"; mount --bind "$shared" "$own/${shared#/tmp/}"; done
+    mount --rbind "$own" /tmp
+fi
+echo ready
+exec cat
+"""
+"""Script of the process that keeps a host's namespaces, until its standard input ends. Folders of /tmp may stay shared."""
 
 
 def namespace_obstacle() -> str | None:
     """Return why this process cannot make network namespaces; None if it can."""
     if os.geteuid() != 0:
         return "needs root to make network namespaces"
-    missing = [name for name in ("ip", "nsenter") if shutil.which(name) is None]
+    missing = [name for name in ("ip", "tc", "bridge", "nsenter", "unshare") if shutil.which(name) is None]
     return f"there is no command {missing[0]}" if missing else None
 
 
 class Hosts:
     """Emulated hosts, numbered from 0. Without root they share the loopback interface and their links cannot be cut."""
 
-    def __init__(self, count: int, folder: Path) -> None:
-        """Make the hosts; the job's token is written to `folder`."""
+    def __init__(self, count: int, folder: Path, rate: str | None = None, shared: Sequence[Path] | None = None) -> None:
+        """Make the hosts; the job's token is written to `folder`.
+
+        `rate` limits each direction of each link, e.g. `400mbit`. With `shared` each host has a /tmp of its own, in which
+        of the usual /tmp only these folders are.
+        """
         self._prefix = f"mw{secrets.token_hex(3)}"
-        self.emulation = "processes on the loopback interface" if namespace_obstacle() else "network namespaces"
+        self.emulation = "processes on the loopback interface"
         self._token = folder / "token"
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(16))
         self._names: list[str] = []
+        self._holders: list[subprocess.Popen[bytes]] = []
         if not namespace_obstacle():
+            self.emulation = f"namespaces{f', links of {rate}' if rate else ''}"
             try:
-                self._make(count)
+                self._make(count, rate)
+                names = folder / "hosts"
+                lines = ["127.0.0.1 localhost", *(f"{address(host)} {host_name(host)}" for host in range(count))]
+                names.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
+                for host in range(count):
+                    own = None if shared is None else folder / f"tmp-{host}"
+                    self._hold(host, names, own, shared or ())
             except BaseException:
                 self.close()
                 raise
 
-    def _make(self, count: int) -> None:
+    def _make(self, count: int, rate: str | None) -> None:
         switch = f"{self._prefix}s"
         self._add(switch)
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
@@ -52,35 +85,66 @@ class Hosts:
             name, port = f"{self._prefix}{host}", f"port{host}"
             self._add(name)
             _ip("link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
-            _ip("-n", name, "addr", "add", f"{_address(host)}/24", "dev", INTERFACE)
+            _ip("-n", name, "addr", "add", f"{address(host)}/24", "dev", INTERFACE)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", INTERFACE, "up")
             _ip("-n", switch, "link", "set", port, "master", "switch", "up")
+            for namespace, device in ((name, INTERFACE), (switch, port)) if rate else ():
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate", str(rate), *QUEUE)
 
     def _add(self, name: str) -> None:
         _ip("netns", "add", name)
         self._names.append(name)
 
+    def _hold(self, host: int, names: Path, own: Path | None, shared: Sequence[Path]) -> None:
+        """Start the process that keeps the namespaces of a host for its name, `names`, /dev/shm and /tmp."""
+        folders = [str(path.resolve()) for path in shared if path.resolve().is_relative_to("/tmp")]
+        if own is not None:
+            own.mkdir(mode=0o1777, exist_ok=True)
+        network = f"--net=/run/netns/{self._prefix}{host}"
+        namespaces = ["nsenter", network, "unshare", "--uts", "--mount", "--propagation", "private"]
+        words = [host_name(host), str(names.resolve()), "" if own is None else str(own.resolve()), *folders]
+        script = ["sh", "-c", _HOLD, "sh", *words]
+        holder = subprocess.Popen([*namespaces, *script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._holders.append(holder)
+        assert holder.stdout is not None
+        if holder.stdout.readline() != b"ready\n":
+            raise OSError(f"the namespaces of {host_name(host)} cannot be made: exit code {holder.wait()}")
+
     def prefix(self, host: int) -> list[str]:
-        """Words before a command that runs it on a host."""
-        return ["nsenter", f"--net=/run/netns/{self._prefix}{host}"] if self._names else []
+        """Words before a command that runs it on a host, in the working directory of this process."""
+        if not self._holders:
+            return []
+        namespaces = ["nsenter", f"--target={self._holders[host].pid}", "--net", "--uts", "--mount"]
+        return [*namespaces, "env", "-C", os.getcwd()]
 
     def environment(self, host: int) -> dict[str, str]:
         """Environment variables of the agent of a host; host 0 has the coordinator."""
-        address = _address(0) if self._names else "127.0.0.1"
         coordinator_variables = {
-            COORDINATOR_VARIABLE: f"{address}:{PORT}",
+            COORDINATOR_VARIABLE: f"{address(0) if self._names else '127.0.0.1'}:{PORT}",
             TOKEN_VARIABLE: str(self._token),
-            HOST_VARIABLE: host_name(host),
         }
-        return coordinator_variables | ({"GLOO_SOCKET_IFNAME": INTERFACE} if self._names else {})
+        own = {"GLOO_SOCKET_IFNAME": INTERFACE} if self._names else {HOST_VARIABLE: host_name(host)}
+        return coordinator_variables | own
 
     def set_link(self, host: int, up: bool) -> None:
-        """Cut the link between a host and the switch, or restore it."""
+        """Cut the link between a host and the switch, or restore it; the host sees that."""
         _ip("-n", f"{self._prefix}s", "link", "set", f"port{host}", "up" if up else "down")
+
+    def set_reachable(self, host: int, reachable: bool) -> None:
+        """Let the switch drop all that a host sends or gets, or forward it again; its link stays up."""
+        state = "3" if reachable else "0"  # forwarding, disabled
+        _run("bridge", "-n", f"{self._prefix}s", "link", "set", "dev", f"port{host}", "state", state)
 
     def close(self) -> None:
         """Remove the namespaces with their interfaces."""
+        while self._holders:
+            holder = self._holders.pop()
+            holder.kill()
+            holder.wait()
+            for pipe in (holder.stdin, holder.stdout):
+                if pipe is not None:
+                    pipe.close()
         while self._names:
             _ip("netns", "delete", self._names.pop())
 
@@ -90,9 +154,14 @@ def host_name(host: int) -> str:
     return f"emulated{host}"
 
 
-def _address(host: int) -> str:
+def address(host: int) -> str:
+    """The address of an emulated host in the network that the hosts share."""
     return f"10.77.0.{host + 1}"
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

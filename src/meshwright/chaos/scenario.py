@@ -84,12 +84,13 @@ class Stage:
         overrides: Sequence[str] = (),
         hosts: int = 1,
         show: Callable[[str], object] = lambda text: None,
+        rate: str | None = None,
     ) -> None:
         """With several `hosts` each has an agent; those beyond the hosts of the run are spares.
 
-        `show` receives lines of progress.
+        `show` receives lines of progress. `rate` limits the links of hosts (`Hosts`).
         """
-        self._show = show
+        self._show, self._rate = show, rate
         self.template, self.folder = template, folder
         self.run = folder / template.name
         """Folder of the run."""
@@ -124,7 +125,7 @@ class Stage:
         if self._host_count > 1:
             arguments.append("--agent")
             if self.hosts is None:
-                self.hosts = Hosts(self._host_count, self.folder)
+                self.hosts = Hosts(self._host_count, self.folder, self._rate)
                 self.on_close(self.hosts.close)
                 self.notes.append(f"{self._host_count} hosts as {self.hosts.emulation}")
         longest, output = (
@@ -362,13 +363,14 @@ def run_scenario(
     undisturbed: Callable[[], Losses],
     patience: float = 1.0,
     show: Callable[[str], object] = lambda text: None,
+    rate: str | None = None,
 ) -> Verdict:
     """Run a scenario in an empty `folder`. `undisturbed` returns the losses of an undisturbed run.
 
     It is not called for a run on GPUs: there the losses of steps that were trained twice are compared with each other.
-    All limits in seconds are multiplied by `patience`. `show` receives lines of progress.
+    All limits in seconds are multiplied by `patience`. `show` receives lines of progress. `rate` limits the links of hosts.
     """
-    stage = Stage(template, folder, scenario.overrides, scenario.hosts, show)
+    stage = Stage(template, folder, scenario.overrides, scenario.hosts, show, rate)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:

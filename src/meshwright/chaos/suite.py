@@ -34,6 +34,7 @@ class Suite:
         steps: int,
         patience: float = 1.0,
         show: Callable[[str], object] = lambda text: None,
+        rate: str | None = None,
     ) -> None:
         """`words` describe `run` on the command line; it is shortened to `steps` steps with a few checkpoints.
 
@@ -48,7 +49,7 @@ class Suite:
         shortened |= {} if "checkpoint.keep" in keys_given else {"checkpoint.keep": CHECKPOINTS + 4}
         words = [*words, *(f"{key}={value}" for key, value in shortened.items())]
         self._template = Template(tuple(words), run.name, steps, run.cluster.ranks, every, gpu=not run.cluster.is_cpu)
-        self._folder, self._patience, self._show = folder, patience, show
+        self._folder, self._patience, self._show, self._rate = folder, patience, show, rate
         self._undisturbed: dict[tuple[tuple[str, ...], int], Losses] = {}
 
     def run(self, scenario: Scenario) -> Verdict:
@@ -64,6 +65,7 @@ class Suite:
                 lambda: self.undisturbed(_without_supervision(scenario.overrides), min(scenario.hosts, 2)),
                 self._patience,
                 self._show,
+                self._rate,
             )
         except NotReached as error:
             return Verdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
@@ -76,7 +78,7 @@ class Suite:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             self._show("the undisturbed run begins")
-            stage = Stage(self._template, folder, overrides, hosts, self._show)
+            stage = Stage(self._template, folder, overrides, hosts, self._show, self._rate)
             try:
                 code = stage.start().wait(24 * 3600)
             finally:

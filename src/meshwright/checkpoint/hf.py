@@ -180,7 +180,7 @@ class HFReader:
         base = FAMILIES[self.spec.family].base
         bare = self.nesting is None and not any(name.startswith(base) for name in self.files)
         self._base = base if bare else ""
-        self._parts = hf_tensors(self.spec)
+        self._parts = hf_tensors(self.spec, self.nesting)
         self._quantised: dict[str, StoredWeight | None] = {}
 
     @property
@@ -378,6 +378,8 @@ class HFReader:
         stored = self._stored(name)
         if part.stacked:
             return from_stacked(part, stored[first // rows : last // rows])
+        if part.one_row:
+            return stored[0, first:last]
         return stored[:, first:last].t().contiguous() if part.transposed else stored[first:last]
 
     def _stored(self, name: str) -> Any:
@@ -425,7 +427,8 @@ class HFReader:
         )
 
     def _is_unused(self, name: str) -> bool:
-        return self._is_cache_scale(name) or name.endswith(FAMILIES[self.spec.family].unused)
+        family = FAMILIES[self.spec.family]
+        return self._is_cache_scale(name) or name.endswith(family.unused) or name.startswith(family.unread)
 
 
 def _gigabytes(count: int) -> str:
@@ -517,7 +520,7 @@ def _stored_tensors(
     spec: ModelSpec, dtype: str, towers: Towers | None
 ) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
     """Name, dtype, shape and bytes of each tensor of an exported folder, those of the text model first."""
-    for part in (part for parts in _written_tensors(spec).values() for part in parts):
+    for part in (part for parts in _written_tensors(spec, towers).values() for part in parts):
         torch_dtype, stored = DTYPES["fp32" if part.precise else dtype]
         yield _name_in(towers, spec, part), stored, part.shape, math.prod(part.shape) * torch_dtype.itemsize
     for name, entry in () if towers is None else towers.entries.items():
@@ -529,10 +532,11 @@ def _name_in(towers: Towers | None, spec: ModelSpec, part: HFTensor) -> str:
     return part.name if towers is None else towers.nesting.name(FAMILIES[spec.family], part.name)
 
 
-def _written_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
+def _written_tensors(spec: ModelSpec, towers: Towers | None) -> dict[str, tuple[HFTensor, ...]]:
     """For each parameter the tensors of an exported folder that it fills, copies included."""
     copies = prediction_copies(spec)
-    return {name: (*parts, *copies.get(name, ())) for name, parts in hf_tensors(spec).items()}
+    own = hf_tensors(spec, None if towers is None else towers.nesting)
+    return {name: (*parts, *copies.get(name, ())) for name, parts in own.items()}
 
 
 def _shard(file: str, entries: dict[str, dict[str, Any]]) -> _Shard:
@@ -556,7 +560,7 @@ def _write_weights(
         with open(folder / shard.file, "wb") as file:
             file.write(shard.header)
             file.truncate(shard.total)
-    for part, first_row, rows in _slices(tensors, spec):
+    for part, first_row, rows in _slices(tensors, spec, towers):
         file, offset = locations[_name_in(towers, spec, part)]
         stored = torch.float32 if part.precise else dtype
         row_bytes = math.prod(rows.shape[1:]) * stored.itemsize
@@ -574,12 +578,12 @@ def _write_weights(
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _slices(tensors: Source, spec: ModelSpec) -> Iterator[tuple[HFTensor, int, Tensor]]:
+def _slices(tensors: Source, spec: ModelSpec, towers: Towers | None) -> Iterator[tuple[HFTensor, int, Tensor]]:
     """(part, first row within the part, rows) for each part of each parameter.
 
     A part is the slice of a parameter that Hugging Face stores as one tensor (`HFTensor`).
     """
-    parts, missing = _written_tensors(spec), {parameter.name: parameter for parameter in parameters(spec)}
+    parts, missing = _written_tensors(spec, towers), {parameter.name: parameter for parameter in parameters(spec)}
     if isinstance(tensors, RowSource):
         for name, parameter in missing.items():
             _check_parameter(name, parameter, tensors.shape(name))

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preproce
 QUANTISED = ("F8_E4M3", "F8_E8M0", "I8", "U8", "I32")
 """dtypes of tensors that mean nothing without scales, or without the words of config.json."""
 _NESTING = "meshwright_text_part"
-"""Key of the kept config.json with the prefixes of the text model's tensors."""
+"""Key of the kept config.json with the fields of a Nesting; older runs have the first two."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def keep_towers(source: Path, names: Collection[str], read: Callable[[str], Tens
     try:
         write_shard(partial / TENSORS, headers, lambda index: read(headers[index].key))
         _copy_settings(source, partial)
-        record = {**config, _NESTING: [nesting.base, nesting.head]}
+        record = {**config, _NESTING: [*astuple(nesting)]}
         write_durable(partial / RECORD, json.dumps(record, indent=2) + "\n")
         publish(partial, folder / TOWERS)
     except BaseException:
@@ -103,13 +103,13 @@ def read_towers(folder: Path) -> Towers | None:
     if (kept := _kept(folder)) is None:
         return None
     config = dict(read_json(kept / RECORD))
-    prefixes = config.pop(_NESTING, None)
-    if not isinstance(prefixes, list) or not [isinstance(prefix, str) for prefix in prefixes] == [True, True]:
-        raise Damaged(f"{kept / RECORD}: {_NESTING}: expected the two prefixes of the text model's tensors")
+    place = config.pop(_NESTING, None)
+    if not isinstance(place, list) or [*map(type, place)] not in ([str] * 2, [str] * 3):
+        raise Damaged(f"{kept / RECORD}: {_NESTING}: expected the place of the text model's tensors")
     if not (kept / TENSORS).is_file():
         raise Damaged(f"{kept / TENSORS}: no such file; it has the tensors beside the text model, which exports need")
     with ShardFile(kept / TENSORS) as stored:
-        return Towers(kept, config, Nesting(*prefixes), dict.fromkeys(stored.entries, stored.path), stored.entries)
+        return Towers(kept, config, Nesting(*place), dict.fromkeys(stored.entries, stored.path), stored.entries)
 
 
 def towers_beside(folder: Path, files: Mapping[str, str], nesting: Nesting) -> Towers:

@@ -111,6 +111,11 @@ def bench_serve(
     planned: Located[Deployment] | None = files[1]
     spec = question.value
     with question.at_keys():
+        if spec.serve.software is not None:
+            raise BadInput(
+                f"serve.software: expected none, as this program is measured, got {spec.serve.software}",
+                key="serve.software",
+            )
         folder = model_folder(model) if model is not None else _folder_of(spec)
         served, _ = model_in(folder)
     call_all(lambda: _check_model(question, served, folder), lambda: _check_file(planned, served, spec.cluster, plan))

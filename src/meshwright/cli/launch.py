@@ -33,6 +33,18 @@ def launch(
             "--claim", metavar="NAME", help="Kubernetes: volume claim that all hosts mount, for data and runs."
         ),
     ] = None,
+    queue: Annotated[
+        str | None,
+        typer.Option("--queue", metavar="NAME", help="jobset, trainjob: queue of Kueue that admits the run."),
+    ] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            "--topology",
+            metavar="LABEL",
+            help="With --queue: node label within one of whose values all hosts should lie.",
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="FOLDER", help="serving: folder of the model in the pods.")
     ] = None,
@@ -69,6 +81,7 @@ def launch(
         raise BadInput(f"--to {to}: expected {', '.join(TARGETS)}" + (f" (nearest: {near})" if near else ""))
     check_writable("--out", out)
     container = _container(to, image, claim)
+    queued = _queue(to, queue, topology)
     if to == "serving":
         _write(out, *_serving(words, name or "meshwright", model, container, cache_gib))
         return
@@ -87,7 +100,7 @@ def launch(
     else:
         from meshwright.launch.kubernetes import jobset_yaml, trainjob_yaml
 
-        text = (jobset_yaml if to == "jobset" else trainjob_yaml)(job, container)
+        text = (jobset_yaml if to == "jobset" else trainjob_yaml)(job, container, queued)
     _write(out, text, job.summary)
 
 
@@ -120,6 +133,18 @@ def _serving(
     with deployment.at_keys():
         text = serving_yaml(ServingJob(deployment.value, name, model, container, cache_gib))
     return text, deployment_name(deployment.value)
+
+
+def _queue(to: str, name: str | None, topology: str | None) -> Any:
+    """The queue of Kueue, or None without one. Raises BadInput where none is used."""
+    from meshwright.launch.kubernetes import Queue
+
+    for option, value in (("--queue", name), ("--topology", topology)):
+        if value is not None and to not in ("jobset", "trainjob"):
+            raise BadInput(f"{option} {value}: --to {to} needs no {option}; expected --to jobset or --to trainjob")
+    if topology is not None and name is None:
+        raise BadInput(f"--topology {topology} needs --queue NAME: Kueue places the pods")
+    return None if name is None else Queue(name, topology)
 
 
 def _container(to: str, image: str | None, claim: str | None) -> Any:

@@ -29,6 +29,7 @@ GROUPS = {
         "coordinate",
         "launch",
         "check",
+        "host",
         "chaos",
         "runs",
         "compare",

@@ -48,7 +48,41 @@ Tokens = Annotated[
 ]
 Price = Annotated[
     float | None,
-    typer.Option("--price", metavar="MONEY", help="Price of one GPU for one hour, for costs in money."),
+    typer.Option(
+        "--price",
+        metavar="MONEY",
+        help="Price of one GPU for one hour; without it cluster.price_per_gpu_hour, or the table's price in US dollars.",
+    ),
+]
+Chips = Annotated[
+    str | None,
+    typer.Option(
+        "--chips", metavar="CHIP,CHIP,…", help="The same job on as many devices of each chip, the cheapest first."
+    ),
+]
+SoftwareNames = Annotated[
+    str | None,
+    typer.Option(
+        "--software",
+        metavar="NAME,NAME,…",
+        help="The best layout of the job with other training software, by constants fitted to its published runs; `all` for each.",
+    ),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        metavar="FORMAT",
+        help="The step with products in every format down to this one (bf16, fp8-tensor, fp8-row, fp8-block, mxfp8, nvfp4), for dense "
+        "layers and experts; which of them this release can train.",
+    ),
+]
+Features = Annotated[
+    bool,
+    typer.Option(
+        "--features",
+        help="What features of other systems' expert parallelism would change in the step, one by one and together.",
+    ),
 ]
 Probe = Annotated[
     int | None,
@@ -92,6 +126,10 @@ def plan(
     critical_batch: CriticalBatch = None,
     tokens: Tokens = None,
     price: Price = None,
+    chips: Chips = None,
+    software: SoftwareNames = None,
+    features: Features = False,
+    precision: Precision = None,
     probe: Probe = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the answer as one page with pictures.")
@@ -107,7 +145,8 @@ def plan(
     No file is needed for a question. The chosen plan is one that this release can train, unless pins or a plan file ask for another, which
     is marked "planned only". Devices stay idle where a part of them takes a shorter step; the answer names that part.
 
-    With --json: `name`, `plan`, `predicted`, `alternatives`, `search_seconds`, `sources`; `fixed` (the keys of the plan that the user
+    With --json: `name`, `plan`, `predicted`, `alternatives`, `search_seconds`, `sources`; `expense` (money, energy, days), `chips`,
+    `software`, `features` and `formats` (--precision); `fixed` (the keys of the plan that the user
     fixed), `idle`, `does_not_fit` and `untrainable` where they apply. With --largest: `family`, `device_bytes_usable`,
     `host_bytes_usable`, `largest`; no other option is allowed.
 
@@ -129,6 +168,8 @@ def plan(
 
         meshwright plan run.yaml --gpus 64..1024 --objective training --critical-batch 4e6 --tokens 1e12 --price 2.5
 
+        meshwright plan run.yaml --chips H100,H200,B200 --software torchtitan,megatron-bridge --tokens 1e12
+
         meshwright plan serve.yaml --out deployment.yaml
 
     A file with `serve` asks for a serving deployment. With --json: `instances`, `goodput_per_gpu`, `low`, `high`, `binding`,
@@ -145,6 +186,10 @@ def plan(
         "--critical-batch": critical_batch,
         "--tokens": tokens,
         "--price": price,
+        "--chips": chips,
+        "--software": software,
+        "--features": features,
+        "--precision": precision,
         "--probe": probe,
         "--explain": explain,
     }
@@ -162,7 +207,19 @@ def plan(
     from meshwright.planner.candidate import idle_fields
 
     question = PlanQuestion.of(
-        for_, gpus, objective, critical_batch, tokens, price, probe, include_untrainable, _steps_assumed(words)
+        for_,
+        gpus,
+        objective,
+        critical_batch,
+        tokens,
+        price,
+        probe,
+        include_untrainable,
+        _steps_assumed(words),
+        chips,
+        software,
+        features,
+        precision,
     )
     check_writable("--out", out)
     check_writable("--html", html)

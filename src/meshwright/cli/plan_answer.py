@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.cli.effective_time import effective_answer
 from meshwright.cli.plan_samples import samples_as_plain
 from meshwright.costs.plan_costs import format_of_products
+from meshwright.costs.software import Software
 from meshwright.costs.sources import sources
 from meshwright.launch.machine import is_here
 from meshwright.launch.prepare import (
@@ -25,11 +26,14 @@ from meshwright.planner.batch_ramp import ramp_misfit
 from meshwright.planner.candidate import Answer as SearchAnswer
 from meshwright.planner.candidate import Candidate, fixed_keys, untrainable
 from meshwright.planner.checkpoint_cost import checkpoint_cost
+from meshwright.planner.chip_comparison import ChipPoint, chips_named, compare_chips
 from meshwright.planner.devices import Idle
 from meshwright.planner.effective_time import predict_effective_time
+from meshwright.planner.exchange_features import Step, feature_steps
 from meshwright.planner.explain import limits, reason_against
 from meshwright.planner.finalists import same_layout
 from meshwright.planner.fixes import choose_or_suggest_fixes
+from meshwright.planner.money import Expense, expense, price_of
 from meshwright.planner.objectives import (
     Point,
     Training,
@@ -39,10 +43,12 @@ from meshwright.planner.objectives import (
     scaling,
     shortest_training,
 )
+from meshwright.planner.precision_choice import PricedFormat, ProductFormat, format_named, priced_formats
 from meshwright.planner.reprice import predict
 from meshwright.planner.sample_choice import SampleChoice, choose_sample_layout
 from meshwright.planner.sample_lengths import expected_histogram
 from meshwright.planner.search import with_untrainable
+from meshwright.planner.software_plan import SoftwarePlan, best_with, software_listed
 from meshwright.planner.what_if import Change, what_if
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, nearest
@@ -71,6 +77,14 @@ class PlanQuestion:
     include_untrainable: bool = False
     steps_assumed: bool = False
     """Whether the number of training steps is a default."""
+    chips: tuple[str, ...] = ()
+    """Chips to compare for the job."""
+    software: tuple[Software, ...] = ()
+    """Software to compare for the job."""
+    features: bool = False
+    """Whether to show what features of other systems' expert parallelism would change."""
+    precision: ProductFormat | None = None
+    """The narrowest format whose step is shown."""
 
     @classmethod
     def of(
@@ -84,6 +98,10 @@ class PlanQuestion:
         probe: int | None = None,
         include_untrainable: bool = False,
         steps_assumed: bool = False,
+        chips: str | None = None,
+        software: str | None = None,
+        features: bool = False,
+        precision: str | None = None,
     ) -> PlanQuestion:
         """Raises BadInput for invalid values, and for options that cannot be combined."""
         if for_ not in (None, "train"):
@@ -95,23 +113,18 @@ class PlanQuestion:
             raise BadInput(
                 "--objective training needs --critical-batch TOKENS: batches well below it learn as much from every token"
             )
-        for name, value, applies in (
-            ("--critical-batch", critical_batch, objective == "training"),
-            ("--tokens", tokens, objective != "time" or gpus is not None),
-            ("--price", price, objective != "time" or gpus is not None),
-        ):
-            if value is not None and not applies:
-                needed = (
-                    "--objective training"
-                    if name == "--critical-batch"
-                    else "--gpus, --objective cost or --objective training"
-                )
-                raise BadInput(f"{name} does not affect the time of a step; it needs {needed}")
+        if critical_batch is not None and objective != "training":
+            raise BadInput("--critical-batch does not affect the time of a step; it needs --objective training")
+        for name, value in (("--critical-batch", critical_batch), ("--tokens", tokens), ("--price", price)):
             if value is not None and not value > 0:
                 raise BadInput(f"{name} {value:g}: expected a number above 0")
         if probe and (gpus or objective != "time"):
             raise BadInput(
                 "--probe measures seconds of a step on this machine; it cannot be combined with --gpus or --objective"
+            )
+        if (chips or software) and (probe or gpus or objective != "time"):
+            raise BadInput(
+                "--chips and --software compare single plans; they cannot be combined with --probe, --gpus or --objective"
             )
         if include_untrainable and (probe or gpus or objective != "time"):
             raise BadInput(
@@ -131,6 +144,10 @@ class PlanQuestion:
             probe,
             include_untrainable,
             steps_assumed,
+            chips_named(chips) if chips is not None else (),
+            software_listed(software) if software is not None else (),
+            features,
+            None if precision is None else format_named(precision),
         )
 
 
@@ -172,6 +189,36 @@ class Answer:
         if self.question.tokens or self.question.steps_assumed:
             return self.question.tokens
         return self.run.train.tokens
+
+    @property
+    def expense(self) -> Expense | None:
+        """Money, energy and time of training with the plan; None without a step time."""
+        return expense(self.run, self.plan, self.tokens, self.question.price)
+
+    @cached_property
+    def chips(self) -> tuple[ChipPoint, ...]:
+        """The job on the chips of --chips."""
+        return compare_chips(self.asked_run, self.question.chips, self.tokens, self.question.price)
+
+    @cached_property
+    def software(self) -> tuple[SoftwarePlan, ...]:
+        """The job with the software of --software."""
+        return tuple(best_with(self.asked_run, software) for software in self.question.software)
+
+    @cached_property
+    def features(self) -> tuple[Step, ...]:
+        """The plan's step with features of other systems, of --features."""
+        return feature_steps(self.run, self.plan)
+
+    @cached_property
+    def formats(self) -> tuple[PricedFormat, ...]:
+        """The plan's step in other formats, of --precision."""
+        return () if self.question.precision is None else priced_formats(self.run, self.plan, self.question.precision)
+
+    @property
+    def asked_run(self) -> RunSpec:
+        """The run on the cluster of the question."""
+        return replace(self.run, cluster=self.cluster)
 
     @property
     def priced_points(self) -> tuple[Point, ...]:
@@ -255,6 +302,16 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
         body["checkpoint"] = to_plain(cost)
     if (effective := predict_effective_time(answer.run, answer.plan)) is not None:
         body["effective_time"] = effective_answer(effective, played=False)
+    if (spent := answer.expense) is not None:
+        body["expense"] = to_plain(spent)
+    if answer.question.chips:
+        body["chips"] = [_chip(point) for point in answer.chips]
+    if answer.question.software:
+        body["software"] = [to_plain(point) for point in answer.software]
+    if answer.question.features:
+        body["features"] = to_plain(answer.features)
+    if answer.question.precision is not None:
+        body["formats"] = to_plain(answer.formats)
     if answer.samples is not None:
         body["samples"] = samples_as_plain(answer.run, answer.samples)
     if over := answer.does_not_fit:
@@ -301,6 +358,10 @@ def _answer_for_file(run: RunSpec, question: PlanQuestion) -> Answer:
     if question.gpus or question.objective == "training":
         raise BadInput(
             f"plan: {run.plan} is a single plan; --gpus and --objective training choose others, with plan=auto or pins"
+        )
+    if question.chips:
+        raise BadInput(
+            f"plan: {run.plan} is a plan of one cluster; --chips chooses one for each chip, with plan=auto or pins"
         )
     plan = predict(run, given_plan(run))
     if question.for_train:
@@ -380,13 +441,20 @@ def _probe(probe: Probe) -> dict[str, Any]:
     }
 
 
+def _chip(point: ChipPoint) -> dict[str, Any]:
+    body = {"chip": point.chip, **_point(point.point, None, None)}
+    return {**body, "expense": to_plain(point.expense) if point.expense else None}
+
+
 def _point(point: Point, tokens: float | None, price: float | None) -> dict[str, Any]:
     hours = point.gpu_hours(tokens) if tokens else None
+    price = price_of(point.run.cluster, price).value
     return {
         "gpus": point.gpus,
         "plan": plain_keys(point.answer.best.plan) if point.answer else None,
         "step_seconds": point.seconds,
         "tokens_per_second": point.tokens_per_second,
+        "training_share": point.training_share,
         "days": hours / point.gpus / 24 if hours else None,
         "mfu": point.mfu,
         "gpu_hours": hours,
@@ -396,6 +464,7 @@ def _point(point: Point, tokens: float | None, price: float | None) -> dict[str,
 
 
 def _training(training: Training, price: float | None) -> dict[str, Any]:
+    price = price_of(training.point.run.cluster, price).value
     return {
         "gpus": training.point.gpus,
         "global_batch": training.batch,

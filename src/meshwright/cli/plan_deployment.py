@@ -21,7 +21,7 @@ from meshwright.families.folder import folder_spec
 from meshwright.launch.machine import found_cluster
 from meshwright.launch.prepare import with_model_vocabulary
 from meshwright.planner.deployment_search import DeploymentAnswer, Option, plan_deployment
-from meshwright.spec.deployment import DeploymentSpec, TimedRequest
+from meshwright.spec.deployment import DeploymentSpec, Quantisation, TimedRequest
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import to_plain
 
@@ -52,9 +52,22 @@ def serve_plan(words: list[str] | None) -> ServePlan:
     """The plan of the deployment that the words of a command ask for."""
     question = deployment_question(words)
     spec, serve = question.value, question.value.serve
+    if spec.model.head == "score":
+        if serve.quantisation != Quantisation():
+            expected = "none with a reward model, whose weights are computed with as they are"
+            raise BadInput(f"serve.quantisation: expected {expected}", key="serve.quantisation")
+        say("a reward model writes no text: new tokens of requests and shared prefixes do not count")
     requests = workload_requests(serve.workload)
     with question.at_keys():
-        answer = plan_deployment(spec.model, spec.cluster, requests, serve.limits, serve.quantisation, note=say)
+        answer = plan_deployment(
+            spec.model,
+            spec.cluster,
+            requests,
+            serve.limits,
+            serve.quantisation,
+            software=serve.software,
+            note=say,
+        )
     return ServePlan(spec, answer, workload_rate(requests))
 
 

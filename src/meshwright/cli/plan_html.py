@@ -9,7 +9,18 @@ from math import log2
 
 from meshwright.cli.plan_answer import Answer, sources_of
 from meshwright.cli.plan_samples import HEADS, TITLE, sample_lines
-from meshwright.cli.plan_text import LONGEST_TABLE, efficiencies, money, two_digits
+from meshwright.cli.plan_text import (
+    CHIP_HEADS,
+    LONGEST_TABLE,
+    SOFTWARE_HEADS,
+    chip_lines,
+    efficiencies,
+    expense_sentences,
+    money,
+    software_lines,
+    three_digits,
+    two_digits,
+)
 from meshwright.cli.plan_words import (
     axes,
     bytes_text,
@@ -28,6 +39,7 @@ from meshwright.observe.svg import Axis, Chart, Series, draw
 from meshwright.observe.timeline_svg import draw_timeline
 from meshwright.planner.candidate import untrainable
 from meshwright.planner.explain import limits, parts_of
+from meshwright.planner.money import price_of
 from meshwright.planner.sample_reasons import sample_reasons
 from meshwright.simulator.step_simulation import simulate_plan
 from meshwright.spec.model import layer_order, parameter_count
@@ -52,6 +64,7 @@ def page(answer: Answer) -> str:
         f'<div class="grid">{_step(answer)}{_memory(answer)}</div>',
         f'<div class="grid">{_timeline(answer)}</div>',
         f'<div class="grid">{listing("What limits the step", [limit.text for limit in limits(run, plan)])}{_changes(answer)}</div>',
+        _money(answer),
         _runner_ups(answer),
         _samples(answer),
         table("Where the numbers come from", (), sources_of(answer).items()),
@@ -99,9 +112,25 @@ def _tiles(answer: Answer) -> str:
             f"of {memory / 1e9:.0f} GB, fullest rank" if memory else "fullest rank",
         )
     )
+    if (spent := answer.expense) is not None and spent.money_per_million_tokens is not None:
+        price = spent.price_per_gpu_hour
+        cost = f"{price.unit}{three_digits(spent.money_per_million_tokens)}"
+        tiles.append(("A million tokens", cost, f"{price.unit}{price.value:g} a GPU-hour"))
     if not answer.plan_from_file:
         tiles.append(("Considered", number_text.short(answer.considered), f"layouts in {answer.search_seconds:.2f} s"))
     return tile_list(tiles)
+
+
+def _money(answer: Answer) -> str:
+    """Money and energy, and the job on other chips and with other software where they were asked for."""
+    parts = [] if answer.expense is None else [listing("Money and energy", list(expense_sentences(answer.expense)))]
+    if answer.question.chips:
+        heads = (*CHIP_HEADS, *(("days", "GPU-hours") if answer.tokens else ()))
+        lines = [line + ("",) * (len(heads) - len(line)) for line in chip_lines(answer)]
+        parts.append(table("The same job on other chips", heads, lines))
+    if answer.question.software:
+        parts.append(table("As other software would run it", SOFTWARE_HEADS, software_lines(answer)))
+    return "".join(parts)
 
 
 def _links(answer: Answer) -> str:
@@ -241,7 +270,7 @@ def _line(label: str, values: Sequence[float | None]) -> Series:
 
 
 def _trainings(answer: Answer) -> str:
-    price = answer.question.price
+    price = price_of(answer.run.cluster, answer.question.price).value
     lines = []
     for training in answer.trainings[:LONGEST_TABLE]:
         took = (seconds_text(training.point.seconds or 0.0), number_text.duration(training.seconds))

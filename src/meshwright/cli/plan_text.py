@@ -31,6 +31,7 @@ from meshwright.planner.checkpoint_cost import checkpoint_cost, checkpoint_sente
 from meshwright.planner.effective_time import effective_sentence, predict_effective_time
 from meshwright.planner.explain import limits, parts_of
 from meshwright.planner.finalists import same_layout
+from meshwright.planner.money import Expense, price_of
 from meshwright.planner.objectives import Point
 from meshwright.planner.rollout_time import rl_seconds
 from meshwright.planner.sample_reasons import sample_reasons
@@ -83,6 +84,11 @@ def show(answer: Answer) -> None:
     _sentences(console, "checkpoints", [] if cost is None else checkpoint_sentences(answer.run, cost))
     effective = predict_effective_time(answer.run, answer.plan)
     _sentences(console, "effective training time", [] if effective is None else [effective_sentence(effective)])
+    _sentences(console, "money and energy", [] if answer.expense is None else expense_sentences(answer.expense))
+    _chips(console, answer)
+    _software(console, answer)
+    _features(console, answer)
+    _formats(console, answer)
     _sentences(console, "why this plan", answer.plan.why)
     _runner_ups(console, answer)
     _samples(console, answer)
@@ -329,6 +335,7 @@ def _scaling(console: Console, answer: Answer) -> None:
         return
     _heading(console, "the same job on other numbers of GPUs" if answer.points else "cost")
     price, tokens = answer.question.price, answer.tokens
+    price = price_of(answer.run.cluster, price).value
     total_columns = ["days", "GPU-hours", *(["cost"] if price else [])] if tokens else []
     table = Table("GPUs", "plan", "step", "tokens/s a GPU", "MFU", *total_columns, "", box=None, padding=(0, 2, 0, 0))
     for point in points:
@@ -352,6 +359,133 @@ def _scaling(console: Console, answer: Answer) -> None:
     console.print(f"  ({note})", style="dim")
 
 
+def expense_sentences(spent: Expense) -> Iterable[str]:
+    """Price, power and what a million tokens and the whole training take."""
+    price, watts = spent.price_per_gpu_hour, spent.watts_per_gpu
+    each = []
+    if spent.money_per_million_tokens is not None:
+        each.append(f"{price.unit}{three_digits(spent.money_per_million_tokens)}")
+    if spent.kwh_per_million_tokens is not None:
+        each.append(f"{three_digits(spent.kwh_per_million_tokens)} kWh")
+    if each:
+        yield f"a million tokens: {', '.join(each)}"
+    if spent.days is not None and spent.gpu_hours is not None and spent.tokens is not None:
+        whole = [f"{two_digits(spent.days)} days", f"{two_digits(spent.gpu_hours)} GPU-hours"]
+        whole += [f"{price.unit}{two_digits(spent.money)}"] if spent.money is not None else []
+        whole += [f"{two_digits(spent.kwh)} kWh"] if spent.kwh is not None else []
+        yield f"{spent.tokens:.3g} tokens: {', '.join(whole)}"
+    if spent.training_share < 1:
+        yield f"the run trains in {spent.training_share:.2%} of this time: failures, restarts, checkpoints and validations take the rest"
+    priced = price.source if price.value is None else f"{price.unit}{price.value:g} ({price.source})"
+    powered = watts.source if watts.value is None else f"{watts.value:g} W ({watts.source})"
+    yield f"price of a GPU-hour: {priced}"
+    yield f"power of a GPU: {powered}"
+
+
+CHIP_HEADS = ("chip", "plan", "step", "tokens/s a GPU", "money / M tokens", "kWh / M tokens")
+SOFTWARE_HEADS = ("software", "step (80%)", "tokens/s a GPU", "memory", "layout")
+
+
+def chip_lines(answer: Answer) -> Iterable[tuple[str, ...]]:
+    """A line of the comparison for each chip, under `CHIP_HEADS` and, with known tokens, days and GPU-hours."""
+    for entry in answer.chips:
+        point, spent = entry.point, entry.expense
+        if spent is None or point.answer is None or point.tokens_per_second is None or point.seconds is None:
+            yield entry.chip, point.refused or "its rates are not known"
+            continue
+        cells = [spent.money_per_million_tokens, spent.kwh_per_million_tokens]
+        totals = [spent.days, spent.gpu_hours] if answer.tokens else []
+        yield (
+            entry.chip,
+            axes_line(point.answer.best.plan),
+            seconds_text(point.seconds),
+            f"{point.tokens_per_second / point.gpus:,.0f}",
+            *("not known" if value is None else three_digits(value) for value in cells),
+            *("" if value is None else two_digits(value) for value in totals),
+        )
+
+
+def _chips(console: Console, answer: Answer) -> None:
+    if not answer.question.chips:
+        return
+    _heading(console, "the same job on other chips, the cheapest first")
+    table = Table(*CHIP_HEADS, *(("days", "GPU-hours") if answer.tokens else ()), box=None, padding=(0, 2, 0, 0))
+    for line in chip_lines(answer):
+        table.add_row(*line)
+    console.print(Padding(table, (0, 0, 0, 1)))
+
+
+def software_lines(answer: Answer) -> Iterable[tuple[str, ...]]:
+    """A line of the comparison for each software, the fastest first, under `SOFTWARE_HEADS`."""
+    for entry in sorted(answer.software, key=lambda entry: entry.seconds or float("inf")):
+        if entry.seconds is None or entry.low is None or entry.high is None or entry.memory_bytes is None:
+            yield entry.software, "", "", "", entry.refused
+            continue
+        yield (
+            entry.software,
+            f"{seconds_text(entry.seconds)} ({seconds_text(entry.low)} to {seconds_text(entry.high)})",
+            f"{entry.tokens_per_second_per_gpu:,.0f}",
+            bytes_text(entry.memory_bytes),
+            entry.layout,
+        )
+
+
+def _software(console: Console, answer: Answer) -> None:
+    if not answer.question.software:
+        return
+    _heading(console, "as other software would run it, each with its best layout")
+    table = Table(*SOFTWARE_HEADS, box=None, padding=(0, 2, 0, 0))
+    for line in software_lines(answer):
+        table.add_row(*line)
+    console.print(Padding(table, (0, 0, 0, 1)))
+    for entry in answer.software:
+        console.print(
+            f"  {entry.software}: constants of {entry.constants_of:.0f}, {entry.runs:,} published runs; {entry.about}",
+            style="dim",
+        )
+
+
+def _features(console: Console, answer: Answer) -> None:
+    if not answer.question.features:
+        return
+    _heading(console, "what features of other systems' expert parallelism would change")
+    if not answer.features:
+        console.print("  the model has no experts, or its step time is not known")
+        return
+    table = Table("feature", "alone", "with those above", box=None, padding=(0, 2, 0, 0))
+    for step in answer.features:
+        alone = "in this plan" if step.present else seconds_text(step.alone)
+        table.add_row(step.feature, alone, seconds_text(step.together))
+    console.print(Padding(table, (0, 0, 0, 1)))
+
+
+def _formats(console: Console, answer: Answer) -> None:
+    if answer.question.precision is None:
+        return
+    _heading(console, "this plan with matrix products in other formats, the fastest first")
+    if not answer.formats:
+        console.print("  its step time is not known")
+        return
+    mixture = answer.plan.experts is not None
+    heads = ("dense layers", "experts") if mixture else ("format",)
+    table = Table(*heads, "step", "can be trained", box=None, padding=(0, 2, 0, 0))
+    shown = [
+        entry for entry in answer.formats if entry.dense == entry.experts or "bf16" in (entry.dense, entry.experts)
+    ]
+    for entry in shown:
+        names = (entry.dense, entry.experts) if mixture else (entry.dense,)
+        table.add_row(*names, seconds_text(entry.seconds), entry.cannot_train or "yes")
+    console.print(Padding(table, (0, 0, 0, 1)))
+    _sentences(
+        console, "accuracy", [f"{entry.dense}: {entry.accuracy}" for entry in shown if entry.dense == entry.experts]
+    )
+
+
+def three_digits(number: float) -> str:
+    """A number with three significant digits."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
 def two_digits(number: float) -> str:
     """A number with the two digits that a prediction justifies: 1,200, 35, 0.42."""
     rounded = float(f"{number:.2g}")
@@ -373,7 +507,7 @@ def _trainings(console: Console, answer: Answer) -> None:
     if not answer.trainings:
         return
     _heading(console, f"shortest training to the loss of {answer.tokens:.3g} tokens at the run's own batch")
-    price = answer.question.price
+    price = price_of(answer.run.cluster, answer.question.price).value
     heads = ["GPUs", "batch", "tokens a step", "steps", "step", "days", "GPU-hours", *(["cost"] if price else [])]
     table = Table(*heads, box=None, padding=(0, 2, 0, 0))
     for training in answer.trainings[:LONGEST_TABLE]:

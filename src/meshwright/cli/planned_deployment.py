@@ -41,6 +41,8 @@ def headline(plan: ServePlan) -> str:
 def limits_line(plan: ServePlan) -> str:
     """The limits, and the gain over colocated instances."""
     limits = plan.spec.serve.limits
+    if plan.spec.model.head == "score":
+        return f"{limits.attainment:.0%} of requests within {limits.ttft_seconds:g} s to their score"
     margin = plan.answer.margin_over_colocated
     gain = "" if not margin else f"; {margin:+.0%} over colocated"
     return (

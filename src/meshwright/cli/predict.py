@@ -27,7 +27,10 @@ def predict(
 ) -> None:
     """Predict step time and memory of every run in a table, each under the plan that its row fixes.
 
-    Rows that cannot be expressed are listed with the reason; defaults that were taken are listed as assumed.
+    Rows that cannot be expressed are listed with the reason; defaults that were taken are listed as assumed. A row may state its software,
+    experts, exchange, balance and attention kernel instead (docs/design/cost-model.md, "Tables of runs").
+
+    With --json: `rows`; `summary` with the errors by source and by class, and the share of rows inside their bands.
 
     Example:
 
@@ -79,6 +82,7 @@ def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[
         "measured_memory_gb": number_or_none(record, "mem_gb"),
         "predicted_memory_gb": prediction.memory_gib,
         "memory_by_kind_gb": prediction.fullest_rank_memory,
+        "class": prediction.run_class,
         "exposed_seconds": prediction.exposed,
         "fits": prediction.fits,
         "assumed": list(prediction.assumed),
@@ -87,24 +91,55 @@ def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[
 
 
 def _summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for answer in answers:
-        measured, predicted = answer["measured_step_seconds"], answer["predicted_step_seconds"]
-        if measured and predicted:
-            by_source[answer["source"]].append(abs(predicted / measured - 1))
+    compared = [answer for answer in answers if answer["measured_step_seconds"] and answer["predicted_step_seconds"]]
+    sources, classes = (_errors_by(compared, key) for key in ("source", "class"))
+    medians = [entry["median_error"] for entry in sources]
+    memory = [
+        abs(answer["predicted_memory_gb"] / answer["measured_memory_gb"] - 1)
+        for answer in answers
+        if answer["measured_memory_gb"] and answer["predicted_memory_gb"]
+    ]
     return {
         "rows": len(answers),
         "predicted": sum(answer["predicted_step_seconds"] is not None for answer in answers),
-        "sources": [
-            {
-                "source": source,
-                "rows": len(errors),
-                "median_error": _quantile(errors, 0.5),
-                "p90_error": _quantile(errors, 0.9),
-            }
-            for source, errors in by_source.items()
-        ],
+        "compared": len(compared),
+        "median_error": _quantile([_error(answer) for answer in compared], 0.5) if compared else None,
+        "median_of_sources": _quantile(medians, 0.5) if medians else None,
+        "worst_source": max(sources, key=lambda entry: entry["median_error"], default=None),
+        "worst_row": max(compared, key=_error)["row"] if compared else None,
+        "median_memory_error": _quantile(memory, 0.5) if memory else None,
+        "inside_band": _inside(compared) if compared else None,
+        "sources": sources,
+        "classes": classes,
     }
+
+
+def _errors_by(compared: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Errors and the share of rows inside their bands, for each value of `key`."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for answer in compared:
+        groups[answer[key]].append(answer)
+    return [
+        {
+            key: name,
+            "rows": len(members),
+            "median_error": _quantile([_error(member) for member in members], 0.5),
+            "p90_error": _quantile([_error(member) for member in members], 0.9),
+            "worst_error": max(map(_error, members)),
+            "inside_band": _inside(members),
+        }
+        for name, members in groups.items()
+    ]
+
+
+def _error(answer: dict[str, Any]) -> float:
+    return float(abs(answer["predicted_step_seconds"] / answer["measured_step_seconds"] - 1))
+
+
+def _inside(answers: list[dict[str, Any]]) -> float:
+    """Share of rows whose measured time is inside the band."""
+    inside = [answer["low_seconds"] <= answer["measured_step_seconds"] <= answer["high_seconds"] for answer in answers]
+    return sum(inside) / len(inside)
 
 
 def _quantile(values: list[float], share: float) -> float:
@@ -116,9 +151,22 @@ def _quantile(values: list[float], share: float) -> float:
 
 
 def _print_table(answers: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    print(f"{'rows':>6} {'median':>7} {'p90':>7}  source (error of predicted step time)")
+    print(f"{'rows':>6} {'median':>7} {'p90':>7} {'worst':>7} {'in band':>7}  error of predicted step time, by source")
     for entry in sorted(summary["sources"], key=lambda entry: -entry["rows"]):
-        print(f"{entry['rows']:6} {entry['median_error']:7.1%} {entry['p90_error']:7.1%}  {entry['source']}")
+        print(f"{_figures(entry)}  {entry['source']}")
+    if len(summary["classes"]) > 1:
+        print("by class (80% of the runs should be inside their bands)")
+        for entry in sorted(summary["classes"], key=lambda entry: -entry["rows"]):
+            print(f"{_figures(entry)}  {entry['class']}")
+    if summary["compared"]:
+        worst = summary["worst_source"]
+        print(
+            f"median {summary['median_error']:.1%}, median of the sources' medians {summary['median_of_sources']:.1%}, worst source "
+            f"{worst['median_error']:.1%} ({worst['source']}), worst row {summary['worst_row']}, "
+            f"{summary['inside_band']:.0%} inside their bands"
+        )
+    if summary["median_memory_error"] is not None:
+        print(f"memory: median error {summary['median_memory_error']:.1%}")
     print(f"{summary['predicted']} of {summary['rows']} rows predicted")
     reasons: dict[str, list[int]] = defaultdict(list)
     for answer in answers:
@@ -127,3 +175,8 @@ def _print_table(answers: list[dict[str, Any]], summary: dict[str, Any]) -> None
     for reason, indices in reasons.items():
         shown = ", ".join(map(str, indices[:5])) + (" …" if len(indices) > 5 else "")
         print(f"  {len(indices)} not predicted: {reason} (rows {shown})")
+
+
+def _figures(entry: dict[str, Any]) -> str:
+    shares = (entry["median_error"], entry["p90_error"], entry["worst_error"], entry["inside_band"])
+    return " ".join([f"{entry['rows']:6}", *(f"{share:7.1%}" for share in shares)])

@@ -35,8 +35,10 @@ def profile_engine(
     from meshwright.spec.engine import EngineOptions
 
     model, formats, cluster = _question(path, overrides)
+    if (mistake := formats.release_mistake) is not None:
+        raise BadInput(f"serve.quantisation.{mistake[1]}")
     options = EngineOptions(
-        sequences=SEQUENCES, weights=formats.weights, kv_cache=formats.kv_cache, context=model.max_seq_len
+        sequences=SEQUENCES, weights=formats.served_weights, kv_cache=formats.kv_cache, context=model.max_seq_len
     )
     seconds = seconds or (CPU_SECONDS if cluster.is_cpu else GPU_SECONDS)
     measured = measure_engine(model, options, cluster, seconds, lambda text: print(text, file=sys.stderr))

@@ -16,13 +16,14 @@ from meshwright.spec.weight_scheme import FP8_BLOCK, NUMBERS_OF
 
 
 def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str | None]:
-    """The question with the 8-bit format in which its folder stores weights, and a sentence about their bytes; None without such a folder.
+    """The question with the 8-bit format in which its folder stores weights, and a sentence about their bytes.
 
-    Only a format that the question does not give is taken, and only if the engine multiplies all weights of the folder as stored.
+    The sentence is None without such a folder, and for a reward model, which is computed with expanded weights. Only a format that the
+    question does not give is taken, and only if the engine multiplies all weights of the folder as stored.
     """
     source, _, path = question.model.init.partition(":")
     folder = Path(path)
-    if source != "hf" or (found := folder_quantization(folder)) is None:
+    if source != "hf" or question.model.head == "score" or (found := folder_quantization(folder)) is None:
         return question, None
     formats, quantisation = {scheme.native for scheme in found.schemes}, question.serve.quantisation
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -33,6 +33,7 @@ _SEE = {
     "[recorded loads](../design/expert.md#costs)",
     "coordinate": "[several hosts](../how-to/several-hosts.md)",
     "launch": "[several hosts](../how-to/several-hosts.md)",
+    "host": "[health](../how-to/operate.md#health-of-gpus-and-hosts)",
     "runs": "[list, stop, delete](../how-to/compare-runs.md#list-stop-delete)",
     "compare": "[compare](../how-to/compare-runs.md#compare)",
     "sweep": "[sweep](../how-to/compare-runs.md#sweep)",

@@ -156,6 +156,8 @@ def check_deployment(deployment: Deployment, model: ModelSpec) -> None:
         with attach_key(f"instances.{index}.tensor"):
             check_split(model, instance.tensor, "tensor")
 
+    if (mistake := deployment.release_mistake) is not None:
+        raise BadInput(mistake[1], key=mistake[0])
     instances = enumerate(deployment.instances)
     call_all(*(partial(check, *entry) for entry in instances for check in (check_expert, check_tensor)))
 

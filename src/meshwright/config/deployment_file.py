@@ -158,6 +158,8 @@ def _settings_with_keys(deployment: Deployment, role: str | None) -> dict[str, t
         listed = " and ".join(f"{instance.count} of role {instance.role}" for instance in deployment.instances)
         raise BadInput(f"expected {wanted}; instances: {listed}", key="instances")
     index, own = entries[0]
+    if (mistake := deployment.release_mistake) is not None:
+        raise BadInput(mistake[1], key=mistake[0])
     if (problem := release_error(own, deployment.quantisation)) is not None:
         raise BadInput(problem, key=f"instances.{index}.expert")
     settings: dict[str, tuple[Any, KeyPath]] = {
@@ -166,7 +168,8 @@ def _settings_with_keys(deployment: Deployment, role: str | None) -> dict[str, t
         **({"expert": (own.expert, ("instances", index, "expert"))} if own.expert > 1 else {}),
         "step_tokens": (own.token_budget, ("instances", index, "token_budget")),
     }
-    for key, value in to_plain(deployment.quantisation).items():
+    formats = deployment.quantisation
+    for key, value in (("weights", formats.served_weights), ("kv_cache", formats.kv_cache)):
         if value is not None:
             settings[key] = value, ("quantisation", key)
     return settings

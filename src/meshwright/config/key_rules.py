@@ -187,7 +187,7 @@ def _latents(run: RunValues) -> Iterator[Mistake]:
     experts, groups, picked = run("model.experts"), run("model.expert_groups"), run("model.groups_per_token")
     if not (experts and groups and picked):
         return
-    least = 2 if run("model.router") == "sigmoid" and groups > 1 else 1
+    least = 2 if run("model.router") != "softmax" and groups > 1 else 1
     if experts % groups or experts // groups < least:
         expected = f"a divisor of model.experts = {experts} with at least {least} in a group"
         yield run.mistake("model.expert_groups", expected, str(nearest_divisor(experts, groups)))

@@ -32,7 +32,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.plan_keys import PlanKeys, plain_keys, plan_of
 from meshwright.spec.run import ModelSection, RunSpec
 
-_COMPARED_SECTIONS = ("seed", "model", "data", "train")
+_COMPARED_SECTIONS = ("seed", "model", "data", "train", "rl", "preference")
 _MOVED_KEYS = ("beta1", "beta2", "epsilon")
 _NOT_COMPARED = {
     "model.preset",
@@ -50,7 +50,15 @@ _NOT_COMPARED = {
     "train.loss_chunk",
     "train.expert_load",
     "data.lengths",
+    "rl.presumed_question",
+    "rl.presumed_answer",
+    "rl.cache_tokens",
+    "rl.reward.processes",
+    "rl.reward.seconds",
+    "rl.reward.memory_gib",
 }
+_PATHS = ("rl.reward.file", "rl.reward.model")
+"""Keys whose files may have moved, as to another machine: names are compared, not folders."""
 
 
 def load_run(
@@ -179,12 +187,17 @@ def differences(a: RunSpec, b: RunSpec) -> list[tuple[str, Any, Any]]:
     """(dotted key, value of a, value of b) for every key that makes the two runs train differently.
 
     Keys that do not change the training are ignored: cluster, plan, checkpoint, observe, validation and time limits.
-    The order of `data.mix` is compared, as the order of samples may depend on it.
+    The order of `data.mix` is compared, as the order of samples may depend on it. A section that only one of the runs has is one key.
     """
     ours, theirs = _flat(a), _flat(b)
     keys = dict.fromkeys([*ours, *theirs])
+    found = {
+        key: (ours.get(key), theirs.get(key)) for key in keys if _as_list(ours.get(key)) != _as_list(theirs.get(key))
+    }
     return [
-        (key, ours.get(key), theirs.get(key)) for key in keys if _as_list(ours.get(key)) != _as_list(theirs.get(key))
+        (key, *values)
+        for key, values in found.items()
+        if key.partition(".")[0] == key or key.partition(".")[0] not in found
     ]
 
 
@@ -308,11 +321,21 @@ def _flat(run: RunSpec) -> dict[str, Any]:
     plain = _without_derived(run)
     flat: dict[str, Any] = {}
     for section in _COMPARED_SECTIONS:
-        inner = plain[section]
-        flat.update(
-            {f"{section}.{key}": value for key, value in inner.items()} if isinstance(inner, dict) else {section: inner}
-        )
+        flat.update(_keys_of(section, plain[section]))
+    flat |= {key: flat[key] and Path(flat[key]).name for key in _PATHS if key in flat}
     return {key: value for key, value in flat.items() if key not in _NOT_COMPARED}
+
+
+def _keys_of(section: str, inner: Any) -> dict[str, Any]:
+    """The values in a section by dotted key; of a section that may be missing also whether it is there."""
+    if not isinstance(inner, dict):
+        return {section: inner}
+    keys = {f"{section}.{key}": value for key, value in inner.items()}
+    if section not in ("rl", "preference"):
+        return keys
+    for key in ("reward", "kl") if section == "rl" else ():
+        keys |= _keys_of(f"rl.{key}", keys.pop(f"rl.{key}"))
+    return {section: "a section", **keys}
 
 
 def _without_derived(run: RunSpec) -> dict[str, Any]:

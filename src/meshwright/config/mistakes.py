@@ -31,6 +31,20 @@ from meshwright.spec.serve import ServeSpec
 _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
 _EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
 _NOT_YET = "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses, hybrid and expert"
+_WHOLE_DISTRIBUTION = (
+    "no such key; answers are drawn from all tokens, as the trainer's probabilities are of all of them: delete the line"
+)
+_RESTRICTED = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "logit_bias",
+)
+"""Options of a server that leave tokens out or change what they are drawn with."""
 _REDUCE_ENGINE = "no such key; it was removed because exchange gained nothing, and the reduce-scatter is always used: delete the line"
 _RENAMED = {
     "gather_engine": "gather_transport: nccl or copy_engine",
@@ -164,6 +178,10 @@ def _refusal(path: KeyPath) -> str | None:
         return _NO_DROPOUT
     if section == "model" and (name.startswith(("moe", "expert")) or name == "num_experts"):
         return _EXPERTS
+    if section == "rl" and name in _RESTRICTED:
+        return _WHOLE_DISTRIBUTION
+    if path in (("rl", "beta"), ("rl", "kl", "beta")):
+        return "no such key; the weight of the divergence from the first weights is rl.kl.weight"
     if section == "plan" and name in _RENAMED:
         return f"no such key; its name is plan.{_RENAMED[name]}"
     if path == ("plan", "reduce_engine"):

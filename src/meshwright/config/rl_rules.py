@@ -36,6 +36,10 @@ def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
     if run("model.adapter") is not None and run("plan.linear") not in (None, "compute"):
         expected = "compute, as rl merges adapters into the frozen weights for its engine"
         yield run.mistake("plan.linear", expected, "compute")
+    if run("cluster.gpu") == "cpu" and run("plan.compute") not in (None, "fp32"):
+        yield run.mistake(
+            "plan.compute", "fp32, as rl samples with the trainer's dtype, and an engine on CPUs has fp32", "fp32"
+        )
     longest, new = run("train.seq_len"), run("rl.new_tokens")
     if longest and new and new > longest:
         yield run.mistake(
@@ -109,8 +113,6 @@ def _exact_on_cpus(run: RunValues) -> Iterator[Mistake]:
             "false",
             "true",
         )
-    if run("plan.compute") not in (None, "fp32"):
-        yield run.mistake("plan.compute", "fp32, as rl.exact is true", "fp32")
     for key, multiple in (("train.seq_len", ROWS), ("train.loss_chunk", ROWS), ("model.vocab_size", VOCABULARY)):
         if (size := run(key)) and size % multiple:
             yield run.mistake(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.device_rates import Machine
+from meshwright.costs.device_rates import Machine, expert_products
 from meshwright.workload.arrays import Array
 from meshwright.workload.layer_products import Product, layer_products
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, Layouts
@@ -33,6 +33,8 @@ SMALL_HEAD = 32.0
 """Head size at which attention takes twice as long for its FLOPs as with very wide heads."""
 WIDE_HEAD = 192.0
 """Kernels for wider heads have smaller tiles and a rate of their own."""
+UNFUSED_SCORE_BYTES = 8.0
+"""Bytes moved per score, forward, by attention that a run states to be unfused: those of Megatron-LM's tables."""
 BACKWARD_RATIO = 2.5
 """Time of fused attention's backward relative to its forward: five products instead of two (Dao et al. 2022)."""
 QUERY_BLOCK_KEYS = 350.0
@@ -79,8 +81,6 @@ Llama-3-8B took 47 ms of a step on an H200, and passes at full rate 30 (2026-11-
 """
 TILE = 128.0
 """Tile of a matrix product that one multiprocessor computes at a time; libraries use 64 to 256 (CUTLASS)."""
-MAX_PEAK_SHARE = 0.88
-"""Largest sustained share of a datasheet's peak; the best measured products reach 0.77 on an H200, 0.86 on an A100."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def product_rate(machine: Machine, k: Constants) -> ProductRate:
 
 
 def _sustained_rate(machine: Machine, k: Constants, peak: Array, format_share: Array = 1.0) -> ProductRate:
-    share = np.minimum(k.gemm * format_share / k.slow, MAX_PEAK_SHARE)
+    share = np.minimum(k.gemm * format_share / k.slow, machine.sustained)
     return ProductRate(peak * share, k.narrow, machine.multiprocessors)
 
 
@@ -181,6 +181,11 @@ def layer_times(
     rate = replace(rate, flops=rate.flops / _misaligned_head_slowdown(shape))
     memory_rate = machine.hbm * k.hbm / k.slow
     tensor_ranks = layout.tensor
+    of_experts = expert_products(machine) if np.any(machine.expert_peak) else machine
+    expert_rate = rate
+    if of_experts is not machine:
+        expert_rate = product_rate(of_experts, k)
+        expert_rate = replace(expert_rate, flops=expert_rate.flops / _misaligned_head_slowdown(shape))
     products = ForwardBackward(0.0, 0.0)
     wide_rate = _sustained_rate(machine, k, machine.half_peak)
     for product in layer_products(shape, step, tensor_ranks):
@@ -188,9 +193,12 @@ def layer_times(
             if product.role == "adapter":
                 seconds = _adapter_passes(product, memory_rate)
             else:
-                seconds = rate.forward_backward(product.m, product.k, product.n, product.count, frozen=shape.frozen)
+                of_product = expert_rate if product.role == "expert" else rate
+                seconds = of_product.forward_backward(
+                    product.m, product.k, product.n, product.count, frozen=shape.frozen
+                )
             if product.role == "expert" and not np.any(shape.frozen):
-                seconds += _wide_weight_gradient(product, machine, k, rate, wide_rate)
+                seconds += _wide_weight_gradient(product, of_experts, k, expert_rate, wide_rate)
             products += seconds.times(product.layers)
     core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory_rate)
     pass_bytes = k.passes + NORM_BYTES * shape.added_norms
@@ -209,7 +217,7 @@ def layer_times(
         tokens * shape.hidden * shape.layers * 8 * k.quantise / memory_rate / tensor_ranks,
         0.0,
     )
-    expert_rounding = _expert_rounding(shape, machine, k, step) / memory_rate
+    expert_rounding = _expert_rounding(shape, of_experts, k, step) / memory_rate
     tail_seconds = KERNELS_WITH_TAIL * shape.layers * k.tail_us * 1e-6
     quantise_forward, quantise_backward = quantise_seconds + expert_rounding, 1.5 * quantise_seconds + expert_rounding
     forward = products.forward + core_forward + pass_seconds + routed_seconds + quantise_forward + tail_seconds
@@ -259,6 +267,7 @@ def _wide_weight_gradient(
     """Seconds that weight gradients of experts add in bf16 where other products are in fp8, in this program's engine."""
     size = product.k, product.m, product.n, product.count
     in_fp8 = (np.asarray(machine.product_format) > 0) & (np.asarray(k.own_engine) > 0)
+    in_fp8 &= np.asarray(machine.wide_gradients) > 0
     return ForwardBackward(0.0, np.where(in_fp8, wide_rate.seconds(*size) - rate.seconds(*size), 0.0))
 
 
@@ -310,17 +319,19 @@ def _attention_core(
     window have FlashAttention or flex attention, the latter where sums have a fixed order, which its sums have in any case, and where
     scores have a cap.
     """
-    fused = np.where(k.scores > 0, 1.0, 0.5)
-    layers = shape.attention_layers * np.where(k.scores > 0, 1.0, shape.full_attention)
+    score_bytes = np.where(np.asarray(layout.unfused) > 0, np.maximum(k.scores, UNFUSED_SCORE_BYTES), k.scores)
+    fused = np.where(score_bytes > 0, 1.0, 0.5)
+    layers = shape.attention_layers * np.where(score_bytes > 0, 1.0, shape.full_attention)
     pairs = layers * tokens * layout.seq / layout.tensor
     flops = 2 * pairs * (shape.query_width + shape.value_width) * fused
     head_dim = shape.query_width / shape.heads
     wide = head_dim > WIDE_HEAD
     small_heads = 1 + SMALL_HEAD / head_dim
-    rate = machine.half_peak * k.attention * np.where(wide, k.attention_wide, 1.0)
+    share = np.where(np.asarray(layout.attention) > 0, layout.attention, k.attention)
+    rate = machine.half_peak * share * np.where(wide, k.attention_wide, 1.0)
     forward = flops / rate * k.slow * small_heads * _misaligned_head_slowdown(shape)
-    score_seconds = pairs * shape.heads * k.scores / memory_rate
-    backward = np.where(k.scores > 0, 2.0, BACKWARD_RATIO) * forward + 2 * score_seconds
+    score_seconds = pairs * shape.heads * score_bytes / memory_rate
+    backward = np.where(score_bytes > 0, 2.0, BACKWARD_RATIO) * forward + 2 * score_seconds
     forward = forward + score_seconds
     backward = backward * (1 + layout.fixed_order * k.fixed_order * np.interp(head_dim, *PRICE_OF_ORDER))
     if not np.any(shape.windowed_scores):

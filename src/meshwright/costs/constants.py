@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from meshwright.costs.software import parent_of
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.workload.arrays import Array
 
@@ -263,7 +264,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @cache
 def table() -> dict[str, Any]:
-    """constants.yaml merged with own.yaml: `generations`, `stacks`, `measured`, `bands`, `memory` and `fitted_on`."""
+    """constants.yaml and own.yaml: `generations`, `stacks`, `measured`, `measured_with`, `bands`, `own_band`, `memory`, `fitted_on`."""
     published, own = (yaml.load(file.read_bytes(), _LOADER) for file in (FILE, OWN_FILE))
     return with_own(published, own)
 
@@ -273,14 +274,14 @@ def with_own(published: dict[str, Any], measured: dict[str, Any]) -> dict[str, A
     return {
         **published,
         "stacks": {**published["stacks"], OWN: measured["stack"]},
-        "bands": {**published["bands"], OWN: measured["band"]},
+        "own_band": measured["band"],
         "measured": {OWN: measured["measured"]},
         "own_runs": sum(len(runs) for runs in measured.get("fitted_on", {}).values()),
     }
 
 
 def constants(generation: str, stack: str, values: dict[str, Any] | None = None) -> Constants:
-    """The constants of one GPU generation and one stack; unknown names take `default`.
+    """The constants of one GPU generation and one stack, whose parent has those that it lacks; unknown names take `default`.
 
     Values measured for this stack on this generation override those of the generation and of the stack.
     """
@@ -288,7 +289,8 @@ def constants(generation: str, stack: str, values: dict[str, Any] | None = None)
     generations, stacks = values["generations"], values["stacks"]
     defaults = {**generations["default"], **stacks["default"]}
     measured = values.get("measured", {}).get(stack, {}).get(generation, {})
-    return Constants(**{**defaults, **generations.get(generation, {}), **stacks.get(stack, {}), **measured})
+    shared = stacks.get(parent_of(stack), {})
+    return Constants(**{**defaults, **generations.get(generation, {}), **shared, **stacks.get(stack, {}), **measured})
 
 
 def is_measured(generation: str, stack: str = OWN) -> bool:

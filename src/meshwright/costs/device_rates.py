@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,5 +38,23 @@ class Machine:
     """Factor by which the bandwidth above a pod is smaller than the sum of its ports."""
     pod: Array = np.inf
     """Devices below the oversubscribed level."""
+    expert_peak: Array = 0.0
+    """Peak of the products of routed experts, where their format differs from the other products'; 0 where it does not."""
+    expert_format: Array = 0.0
+    """Their format, as `product_format`."""
+    wide_gradients: Array = 1.0
+    """1 where this program's engine computes weight gradients of experts in bf16 beside fp8 products."""
+    sustained: Array = 0.88
+    """Largest share of the peak that products sustain (`spec.chips.Chip.sustained`)."""
     multiprocessors: Array = 0.0
     """Multiprocessors, each of which computes one tile of a product at a time; 0 if unknown or irrelevant."""
+
+
+def expert_products(machine: Machine) -> Machine:
+    """The machine as the products of routed experts see it."""
+    own = np.asarray(machine.expert_peak) > 0
+    return replace(
+        machine,
+        peak=np.where(own, machine.expert_peak, machine.peak),
+        product_format=np.where(own, machine.expert_format, machine.product_format),
+    )

@@ -15,7 +15,17 @@ from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.profile import MachineProfile
 
-FORMATS = {"bf16": 0.0, "fp16": 0.0, "fp32": 0.0, "fp64": 0.0, "fp8": 1.0, "int8": 1.0, "mxfp8": 2.0, "nvfp4": 3.0}
+FORMATS = {
+    "bf16": 0.0,
+    "fp16": 0.0,
+    "fp32": 0.0,
+    "fp64": 0.0,
+    "fp8": 1.0,
+    "int8": 1.0,
+    "mxfp8": 2.0,
+    "nvfp4": 3.0,
+    "mxfp4": 3.0,
+}
 """Number format of matrix products → Machine.product_format. Only serving costs, which read the peak alone, have int8."""
 KERNEL_US = 10.0
 """Microseconds that a CPU spends per operation outside its arithmetic and bytes: a guess."""
@@ -106,6 +116,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
         per_node=cluster.gpus_per_node,
         oversubscribed=network.oversubscription,
         pod=network.pod_nodes * cluster.gpus_per_node if network.pod_nodes else float("inf"),
+        sustained=min(chip.sustained for chip in chips),
         multiprocessors=float(first_chip.multiprocessors),
     )
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from meshwright.costs.bands import RunClass, band_of
 from meshwright.costs.constants import (
     OWN,
     Constants,
@@ -92,7 +93,7 @@ def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     if priced is None:
         return None
     memory_share = plan.predicted.memory_peak_bytes / priced.machine.memory if plan.predicted else 0.0
-    cost = _mean_cost(model, train, plan, priced, memory_share)
+    cost = mean_cost(model, train, plan, priced, memory_share)
     seconds = number(cost.seconds)
     low, high = band(seconds, cluster, plan)
     parts = {"compute": cost.compute, "optimizer": cost.optimizer, "host": cost.host + cost.constant}
@@ -186,33 +187,31 @@ def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float
 def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
     """Logarithms of the ends of the 80% band, and the source of the band.
 
-    Without similar own runs the band is the error of predictions for published runs that were excluded from the fit: those of well-known
-    stacks if own runs exist on the generation, else those of stacks with few sources. A device without fitted runs may be off by a
-    factor of three.
+    Without similar own runs the band is that of published runs of the plan's class that were excluded from the fit; other software counts
+    as measured where own runs exist on the generation. A device without fitted runs may be off by a factor of three.
     """
-    bands = table()["bands"]
     if (hand_set := hand_set_band(cluster)) is not None:
         return hand_set, "set by hand: the device is in no table"
     unmeasured_features = ", ".join(missing_features(cluster, plan))
     chips = [CHIPS[name] for name in (cluster.gpu, *(group.gpu for group in cluster.groups)) if name in CHIPS]
     generation = next((chip.generation for chip in chips if not is_measured(chip.generation)), chips[0].generation)
-    if generation not in table()["generations"]:
-        return GUESSED_BAND, f"set by hand: no run on {generation} devices was fitted"
+    if generation not in table()["measured_with"]:
+        return GUESSED_BAND, f"set by hand: few runs on {generation} devices were fitted, or none"
     if not unmeasured_features and (is_measured(generation) or cluster.profile is not None):
         return symmetric_band(
-            bands[OWN]
+            table()["own_band"]
         ), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
-    if is_measured(generation):
-        width, runs = bands.get(generation, bands["default"]), f"on {generation} devices"
-    else:
-        width, runs, unmeasured_features = (
-            bands["default"],
-            "of stacks with few published sources",
-            f"{generation} devices",
-        )
-    return symmetric_band(
-        width
-    ), f"published runs {runs}, excluded from the fit, because {OWN} was not measured with {unmeasured_features}"
+    run_class = RunClass(
+        several_hosts=cluster.nodes > 1,
+        mixture=plan.experts is not None,
+        measured_generation=True,
+        measured_software=is_measured(generation),
+    )
+    because = unmeasured_features if is_measured(generation) else f"{generation} devices"
+    return (
+        band_of(run_class, table()["bands"]),
+        f"published runs like it ({run_class.name}), excluded from the fit, because {OWN} was not measured with {because}",
+    )
 
 
 def symmetric_band(width: float) -> tuple[float, float]:
@@ -236,7 +235,7 @@ def number(value: object) -> float:
     return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
 
 
-def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, memory_share: float) -> StepCost:
+def mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, memory_share: float) -> StepCost:
     """The cost of a step; if layer strategies differ, the mean over layers of the step with all layers like that layer."""
     layers_by_strategy = Counter(replace(strategy, range="all") for strategy in plan.strategies(model.layers))
     offloaded = sum(count for layer, count in layers_by_strategy.items() if layer.activations_offloaded) / model.layers

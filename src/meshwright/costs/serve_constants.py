@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.plan_costs import number
-from meshwright.spec.engine import WeightFormat
+from meshwright.spec.deployment import PricedFormat
 from meshwright.spec.serve_profile import StepConstants
 
-WEIGHTS_SHARES: dict[WeightFormat | None, float] = {None: 0.71, "fp8": 0.59, "int8": 0.59}
-"""Share of the memory bandwidth with which a step reads weights, by their format; int8's is taken to be that of fp8."""
-EXPERT_SHARES: dict[WeightFormat | None, float] = {None: 0.86, "fp8": 0.80, "int8": 0.80}
-"""The same share for routed experts, whose kernels read those with a token once; int8's is taken to be that of fp8."""
+WEIGHTS_SHARE, ROUNDED_WEIGHTS_SHARE = 0.71, 0.59
+"""Share of the memory bandwidth with which a step reads weights in 16 bits, and in fp8; other formats are taken to be as fp8."""
+EXPERTS_SHARE, ROUNDED_EXPERTS_SHARE = 0.86, 0.80
+"""The same shares for routed experts, whose kernels read those with a token once."""
 ROUTED_SECONDS = 26e-6
 """Time of a layer with routed experts beside that of its bytes: eleven kernels follow one another."""
-PRODUCTS_SHARES: dict[WeightFormat | None, float] = {None: 0.63, "fp8": 0.55, "int8": 0.55}
-"""Share of the peak that products with weights reach; int8's is taken to be that of fp8."""
+PRODUCTS_SHARE, ROUNDED_PRODUCTS_SHARE = 0.63, 0.55
+"""Share of the peak that products with weights in 16 bits and in fp8 reach; other formats are taken to be as fp8."""
 CACHE_SHARE, ATTENTION_SHARE = 0.95, 0.55
 """Shares of the memory bandwidth that decodes reach with keys and values, and of the peak in the attention of prompts."""
 TEXT_BYTES_PER_S = 3e10
@@ -27,14 +27,21 @@ DECODE_SECONDS, PROMPT_SECONDS, SEQUENCE_SECONDS, CHUNK_SECONDS = 0.3e-3, 7e-3, 
 """`StepConstants` of these names. Prompts are launched in pieces of graphs, beside decodes (`serve-prediction-H200`)."""
 
 
-def usual_constants(machine: Machine, weights: WeightFormat | None = None) -> StepConstants:
-    """Constants of a device by its datasheet; `machine` has the rates of products in the format of the weights."""
+def usual_constants(
+    machine: Machine, weights: PricedFormat | None = None, experts: PricedFormat | None = None, expert_peak: float = 0.0
+) -> StepConstants:
+    """Constants of a device by its datasheet; `machine` has the rates of products with `weights`, `expert_peak` is that with experts.
+
+    An `expert_peak` of 0 stands for that of the other products.
+    """
     memory, peak = number(machine.hbm), number(machine.peak)
+    rounded, rounded_experts = weights not in (None, "bf16"), experts not in (None, "bf16")
     return StepConstants(
-        weight_bytes_per_s=WEIGHTS_SHARES[weights] * memory,
-        expert_bytes_per_s=EXPERT_SHARES[weights] * memory,
+        weight_bytes_per_s=(ROUNDED_WEIGHTS_SHARE if rounded else WEIGHTS_SHARE) * memory,
+        expert_bytes_per_s=(ROUNDED_EXPERTS_SHARE if rounded_experts else EXPERTS_SHARE) * memory,
         routed_seconds=ROUTED_SECONDS,
-        flops_per_s=PRODUCTS_SHARES[weights] * peak,
+        flops_per_s=(ROUNDED_PRODUCTS_SHARE if rounded else PRODUCTS_SHARE) * peak,
+        expert_flops_per_s=(ROUNDED_PRODUCTS_SHARE if rounded_experts else PRODUCTS_SHARE) * expert_peak,
         cache_bytes_per_s=CACHE_SHARE * memory,
         text_bytes_per_s=TEXT_BYTES_PER_S,
         attention_flops_per_s=ATTENTION_SHARE * number(machine.half_peak),

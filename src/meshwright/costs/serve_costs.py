@@ -17,9 +17,17 @@ from meshwright.costs.machine_rates import chip_of, machine_of, with_measurement
 from meshwright.costs.plan_costs import STACK, number
 from meshwright.costs.serve_constants import usual_constants
 from meshwright.costs.serve_work import DeviceWork, device_work
+from meshwright.costs.serving_software import (
+    ServingSoftware,
+    product_format,
+    software_constants,
+    software_exchange,
+    software_table,
+)
 from meshwright.costs.step_times import Exchange, StepTimes
+from meshwright.spec.chips import Chip
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.deployment import InstanceSpec, Quantisation
+from meshwright.spec.deployment import InstanceSpec, Quantisation, Software
 from meshwright.spec.engine import EngineSettings
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.inference_layout import rank_dimensions, split_error
@@ -62,17 +70,25 @@ class InstanceCosts:
     """Requests that hold cache blocks at a time, over all its expert groups."""
     overlap: bool
     """Whether it plans a step while the one before it runs."""
+    request_seconds: float = 0.0
+    """Time from a request's arrival to its first token beside steps."""
     block_bytes: float
     """Keys and values of a block, over all tensor ranks of a group."""
     port_bytes_per_s: float
     """Rate at which one request's blocks leave or enter it."""
+
+    @property
+    def groups(self) -> int:
+        """Groups of devices with requests of their own that divide the experts."""
+        return self.times.groups
 
 
 class ServeCosts:
     """Costs of instances of one model on a cluster.
 
     Raises BadInput for a device whose rates are not known. `profile` is a measurement of the engine on such a device; if there is none, the
-    one of `cluster.profile` counts that has this model and these formats, else any, else the datasheet.
+    one of `cluster.profile` counts that has this model and these formats, else any, else the datasheet. `software` is another server, by
+    name or by its constants; its steps are priced from the datasheet.
     """
 
     def __init__(
@@ -82,22 +98,34 @@ class ServeCosts:
         quantisation: Quantisation | None = None,
         settings: EngineSettings | None = None,
         profile: EngineProfile | None = None,
+        software: Software | ServingSoftware | None = None,
     ) -> None:
         self.model, self.cluster = model, cluster
+        self.software = software_table().software[software] if isinstance(software, str) else software
+        """The constants of another server; None for this program's engine."""
         self.quantisation, self.settings = quantisation or Quantisation(), settings or EngineSettings()
-        self.profile = profile or _profile_of(model, cluster, self.quantisation)
+        self.profile = None if self.software else profile or _profile_of(model, cluster, self.quantisation)
         """The measurement that the constants are from."""
-        products = "bf16" if cluster.is_cpu else self.quantisation.weights or "bf16"
-        self._machine, self._k = _rates(cluster, products)
+        chip = _known_chip(cluster)
+        weights = self.quantisation.weights
+        products = "bf16" if cluster.is_cpu else product_format(chip, weights)
+        self._machine, self._k = _rates(cluster, chip, products)
         measured = self.profile is not None and (self.profile.weights, self.profile.kv_cache) == (
-            self.quantisation.weights,
+            weights,
             self.quantisation.kv_cache,
         )
-        self.constants = (
-            self.profile.constants
-            if self.profile and measured
-            else usual_constants(self._machine, self.quantisation.weights)
-        )
+        experts = self.quantisation.experts or weights
+        expert_peak = number(self._machine.peak)
+        if experts != weights:
+            expert_peak = number(machine_of(cluster, product_format(chip, experts)).peak)
+        if self.software is not None:
+            self.constants = software_constants(
+                self.software, device_work(model), self._machine, chip, self.quantisation, expert_peak
+            )
+        elif self.profile is not None and measured:
+            self.constants = self.profile.constants
+        else:
+            self.constants = usual_constants(self._machine, weights, experts, expert_peak)
         """Constants of a step's time on one device."""
         self.overlap = not cluster.is_cpu if self.profile is None else self.profile.overlap
         self._items = self.profile.item_bytes if self.profile else (4 if cluster.is_cpu else 2)
@@ -130,7 +158,11 @@ class ServeCosts:
         if expert > 1 and (not self.model.experts or self.model.experts % expert):
             raise BadInput(f"expert: expected a divisor of model.experts = {self.model.experts}, got {expert}")
         settings = self.settings
-        work = device_work(self.model, tensor, expert, weights=self.quantisation.weights, **self._item_sizes())
+        formats = self.quantisation
+        experts = formats.experts
+        if self.software is None and experts is None and formats.weights == "fp8" and expert > 1:
+            experts = "bf16"  # this engine rounds only experts that devices do not share to fp8 (`serve.formats`)
+        work = device_work(self.model, tensor, expert, weights=formats.weights, experts=experts, **self._item_sizes())
         rank = rank_dimensions(self.model, tensor)
         size = settings.tokens_per_block
         block_bytes = cache_bytes_per_block(rank, size, self._item_sizes()["cache_item"])
@@ -145,6 +177,7 @@ class ServeCosts:
             window=_window(self.model),
             sequences=expert * settings.sequences,
             overlap=self.overlap,
+            request_seconds=self.software.request_seconds if self.software else 0.0,
             block_bytes=float(copies * block_bytes),
             port_bytes_per_s=rate * copies,
         )
@@ -183,6 +216,11 @@ class ServeCosts:
         """All-reduces over the tensor ranks, and the tokens' way to experts of other groups and back."""
         machine, k, spec = self._machine, self._k, self.model
         token_bytes = float(spec.hidden * self._items)
+        if self.software is not None:
+            sums = 2 * spec.layers if tensor > 1 else 0
+            exchanges = 2 * spec.routed_layers if expert > 1 else 0
+            sent = (2 * sums * (tensor - 1) / tensor + exchanges * spec.experts_per_token) * token_bytes
+            return software_exchange(self.software, machine, tensor * expert, sums + exchanges, sent)
         fixed = each = 0.0
         if tensor > 1:
             group = rank_group(machine, k, float(tensor), 1.0)
@@ -206,13 +244,17 @@ def _window(model: ModelSpec) -> int | None:
     return None if None in windows else max(window for window in windows if window is not None)
 
 
-def _rates(cluster: ClusterSpec, products: str) -> tuple[Machine, Constants]:
+def _known_chip(cluster: ClusterSpec) -> Chip:
     chip = chip_of(cluster)
     if chip is None:
         raise BadInput(
             f"cluster.gpu: the rates of {cluster.gpu} are not known; `meshwright profile` on it measures them",
             key="cluster.gpu",
         )
+    return chip
+
+
+def _rates(cluster: ClusterSpec, chip: Chip, products: str) -> tuple[Machine, Constants]:
     constants = at_release(constant_arrays([(chip.generation, STACK)]), np.zeros(1))
     k, machine = with_measurements(constants, machine_of(cluster, products), cluster, products)
     return machine, k

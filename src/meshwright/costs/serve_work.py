@@ -12,14 +12,18 @@ from functools import lru_cache
 from math import prod
 from typing import Protocol
 
-from meshwright.spec.engine import WeightFormat
+from meshwright.spec.deployment import PricedFormat, weight_bytes
 from meshwright.spec.inference_layout import rank_dimensions, rank_shape
 from meshwright.spec.layout import Part
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters
 from meshwright.workload.cache_size import bytes_per_block, cache_bytes_per_block, layer_groups
 
 ROUNDED_MODULES = ("qkv", "out", "gate_up", "up", "down", "q", "kv_down")
 """Linear layers of a block that `serve.formats` rounds to 8 bits, beside routed experts; to fp8 only those that devices do not share."""
+
+
+LAYER_KERNELS, LATENT_KERNELS, ROUTED_KERNELS = 8, 5, 12
+"""Kernels of a dense layer, those that latent attention adds, and those that experts add to route, permute, multiply and combine."""
 
 
 class PromptPart(Protocol):
@@ -64,6 +68,10 @@ class DeviceWork:
     """Heads of keys and values; 1 for latents."""
     attention_flops: float
     """FLOPs of one query and one position that it attends to."""
+    expanded_flops: float = 0.0
+    """The same where latents are expanded to keys and values first, as for prompts."""
+    kernels: int = 0
+    """Kernels of a step's layers, with one for each product, norm, rotation, attention, activation and step of routing."""
     windows: tuple[tuple[int | None, float], ...]
     """Positions that a query attends to at most, None for all, and the share of the cache's bytes with that limit."""
 
@@ -100,12 +108,17 @@ def device_work(
     tensor: int = 1,
     expert: int = 1,
     *,
-    weights: WeightFormat | None = None,
+    weights: PricedFormat | None = None,
+    experts: PricedFormat | None = None,
     item: int = 2,
     cache_item: int = 2,
 ) -> DeviceWork:
-    """The work of a device of an instance; numbers have `item` bytes, those of the cache `cache_item`, rounded weights one."""
+    """The work of a device of an instance; numbers have `item` bytes, those of the cache `cache_item`.
+
+    Linear layers of the blocks have the format `weights`, routed experts `experts`, or `weights` if that is none.
+    """
     part, rank = Part(0, tensor), rank_dimensions(spec, tensor)
+    rounded, expert_item = weight_bytes(weights, item), weight_bytes(experts or weights, item)
     dense = expert_weights = embedding = 0.0
     dense_bytes = head_count = 0.0
     for parameter in parameters(spec):
@@ -116,17 +129,17 @@ def device_work(
             expert_weights += count / expert
         elif parameter.inside:
             dense += count if len(parameter.shape) > 1 else 0
-            dense_bytes += count * (1 if weights is not None and _is_rounded(parameter) else item)
-        elif parameter.name == "head.weight":
+            dense_bytes += count * (rounded if _is_rounded(parameter) else item)
+        elif parameter.name in ("head.weight", SCORE):
             head_count = count
         else:
             dense_bytes += count * item
-    expert_item = item if weights is None or (weights == "fp8" and expert > 1) else 1
     stored = dense_bytes + expert_item * expert_weights + item * (embedding + head_count)
-    head_count = head_count or spec.vocab_size * spec.hidden / tensor
+    head_count = head_count or spec.outputs * spec.hidden / tensor
     routed = spec.routed_layers
     slots = routed * spec.experts / expert
     one_expert = expert_weights / slots if slots else 0.0
+    latent = sum(len(group.layers) for group in layer_groups(spec) if group.latent)
     return DeviceWork(
         stored_bytes=stored,
         dense_bytes=dense_bytes,
@@ -141,6 +154,8 @@ def device_work(
         cache_bytes=float(cache_bytes_per_block(rank, 1, cache_item)),
         kv_heads=1 if rank.kv_rank else rank.kv_heads,
         attention_flops=_attention_flops(rank),
+        expanded_flops=2.0 * rank.layers * (rank.heads * rank.head_dim + rank.value_width),
+        kernels=spec.layers * LAYER_KERNELS + latent * LATENT_KERNELS + routed * ROUTED_KERNELS,
         windows=_windows(rank, cache_item),
     )
 

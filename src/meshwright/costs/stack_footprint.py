@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 
 from meshwright.costs.constants import table
+from meshwright.costs.software import parent_of
 from meshwright.costs.stage_layers import stage_layers
 from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, Layouts
 from meshwright.workload.model_shape import Shape
 from meshwright.workload.unit_parameters import shard_parameters, stage_parameters
+
+FITTING_SHARE = 0.89
+"""Share of a device's memory up to which a layout counts as fitting; the other part is for memory that is not modelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +53,9 @@ class MemoryConstants:
 
 
 def memory_constants(stacks: list[str], values: dict[str, Any] | None = None) -> MemoryConstants:
-    """The memory constants of each stack as arrays; unknown stacks take `default`."""
+    """The memory constants of each stack as arrays; those without their own take their parent's, unknown stacks `default`."""
     values = values or table()["memory"]
-    columns = [{**values["default"], **values.get(stack, {})} for stack in stacks]
+    columns = [{**values["default"], **values.get(parent_of(stack), {}), **values.get(stack, {})} for stack in stacks]
     return MemoryConstants(**{name: np.array([column[name] for column in columns]) for name in values["default"]})
 
 

@@ -41,6 +41,10 @@ class StepTimes:
         self._exchange = exchange or Exchange()
         self._lines: dict[int, tuple[float, float, float]] = {}
         self._products: dict[tuple[int, int], float] = {}
+        read = work.cache_bytes / constants.cache_bytes_per_s
+        rate = constants.decode_flops_per_s
+        self._position_seconds = (soft_maximum(read, work.attention_flops / rate) if rate else read) / groups
+        """Seconds of each position that decodes attend to."""
 
     def seconds(self, decodes: int, positions: int, chunks: Sequence[PromptPart] = (), longest: int = 0) -> float:
         """Seconds of one of several such steps in turn, whose decodes attend to `positions` in all and one of them to `longest`.
@@ -79,7 +83,7 @@ class StepTimes:
         k, work, groups = self.constants, self.work, self.groups
         total = k.decode_seconds + self.product_seconds(tokens, decodes + len(chunks))
         if decodes:
-            total += self.work.attended(decodes, positions) * work.cache_bytes / (k.cache_bytes_per_s * groups)
+            total += self.work.attended(decodes, positions) * self._position_seconds
             total += self._longest_seconds(decodes) * self.work.attended(1, longest or positions // decodes)
         total += work.pairs(chunks) * work.attention_flops / (k.attention_flops_per_s * groups)
         return total + (decodes * k.sequence_seconds + len(chunks) * k.chunk_seconds) / groups
@@ -104,7 +108,7 @@ class StepTimes:
             fixed = (
                 k.decode_seconds + self.product_seconds(decodes, decodes) + decodes * k.sequence_seconds / self.groups
             )
-            each = self.work.cache_bytes / (k.cache_bytes_per_s * self.groups)
+            each = self._position_seconds
             of_longest = self._longest_seconds(decodes)
             fixed += sum(
                 (each * decodes + of_longest) * window * share
@@ -133,8 +137,8 @@ class StepTimes:
             k, work, local = self.constants, self.work, max(1.0, tokens / self.groups)
             read = (work.dense_bytes + work.head_bytes) / k.weight_bytes_per_s
             read += work.read_expert_bytes(tokens) / (k.expert_bytes_per_s or k.weight_bytes_per_s)
-            flops = local * (work.dense_flops + work.expert_flops) + max(1.0, samples / self.groups) * work.head_flops
-            computed = flops / k.flops_per_s
+            computed = (local * work.dense_flops + max(1.0, samples / self.groups) * work.head_flops) / k.flops_per_s
+            computed += local * work.expert_flops / (k.expert_flops_per_s or k.flops_per_s)
             seconds = soft_maximum(read, computed) + work.routed_layers * k.routed_seconds
             seconds += self._exchange.seconds + self._exchange.token_seconds * local
             self._products[tokens, samples] = seconds

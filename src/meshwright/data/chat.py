@@ -34,6 +34,7 @@ from meshwright.data.corpus import Document, FromFile, checked_document
 from meshwright.data.file_formats import LAYOUTS
 from meshwright.data.inputs import InputFile, NotRead, Reason
 from meshwright.data.message_ranges import ASSISTANT, END_OF_REASONING, InexactTemplate, MessageRanges, Span
+from meshwright.data.preference_forms import preference_form_of
 from meshwright.data.records import BadDocument, Record, first_records, read_records
 from meshwright.data.spelled_tokens import SpelledTokens
 from meshwright.durable.writes import digest, write_durable
@@ -190,6 +191,8 @@ class ChatReader:
 
     def no_form(self, record: Mapping[str, Any], key: str | None) -> str:
         """Why a record is of no form."""
+        if key is None and (form := preference_form_of(list(record))) is not None:
+            return f"its records have {', '.join(map(repr, record))}, preferences of the form {form.name}: --preferences reads them"
         return no_form(record, key)
 
     def _documents(self, file: InputFile, record: Record, form: Any) -> Iterator[Document | BadDocument]:

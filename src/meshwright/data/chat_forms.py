@@ -118,11 +118,10 @@ def no_form(record: Mapping[str, Any], text_key: str | None) -> str:
         near = nearest(text_key, record)
         return f"no key {text_key!r}; {seen}" + (f" (nearest: {near!r})" if near else "")
     hint = f"--text-key {lists[0]}, if that is a list of messages" if lists else "--text-key KEY for a list of messages"
-    near = next((found for form in FORMS for key in form.keys if (found := nearest(key, record))), None)
+    pairs = ((nearest(key, record), key) for form in FORMS for key in form.keys)
+    near = next((f" ({found!r} is near {key!r})" for found, key in pairs if found), "")
     known = ", ".join(map(str, FORMS))
-    return (
-        f"{seen}" + (f" (nearest: {near!r})" if near else "") + f", which is no known form of chats: {known}; or {hint}"
-    )
+    return f"{seen}{near}, which is no known form of chats: {known}; or {hint}"
 
 
 def _sent(item: Mapping[str, Any], where: str) -> dict[str, Any]:

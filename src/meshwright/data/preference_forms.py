@@ -257,9 +257,10 @@ def preference_form_of(names: Collection[str]) -> PreferenceForm | None:
 def no_preference_form(record: Mapping[str, Any]) -> str:
     """Why a record is of no form, for a person: what was seen, and what is known."""
     known: Sequence[str] = [key for form in FORMS for key in form.keys]
-    near = next((found for key in known if key not in record and (found := nearest(key, record, 0.8))), None)
+    pairs = ((nearest(key, record, 0.8), key) for key in known if key not in record)
+    near = next((f" ({found!r} is near {key!r})" for found, key in pairs if found), "")
     return (
         f"its records have {', '.join(map(repr, record))}"
-        + (f" (nearest: {near!r})" if near else "")
+        + near
         + f", which is no known form of preferences: {', '.join(map(str, FORMS))}"
     )

@@ -15,6 +15,7 @@ from meshwright.data.chat_forms import form_of
 from meshwright.data.file_formats import READ_BYTES, DamagedData
 from meshwright.data.input_stream import Contents, InputStream
 from meshwright.data.inputs import InputFile, NotRead
+from meshwright.data.preference_forms import preference_form_of
 from meshwright.durable.writes import digest_file
 from meshwright.spec.errors import nearest
 
@@ -278,8 +279,10 @@ def _record(where: str, number: int, record: Any, key: str | None, consumed: int
 def _no_key(word: str, key: str, names: Sequence[str] | Mapping[str, Any]) -> str:
     near = nearest(key, names)
     hint = f" (nearest: {near!r})" if near else ""
-    form = form_of(list(names))
+    form, preferences = form_of(list(names)), preference_form_of(list(names))
     chats = f"chats of the form {form} need --chat; " if form is not None and key not in form.keys else ""
+    if preferences is not None:
+        chats = f"preferences of the form {preferences.name} need --preferences; "
     return f"no {word} {key!r}; {word}s: {', '.join(map(repr, names))}{hint}; {chats}--text-key names another {word}"
 
 

@@ -1,6 +1,6 @@
 """DeepSeek-V2 (DeepSeek-AI 2024, arXiv 2405.04434): latent attention, and a mixture of experts after the first layers.
 
-The presets are as released. Rotated dimensions stay in the order of the folders: pairs of neighbours (`kernels.rope.rotate_neighbours`).
+Rotated dimensions stay in the order of the folders: pairs of neighbours (`kernels.rope.rotate_neighbours`).
 """
 
 from __future__ import annotations

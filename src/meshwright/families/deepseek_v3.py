@@ -1,6 +1,6 @@
 """DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437): V2 with sigmoid routing and modules that predict further tokens.
 
-A bias, which balances the experts' loads, takes part in their choice. The preset is as released.
+A bias, which balances the experts' loads, takes part in their choice.
 """
 
 from __future__ import annotations

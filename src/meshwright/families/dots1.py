@@ -1,6 +1,6 @@
 """dots.llm1 (rednote-hilab 2025, arXiv 2506.05767): DeepSeek-V3's routing beside Qwen3's attention.
 
-The preset has the dimensions of the released config file and the learning rate of the paper.
+The learning rate of the preset is that of the paper.
 """
 
 from __future__ import annotations

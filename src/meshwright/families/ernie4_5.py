@@ -1,7 +1,4 @@
-"""ERNIE 4.5, dense (Baidu 2025): Llama that rotates neighbours. The preset has the dimensions of the released config file.
-
-Its learning rate was not published: this is that of other models of like size.
-"""
+"""ERNIE 4.5, dense (Baidu 2025): Llama that rotates neighbours."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
     return keys
 
 
-FAMILY = replace(
+FAMILY = ERNIE4_5 = replace(
     LLAMA,
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
@@ -35,11 +32,12 @@ FAMILY = replace(
     from_config=_from_config,
     to_config=_to_config,
 )
-PRESETS = presets(
-    {"ernie4.5-0.3b": size(18, 1024, 16, 2, 3072, 6e-4)},
-    seq_len=4096,
-    head_dim=128,
-    vocab_size=103424,
-    max_seq_len=131072,
-    rope_theta=500000.0,
-)
+RELEASED = {
+    "seq_len": 4096,
+    "head_dim": 128,
+    "vocab_size": 103424,
+    "max_seq_len": 131072,
+    "rope_theta": 500_000.0,
+}
+"""What all released models share, with experts too."""
+PRESETS = presets({"ernie4.5-0.3b": size(18, 1024, 16, 2, 3072, 6e-4)}, **RELEASED)

@@ -1,7 +1,6 @@
 """EXAONE 4 (LG AI Research 2025, arXiv 2507.11407): norms of outputs and of each query and key head; full layers have no positions.
 
-The layers without a window rotate nothing where others have one. The presets have the dimensions of the released config files. Their
-learning rates were not published: these are those of other models of like size.
+The layers without a window rotate nothing where others have one.
 """
 
 from __future__ import annotations

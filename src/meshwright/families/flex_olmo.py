@@ -1,6 +1,6 @@
 """FlexOlmo (Shi et al. 2025, arXiv 2507.07024): OLMo 2 with experts in all layers.
 
-The preset has the dimensions of the released config file. Its learning rate is that of OLMo 2 of the same width.
+The learning rate is that of OLMo 2 of the same width.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.families.format import WITHOUT_EFFECT, Family, HFConfig
+from meshwright.families.missing import lacks
 from meshwright.families.quantization import KEY, Quantization, read_quantization
 from meshwright.families.registry import FAMILIES
 from meshwright.families.text_part import Nesting, nesting, text_config
@@ -33,7 +34,8 @@ class HFTensor:
 
     For stacked experts all dimensions but the last are counted as rows. `shape` is the shape in the folder; with `transposed` our rows are
     its columns. A `precise` tensor is stored in fp32 whatever the dtype of the folder. A `stacked` tensor has the experts of a layer along
-    dimension 0, and `transposed` is then meant of each of them. Outputs of an `interleaved` one alternate between gates and ups.
+    dimension 0, and `transposed` is then meant of each of them. Outputs of an `interleaved` one alternate between gates and ups. `one_row`:
+    a vector, stored as a matrix of one row.
     """
 
     name: str
@@ -43,12 +45,16 @@ class HFTensor:
     transposed: bool
     precise: bool = False
     stacked: bool = False
+    one_row: bool = False
     interleaved: bool = False
 
 
-def hf_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
-    """For each of our parameters, in order, the tensors of the folder that compose it, in the order of their rows."""
-    family = FAMILIES[spec.family]
+def hf_tensors(spec: ModelSpec, place: Nesting | None = None) -> dict[str, tuple[HFTensor, ...]]:
+    """For each of our parameters, in order, the tensors of the folder that compose it, in the order of their rows.
+
+    `place` is where the text part of a folder has them; their names are those of a folder of the text model alone.
+    """
+    family = FAMILIES[spec.family] if place is None else place.layout(FAMILIES[spec.family])
     return {parameter.name: tuple(_tensors_of(family, spec, parameter)) for parameter in parameters(spec)}
 
 
@@ -255,7 +261,7 @@ def folder_fields(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     files = _tensor_files(folder)
     if files and text_config(config, str(where)) is not None:
         family = FAMILIES[found["family"]]
-        place = nesting(family, files, str(folder))
+        place = _nesting(folder, family, files)
         embedding, head = (place.name(family, f"{family.ends[end]}.weight") for end in ("embed", "head"))
         same = head not in files or _beginning(folder, files, head) == _beginning(folder, files, embedding)
         found = {**found, "tied": same and (found["tied"] or head not in files)}
@@ -271,7 +277,19 @@ def folder_nesting(folder: Path) -> Nesting | None:
     config, where = read_json(folder / "config.json"), str(folder / "config.json")
     if (found := text_config(config, where)) is None:
         return None
-    return nesting(_family_of(*found), _tensor_files(folder), str(folder))
+    return _nesting(folder, _family_of(*found), _tensor_files(folder))
+
+
+def _nesting(folder: Path, family: Family, files: Mapping[str, str]) -> Nesting:
+    """Where a folder with these tensors has those of its text part."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        try:
+            return tuple(_header(folder / files[name])[0][name]["shape"])
+        except _UNREADABLE as error:
+            raise Damaged(f"{folder}: the shape of {name} cannot be read ({error!r}); copy the folder again") from error
+
+    return nesting(family, files, str(folder), shape)
 
 
 MODELOPT = "hf_quant_config.json"
@@ -345,6 +363,8 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
+        if (missing := lacks(str(model_type))) is not None:
+            raise BadInput(f"{where}: model_type: {model_type!r} has {missing}, which this decoder does not compute")
         near = nearest(str(model_type), FAMILIES)
         hint = f" (nearest: {near})" if near else ""
         raise BadInput(f"{where}: model_type: expected one of {', '.join(FAMILIES)}, got {model_type!r}{hint}")
@@ -365,8 +385,9 @@ def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
     if parameter.inside:
         prefix = _prefix_of(family, spec, parameter)
         if single := family.tensors(spec).get(f"{module}.{weight_or_bias}"):
-            shape = parameter.shape
-            return [HFTensor(prefix + single, 0, shape[0], shape, False, parameter.precise)]
+            one_row = f"{module}.{weight_or_bias}" in family.one_row
+            shape = (1, *parameter.shape) if one_row else parameter.shape
+            return [HFTensor(prefix + single, 0, parameter.shape[0], shape, False, parameter.precise, one_row=one_row)]
         outside_block = parameter.predicts and module in family.predictions
         names = (family.predictions[module],) if outside_block else family.modules[module]
     sizes = [size for _, size in parameter.blocks] if len(names) > 1 else [parameter.shape[0]]

@@ -92,7 +92,10 @@ WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A released model, and the settings with which its training starts."""
+    """A released model with the dimensions of its config.json, and the settings with which its training starts.
+
+    The learning rate is that of other models of like size, where none was published.
+    """
 
     model: Mapping[str, Any]
     """ModelSpec fields, without the family."""
@@ -149,10 +152,14 @@ class Family:
     """Names in a layer that depend on the model or end otherwise: our name → Hugging Face's, both with `.weight` or the like."""
     transposed: frozenset[str] = frozenset()
     """Our modules whose weights Hugging Face stores as (in, out); of stacked experts as (experts, in, out)."""
+    one_row: frozenset[str] = frozenset()
+    """Our vectors that folders store as a matrix of one row."""
     interleaved: frozenset[str] = frozenset()
     """Our modules of gates and ups whose outputs alternate in folders: gate 0, up 0, gate 1, …"""
     unused: tuple[str, ...] = ()
     """Suffixes of tensors in old folders that are not needed (masks, rotary frequencies)."""
+    unread: tuple[str, ...] = ()
+    """Prefixes of modules in folders that the decoder does not have: predictions of another form than DeepSeek's."""
     predictions: Mapping[str, str] = field(default_factory=dict)
     """Modules of a prediction module outside its block, which is numbered as a further layer: our name → Hugging Face's."""
     prediction_copies: Mapping[str, str] = field(default_factory=dict)

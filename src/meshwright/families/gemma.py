@@ -1,8 +1,4 @@
-"""Gemma (Gemma Team 2024, arXiv 2403.08295): Llama with weights of norms stored minus one, gated GELU, and scaled embeddings.
-
-The presets have the dimensions of the released config files. Their learning rates were not published: these are those of other models of
-like size.
-"""
+"""Gemma (Gemma Team 2024, arXiv 2403.08295): Llama with weights of norms stored minus one, gated GELU, and scaled embeddings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Gemma 2 (Gemma Team 2024, arXiv 2408.00118): a window in every other layer, four norms a layer, caps of scores and logits.
 
-The presets are as released. Their learning rates were not published: these are those of other models of like size. Defaults of keys are
-those of transformers' `Gemma2Config`.
+Defaults of keys are those of transformers' `Gemma2Config`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Gemma 3, text (Gemma Team 2025, arXiv 2503.19786): local and global layers, four norms a layer, gated GELU.
 
 Norms multiply by 1 + the stored weight. Local layers have a window and a rotary base of their own; the base of global layers may be scaled.
-Presets have the dimensions of the released text models' config files (`text_config` for those that also read images). Their
-learning rates were not published: these are those of other models of like size. Defaults of keys are those of transformers'
-`Gemma3TextConfig`.
+Defaults of keys are those of transformers' `Gemma3TextConfig`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""GLM-4-9B (GLM Team 2024, arXiv 2406.12793): Llama that rotates neighbours in the first half of each head.
-
-The preset has the dimensions of the released config file. Its learning rate was not published: it is that of other models of like size.
-"""
+"""GLM-4-9B (GLM Team 2024, arXiv 2406.12793): Llama that rotates neighbours in the first half of each head."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""GLM-4-0414 (GLM Team 2025): norms of inputs and outputs; neighbours in the first half of each head are rotated.
-
-The presets have the dimensions of the released config files. Learning rates were not published: these are those of other models of like
-size.
-"""
+"""GLM-4-0414 (GLM Team 2025): norms of inputs and outputs; neighbours in the first half of each head are rotated."""
 
 from __future__ import annotations
 

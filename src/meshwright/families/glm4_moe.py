@@ -1,8 +1,4 @@
-"""GLM-4.5 to 4.7 (GLM Team 2025, arXiv 2508.06471): DeepSeek-V3's routing beside ordinary attention, half of each head rotated.
-
-The presets have the dimensions of the released config files. Learning rates were not published: these are those of other models of like
-size.
-"""
+"""GLM-4.5 to 4.7 (GLM Team 2025, arXiv 2508.06471): DeepSeek-V3's routing beside ordinary attention, half of each head rotated."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""GLM-4.7-Flash (GLM Team 2026): DeepSeek-V3 with wider values, and experts in one group.
-
-The preset has the dimensions of the released config file. Its learning rate was not published: it is that of other models of like size.
-"""
+"""GLM-4.7-Flash (GLM Team 2026): DeepSeek-V3 with wider values, and experts in one group."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
         raise config.error("mlp_layer_types", types, f"as many as layers, {_DENSE} before {_ROUTED}")
     if stated and types != usual:
         raise config.error("mlp_layer_types", types, f"{first} times {_DENSE} first, as first_k_dense_replace says")
-    shared = experts.read_shared(config, fields["expert_hidden"])
-    return {**fields, **shared, "first_dense_layers": types.count(_DENSE)}
+    fields |= experts.read_shared(config, fields["expert_hidden"])
+    return {**fields, "first_dense_layers": types.count(_DENSE)}
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:

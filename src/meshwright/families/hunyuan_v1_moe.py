@@ -1,7 +1,4 @@
-"""Hunyuan with experts (Hunyuan-A13B, Tencent 2025): Hunyuan's attention, experts in all layers, and a shared expert of the same width.
-
-The preset has the dimensions of the released config file. Its learning rate was not published: it is that of other models of like size.
-"""
+"""Hunyuan with experts (Hunyuan-A13B, Tencent 2025): Hunyuan's attention, experts in all layers, and a shared expert of the same width."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from meshwright.spec.model import ModelSpec
 
 _COUNTS = Keys({"experts": Key("num_experts", 1), "experts_per_token": Key("moe_topk", 1)})
 _WIDTH = "moe_intermediate_size"
-_LISTED = (_WIDTH, "num_experts", "moe_topk")
-"""Keys that may have a list, of a number for each layer."""
+_LISTED = (_WIDTH, "num_experts", "moe_topk")  # may have a list, of a number for each layer
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:

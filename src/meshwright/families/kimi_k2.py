@@ -1,6 +1,6 @@
 """Kimi K2 (Moonshot AI 2025, arXiv 2507.20534): DeepSeek-V3 with more experts in one group and fewer heads.
 
-Its folders differ from DeepSeek-V3's in `model_type` alone. The preset is as released.
+Its folders differ from DeepSeek-V3's in `model_type` alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Llama 2 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024).
 
-The presets have the dimensions of the released config files. `llama-nano` is the laptop-sized model of the quick start.
+`llama-nano` is the laptop-sized model of the quick start.
 """
 
 from __future__ import annotations

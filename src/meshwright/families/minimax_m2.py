@@ -1,7 +1,4 @@
-"""MiniMax-M2 (MiniMax 2025): experts chosen by sigmoid and bias, a part of each head rotated, norms of all heads together.
-
-The preset has the dimensions of the released config file. Its learning rate was not published: it is that of other models of like size.
-"""
+"""MiniMax-M2 (MiniMax 2025): experts chosen by sigmoid and bias, a part of each head rotated, norms of all heads together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Mistral (Jiang et al. 2023): Llama, where each token may attend to a window of tokens. The presets are as released.
+"""Mistral (Jiang et al. 2023): Llama, where each token may attend to a window of tokens.
 
-Learning rates were not published: these are those of other models of like size. A config.json without `sliding_window` has the window
-of the class, 4096 tokens; one with null has none.
+A config.json without `sliding_window` has the window of the class, 4096 tokens; one with null has none.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """OLMo 2 (OLMo Team 2025, arXiv 2501.00656): norms of outputs instead of inputs, and of all query and key heads together.
 
-The presets have the dimensions of the released config files, and the learning rates of the paper.
+The learning rates of the presets are those of the paper.
 """
 
 from __future__ import annotations

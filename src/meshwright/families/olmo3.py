@@ -1,6 +1,6 @@
 """OLMo 3 (OLMo Team 2025): OLMo 2 in which three of four layers have a window, and the others YaRN.
 
-The presets have the dimensions of the released config files. Older folders have one base for all layers and `rope_scaling` for full layers.
+Older folders have one base for all layers and `rope_scaling` for full layers.
 """
 
 from __future__ import annotations

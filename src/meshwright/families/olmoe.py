@@ -1,6 +1,6 @@
 """OLMoE (Muennighoff et al. 2024, arXiv 2409.02060): experts in all layers, and norms of all query and key heads together.
 
-The preset has the dimensions of the released config file and the learning rate of the paper.
+The learning rate of the preset is that of the paper.
 """
 
 from __future__ import annotations

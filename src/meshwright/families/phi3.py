@@ -1,8 +1,7 @@
 """Phi-3, Phi-4 and Phi-4-mini (Abdin et al. 2024, arXiv 2404.14219 and 2412.08905): Llama with fused projections in its folders.
 
-Phi-4-mini rotates three quarters of each head, with LongRoPE. The presets have the dimensions of the released config files. Learning rates
-were not published: these are those of other models of like size. `original_max_position_embeddings` stands outside of the RoPE section,
-and wins over one in it, as in transformers.
+Phi-4-mini rotates three quarters of each head, with LongRoPE. `original_max_position_embeddings` stands outside of
+the RoPE section, and wins over one in it, as in transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Qwen2 and Qwen2.5 dense (Yang et al. 2024, arXiv 2407.10671 and 2412.15115): Llama with biases of queries, keys and values.
 
-Presets have the dimensions of the released base models' config files. Their learning rates were not published: these
-are those of other models of like size. They were trained on sequences of 4,096 tokens before the context was extended.
+The presets are base models. They were trained on sequences of 4,096 tokens before the context was extended.
 """
 
 from __future__ import annotations

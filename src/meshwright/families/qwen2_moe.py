@@ -1,7 +1,4 @@
-"""Qwen2-MoE and Qwen1.5-MoE (Yang et al. 2024): Qwen2 with experts, and a shared expert times a gate of the token.
-
-The presets are as released; their learning rates were not published: these are those of other models of like size.
-"""
+"""Qwen2-MoE and Qwen1.5-MoE (Yang et al. 2024): Qwen2 with experts, and a shared expert times a gate of the token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 dense (Yang et al. 2025): Llama with a norm on each query and key head, no biases. Presets are as released."""
+"""Qwen3 dense (Yang et al. 2025): Llama with a norm on each query and key head, no biases."""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ RELEASED = {
 }
 """What all released models share, with experts too."""
 PRESETS = presets(
-    {"qwen3-0.6b": size(28, 1024, 16, 8, 3072, 6e-4, tied=True), "qwen3-8b": size(36, 4096, 32, 8, 12288, 3e-4)},
+    {
+        "qwen3-0.6b": size(28, 1024, 16, 8, 3072, 6e-4, tied=True),
+        "qwen3-8b": size(36, 4096, 32, 8, 12288, 3e-4),
+        "qwen3-32b": size(64, 5120, 64, 8, 25600, 1.5e-4),
+    },
     **RELEASED,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import meshwright.families
 from meshwright.families.format import Family, Preset
 
-_SHARED = ("adapters", "format", "registry", "folder", "quantization", "text_part")
+_SHARED = ("adapters", "format", "missing", "registry", "folder", "quantization", "text_part")
 """Files of the folder that are no families."""
 _files = (module.name for module in iter_modules(meshwright.families.__path__) if not module.ispkg)
 _names = sorted(name for name in _files if name not in _SHARED)

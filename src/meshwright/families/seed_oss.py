@@ -1,7 +1,4 @@
-"""Seed-OSS (ByteDance Seed 2025): Llama with biases of queries, keys and values. The preset is as released.
-
-Its learning rate was not published: this is that of other models of like size.
-"""
+"""Seed-OSS (ByteDance Seed 2025): Llama with biases of queries, keys and values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """SmolLM3 (Bakouch et al. 2025): Llama in which every fourth layer rotates neither queries nor keys.
 
-The preset has the dimensions of the released base model's config file, its learning rate and first length are those of its published
-recipe.
+The preset is the base model; its learning rate and first length are those of the published recipe.
 """
 
 from __future__ import annotations

@@ -6,11 +6,12 @@ between its own keys (Qwen2-VL). The other tensors belong to towers and projecto
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from meshwright.families.format import Family
+from meshwright.families.keys.experts import STACKED_MODULES
 from meshwright.spec.errors import BadInput, shorten
 
 CLASS = "ForConditionalGeneration"
@@ -19,10 +20,13 @@ SAME_AS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
     "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
 }
 """Types of text parts that differ from a family only in the positions of images, and the family."""
+ALWAYS: dict[str, dict[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""Keys of these types that their classes do not read, as they always do what the family does with these values."""
 WITHOUT_HEAD_DIM = ("glm4v_text",)
 """Types of text parts whose classes share the width among the heads, whatever `head_dim` says."""
 FLAT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
@@ -52,6 +56,16 @@ class Nesting:
     """Of all weights but the head."""
     head: str
     """Of the head."""
+    experts: Literal["single", "in_out", "out_in"] = "single"
+    """How the folder has the weights of a layer's experts: as folders of the text model, or stacked (Qwen3-VL-MoE) as `(experts, in, out)`,
+    as released, or `(experts, out, in)`, as transformers 5 writes them."""
+
+    def layout(self, family: Family) -> Family:
+        """The family with the names and shapes that the folder has for its text model, but for prefixes."""
+        if self.experts == "single":
+            return family
+        transposed = frozenset(STACKED_MODULES if self.experts == "in_out" else ())
+        return replace(family, modules={**family.modules, **STACKED_MODULES}, transposed=family.transposed | transposed)
 
     def name(self, family: Family, name: str) -> str:
         """The name in the folder of a tensor that has `name` in a folder of the text model alone."""
@@ -81,6 +95,7 @@ def text_config(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], 
     model_type, part = config.get("model_type"), config.get("text_config")
     if isinstance(part, Mapping):
         text, inside = {**part, **{key: config[key] for key in SHARED if config.get(key) is not None}}, "text_config: "
+        text |= ALWAYS.get(str(part.get("model_type")), {})
         text["model_type"] = SAME_AS.get(str(part.get("model_type")), part.get("model_type"))
         hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
         if part.get("model_type") in WITHOUT_HEAD_DIM and isinstance(hidden, int) and isinstance(heads, int) and heads:
@@ -107,11 +122,24 @@ def _without_image_positions(text: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def nesting(family: Family, names: Collection[str], where: str) -> Nesting:
-    """Where the tensors of the text part are, among the names of a folder. Raises BadInput if they are nowhere."""
+def nesting(family: Family, names: Collection[str], where: str, shape: Callable[[str], tuple[int, ...]]) -> Nesting:
+    """Where the tensors of the text part are, among the names of a folder; `shape` gives one's. Raises BadInput if they are nowhere."""
     bases = {Nesting(base, "").name(family, f"{family.ends['embed']}.weight"): base for base in BASES}
     base = next((base for name, base in bases.items() if name in names), None)
     if base is None:
         raise BadInput(f"{where}: no text part among the tensors: expected {' or '.join(bases)}")
     head = next((head for head in HEADS if f"{head}{family.ends['head']}.weight" in names), "")
-    return Nesting(base, head)
+    return Nesting(base, head, _experts(family, base, names, shape))
+
+
+def _experts(
+    family: Family, base: str, names: Collection[str], shape: Callable[[str], tuple[int, ...]]
+) -> Literal["single", "in_out", "out_in"]:
+    """The form of the experts' weights, from the shapes of two tensors of one layer."""
+    up_name, down_name = (name for names in STACKED_MODULES.values() for name in names)
+    found = next((name for name in names if name.startswith(base) and name.endswith(f".{down_name}")), None)
+    if found is None or STACKED_MODULES.items() <= family.modules.items():
+        return "single"
+    # (experts, hidden, 2 · width) and (experts, width, hidden), or (experts, 2 · width, hidden) and (experts, hidden, width).
+    up, down = shape(found.removesuffix(down_name) + up_name), shape(found)
+    return "in_out" if up[1:2] == down[2:] else "out_in"

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.kernels.norm import rms_norm
+from meshwright.kernels.norm import KERNEL_WIDTHS, rms_norm
 
-MAX_WIDTH = 16384
+MAX_WIDTH = KERNEL_WIDTHS[-1]
 """Widest token that one program holds in registers."""
 
 

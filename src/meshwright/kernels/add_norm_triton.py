@@ -1,4 +1,4 @@
-"""The Triton kernel of `add_rms_norm`; imported only with a CUDA device, as CPU builds of torch lack Triton."""
+"""The Triton kernels of `add_rms_norm` and `rms_norm`; imported only with a CUDA device, as CPU builds of torch lack Triton."""
 
 from __future__ import annotations
 
@@ -17,9 +17,21 @@ def fused_add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The sum and its norm; see `add_norm.add_rms_norm`. One program computes one token."""
-    x, delta = x.contiguous(), delta.contiguous()
-    total, normed = torch.empty_like(x), torch.empty_like(x)
-    width = x.shape[-1]
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return total, _normed(x, delta.contiguous(), total, weight, eps, plus_one)
+
+
+def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:
+    """The norm alone; see `norm.rms_norm`. One program computes one row."""
+    return _normed(x, None, None, weight, eps, plus_one)
+
+
+def _normed(
+    x: Tensor, delta: Tensor | None, total: Tensor | None, weight: Tensor, eps: float, plus_one: bool
+) -> Tensor:
+    """The norm of `x + delta`, which is written to `total`, or of x without a delta."""
+    x, width = x.contiguous(), x.shape[-1]
+    normed = torch.empty_like(x)
     if x.numel():
         block = triton.next_power_of_2(width)
         warps = min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))
@@ -36,7 +48,7 @@ def fused_add_rms_norm(
             num_warps=warps,
             **options(x.device),
         )
-    return total, normed
+    return normed
 
 
 def fused_add_copies_rms_norm(
@@ -140,14 +152,15 @@ def _add_rms_norm(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     offset = tl.program_id(0).to(tl.int64) * WIDTH + column
-    dtype = total.dtype.element_ty
+    dtype = normed.dtype.element_ty
     factor = norm_factor(weight, column, inside, PLUS_ONE)
     await_previous(DEPENDENT)
-    # All loads are issued before the first use of one, so that their latencies overlap.
-    left = tl.load(x + offset, mask=inside, other=0.0)
-    right = tl.load(delta + offset, mask=inside, other=0.0)
-    rounded = (left.to(tl.float32) + right.to(tl.float32)).to(dtype)
-    tl.store(total + offset, rounded, mask=inside)
+    rounded = tl.load(x + offset, mask=inside, other=0.0)
+    if delta is not None:
+        # Both loads are issued before the first use of one, so that their latencies overlap.
+        right = tl.load(delta + offset, mask=inside, other=0.0)
+        rounded = (rounded.to(tl.float32) + right.to(tl.float32)).to(dtype)
+        tl.store(total + offset, rounded, mask=inside)
     wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / WIDTH) + eps)
     tl.store(normed + offset, (wide * scale * factor).to(dtype), mask=inside)

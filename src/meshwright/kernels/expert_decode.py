@@ -20,9 +20,10 @@ MOST_ROWS = 32
 
 
 class Routing(NamedTuple):
-    """How experts are chosen: `copies` for each token, whether weights are `normalised`, their `scale`, groups of experts."""
+    """How experts are chosen: `copies` for each token by sigmoids or a softmax, whether weights are `normalised`, their `scale`, groups."""
 
     copies: int
+    sigmoid: bool
     normalised: bool
     scale: float
     groups: int = 1
@@ -61,7 +62,7 @@ def most_tokens(experts: int, copies: int) -> int:
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Choices:
     """The choices of rows x `(tokens, hidden)` by a router `weight` `(experts, hidden)`.
 
-    Scores are a softmax, or with `bias` `(experts,)` sigmoids, to which it is added for the choice only; see `models.moe`.
+    `bias` `(experts,)` is added to scores for the choice only; see `models.moe`.
     """
     from meshwright.kernels import expert_decode_triton
 

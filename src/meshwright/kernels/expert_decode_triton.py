@@ -25,7 +25,7 @@ from meshwright.kernels.dependent_launch_triton import await_previous, options, 
 from meshwright.kernels.expert_decode import Choices, Routing
 from meshwright.kernels.fixed_product import TILE_BYTES
 from meshwright.kernels.fixed_product_triton import sum_tiles
-from meshwright.kernels.router_triton import keys_of, scores_of
+from meshwright.kernels.router_triton import divisor_of, keys_of, scores_of
 from meshwright.kernels.row_quantize import RoundedMatrix
 
 ROUTER_INNER = 128
@@ -101,6 +101,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> C
         routing.scale,
         COPIES=copies,
         SLOTS=triton.next_power_of_2(copies),
+        SIGMOID=routing.sigmoid,
         NORMALISED=routing.normalised,
         GROUPS=routing.groups,
         KEPT_GROUPS=routing.kept_groups,
@@ -197,6 +198,7 @@ def _route(
     scale,
     COPIES: tl.constexpr,
     SLOTS: tl.constexpr,
+    SIGMOID: tl.constexpr,
     NORMALISED: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT_GROUPS: tl.constexpr,
@@ -241,20 +243,20 @@ def _route(
                 cache_modifier=".cg",
             )
         logits = logits.to(x.dtype.element_ty)
-        sigmoid: tl.constexpr = bias is not None
-        scores, _, total = scores_of(logits, is_expert[None, :], sigmoid)
+        biased: tl.constexpr = bias is not None
+        scores, _, total = scores_of(logits, is_expert[None, :], SIGMOID)
         keys = keys_of(logits, scores, bias, expert, experts)
         free = is_expert[None, :] & (index >= 0)[:, None]
         if KEPT_GROUPS < GROUPS:
             group = expert // (experts // GROUPS)
-            free = free & _in_best_groups(keys, group, free, sigmoid, GROUPS, KEPT_GROUPS, PADDED_GROUPS, ROWS, BLOCK)
-        wide: tl.constexpr = sigmoid or x.dtype.element_ty != tl.bfloat16
-        picked, numbers, places_of = _pick(keys, scores, free, wide, sigmoid, COPIES, SLOTS, ROWS, BLOCK)
-        if not sigmoid:
+            free = free & _in_best_groups(keys, group, free, biased, GROUPS, KEPT_GROUPS, PADDED_GROUPS, ROWS, BLOCK)
+        wide: tl.constexpr = biased or x.dtype.element_ty != tl.bfloat16
+        picked, numbers, places_of = _pick(keys, scores, free, wide, biased, COPIES, SLOTS, ROWS, BLOCK)
+        if not biased:
             highest = tl.max(tl.where(is_expert[None, :], logits.to(tl.float32), float("-inf")), 1)[:, None]
             picked = tl.where(slot[None, :] < COPIES, tl.exp(picked - highest) / total, 0.0)
         if NORMALISED:
-            picked /= tl.sum(picked, 1)[:, None]
+            picked /= divisor_of(tl.sum(picked, 1), SIGMOID, biased)[:, None]
         target, stored = index[:, None] * COPIES + slot[None, :], exists & (slot < COPIES)[None, :]
         tl.store(weights + target, picked * scale, mask=stored)
         tl.store(chosen + target, numbers, mask=stored)

@@ -84,7 +84,8 @@ def paged_decode(
     if splits > 1:
         partial = q.new_empty(sequences * kv_heads * splits * rows, head_dim, dtype=torch.float32)
         logarithms = q.new_empty(len(partial), dtype=torch.float32)
-    _decode[(kv_heads, splits, sequences)](
+    # Blocks are given to multiprocessors in this order. Parts that a context does not have come last, so that the others are spread evenly.
+    _decode[(kv_heads, sequences, splits)](
         q,
         cache_layer,
         block_tables,
@@ -245,8 +246,8 @@ def _decode(
     DEPENDENT: tl.constexpr,
 ) -> None:
     await_previous(DEPENDENT)
-    head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads, splits = tl.num_programs(0), tl.num_programs(1)
+    head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads, splits = tl.num_programs(0), tl.num_programs(2)
     length = tl.load(lengths + sequence)
     begin, end = split_tiles(length, split, splits, least, QUERIES, WINDOW, TILE)
     row, dim, token = tl.arange(0, PAIRS), tl.arange(0, DIMS), tl.arange(0, TILE)

@@ -32,31 +32,35 @@ def has_kernel(x: Tensor, experts: int) -> bool:
     return x.is_cuda and experts <= MOST_EXPERTS and (not x.is_floating_point() or x.element_size() <= 4)
 
 
-def choose(logits: Tensor, bias: Tensor | None, *, copies: int, normalised: bool, scale: float) -> Choice:
+def choose(
+    logits: Tensor, bias: Tensor | None, *, sigmoid: bool, copies: int, normalised: bool, scale: float
+) -> Choice:
     """The `copies` experts of the highest score of each token.
 
-    `logits` `(batch, seq, experts)` are a router's output that `has_kernel` takes. Scores are a softmax, or with `bias` `(experts,)`
-    sigmoids, to which it is added for the choice only. Of equal scores the first expert's comes first. Weights are the scores, by token
-    divided by their sum if `normalised`, times `scale`.
+    `logits` `(batch, seq, experts)` are a router's output that `has_kernel` takes. Scores are a softmax or
+    sigmoids, to which `bias` `(experts,)` is added for the choice only. Of equal scores the first expert's comes first. Weights are the
+    scores, by token divided by their sum if `normalised`, times `scale`; the least sum of a softmax with a bias is `LEAST_SUM`.
     """
-    return Choice(*_choose_experts(logits, bias, copies, normalised, scale))
+    return Choice(*_choose_experts(logits, bias, sigmoid, copies, normalised, scale))
 
 
-def pick(logits: Tensor, bias: Tensor | None, *, copies: int, normalised: bool, scale: float) -> tuple[Tensor, Tensor]:
+def pick(
+    logits: Tensor, bias: Tensor | None, *, sigmoid: bool, copies: int, normalised: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """`weights` and `chosen` of `choose`, without gradients: all that inference needs."""
     from meshwright.kernels import router_triton
 
-    return router_triton.pick(logits, bias, copies, normalised, scale)
+    return router_triton.pick(logits, bias, sigmoid, copies, normalised, scale)
 
 
 # Defined here, because a recompute policy recognises the operator also without Triton.
 @torch.library.custom_op("meshwright::choose_experts", mutates_args=())
 def _choose_experts(
-    logits: Tensor, bias: Tensor | None, copies: int, normalised: bool, scale: float
+    logits: Tensor, bias: Tensor | None, sigmoid: bool, copies: int, normalised: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from meshwright.kernels import router_triton
 
-    return router_triton.choose(logits, bias, copies, normalised, scale)
+    return router_triton.choose(logits, bias, sigmoid, copies, normalised, scale)
 
 
 @torch.library.custom_op("meshwright::choose_experts_backward", mutates_args=())
@@ -66,19 +70,20 @@ def _choose_experts_backward(
     logits: Tensor,
     chosen: Tensor,
     sigmoid: bool,
+    biased: bool,
     normalised: bool,
     scale: float,
 ) -> Tensor:
     from meshwright.kernels import router_triton
 
-    return router_triton.choice_gradient(weights_grad, sums_grad, logits, chosen, sigmoid, normalised, scale)
+    return router_triton.choice_gradient(weights_grad, sums_grad, logits, chosen, sigmoid, biased, normalised, scale)
 
 
 @_choose_experts.register_fake
 def _(
-    logits: Tensor, bias: Tensor | None, copies: int, normalised: bool, scale: float
+    logits: Tensor, bias: Tensor | None, sigmoid: bool, copies: int, normalised: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    del bias, normalised, scale
+    del bias, sigmoid, normalised, scale
     batch, seq, experts = logits.shape
     weights, chosen = (logits.new_empty(batch, seq, copies, dtype=dtype) for dtype in (torch.float32, torch.int64))
     sums, loads = (logits.new_empty(batch, experts, dtype=dtype) for dtype in (torch.float32, torch.int64))
@@ -92,16 +97,17 @@ def _(
     logits: Tensor,
     chosen: Tensor,
     sigmoid: bool,
+    biased: bool,
     normalised: bool,
     scale: float,
 ) -> Tensor:
-    del weights_grad, sums_grad, chosen, sigmoid, normalised, scale
+    del weights_grad, sums_grad, chosen, sigmoid, biased, normalised, scale
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, bias, _, *options = inputs
-    ctx.options = bias is not None, *options
+    logits, bias, sigmoid, _, *options = inputs
+    ctx.options = sigmoid, bias is not None, *options
     ctx.save_for_backward(logits, output[1])
 
 
@@ -109,7 +115,7 @@ def _autograd_backward(
     ctx: Any, weights_grad: Tensor, chosen_grad: None, sums_grad: Tensor, loads_grad: None
 ) -> tuple[Tensor | None, ...]:
     del chosen_grad, loads_grad
-    return _choose_experts_backward(weights_grad, sums_grad, *ctx.saved_tensors, *ctx.options), *4 * (None,)
+    return _choose_experts_backward(weights_grad, sums_grad, *ctx.saved_tensors, *ctx.options), *5 * (None,)
 
 
 _choose_experts.register_autograd(_autograd_backward, setup_context=_setup_context)

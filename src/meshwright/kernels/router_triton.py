@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.spec.blocks.mixture import LEAST_SUM
+
 TILE = 2048
 """Elements of a tile, unless one token has more.
 
@@ -21,23 +23,25 @@ With twice as many, counting takes 254 registers of a thread on sm_90 instead of
 """
 SCAN_BLOCK = 1024
 """Blocks of tokens of which one program of the scan reads the counts at a time."""
+LEAST = tl.constexpr(LEAST_SUM)
 
 
 def choose(
-    logits: Tensor, bias: Tensor | None, copies: int, normalised: bool, scale: float
+    logits: Tensor, bias: Tensor | None, sigmoid: bool, copies: int, normalised: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tensors of a `router.Choice`; see `router.choose`."""
     batch, seq, experts = logits.shape
     parts = triton.cdiv(seq, _tile(experts)[0])
     sums = torch.empty(batch, parts, experts, dtype=torch.float32, device=logits.device)
     counts = torch.empty(batch, parts, experts, dtype=torch.int32, device=logits.device)
-    weights, chosen = pick(logits, bias, copies, normalised, scale, sums, counts)
+    weights, chosen = pick(logits, bias, sigmoid, copies, normalised, scale, sums, counts)
     return weights, chosen, sums.sum(1), counts.sum(1)
 
 
 def pick(
     logits: Tensor,
     bias: Tensor | None,
+    sigmoid: bool,
     copies: int,
     normalised: bool,
     scale: float,
@@ -62,6 +66,7 @@ def pick(
             scale,
             copies,
             triton.next_power_of_2(copies),
+            sigmoid,
             normalised,
             tokens,
             block,
@@ -76,6 +81,7 @@ def choice_gradient(
     logits: Tensor,
     chosen: Tensor,
     sigmoid: bool,
+    biased: bool,
     normalised: bool,
     scale: float,
 ) -> Tensor:
@@ -95,6 +101,7 @@ def choice_gradient(
             scale,
             chosen.shape[2],
             sigmoid,
+            biased,
             normalised,
             tokens,
             block,
@@ -151,6 +158,7 @@ def _choose(
     scale,
     copies: tl.constexpr,
     slots: tl.constexpr,
+    sigmoid: tl.constexpr,
     normalised: tl.constexpr,
     tokens: tl.constexpr,
     block: tl.constexpr,
@@ -160,11 +168,11 @@ def _choose(
     exists, is_expert = (token < seq)[:, None], (expert < experts)[None, :]
     index = sequence * seq + token
     x = tl.load(logits + index[:, None] * experts + expert[None, :], mask=exists & is_expert, other=0.0)
-    scores, probabilities, _ = scores_of(x, is_expert, bias is not None)
+    scores, probabilities, _ = scores_of(x, is_expert, sigmoid)
     keys = keys_of(x, scores, bias, expert, experts)
     picked, numbers, places = pick_copies(keys, scores, is_expert & (index >= 0)[:, None], copies, slots, tokens, block)
     if normalised:
-        picked /= tl.sum(picked, 1)[:, None]
+        picked /= divisor_of(tl.sum(picked, 1), sigmoid, bias is not None)[:, None]
     target, stored = index[:, None] * copies + slot[None, :], exists & (slot < copies)[None, :]
     tl.store(weights + target, picked * scale, mask=stored)
     tl.store(chosen + target, numbers.to(tl.int64), mask=stored)
@@ -188,6 +196,7 @@ def _choose_backward(
     scale,
     copies: tl.constexpr,
     sigmoid: tl.constexpr,
+    biased: tl.constexpr,
     normalised: tl.constexpr,
     tokens: tl.constexpr,
     block: tl.constexpr,
@@ -208,7 +217,9 @@ def _choose_backward(
             score = tl.sum(tl.where(expert[None, :] == number[:, None], scores, 0.0), 1)
             total += score
             mean += score * tl.load(weights_grad + index * copies + copy, mask=exists, other=0.0)
-        mean /= total
+        divisor = divisor_of(total, sigmoid, biased)
+        mean = tl.where(divisor == total, mean / divisor, 0.0)  # a constant divisor has no gradient
+        total = divisor
     slopes = tl.zeros((tokens, block), tl.float32)
     for copy in tl.static_range(copies):
         number = tl.load(chosen + index * copies + copy, mask=exists, other=0).to(tl.int32)
@@ -239,6 +250,14 @@ def scores_of(x, is_expert, sigmoid: tl.constexpr) -> tl.tuple:
         probabilities = powers / total
         scores = probabilities
     return scores, probabilities, total
+
+
+@triton.jit
+def divisor_of(total, sigmoid: tl.constexpr, biased: tl.constexpr) -> tl.tensor:
+    """What the scores of chosen experts are divided by, of their sum: a bias may choose experts whose softmax is 0."""
+    if biased and not sigmoid:
+        total = tl.maximum(total, LEAST)
+    return total
 
 
 @triton.jit

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.events.messages import Checkpoint, Corruption, Message, SelfTestResult, SkippedSamples
+from meshwright.launch.health_monitor import HealthMonitor
 from meshwright.launch.local import Listener, Ranks
 from meshwright.launch.reports import Directive, Evidence, HostTest, Report
 from meshwright.policies.job_end import STOP_EXIT_CODES
 from meshwright.policies.skipped_samples import SampleRange
 from meshwright.policies.supervision import LISTED_CHECKPOINTS
 from meshwright.spec.errors import EXIT_INTERRUPTED, BadInput
-from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
+from meshwright.spec.rank_environment import ATTEMPT_VARIABLE, PROGRAM_STOP
 from meshwright.spec.run import RunSpec
 
 SPARE_SECONDS = 3.0
@@ -87,6 +88,8 @@ class Agent:
         address: str = "127.0.0.1",
         listener: Listener | None = None,
         spares: bool = True,
+        health: HealthMonitor | None = None,
+        report_defect: Callable[[str, str], object] = lambda host, cause: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`start(spare)` starts processes that wait; those that are no spares open the device at once.
@@ -94,10 +97,12 @@ class Agent:
         No directive makes the agent read or write a file outside of the run's `folder`.
 
         Without `spares` the processes for a restart start when all ranks have ended. After a stop signal none start.
+        With `health` the host is ready once its health was read. `report_defect` is called with host and cause, once, if the
+        host is excluded.
         """
         self._host, self._address, self._start, self._spares = host, address, start, spares
         self._folder = folder
-        self._listener, self._clock = listener, clock
+        self._listener, self._clock, self._health = listener, clock, health
         self._running: Ranks | None = None
         self._waiting: Ranks | None = start(False)
         self._attempt = 0
@@ -108,6 +113,8 @@ class Agent:
         self._trained_at: float | None = None
         self._kill_at: float | None = None
         self._stop = self._dead_spares = 0
+        self._drained = self._idles = False
+        self._report_defect = report_defect
         self._test: _RunningTest | None = None
         self._tested: HostTest | None = None
         self._evidence: threading.Thread | None = None
@@ -131,10 +138,12 @@ class Agent:
         """The state of this host."""
         running = self._running
         self._drop_dead_spares()
+        findings = self._health.findings() if self._health else ()
+        known = self._health is None or self._health.known
         return Report(
             host=self._host,
             address=self._address,
-            port=self._waiting.port if self._waiting and self._test is None else 0,
+            port=self._waiting.port if self._waiting and self._test is None and known else 0,
             attempt=self._attempt,
             ended=running is None or running.ended,
             ranks=tuple(running.states) if running else (),
@@ -143,6 +152,7 @@ class Agent:
             corruptions=tuple(self._corruptions),
             stop=self._stop,
             test=self._tested,
+            findings=findings,
             job=self._job,
         )
 
@@ -159,10 +169,16 @@ class Agent:
             self._begin(directive)
         if directive.stop and not self._stop:
             self.stop(directive.stop)
+        if directive.drain and directive.attempt == self._attempt and self._running is not None and not self._drained:
+            self._drained = True
+            self._running.stop(PROGRAM_STOP)
         if directive.order == "end" and directive.attempt == self._attempt:
             self._end(directive)
         if directive.order == "idle":
             self._discard_waiting()
+            if not self._idles:
+                self._idles = True
+                self._report_defect(self._host, directive.cause)
         elif directive.order == "wait" or (directive.order == "end" and self._may_restart()) or self._wants_spares():
             self._waiting = self._waiting or self._start(True)
 
@@ -171,6 +187,11 @@ class Agent:
         self._stop = STOP_EXIT_CODES[number]
         if self._running is not None:
             self._running.stop(number)
+
+    def prepare_restart(self) -> None:
+        """Have processes ready for the next attempt: the coordinator counts this host as lost, and its ranks stand still."""
+        if self._running is not None and not self._stop and not self._idles:
+            self._waiting = self._waiting or self._start(True)
 
     def kill_at_once(self) -> None:
         """Send SIGKILL to all ranks, without waiting: safe in a signal handler."""
@@ -227,7 +248,7 @@ class Agent:
         if self._running is not None:
             self._running.discard()
         self._running = self._waiting or self._start(False)
-        self._dead_spares = 0
+        self._dead_spares, self._drained = 0, False
         self._waiting, self._trained_at, self._kill_at = None, None, None
         self._attempt, self._checkpoints, self._skipped, self._corruptions = directive.attempt, [], [], []
         variables = self._variables(self._running, directive)

@@ -42,6 +42,7 @@ def rules_of(run: RunSpec, *, others_may_join: bool = True) -> Rules:
         run.supervision.wait_seconds,
         batch_ramp=run.train.batch_ramp,
         test_at_end=persists and run.supervision.restarts > 0,
+        saves=run.supervision.restarts > 0 and (run.checkpoint.every != 0 or run.checkpoint.at_end),
         others_may_join=others_may_join,
     )
 

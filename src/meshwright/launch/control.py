@@ -25,8 +25,9 @@ from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
 BODY_BYTES = 1 << 20
 """Most bytes of a request's body, and of an answer."""
-CONNECT_SECONDS, ANSWER_SECONDS = 3.0, 10.0
-"""Longest time to connect to the coordinator, and to wait for its answer."""
+CONNECT_SECONDS, ANSWER_SECONDS = 1.5, 10.0
+"""Longest time to connect to the coordinator, and to wait for its answer. TCP asks for a connection after 0 and 1 s: one that
+a cut network has lost is asked for again sooner by another try."""
 PROOF_PATH, NONCE_HEADER, PROOF_HEADER, DIGEST_HEADER = "/proof", "nonce", "proof", "digest"
 """Path of the exchange of nonces, and headers with nonce, proof and SHA-256 of the body."""
 

@@ -25,7 +25,7 @@ from meshwright.launch.progress_file import JobProgress, rank_snapshot
 from meshwright.launch.reports import Directive, Evidence, Report
 from meshwright.launch.state_file import StateFile
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
-from meshwright.policies.host_tests import seconds_of_test
+from meshwright.policies.host_tests import machine_of, seconds_of_test
 from meshwright.policies.job_end import GRACE_SECONDS, STOP_EXIT_CODES, culprit, next_action
 from meshwright.policies.job_events import (
     AttemptReported,
@@ -50,6 +50,7 @@ from meshwright.policies.job_events import (
     Test,
     Tick,
     Trained,
+    Unhealthy,
     Unplannable,
     Unrecordable,
 )
@@ -125,6 +126,7 @@ class Coordinator:
         self._watch = HangWatch(hang_seconds)
         self._ticked = clock()
         self._informed: set[str] = set()
+        self._noted: set[str] = set()
         self._positions: tuple[tuple[str, ...], dict[str, int]] = ((), {})
         self._stop = 0
         self._attempt = Attempt(self.state.attempt)
@@ -218,7 +220,10 @@ class Coordinator:
         # coordinator began the attempt, and the address is not in the stored state.
         if stale and not self._attempt.address:
             yield Lost(report.host, f"host {report.host} had not begun when the coordinator was started again")
-        ready = report.port != 0 and not stale  # processes that wait to begin report the port of their store
+        for finding in report.findings:
+            yield Unhealthy(report.host, finding)
+        # Processes that wait to begin report the port of their store.
+        ready = report.port != 0 and not stale and not is_excluded(self.state, report.host)
         if ready != (report.host in state.ready):
             yield Ready(report.host, ready)
             if ready and state.status == "running" and report.host not in state.members:
@@ -375,8 +380,10 @@ class Coordinator:
                     self._report_end(reason, incident)
                 case Record(incident):
                     self._record(incident, ends=False)
-                case Note(text):
-                    write_line(f"meshwright: {text}")
+                case Note(text, key):
+                    if key not in self._noted:
+                        write_line(f"meshwright: {text}")
+                    self._noted |= {key} if key else set()
                 case Begin() | Finish():
                     pass  # directives follow from the state
         return True
@@ -395,11 +402,12 @@ class Coordinator:
             assert state.stop is not None
             self._informed.add(host)
             return exit_directive(state)
-        if is_excluded(state, host):
-            return Directive("idle", state.attempt)
+        position = self._position(host)
+        if is_excluded(state, host) and (state.status != "ending" or position is None):
+            found = next(each for each in state.excluded if machine_of(each.host) == machine_of(host))
+            return Directive("idle", state.attempt, cause=f"{found.verdict}: {found.cause}")
         if state.status == "preparing" and host in state.testing:
             return self._self_test(host)
-        position = self._position(host)
         if position is None or state.status not in ("running", "ending"):
             # While an attempt runs and a spare host is ready already, nothing depends on a quick report of this one.
             spare_is_ready = state.status in ("running", "ending") and len(state.ready) > 0
@@ -418,6 +426,7 @@ class Coordinator:
             port=attempt.port,
             assignment=attempt.assignment,
             stop=self._stop,
+            drain=bool(state.draining),
         )
 
     def _self_test(self, host: str) -> Directive:
@@ -464,7 +473,7 @@ class Coordinator:
         if state.stop is not None:
             return
         if incident is None:  # `reason` is, for example, "4 hosts are ready again"
-            write_line(f"meshwright: {reason}; the run continues on all ready hosts {self._source()}")
+            write_line(f"meshwright: {reason}; the run continues on ready hosts {self._source()}")
             return
         rank = None if incident.rank is None else self._attempt.ranks.get(incident.rank)
         parts = [reason + (f" (host {incident.host})" if len(state.members) > 1 else "")]
@@ -481,7 +490,7 @@ class Coordinator:
         if not lines and stop is not None and stop.code in (EXIT_INTERRUPTED, EXIT_PREEMPTED) and not stop.diagnosis:
             lines = ["ended on request before training began"]
         excluded = [
-            f"host {each.host} was excluded, as it failed the self-test: {each.cause}" for each in self.state.excluded
+            f"host {each.host} was excluded, as it {each.verdict}: {each.cause}" for each in self.state.excluded
         ]
         return [*lines, *([stop.diagnosis] if stop is not None and stop.diagnosis else []), *excluded]
 

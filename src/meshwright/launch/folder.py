@@ -118,6 +118,7 @@ def continues(run: RunSpec, folder: Path) -> bool:
         f"  {key}: {earlier!r} there, {now!r} now ({_why_fixed(key)})"
         for key, earlier, now in differences(before, run)
         if key not in _BATCH
+        and not (key == "data.document_mask" and now is None)  # it follows from data that could not be opened
         and not (key == "train.steps" and now >= earlier)
         and not (key == "data.mix" and _may_be_moved(earlier, now, folder))
     ]

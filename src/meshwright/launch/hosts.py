@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
+from dataclasses import astuple
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -38,8 +39,10 @@ from meshwright.launch.control import (
     NoCoordinator,
     coordinator_address,
 )
-from meshwright.launch.coordinator import Coordinator, exit_directive
+from meshwright.launch.coordinator import SILENT_SECONDS, Coordinator, exit_directive
+from meshwright.launch.defect_report import DefectReporter
 from meshwright.launch.folder import folder_lock
+from meshwright.launch.health_monitor import health_monitor
 from meshwright.launch.local import POLL_SECONDS, empty_arenas, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
 from meshwright.launch.metrics_endpoint import metrics_endpoint
@@ -48,6 +51,7 @@ from meshwright.launch.outcome import RankState
 from meshwright.launch.progress_file import ProgressFile
 from meshwright.launch.reports import Directive, Report
 from meshwright.launch.snapshot_server import snapshot_server
+from meshwright.policies.host_health import Finding, is_rule
 from meshwright.policies.restart import Stop
 from meshwright.policies.supervision import State
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput, MeshwrightError
@@ -78,9 +82,11 @@ LONGEST_LOOK = 15.0
 """Most of these seconds that count between two looks: then this process was stopped."""
 SAID_SECONDS = 5.0
 """Seconds without a coordinator after which an agent that starts says so."""
+MOST_FINDINGS = 1000
+"""Most findings about one host in a report: rules times GPUs and ports."""
 COORDINATOR_BACKLOG = 1024
 """Connections that may wait for the coordinator: agents start at the same time."""
-LONGEST_BACK_OFF = 2.0
+LONGEST_BACK_OFF = 1.0
 """Most seconds between two attempts to reach the coordinator, before a random factor of 0.5 to 1."""
 
 
@@ -257,6 +263,12 @@ def checked_report(value: object) -> Report:
         raise ValueError("expected an attempt")
     if not all(isinstance(text, str) and len(text) <= 1000 for text in texts):
         raise ValueError("expected results of a self-test")
+    if len(report.findings) > MOST_FINDINGS or not all(
+        isinstance(text, str) and len(text) <= 1000 for finding in report.findings for text in astuple(finding)
+    ):
+        raise ValueError("expected findings about the host")
+    if not all(is_rule(finding.rule) for finding in report.findings):
+        raise ValueError("expected findings of known rules; all hosts need the same release")
     if not all(type(rank.rank) is int and (rank.code is None or type(rank.code) is int) for rank in report.ranks):
         raise ValueError("expected ranks")
     return report
@@ -276,12 +288,25 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     own_address = _reach(address, coordinator)
     arenas = empty_arenas(run.cluster.gpus_per_node)
     endpoint_of_host = metrics_endpoint(run.observe.prometheus, runs / run.name)
-    with endpoint_of_host as endpoint, snapshot_server(run, own_address, arenas) as server:
+    with (
+        endpoint_of_host as endpoint,
+        snapshot_server(run, own_address, arenas) as server,
+        health_monitor(run) as health,
+        closing(DefectReporter(run)) as report_defect,
+    ):
         variables = {} if server is None else {SERVER_VARIABLE: server.address}
         start = rank_starter(run.cluster, runs / run.name, own_address, arenas, variables)
         machine = os.environ.get(HOST_VARIABLE) or socket.gethostname()
         host = f"{machine.replace('/', '-')[:200]}/{os.getpid()}"
-        agent = Agent(host, start, runs / run.name, address=own_address, spares=starts_spares(run))
+        agent = Agent(
+            host,
+            start,
+            runs / run.name,
+            address=own_address,
+            spares=starts_spares(run),
+            health=health,
+            report_defect=report_defect,
+        )
         client = ControlClient(address, token, run.name)
         with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):
             revive = server.revive if server else lambda: None
@@ -300,12 +325,12 @@ class _Link:
         address: tuple[str, int],
         command: str,
         revive: Callable[[], object],
-        observe: Callable[[Sequence[RankState]], object] = lambda ranks: None,
+        observe: Callable[[Sequence[RankState], Sequence[Finding]], object] = lambda ranks, findings: None,
     ) -> None:
         """`start_coordinator` returns None if it started one. `command` starts an agent, for people.
 
         `revive` is called regularly: it starts processes beside the agent again that have died. `observe` receives the
-        states of this host's ranks as often.
+        states of this host's ranks, and what is wrong with the host, as often.
         """
         self._agent, self._client, self._start_coordinator, self._revive = agent, client, start_coordinator, revive
         self._address, self._command, self._observe = address, command, observe
@@ -324,8 +349,10 @@ class _Link:
             self._agent.poll(POLL_SECONDS)
             self._revive()
             report, now = self._agent.report(), time.monotonic()
-            self._observe(report.ranks)
+            self._observe(report.ranks, report.findings)
             self._look(report, now)
+            if min(self._silent, self._still) > SILENT_SECONDS:
+                self._agent.prepare_restart()
             if (reason := self._reason_to_end(now)) is not None:
                 write_line(f"meshwright: {reason}")
                 return EXIT_COMMUNICATION

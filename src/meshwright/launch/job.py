@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -14,7 +15,9 @@ from meshwright.events.messages import Message
 from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent, starts_spares
 from meshwright.launch.coordinator import Coordinator
+from meshwright.launch.defect_report import DefectReporter
 from meshwright.launch.folder import folder_lock
+from meshwright.launch.health_monitor import health_monitor
 from meshwright.launch.local import POLL_SECONDS, Listener, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
 from meshwright.launch.metrics_endpoint import MetricsEndpoint, metrics_endpoint
@@ -66,7 +69,8 @@ def run_job(
     with (
         folder_lock(folder),
         metrics_endpoint(run.observe.prometheus, folder) as endpoint,
-        closing(Agent(HOST, start, folder, listener=guard, spares=starts_spares(run))) as agent,
+        health_monitor(run) as health,
+        closing(Agent(HOST, start, folder, listener=guard, spares=starts_spares(run), health=health)) as agent,
     ):
         guard.agent = agent
         end_orphans(folder)
@@ -108,10 +112,13 @@ def _supervise(agent: Agent, prepared: Prepared, endpoint: MetricsEndpoint) -> i
             directive = coordinator.receive(report)
             coordinator.tick()
             progress.update()
-            endpoint.update(report.ranks)
+            endpoint.update(report.ranks, report.findings)
             agent.obey(directive)
         agent.obey(coordinator.receive(agent.report()))  # its evidence, if the job ended at once
     agent.close_attempt()
+    with closing(DefectReporter(run)) as report_defect:
+        for exclusion in coordinator.state.excluded:
+            report_defect(socket.gethostname(), f"{exclusion.verdict}: {exclusion.cause}")
     for line in coordinator.outcome(folder / "logs"):
         write_line(line if line.startswith("  ") else f"meshwright: {line}")
     return coordinator.code

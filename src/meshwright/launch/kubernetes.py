@@ -33,6 +33,7 @@ REPLICATED_JOB = "node"
 
 LONGEST_DNS_NAME = 253
 _DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _IMAGE = re.compile(r"[][A-Za-z0-9._/:@+-]+")
 
 Object = dict[str, Any]
@@ -56,22 +57,48 @@ class Container:
             )
 
 
-def jobset_yaml(job: SchedulerJob, container: Container) -> str:
+@dataclass(frozen=True)
+class Queue:
+    """Queue of Kueue for the run, and the level of its topology within which the hosts should lie."""
+
+    name: str
+    topology: str | None = None
+    """Label of nodes, e.g. `cloud.google.com/gce-topology-block`."""
+
+    def __post_init__(self) -> None:
+        """Raises BadInput for values that Kubernetes would refuse."""
+        if len(self.name) > LONGEST_NAME or not _DNS_NAME.fullmatch(self.name) or "." in self.name:
+            raise BadInput(f"--queue {self.name!r}: expected lower-case letters, digits and '-', as in team-queue")
+        if self.topology is not None and not _LABEL.fullmatch(self.topology):
+            raise BadInput(f"--topology {self.topology!r}: expected a label of nodes such as topology.example/rack")
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Labels of the object that Kueue admits."""
+        return {"kueue.x-k8s.io/queue-name": self.name}
+
+    @property
+    def pod_annotations(self) -> dict[str, str]:
+        """Annotations of the pods' template."""
+        return {} if self.topology is None else {"kueue.x-k8s.io/podset-preferred-topology": self.topology}
+
+
+def jobset_yaml(job: SchedulerJob, container: Container, queue: Queue | None = None) -> str:
     """The JobSet, its run file and the network policy, as YAML documents."""
     name = object_name(job)
     jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": name},
-        "spec": _jobset_spec(job, container, name),
+        "metadata": _queued(name, queue),
+        "spec": _suspended(queue) | _jobset_spec(job, container, name, queue),
     }
     return _documents(job, name, [_network_policy(name), jobset])
 
 
-def trainjob_yaml(job: SchedulerJob, container: Container) -> str:
+def trainjob_yaml(job: SchedulerJob, container: Container, queue: Queue | None = None) -> str:
     """The TrainJob, its TrainingRuntime, the run file and the network policy, as YAML documents."""
     name = object_name(job)
-    spec = _jobset_spec(job, container, name, labels={"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
+    spec = _jobset_spec(job, container, name, queue, labels={"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
     runtime = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainingRuntime",
@@ -81,8 +108,9 @@ def trainjob_yaml(job: SchedulerJob, container: Container) -> str:
     trainjob = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": {"name": name},
-        "spec": {
+        "metadata": _queued(name, queue),
+        "spec": _suspended(queue)
+        | {
             "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
             "trainer": {"numNodes": job.hosts},
         },
@@ -99,9 +127,21 @@ def object_name(job: SchedulerJob) -> str:
     return label[:longest].rstrip("-")
 
 
-def _jobset_spec(job: SchedulerJob, container: Container, name: str, labels: dict[str, str] | None = None) -> Object:
+def _queued(name: str, queue: Queue | None) -> Object:
+    """Metadata of the object that starts the run."""
+    return {"name": name} | ({"labels": queue.labels} if queue is not None else {})
+
+
+def _suspended(queue: Queue | None) -> Object:
+    """Kueue starts what it admits; until then it is suspended."""
+    return {"suspend": True} if queue is not None else {}
+
+
+def _jobset_spec(
+    job: SchedulerJob, container: Container, name: str, queue: Queue | None, labels: dict[str, str] | None = None
+) -> Object:
     metadata = {"metadata": {"labels": labels}} if labels else {}
-    template = metadata | {"spec": _job_spec(job, container, name)}
+    template = metadata | {"spec": _job_spec(job, container, name, queue)}
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": {
@@ -126,11 +166,12 @@ def _rule(name: str, action: str, index: int) -> Object:
     }
 
 
-def _job_spec(job: SchedulerJob, container: Container, name: str) -> Object:
+def _job_spec(job: SchedulerJob, container: Container, name: str, queue: Queue | None) -> Object:
     """Return the specification of a job with one pod per host.
 
     A pod that fails with another code is created again, and its agent joins the run again.
     """
+    annotations = queue.pod_annotations if queue is not None else {}
     return {
         "completionMode": "Indexed",
         "completions": job.hosts,
@@ -144,7 +185,8 @@ def _job_spec(job: SchedulerJob, container: Container, name: str) -> Object:
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
-        "template": {"spec": _pod_spec(job, container, name)},
+        "template": ({"metadata": {"annotations": annotations}} if annotations else {})
+        | {"spec": _pod_spec(job, container, name)},
     }
 
 

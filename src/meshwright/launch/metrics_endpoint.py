@@ -18,6 +18,7 @@ from meshwright.events.exposition import Metric, exposition
 from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState
 from meshwright.launch.run_figures import FigureReader, RunFigures
+from meshwright.policies.host_health import Finding
 from meshwright.spec.errors import BadInput
 from meshwright.spec.listen_address import listen_address
 
@@ -40,10 +41,12 @@ class MetricsEndpoint:
         self._run, self._clock = folder.name, clock
         self._figures = FigureReader(folder)
         self._ranks: dict[int, _RankPhase] = {}
+        self._findings: Sequence[Finding] = ()
         self._reading = threading.Lock()
 
-    def update(self, ranks: Sequence[RankState]) -> None:
-        """Take the states of this host's ranks."""
+    def update(self, ranks: Sequence[RankState], findings: Sequence[Finding] = ()) -> None:
+        """Take the states of this host's ranks, and what is wrong with the host."""
+        self._findings = findings
         known = self._ranks
         found: dict[int, _RankPhase] = {}
         for state in ranks:
@@ -58,7 +61,11 @@ class MetricsEndpoint:
         """The answer to a request."""
         with self._reading:
             figures = self._figures.read()
-        return exposition([*run_metrics(self._run, figures), *self._rank_metrics()])
+        return exposition([*run_metrics(self._run, figures), *self._rank_metrics(), self._health_metric()])
+
+    def _health_metric(self) -> Metric:
+        findings = [({"run": self._run, "rule": each.rule, "part": each.part}, 1.0) for each in self._findings]
+        return Metric("meshwright_host_finding", "gauge", "A rule of health that a part of this host meets.", findings)
 
     def _rank_metrics(self) -> list[Metric]:
         ranks, now = self._ranks, self._clock()

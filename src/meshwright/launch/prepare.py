@@ -54,7 +54,7 @@ from meshwright.spec.errors import BadConfig, BadInput, Damaged, MeshwrightError
 from meshwright.spec.fields import to_sealed_json
 from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.plan import Plan
-from meshwright.spec.preference import START
+from meshwright.spec.preference import BETAS, START
 from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import Assignment, ModelSection, RunSpec
 
@@ -63,6 +63,8 @@ VOCABULARY_MULTIPLE = 128
 
 MOST_USUAL_RATE = 1.0
 """Learning rate above which a start asks whether it is meant."""
+UNUSUAL = 10
+"""How many times the usual `preference.beta` a start asks about."""
 MANY_EPOCHS = 4
 """Passes over a source beyond which a run says so (Muennighoff et al. 2023, "Scaling data-constrained language models")."""
 MEASURED_SAMPLES = 1024
@@ -397,6 +399,9 @@ def _doubts(run: RunSpec) -> Iterator[str]:
     rate, ranks, cores = run.train.learning_rate, run.cluster.gpus_per_node, usable_cores()
     if rate > MOST_USUAL_RATE:
         yield f"train.learning_rate is {rate:g}, above {MOST_USUAL_RATE:g}: is it a slip? Most runs use 1e-5 to 0.1"
+    preference = run.preference
+    if preference is not None and preference.scale > UNUSUAL * (usual := BETAS[preference.loss]):
+        yield f"preference.beta is {preference.scale:g}, more than {UNUSUAL} times the usual {usual:g}: is it a slip?"
     if run.cluster.is_cpu and ranks > cores:
         yield f"cluster.gpus_per_node: {ranks} ranks share {cores} cores of this host, and wait for each other"
 
@@ -417,7 +422,9 @@ def check_start(
     resumes = None
     if known and not fresh:  # without its vocabulary a run would differ from every earlier run
         same_name = "a new name, or a run with the same configuration"
-        resumes = attempt("name", same_name, lambda: continues(run, folder), ("seed", "model", "data", "train"))
+        resumes = attempt(
+            "name", same_name, lambda: continues(run, folder), ("seed", "model", "data", "train", "rl", "preference")
+        )
         state = "a run folder with a checkpoint that can be loaded, or one that never had any"
         attempt("checkpoint", state, lambda: check_state(run, folder))
     if resumes and is_finished(run, folder):
@@ -452,16 +459,17 @@ def _note_export(run: RunSpec, note: Note) -> None:
 def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: bool) -> RunSpec:
     """The run with the vocabulary of its data. Every source is located before any is opened or prepared."""
     expected, all_exist = "prepared data", True
+    needed = ("data", "preference.loss", "rl.reward")  # what is read of a corpus follows from these
     for name in run.data.mix:
         key = f"data.mix.{name}" if len(run.data.mix) > 1 else "data.mix"
-        all_exist &= attempt(key, expected, lambda name=name: _check_source(run, name), ("data",)) or False
+        all_exist &= attempt(key, expected, lambda name=name: _check_source(run, name), needed) or False
     validation = run.data.validation
     if validation:
-        all_exist &= attempt("data.validation", expected, lambda: _check_exists(validation), ("data",)) or False
+        all_exist &= attempt("data.validation", expected, lambda: _check_exists(validation), needed) or False
     if not all_exist or (lacks_stdlib(run) and not build_stdlib):
         return run
     fitting = "prepared data with a tokenizer that the model fits"
-    resolved = attempt("data.mix", fitting, lambda: resolve_data(run, note), ("data", "model", "train.seq_len"))
+    resolved = attempt("data.mix", fitting, lambda: resolve_data(run, note), (*needed, "model", "train.seq_len"))
     if resolved is not None:
         attempt("data.validation", fitting, lambda: check_validation(resolved, note))
     return resolved or run
@@ -545,7 +553,16 @@ def prepare_run(
 
 
 def check_init(run: RunSpec, note: Note) -> None:
-    """Raise BadInput if the initial weights or those of a reference are missing, are another model's, or have another tokenizer."""
+    """Raise BadInput if the initial weights or those of a reference are missing, are another model's, or have another tokenizer.
+
+    Also if `rl.reward.model` is no reward model.
+    """
+    if run.rl is not None and run.rl.reward.model is not None:
+        from meshwright.checkpoint.stored_model import check_head, open_model  # needs torch
+
+        folder = Path(run.rl.reward.model)
+        with attach_key("rl.reward.model"), open_model(folder, contents=False) as stored:
+            check_head(stored.spec, folder, scores=True)
     if run.model.adapter is not None and run.model.adapter.init is not None:
         from meshwright.checkpoint.stored_model import check_adapters  # needs torch
 
@@ -558,9 +575,10 @@ def check_init(run: RunSpec, note: Note) -> None:
         if init != "scratch":
             from meshwright.checkpoint.initial import check_initial  # needs torch
 
-            check_initial(run.model, init, key)
-            if not lacks_stdlib(run):
-                check_tokenizer(run, open_run_data(run), note, key, init)
+            with attach_key(key):
+                check_initial(run.model, init, key)
+                if not lacks_stdlib(run):
+                    check_tokenizer(run, open_run_data(run), note, key, init)
 
 
 def check_host_memory(run: RunSpec, plan: Plan) -> None:

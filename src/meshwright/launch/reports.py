@@ -10,6 +10,7 @@ from typing import Literal
 
 from meshwright.events.messages import Corruption
 from meshwright.launch.outcome import RankState
+from meshwright.policies.host_health import Finding
 from meshwright.policies.skipped_samples import SampleRange
 
 
@@ -62,6 +63,8 @@ class Report:
     """Exit code of a stop request that this agent received."""
     test: HostTest | None = None
     """The last self-test of this host that has ended."""
+    findings: tuple[Finding, ...] = ()
+    """What is wrong with the host's health now."""
     job: str = ""
     """The job of which this agent has had a directive; empty before the first."""
 
@@ -70,7 +73,8 @@ class Report:
         """The values whose change an agent reports at once. The progress of ranks waits for the next report."""
         ends = tuple((rank.code, rank.failure) for rank in self.ranks)
         progress = self.checkpoints, self.skipped, self.corruptions
-        return (self.port, self.attempt, self.ended, ends, progress, self.stop, self.test)
+        health = tuple((finding.rule, finding.part) for finding in self.findings)
+        return (self.port, self.attempt, self.ended, ends, progress, self.stop, self.test, health)
 
 
 Order = Literal["wait", "test", "run", "end", "idle", "exit"]
@@ -94,7 +98,7 @@ class Directive:
     """Address and port of the store, on the host of rank 0."""
     assignment: str = ""
     cause: str = ""
-    """Reason why the ranks end."""
+    """Reason why the ranks end, or why this host idles."""
     evidence: Evidence = Evidence()
     """The last failure. It stands in every answer, as an agent may get no order to end ranks that have all ended."""
     grace: float = 0.0
@@ -102,6 +106,8 @@ class Directive:
     code: int = 0
     stop: int = 0
     """Stop signal that the ranks get; 0 for none."""
+    drain: bool = False
+    """Whether the ranks save and end after the running step, as the next attempt begins without one of the hosts."""
     heartbeat: float = 3.0
     """Seconds until the next report, unless something happens."""
     job: str = ""

@@ -33,7 +33,7 @@ from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.router import Choice, choose, has_kernel
 from meshwright.kernels.swiglu import clamped_activation, gated_activation
 from meshwright.models.mlp import feed_forward_of
-from meshwright.spec.blocks.mixture import MixtureSpec
+from meshwright.spec.blocks.mixture import LEAST_SUM, MixtureSpec
 
 if TYPE_CHECKING:
     from meshwright.models.hooks import BlockHooks
@@ -103,8 +103,9 @@ class MixtureOfExperts(nn.Module):
         self.hooks, self.plain, router = hooks, plain, spec.router
         self.count, self.per_token, self.normalised = spec.experts, spec.per_token, router.normalised
         self.groups, self.groups_per_token, self.scale = router.groups, router.groups_per_token, router.scale
+        self.sigmoid = router.score == "sigmoid"
         self.choice_bias: nn.Parameter | None = None
-        if router.score == "sigmoid":
+        if router.choice_bias:
             self.choice_bias = nn.Parameter(torch.zeros(spec.experts), requires_grad=False)
         self.router = Linear(hidden, spec.experts, bias=router.bias)
         self.experts = Experts(spec, hidden, plain)
@@ -144,7 +145,7 @@ class MixtureOfExperts(nn.Module):
         takes_rows = self.experts.takes_few_rows and runs_kernels(parts[0], self.count, self.per_token)
         if self.plain or self.replayed is not None or not takes_rows:
             return None
-        routing = Routing(self.per_token, self.normalised, self.scale, self.groups, self.groups_per_token)
+        routing = Routing(self.per_token, self.sigmoid, self.normalised, self.scale, self.groups, self.groups_per_token)
         outputs = [
             self.experts.of_choices(part, route(part, self.router.weight, self.choice_bias, routing)) for part in parts
         ]
@@ -156,7 +157,12 @@ class MixtureOfExperts(nn.Module):
         if self.plain or particular or not has_kernel(logits, self.count):
             return self._route(logits)[1:]
         return router.pick(
-            logits, self.choice_bias, copies=self.per_token, normalised=self.normalised, scale=self.scale
+            logits,
+            self.choice_bias,
+            sigmoid=self.sigmoid,
+            copies=self.per_token,
+            normalised=self.normalised,
+            scale=self.scale,
         )
 
     def route(self, x: Tensor, counted: CountedTokens | None = None) -> RoutedTokens:
@@ -206,16 +212,23 @@ class MixtureOfExperts(nn.Module):
             probabilities, weights, chosen = self._route(logits)
             sums = probabilities.sum(1) if counted is None else (probabilities * counted.mask[..., None]).flatten(0, 1)
             return Choice(weights, chosen, sums, _loads(chosen, self.count))
-        return choose(logits, self.choice_bias, copies=self.per_token, normalised=self.normalised, scale=self.scale)
+        return choose(
+            logits,
+            self.choice_bias,
+            sigmoid=self.sigmoid,
+            copies=self.per_token,
+            normalised=self.normalised,
+            scale=self.scale,
+        )
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities `(batch, seq, experts)`, and weights and indices of the chosen experts, of the router's output.
 
-        A sigmoid's scores are not probabilities: their share in the token's sum is (DeepSeek-V3, equation 18). They choose experts with
-        `choice_bias` added; the weights do not contain it.
+        A sigmoid's scores are not probabilities: their share in the token's sum is (DeepSeek-V3, equation 18). Scores choose experts with
+        `choice_bias` added, if there is one; the weights do not contain it.
         """
         wide = accumulate_dtype(logits.dtype)
-        if self.choice_bias is None:
+        if not self.sigmoid:
             probabilities = scores = torch.softmax(logits, dim=-1, dtype=wide)
         else:
             scores = torch.sigmoid(logits.to(wide))
@@ -229,7 +242,8 @@ class MixtureOfExperts(nn.Module):
             chosen = self._within_groups(scores.detach() + self.choice_bias).topk(self.per_token, dim=-1).indices
             weights = scores.gather(-1, chosen)
         if self.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total if self.sigmoid or self.choice_bias is None else total.clamp_min(LEAST_SUM))
         return probabilities, weights if self.scale == 1 else weights * self.scale, chosen
 
     def _replay(self, replayed: Tensor, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +254,7 @@ class MixtureOfExperts(nn.Module):
         chosen = replayed.view_as(logits).topk(self.per_token, dim=-1).indices
         if not self.normalised:
             return scores.gather(-1, chosen), chosen
-        logarithms = logits if self.choice_bias is None else F.logsigmoid(logits)
+        logarithms = F.logsigmoid(logits) if self.sigmoid else logits
         return torch.softmax(logarithms.gather(-1, chosen), dim=-1), chosen
 
     def _within_groups(self, scores: Tensor) -> Tensor:

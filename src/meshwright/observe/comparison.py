@@ -15,6 +15,7 @@ from meshwright.observe.report_benchmarks import metric_texts
 from meshwright.observe.report_charts import (
     MOST_POINTS,
     MOST_VALIDATIONS,
+    PER_SOURCE,
     PREFERENCE_CHARTS,
     Sheet,
     at_steps,
@@ -22,6 +23,7 @@ from meshwright.observe.report_charts import (
     evenly_spaced,
     has_numbers,
     positions_of,
+    preference_sources,
     recent_mean,
     select_from_table,
     selected,
@@ -163,8 +165,15 @@ def comparison_sheet(runs: Sequence[ComparedRun]) -> Sheet:
         _step_chart(runs, indices, "lr", "Learning rate", "", "scientific", smooth=False),
     ]
     charts[1:1] = _validation_charts(runs)
-    for key, title, unit, form in PREFERENCE_CHARTS:
-        charts.append(_step_chart(runs, indices, key, title, f"{unit}, smoothed", form))
+    charts += [
+        _step_chart(runs, indices, key, title, f"{unit}, smoothed", form)
+        for key, title, unit, form in PREFERENCE_CHARTS
+    ]
+    charts += [
+        _step_chart(runs, indices, f"{name}_tokens", f"Tokens of {name} answers", "mean, smoothed", "short")
+        for name in ("chosen", "rejected")
+    ]
+    charts += _accuracy_charts(runs)
     labels = {"step": "Steps", "tokens": "Tokens", "time": "Time", "flops": "FLOPs"}
     axes = [
         axis_between(
@@ -223,15 +232,34 @@ def _validation_charts(runs: Sequence[ComparedRun]) -> list[Chart | None]:
     ]
 
 
+def _accuracy_charts(runs: Sequence[ComparedRun]) -> list[Chart | None]:
+    """The accuracy of held-out answers of each source, where there are several."""
+    sources = dict.fromkeys(name for run in runs for name in preference_sources(run.folder.validations))
+    return [
+        _validation_chart(
+            runs,
+            f"accuracy-{number}",
+            f"Held-out accuracy, {name}",
+            lambda records, name=name: column(records, PER_SOURCE, name, "accuracy"),
+            ("share of pairs in the right order", "percent"),
+        )
+        for number, name in enumerate(sources)
+    ]
+
+
 def _validation_chart(
-    runs: Sequence[ComparedRun], key: str, title: str, values_of: Callable[[Sequence[Any]], list[float | None]]
+    runs: Sequence[ComparedRun],
+    key: str,
+    title: str,
+    values_of: Callable[[Sequence[Any]], list[float | None]],
+    unit_and_form: tuple[str, Format] = ("nat per token", "loss"),
 ) -> Chart | None:
     series = [
         Series(run.name, f"k{index}", f"validation{index}", values, "line" if len(values) > 1 else "points")
         for index, run in enumerate(runs)
         if has_numbers(values := values_of(_validations(run)))
     ]
-    return Chart(key, title, "nat per token", "loss", tuple(series), from_zero=False) if series else None
+    return Chart(key, title, *unit_and_form, tuple(series), from_zero=False) if series else None
 
 
 def _validations(run: ComparedRun) -> Sequence[Mapping[str, Any]]:

@@ -27,8 +27,22 @@ from meshwright.spec.cluster import ClusterSpec
 PREFERENCE_CHARTS: tuple[tuple[str, str, str, Format], ...] = (
     ("accuracy", "Accuracy", "share of pairs in the right order, with kto of answers on the right side", "percent"),
     ("margin", "Margin", "reward of chosen answers less that of rejected ones", "short"),
+    ("reference_distance", "Distance to the reference", "mean difference of log-probabilities, nat per token", "short"),
+    (
+        "reference_kl",
+        "Divergence from the reference",
+        "estimated with answers to other prompts, nat per answer",
+        "short",
+    ),
 )
 """Figure, title, unit and form."""
+ANSWER_CHARTS: tuple[tuple[str, str, str], ...] = (
+    ("reward", "Rewards of answers", "trend of the means"),
+    ("tokens", "Tokens of answers", "trend of the means"),
+)
+"""What is drawn of chosen and of rejected answers: figure, title and unit."""
+PER_SOURCE = "preferences_by_source"
+"""Figure that has the others of each source."""
 MOST_POINTS, MOST_COLUMNS, MOST_VALIDATIONS = 1500, 160, 500
 """Most points of a curve, columns of a stacked chart, and validation points: more cannot be told apart on a page."""
 RECENT_VALUES = 10
@@ -95,17 +109,32 @@ def _preferences(run: RunFolder, indices: Sequence[int], validations: Sequence[R
         return
     for key, title, unit, form in PREFERENCE_CHARTS:
         chart = _curve(run, indices, key, title, unit, form, noisy=True)
-        held_out = column(validations, key)
-        if chart is not None and has_numbers(held_out):
-            points = Series("held out", "c-validation", "validation", held_out, "points")
-            chart = replace(chart, series=(*chart.series, points))
+        if chart is not None:
+            chart = replace(chart, series=(*chart.series, *_held_out(validations, key)))
         yield chart
-    series = [
-        Series(name, colour, "steps", trend(values, indices))
-        for key, name, colour in (("chosen_reward", "chosen", "c-loss"), ("rejected_reward", "rejected", "c-backward"))
-        if has_numbers(values := column(run.steps, key))
-    ]
-    yield Chart("rewards", "Rewards of answers", "trend of the means", "short", tuple(series), from_zero=False)
+    for key, title, unit in ANSWER_CHARTS:
+        series = [
+            Series(name, colour, "steps", trend(values, indices))
+            for name, colour in (("chosen", "c-loss"), ("rejected", "c-backward"))
+            if has_numbers(values := column(run.steps, f"{name}_{key}"))
+        ]
+        yield Chart(f"answer_{key}", title, unit, "short", tuple(series), from_zero=False) if series else None
+
+
+def _held_out(validations: Sequence[Record], key: str) -> Iterator[Series]:
+    """A figure of held-out answers: of all, and of each source where there are several."""
+    sources = zip(preference_sources(validations), SOURCE_COLOURS, strict=False)
+    drawn = [("held out", "c-validation", column(validations, key))]
+    drawn += [(f"held out, {name}", colour, column(validations, PER_SOURCE, name, key)) for name, colour in sources]
+    return (
+        Series(label, colour, "validation", values, "points") for label, colour, values in drawn if has_numbers(values)
+    )
+
+
+def preference_sources(validations: Sequence[Record]) -> list[str]:
+    """The sources of held-out good and bad answers; none where there is one."""
+    found = [record[PER_SOURCE] for record in validations if isinstance(record.get(PER_SOURCE), Mapping)]
+    return list(dict.fromkeys(str(name) for figures in found for name in figures))
 
 
 def loss_unit(run: RunFolder) -> str:

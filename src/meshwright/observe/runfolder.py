@@ -105,12 +105,12 @@ def number(value: Any) -> float | None:
     return float(value) if is_number and abs(value) < 1e30 else None  # no comparison with NaN is true
 
 
-def column(records: Sequence[Record], key: str, inner: str | None = None) -> list[float | None]:
-    """The values of a key (or of a key of a nested mapping) in every line."""
-    if inner is None:
-        return [number(record.get(key)) for record in records]
-    nested = [record.get(key) for record in records]
-    return [number(value.get(inner)) if isinstance(value, Mapping) else None for value in nested]
+def column(records: Sequence[Record], key: str, *inner: str) -> list[float | None]:
+    """The values of a key (or of a key of nested mappings) in every line."""
+    values: list[Any] = [record.get(key) for record in records]
+    for name in inner:
+        values = [value.get(name) if isinstance(value, Mapping) else None for value in values]
+    return [number(value) for value in values]
 
 
 def _text(path: Path, notes: list[str]) -> str | None:

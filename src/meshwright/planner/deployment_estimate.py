@@ -109,7 +109,7 @@ def alone_seconds(
 ) -> tuple[float, float]:
     """Seconds to the first token that this share of requests keep, and seconds of a further token, of a request alone."""
     alone = _Instances(instance, sample, costs, ServeLimits(ttft_seconds=1.0, tpot_seconds=1.0))
-    seconds = sorted(alone.services(0))
+    seconds = sorted(costs.request_seconds + prompt for prompt in alone.services(0))
     return seconds[min(len(seconds) - 1, int(attainment * len(seconds)))], alone.decode_seconds(1.0)
 
 
@@ -192,7 +192,7 @@ class _Instances:
         decay = 2 * count * (1 - busy) * mean / square
         met = 0.0
         for seconds, delay in zip(services, delays, strict=True):
-            spare = self._limits.ttft_seconds - seconds - delay
+            spare = self._limits.ttft_seconds - self._costs.request_seconds - seconds - delay
             met += 1 - waiting * exp(-min(700.0, spare * decay)) if spare >= 0 else 0.0
         return met / len(services)
 

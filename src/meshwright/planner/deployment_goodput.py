@@ -103,16 +103,23 @@ class GoodputSearch:
         *,
         tolerance: float = 0.01,
         step: float = 1.25,
+        least: float = 0.0,
     ) -> Goodput:
         """Bisect the rate, from an estimate of it and a first factor, until two rates that meet and miss are within `tolerance`.
 
-        `count` requests are simulated (`RequestSample`).
+        `count` requests are simulated (`RequestSample`). A deployment that misses the limits at the rate `least` has the estimate as its
+        goodput, or a rate that is lower than `least` by the tolerance, after this one simulation.
         """
         sample = RequestSample(self._requests, count)
         points: list[RatePoint] = []
         low = high = 0.0
         best: ServedDeployment | None = None
         rate = estimate
+        if least:
+            points.append(_rate_point(least, self._simulate(deployment, sample.at(least))))
+            if points[-1].attainment < self._limits.attainment:
+                return Goodput(min(estimate, least / (1 + tolerance)), self._binding(points), tuple(points))
+            low, rate = least, max(estimate, least * step)
         while SMALLEST_SHARE * estimate <= rate <= LARGEST_SHARE * estimate:
             served = self._simulate(deployment, sample.at(rate))
             points.append(_rate_point(rate, served))

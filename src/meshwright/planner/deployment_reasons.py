@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.costs.serve_costs import InstanceCosts
@@ -28,13 +28,20 @@ class Option:
     """Reason why it was not chosen; empty for the chosen one."""
 
 
-def choice_reasons(chosen: Option, alternatives: Sequence[Option], limits: ServeLimits) -> Iterator[str]:
-    """The reasons of a choice: the roles, the token budget, how busy the instances are, and the limit that binds."""
-    alternatives = [option for option in alternatives if option.deployment.runnable]
-    yield _role_reason(chosen, alternatives)
+def choice_reasons(
+    chosen: Option, alternatives: Sequence[Option], limits: ServeLimits, *, scores: bool = False
+) -> Iterator[str]:
+    """The reasons of a choice: the roles, the token budget, how busy the instances are, and the limit that binds.
+
+    `scores`: the model is a reward model, which has one role and no cache.
+    """
+    if (limit := chosen.deployment.release_limit) is not None:
+        yield f"this release does not serve it: {limit}"
+    alternatives = [option for option in alternatives if _comparable(chosen, option)]
+    yield "one device an instance, as a reward model is served" if scores else _role_reason(chosen, alternatives)
     if (reason := _budget_reason(chosen, alternatives)) is not None:
         yield reason
-    yield from _load_reasons(chosen)
+    yield from _load_reasons(chosen, cached=not scores)
     yield _binding_reason(chosen, limits)
 
 
@@ -44,7 +51,7 @@ def why_not(chosen: Option, other: Option) -> str:
         return "does not meet the limits at any rate"
     loss = 1 - other.goodput_per_gpu / chosen.goodput_per_gpu
     missed = other.goodput.binding.upper()
-    if not other.deployment.runnable:
+    if not _comparable(chosen, other):
         change = f"{abs(loss):.1%} {'less' if loss > 0 else 'more'}"
         return f"not runnable: this release serves groups of experts of one device each; it would serve {change}"
     if loss < 0:
@@ -53,7 +60,7 @@ def why_not(chosen: Option, other: Option) -> str:
 
 
 def unreachable(
-    deployments: Sequence[Deployment],
+    deployments: Iterable[Deployment],
     sizes: SizeSample,
     cost_of: Callable[[InstanceSpec], InstanceCosts],
     limits: ServeLimits,
@@ -67,6 +74,11 @@ def unreachable(
     texts = [f"serve.limits.{name}_seconds: expected at least {least[name]:.3g}, got {given[name]:g}" for name in short]
     message = "no deployment meets the limits, which a request alone needs on the fastest instance: " + "; ".join(texts)
     return OutOfResources(message, key=f"serve.limits.{short[0]}_seconds")
+
+
+def _comparable(chosen: Option, other: Option) -> bool:
+    """Whether another deployment could have been chosen: this release serves it, or not the chosen one either."""
+    return other.deployment.runnable or not chosen.deployment.runnable
 
 
 def _role_reason(chosen: Option, alternatives: Sequence[Option]) -> str:
@@ -108,7 +120,7 @@ def _budget_reason(chosen: Option, alternatives: Sequence[Option]) -> str | None
     return f"{own.token_budget:,} prompt tokens a step: with {best.deployment.instances[0].token_budget:,} it serves {loss:.0%} less"
 
 
-def _load_reasons(chosen: Option) -> Iterator[str]:
+def _load_reasons(chosen: Option, *, cached: bool) -> Iterator[str]:
     served = chosen.goodput.served
     if served is None:
         return
@@ -117,7 +129,8 @@ def _load_reasons(chosen: Option) -> Iterator[str]:
         busy = sum(entry.busy for entry in figures) / len(figures)
         peak = max(entry.cache_peak for entry in figures)
         name = "instances" if role == "both" else f"{role} instances"
-        yield f"at that rate {name} are busy {busy:.0%} of the time and fill at most {peak:.0%} of their caches"
+        filled = f" and fill at most {peak:.0%} of their caches" if cached else ""
+        yield f"at that rate {name} are busy {busy:.0%} of the time{filled}"
 
 
 def _binding_reason(chosen: Option, limits: ServeLimits) -> str:

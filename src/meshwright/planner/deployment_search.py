@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from math import sqrt
 from typing import Literal
 
 from meshwright.costs.serve_costs import ServeCosts
+from meshwright.costs.serving_software import software_table
 from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
-from meshwright.planner.deployment_goodput import Goodput, GoodputSearch, Simulate
+from meshwright.planner.deployment_goodput import Goodput, GoodputSearch, RatePoint, Simulate
 from meshwright.planner.deployment_reasons import Option, choice_reasons, unreachable, why_not
 from meshwright.planner.deployment_space import DeploymentSpace, deployment_space
 from meshwright.simulator.serve_simulation import simulate
@@ -21,6 +23,7 @@ from meshwright.spec.deployment import (
     DeploymentPrediction,
     Quantisation,
     ServeLimits,
+    Software,
     TimedRequest,
 )
 from meshwright.spec.model import ModelSpec
@@ -32,20 +35,22 @@ PLACEMENTS: tuple[Placement, ...] = ("colocated", "roles", "experts")
 """Colocated instances, instances with roles, and colocated ones with several groups of experts."""
 FINALIST_SHARE = 0.75
 """Estimated goodput of a finalist at least, over the best of its kind."""
-REFINED_SHARE = 0.85
-"""The same by the shorter simulations, for longer ones of instances with roles and of groups of experts."""
-COARSE_REQUESTS, FINE_REQUESTS = 2000, 6000
+REFINED_SHARE = 0.9
+"""The same by the shorter simulations, for longer ones."""
+COARSE_REQUESTS, FINE_REQUESTS = 1000, 3000
 """Requests of a simulation that compares finalists, and of one that gives the printed figures.
 
 Bursts are rare and batches fill slowly: with 4,000 requests 8 GPUs served 24% more within 1 s and 50 ms than with 16,000. Clusters of
 every size are planned with the same requests, so that their goodputs compare.
 """
-COARSE, FINE = 0.06, 0.015
+COARSE, FINE = 0.06, 0.02
 """Relative distance of rates at which the bisection ends: for finalists, and for the best of each kind."""
-RESAMPLES = 4
-"""Further samples of the requests, for the band."""
+RESAMPLES, BAND_REQUESTS = 4, 1000
+"""Further samples of the requests for the band, and requests of each; more of them would vary less, by the square root of their number."""
 BAND_RATES = 0.75, 1.3
 """Rates beside the goodput, as factors of it, between which the band lies."""
+LOW_SHARES, LOW_REQUESTS = (0.1, 0.3, 0.5, 0.7, 0.85), 500
+"""Shares of the goodput at which the curve of attainment begins, and requests of a simulation there, where no batch fills slowly."""
 BAND = 0.8
 """Share of samples in the band."""
 TIE = 0.05
@@ -74,6 +79,8 @@ class DeploymentAnswer:
     """(requests per second and device, attainment) of the chosen deployment, ascending."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Sources of the numbers."""
+    scores: bool = False
+    """Whether the model is a reward model."""
 
     @property
     def deployment(self) -> Deployment:
@@ -87,7 +94,7 @@ class DeploymentAnswer:
     @property
     def why(self) -> tuple[str, ...]:
         """The reasons of the choice."""
-        return tuple(choice_reasons(self.chosen, self.alternatives, self.limits))
+        return tuple(choice_reasons(self.chosen, self.alternatives, self.limits, scores=self.scores))
 
 
 def plan_deployment(
@@ -97,28 +104,32 @@ def plan_deployment(
     limits: ServeLimits,
     quantisation: Quantisation,
     *,
+    software: Software | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> DeploymentAnswer:
-    """The deployment of the cluster with the highest goodput.
+    """The deployment of the cluster with the highest goodput, among those that this release serves if it serves any.
 
+    `software` is another server whose step times count; nothing is then for this release.
     Raises OutOfResources if no instance fits or none meets the limits at any rate, with the limits that a request alone meets.
     """
     begin = time.perf_counter()
-    costs = ServeCosts(model, cluster, quantisation)
-    space = deployment_space(model, cluster, quantisation, costs.of)
+    if model.head == "score":
+        requests = [scored(request) for request in requests]
+    costs = ServeCosts(model, cluster, quantisation, software=software)
+    space = deployment_space(model, cluster, quantisation, costs.of, software=software)
     sizes = SizeSample.of(requests)
     estimates = {deployment: estimate_goodput(deployment, sizes, costs.of, limits) for deployment in space.deployments}
     finalists = _finalists(estimates)
-    runnable = [deployment for deployment in space.deployments if deployment.runnable]
-    if not any(deployment.runnable for deployment in finalists):
-        raise unreachable(runnable, sizes, costs.of, limits)
+    choices = _choices(space.deployments)
+    if not choices & set(finalists):
+        raise unreachable(choices, sizes, costs.of, limits)
     search = GoodputSearch(_simulator(costs, limits), limits, requests)
     note(f"{len(estimates)} deployments estimated; simulating the best {len(finalists)} at most")
-    compared = _compare(search, finalists, estimates)
-    if not any(goodput.rate for deployment, goodput in compared.items() if deployment.runnable):
-        raise unreachable(runnable, sizes, costs.of, limits)
+    compared = _compare(search, finalists, estimates, choices)
+    if not any(goodput.rate for deployment, goodput in compared.items() if deployment in choices):
+        raise unreachable(choices, sizes, costs.of, limits)
     note(f"{len(compared)} simulated; simulating the best of each kind with more requests")
-    best_of_kind = _refine(search, compared)
+    best_of_kind = _refine(search, compared, choices)
     chosen = _choose(best_of_kind)
     low, high = _band(search, chosen, best_of_kind[chosen])
     devices = cluster.ranks / space.units
@@ -137,9 +148,20 @@ def plan_deployment(
         considered=len(estimates),
         units=space.units,
         search_seconds=time.perf_counter() - begin,
-        curve=tuple((point.rate / devices, point.attainment) for point in best.goodput.points),
+        curve=tuple((point.rate / devices, point.attainment) for point in _curve(search, chosen, best.goodput)),
         sources=_sources(costs),
+        scores=model.head == "score",
     )
+
+
+def scored(request: TimedRequest) -> TimedRequest:
+    """A request to a reward model, whose score comes with the step of its prompt; it reads no prefix from a cache."""
+    return request._replace(output_tokens=1, prefix_blocks=())
+
+
+def _choices(deployments: Sequence[Deployment]) -> Set[Deployment]:
+    """The deployments that this release serves; all of them if it serves none."""
+    return {deployment for deployment in deployments if deployment.runnable} or set(deployments)
 
 
 def _options(
@@ -162,6 +184,12 @@ def _options(
 
 
 def _sources(costs: ServeCosts) -> dict[str, str]:
+    if costs.software is not None:
+        table = software_table()
+        return {
+            "step times": f"constants fitted on {table.fitted} to {table.source}, measured {table.measured}",
+            "latencies": "this engine's batching policy in simulated time",
+        }
     profile = costs.profile
     measured = "usual shares of the datasheet's rates, not measured: `meshwright profile --serve` measures them"
     if profile is not None:
@@ -204,13 +232,16 @@ def _compare(
     search: GoodputSearch,
     finalists: Sequence[Deployment],
     estimates: dict[Deployment, float],
+    choices: Set[Deployment],
 ) -> dict[Deployment, Goodput]:
     """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind.
 
-    Two of each kind are simulated before it is given up, as the error may be one of the token budget.
+    Two of each kind are simulated before it is given up, as the error may be one of the token budget. One that misses the limits at the
+    rate of the best of its kind keeps its corrected estimate.
     """
     compared: dict[Deployment, Goodput] = {}
     ratios = dict.fromkeys(PLACEMENTS, 1.0)
+    fastest_of = dict.fromkeys(PLACEMENTS, 0.0)
     fastest = 0.0
     # The first of each kind come first, so that the others of a much slower kind need no simulation.
     kinds = [[d for d in finalists if _placement(d) == kind] for kind in PLACEMENTS]
@@ -219,26 +250,37 @@ def _compare(
         start = ratios[kind] * estimates[deployment]
         if start < FINALIST_SHARE * fastest and sum(_placement(d) == kind for d in compared) > 1:
             continue
-        compared[deployment] = found = search.goodput(deployment, start, COARSE_REQUESTS, tolerance=COARSE)
-        if deployment.runnable:
+        least = fastest_of[kind]
+        compared[deployment] = found = search.goodput(deployment, start, COARSE_REQUESTS, tolerance=COARSE, least=least)
+        if deployment in choices:
             fastest = max(fastest, found.rate)
-        if found.rate:
+        if found.rate > least:
+            fastest_of[kind] = found.rate
             ratios[kind] = found.rate / estimates[deployment]
     return compared
 
 
-def _refine(search: GoodputSearch, compared: Mapping[Deployment, Goodput]) -> dict[Deployment, Goodput]:
-    """Goodputs of the best runnable deployment of each kind, from longer simulations; a kind far behind has none."""
+def _refine(
+    search: GoodputSearch, compared: Mapping[Deployment, Goodput], choices: Set[Deployment]
+) -> dict[Deployment, Goodput]:
+    """Goodputs of the best deployment of `choices` of each kind, from longer simulations; a kind far behind has none.
+
+    The fastest comes first. Another kind that would not be chosen beside it keeps the goodput of the shorter simulations.
+    """
+    best: dict[Placement, Deployment] = {}
+    for deployment in sorted(compared, key=lambda deployment: -compared[deployment].rate):
+        if deployment in choices and compared[deployment].rate:
+            best.setdefault(_placement(deployment), deployment)
     refined: dict[Deployment, Goodput] = {}
-    fastest = max(goodput.rate for deployment, goodput in compared.items() if deployment.runnable)
-    for kind in PLACEMENTS:
-        alike = [d for d in compared if _placement(d) == kind and compared[d].rate and d.runnable]
-        if alike:
-            best = max(alike, key=lambda deployment: compared[deployment].rate)
-            if compared[best].rate < (FINALIST_SHARE if kind == "colocated" else REFINED_SHARE) * fastest:
-                continue
-            found = search.goodput(best, compared[best].rate, FINE_REQUESTS, tolerance=FINE, step=1.05)
-            refined[best] = found if found.rate else compared[best]
+    fastest = 0.0
+    for kind, deployment in best.items():
+        coarse = compared[deployment].rate
+        if refined and coarse < REFINED_SHARE * max(compared[chosen].rate for chosen in refined):
+            continue
+        least = fastest / (1 + TIE) if kind == "colocated" else fastest * (1 + TIE)
+        found = search.goodput(deployment, coarse, FINE_REQUESTS, tolerance=FINE, step=1.05, least=least)
+        refined[deployment] = found if found.rate else compared[deployment]
+        fastest = max(fastest, refined[deployment].rate)
     return refined
 
 
@@ -249,17 +291,31 @@ def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
     return plain if best_of_kind[best].rate < (1 + TIE) * best_of_kind[plain].rate else best
 
 
+def _curve(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> list[RatePoint]:
+    """Attainment by rate, ascending from low load to the first rate that no request's latencies meet, or that cannot be sustained."""
+    low = [search.point(chosen, share * goodput.rate, LOW_REQUESTS) for share in LOW_SHARES]
+    points = sorted((*low, *goodput.points), key=lambda point: point.rate)
+    end = next((index + 1 for index, point in enumerate(points) if not point.attainment), len(points))
+    return points[:end]
+
+
 def _band(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> tuple[float, float]:
     """The band of goodputs over samples of the requests; it contains the goodput, and ends where a higher rate fails.
 
     A sample is simulated at the goodput alone. The rate at which the first sample has the same attainment says by which
-    factor the new one is harder. Where all requests meet the limits up to a rate and few do above it, all factors are 1,
-    and the goodput is known as exactly as the bisection is.
+    factor the new one is harder; with more requests the logarithm of the factor is smaller. Where all requests meet the limits
+    up to a rate and few do above it, all factors are 1, and the goodput is known as exactly as the bisection is.
     """
-    beside = [search.point(chosen, factor * goodput.rate, FINE_REQUESTS) for factor in BAND_RATES]
-    curve = replace(goodput, points=tuple(sorted((*goodput.points, *beside), key=lambda point: point.rate)))
-    attained = [search.point(chosen, goodput.rate, FINE_REQUESTS, seed).attainment for seed in range(1, RESAMPLES + 1)]
-    rates = sorted([goodput.rate, *(goodput.rate**2 / curve.rate_at(attainment) for attainment in attained)])
+    rated = [
+        search.point(chosen, factor * goodput.rate, BAND_REQUESTS) for factor in (BAND_RATES[0], 1.0, BAND_RATES[1])
+    ]
+    first = rated[1].attainment
+    points = (*(point for point in goodput.points if point.rate != goodput.rate), *rated)
+    curve = replace(goodput, points=tuple(sorted(points, key=lambda point: point.rate)))
+    attained = [search.point(chosen, goodput.rate, BAND_REQUESTS, seed).attainment for seed in range(1, RESAMPLES + 1)]
+    harder = [(curve.rate_at(attainment) / curve.rate_at(first)) for attainment in attained]
+    narrower = sqrt(BAND_REQUESTS / FINE_REQUESTS)
+    rates = sorted([goodput.rate, *(goodput.rate / factor**narrower for factor in harder)])
     tail = (1 - BAND) / 2
     failing = min((point.rate for point in goodput.points if point.rate > goodput.rate), default=goodput.rate)
     return min(goodput.rate, _quantile(rates, tail)), max(failing, _quantile(rates, 1 - tail))

@@ -1,7 +1,8 @@
 """Deployments that the planner considers: colocated, or of prefill and decode instances, in every tensor degree that fits.
 
 For mixtures also colocated instances that divide experts over groups of devices; this release serves those with groups
-of one device, the planner shows the others beside its choice.
+of one device, the planner shows the others beside its choice. A reward model is served on one device and writes no text, so it has
+colocated instances of one device only.
 
 A large cluster is planned as equal units of a few instances: the share of devices for each role is then a multiple of one instance in a
 unit, and the simulation of a unit takes as long as that of a small cluster. A router over all units shares load a little better.
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation
+from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation, Software
 from meshwright.spec.divisors import divisors
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.inference_layout import split_error
@@ -46,7 +47,12 @@ class DeploymentSpace:
 
 
 def deployment_space(
-    model: ModelSpec, cluster: ClusterSpec, quantisation: Quantisation, check: Callable[[InstanceSpec], object]
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    quantisation: Quantisation,
+    check: Callable[[InstanceSpec], object],
+    *,
+    software: Software | None = None,
 ) -> DeploymentSpace:
     """All deployments of a unit; `check` raises OutOfResources for an instance that does not fit.
 
@@ -55,12 +61,12 @@ def deployment_space(
     budgets = _fitting_budgets(model, cluster, check)
     units = max(1, cluster.ranks // (UNIT_INSTANCES * min(budgets)))
     devices = cluster.ranks // units
-    groups = [
-        *_colocated(budgets, devices),
-        *_disaggregated(budgets, devices),
-        *_expert_parallel(model, devices, check),
-    ]
-    deployments = tuple(Deployment(instances=instances, quantisation=quantisation) for instances in groups)
+    groups = [*_colocated(budgets, devices)]
+    if model.head != "score":
+        groups += [*_disaggregated(budgets, devices), *_expert_parallel(model, devices, check)]
+    deployments = tuple(
+        Deployment(instances=instances, quantisation=quantisation, software=software) for instances in groups
+    )
     return DeploymentSpace(units, deployments)
 
 
@@ -90,7 +96,7 @@ def _budgets_of(
     budgets: dict[int, list[int]] = {}
     reason = OutOfResources("no tensor degree divides the model")
     for tensor in degrees:
-        if split_error(model, tensor) is not None:
+        if split_error(model, tensor) is not None or (model.head == "score" and tensor > 1):
             continue
         for budget in TOKEN_BUDGETS:
             try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from meshwright.planner.candidate import Answer
+from meshwright.planner.money import training_share
 from meshwright.planner.search import search
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.run import RunSpec
@@ -37,9 +39,15 @@ class Point:
     def tokens_per_second(self) -> float | None:
         return self.run.train.global_batch * self.run.train.seq_len / self.seconds if self.seconds else None
 
+    @cached_property
+    def training_share(self) -> float:
+        """Share of the time in which the run trains: after failures, restarts, checkpoints and validations."""
+        return training_share(self.run, self.answer.best.plan) if self.answer else 1.0
+
     def gpu_hours(self, tokens: float) -> float | None:
-        """GPU hours of training on `tokens`; None where the step time is not known."""
-        return self.gpus * tokens / self.tokens_per_second / 3600 if self.tokens_per_second else None
+        """GPU hours of training on `tokens`, with interruptions; None where the step time is not known."""
+        rate = self.tokens_per_second
+        return self.gpus * tokens / (rate * self.training_share) / 3600 if rate else None
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ def at_size(run: RunSpec, gpus: int) -> RunSpec:
 
 def scaling(run: RunSpec, sizes: Sequence[int], *, trainable: bool = True) -> tuple[Point, ...]:
     """The best plan for the run on each number of GPUs, with the same global batch (strong scaling)."""
-    return tuple(_point(at_size(run, gpus), trainable) for gpus in sizes)
+    return tuple(point_of(at_size(run, gpus), trainable=trainable) for gpus in sizes)
 
 
 def fastest(points: Sequence[Point]) -> Point:
@@ -142,14 +150,19 @@ def shortest_training(
     for batch in sorted({round(run.train.global_batch * factor) for factor in BATCHES} - {0}):
         sized = replace(run, train=replace(run.train, global_batch=batch))
         steps = least_steps * (1 + critical_batch_tokens / (batch * run.train.seq_len))
-        sized_points = scaling(sized, sizes, trainable=trainable) if sizes else (_point(sized, trainable),)
+        sized_points = scaling(sized, sizes, trainable=trainable) if sizes else (point_of(sized, trainable=trainable),)
         points += sized_points
-        trainings += [Training(point, steps, steps * point.seconds) for point in sized_points if point.seconds]
+        trainings += [
+            Training(point, steps, steps * point.seconds / point.training_share)
+            for point in sized_points
+            if point.seconds
+        ]
     _known(points)
     return tuple(sorted(trainings, key=lambda training: training.seconds))
 
 
-def _point(run: RunSpec, trainable: bool) -> Point:
+def point_of(run: RunSpec, *, trainable: bool = True) -> Point:
+    """The answer of a search for the run, or why there is none."""
     try:
         return Point(run.cluster.ranks, run, search(run, trainable=trainable))
     except OutOfResources as error:

@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from meshwright.policies.restart import Incident
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERNAL, EXIT_NUMERICAL
@@ -40,10 +41,16 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A host that failed the self-test and trains no more in this job."""
+    """A host that trains no more in this job."""
 
     host: str
     cause: str
+    found_by: Literal["self-test", "health"] = "self-test"
+
+    @property
+    def verdict(self) -> str:
+        """Why the host is excluded, in words, without the cause."""
+        return "failed the self-test" if self.found_by == "self-test" else "is not healthy"
 
 
 def machine_of(host: str) -> str:

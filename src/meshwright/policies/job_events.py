@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.policies.host_health import Finding
 from meshwright.policies.restart import Incident
 from meshwright.policies.skipped_samples import SampleRange
 
@@ -94,6 +95,14 @@ class Corrupted:
 
 
 @dataclass(frozen=True)
+class Unhealthy:
+    """A finding about the health of `host`, which comes again while it is true."""
+
+    host: str
+    finding: Finding
+
+
+@dataclass(frozen=True)
 class Failed:
     """The attempt failed, or was stopped, for a reason that `incident` states."""
 
@@ -141,6 +150,7 @@ Event = (
     | Present
     | SkippedSamples
     | Corrupted
+    | Unhealthy
     | Failed
     | Ended
     | StopRequested
@@ -183,9 +193,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Note:
-    """Show `text` to the operator."""
+    """Show `text` to the operator; with a `key`, one text of this key only."""
 
     text: str
+    key: str = ""
 
 
 @dataclass(frozen=True)

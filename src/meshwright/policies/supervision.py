@@ -8,7 +8,8 @@ monotonic clock. The coordinator keeps the state in a file and carries out the a
 
 While an attempt is prepared, hosts that may have caused the failure before run the self-test. A host that fails it is
 excluded from the job; a test that does not end in time is repeated once, with a longer limit. If too few hosts are
-ready the job continues on fewer, if there is a plan for them.
+ready the job continues on fewer, if there is a plan for them. A host whose health is bad (`host_health`) is replaced
+after the running step, or excluded at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from meshwright.policies.host_health import Finding, Moment, action_of
 from meshwright.policies.host_tests import (
     Exclusion,
     Suspect,
@@ -49,13 +51,14 @@ from meshwright.policies.job_events import (
     Test,
     Tick,
     Trained,
+    Unhealthy,
     Unplannable,
     Unrecordable,
 )
 from meshwright.policies.restart import Incident, Restart, RestartPolicy, Stop, after_failure
 from meshwright.policies.skipped_samples import SampleRange, merge_skips, skip_step
 from meshwright.spec.batch_sizes import BatchSizes, BatchStage
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_NUMERICAL
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_NUMERICAL, EXIT_PREEMPTED
 
 RETURN_SECONDS = 900.0
 """Seconds to wait for another host: longer than schedulers usually take to supply one (`planner.effective_time`)."""
@@ -122,7 +125,9 @@ class State:
     prepared: bool = False
     """Whether the files of the attempt in preparation are written."""
     excluded: tuple[Exclusion, ...] = ()
-    """Hosts that failed the self-test."""
+    """Hosts that failed the self-test, or whose health is bad."""
+    draining: tuple[Exclusion, ...] = ()
+    """Members without which the next attempt begins: the ranks save and end after the running step."""
     unplannable: tuple[int, ...] = ()
     """Numbers of hosts for which there is no plan."""
 
@@ -141,6 +146,8 @@ class Rules:
     """Whether values that are not finite end the job only if they persist; then the hosts are tested before the end."""
     batch_ramp: Sequence[BatchStage] = ()
     """Batches of the first steps (`train.batch_ramp`)."""
+    saves: bool = True
+    """Whether ranks that are asked to end write a checkpoint from which others continue."""
     others_may_join: bool = True
     """Whether hosts can join the job later; a job of one launcher has its own host only."""
 
@@ -186,6 +193,8 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
             return replace(state, skipped=merge_skips(state.skipped, ranges)), ()
         case Corrupted(attempt, number, incident) if attempt == state.attempt and number > state.corruptions:
             return _take_corruption(replace(state, corruptions=number), incident, now, rules)
+        case Unhealthy(host, finding) if not is_excluded(state, host):
+            return _take_finding(state, host, finding, now, rules)
         case Failed(attempt, incident) if attempt == state.attempt:
             return _fail(state, incident, now, rules)
         case Ended(attempt, host) if attempt == state.attempt and host in state.members:
@@ -206,7 +215,7 @@ def is_unlisted(state: State, step: int) -> bool:
 
 
 def is_excluded(state: State, host: str) -> bool:
-    """Whether the machine of `host` failed the self-test."""
+    """Whether the machine of `host` is excluded."""
     return any(machine_of(exclusion.host) == machine_of(host) for exclusion in state.excluded)
 
 
@@ -272,7 +281,7 @@ def _without_hosts(state: State, waited: float, rules: Rules) -> Answer:
     """Wait for hosts while no attempt is possible, if some are excluded or have no plan; then end the job."""
     if not (state.excluded or state.unplannable) or waited < rules.return_seconds:
         return state, ()
-    reasons = [f"host {exclusion.host} failed the self-test" for exclusion in state.excluded]
+    reasons = [f"host {exclusion.host} {exclusion.verdict}" for exclusion in state.excluded]
     if state.unplannable:
         reasons.append(
             f"there is no plan for {' or '.join(map(str, sorted(state.unplannable)))} of {rules.hosts} hosts"
@@ -336,22 +345,89 @@ def _take_corruption(state: State, incident: Incident, now: float, rules: Rules)
 
 
 def _exclude(state: State, exclusion: Exclusion, now: float, rules: Rules) -> Answer:
-    """Go on without a host; also a job that was to end, as the host may be the reason."""
+    """Go on without a host; also a job that was to end, as the host that failed its test may be the reason."""
     state = replace(
-        state,
+        _without_excluded(state, (exclusion,)),
         status="gathering",
-        excluded=(*state.excluded, exclusion),
         tests=(),
         testing=(),
-        suspects=_without_machines(state.suspects, [exclusion.host]),
         incomplete=(),
-        ready=tuple(host for host in state.ready if machine_of(host) != machine_of(exclusion.host)),
         stop=None,
         restart=Restart() if state.stop is not None else state.restart,
     )
-    note = Note(f"host {exclusion.host} failed the self-test and is excluded from the job: {exclusion.cause}")
     state, more = _gather(state, now, rules)
-    return state, (note, *more)
+    return state, (_note_of(exclusion), *more)
+
+
+def _without_excluded(state: State, exclusions: tuple[Exclusion, ...]) -> State:
+    """Exclude hosts: they are neither ready nor suspects nor to be drained any more."""
+    hosts = [exclusion.host for exclusion in exclusions]
+    machines = {machine_of(host) for host in hosts}
+    return replace(
+        state,
+        excluded=(*state.excluded, *exclusions),
+        draining=tuple(draining for draining in state.draining if machine_of(draining.host) not in machines),
+        suspects=_without_machines(state.suspects, hosts),
+        ready=tuple(host for host in state.ready if machine_of(host) not in machines),
+    )
+
+
+def _note_of(exclusion: Exclusion) -> Note:
+    return Note(f"host {exclusion.host} {exclusion.verdict} and is excluded from the job: {exclusion.cause}")
+
+
+def _take_finding(state: State, host: str, finding: Finding, now: float, rules: Rules) -> Answer:
+    """Do what the table of health says about a finding at this moment of the job."""
+    moment = _moment(state, host)
+    action = action_of(finding.rule, moment)
+    key = f"{host} {finding.rule} {finding.part}"
+    if action == "none" or state.stop is not None:
+        return state, ()
+    if action == "warn":
+        return state, (Note(f"host {host}: {finding.description}", key),)
+    exclusion = Exclusion(host, finding.description, "health")
+    if action == "exclude":
+        return _exclude_unhealthy(state, exclusion, now, rules)
+    if any(draining.host == host for draining in state.draining) or state.stopping:
+        return state, ()
+    if not _is_replaceable(state, host, rules):
+        then = "the host stays, as no other one is ready to take its place"
+        return state, (Note(f"host {host}: {finding.description}; {then}", f"{key} stays"),)
+    if moment != "run":
+        return _exclude_unhealthy(state, exclusion, now, rules)
+    note = Note(f"host {host} is replaced after the running step: {finding.description}")
+    return replace(state, draining=(*state.draining, exclusion)), (note,)
+
+
+def _moment(state: State, host: str) -> Moment:
+    """The moment of the job at which a finding about `host` comes."""
+    if host in state.members and state.status == "running":
+        return "run"
+    return "failure" if host in state.members and state.incidents else "start"
+
+
+def _is_replaceable(state: State, host: str, rules: Rules) -> bool:
+    """Whether the job can go on without `host`, from a checkpoint that its ranks write."""
+    left_out = {machine_of(host), *(machine_of(draining.host) for draining in state.draining)}
+    others = [
+        other
+        for other in {*state.ready, *state.members}
+        if machine_of(other) not in left_out and other not in state.lost and not is_excluded(state, other)
+    ]
+    enough = len(others) >= (rules.hosts if rules.wait_seconds is None else 1)
+    return enough and (rules.saves or state.status != "running")
+
+
+def _exclude_unhealthy(state: State, exclusion: Exclusion, now: float, rules: Rules) -> Answer:
+    """Go on without a host at once. An attempt in which it trains fails; one that has not begun is prepared anew."""
+    host, note = exclusion.host, _note_of(exclusion)
+    if host in state.members and state.status == "preparing":
+        return _exclude(state, exclusion, now, rules)
+    state = _without_excluded(state, (exclusion,))
+    if host not in state.members or state.status != "running":
+        return state, (note,)
+    state, actions = _fail(state, Incident(EXIT_COMMUNICATION, exclusion.cause, host=host), now, rules)
+    return state, (note, *actions)
 
 
 def _without_machines(suspects: tuple[Suspect, ...], hosts: Sequence[str]) -> tuple[Suspect, ...]:
@@ -405,6 +481,10 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
         return state, ()
     if state.stop is not None:  # during the self-test before the end
         return _finish(state)
+    if state.draining and incident.code == EXIT_PREEMPTED and not state.stopping:
+        hosts = " and ".join(f"host {draining.host} ({draining.cause})" for draining in state.draining)
+        state, more = _end(replace(state, status="ending", restart=Restart()), now, rules)
+        return state, (End(f"{hosts} is left out"), *more)
     was_running = state.status == "running"
     incidents = (*state.incidents, incident)
     suspects = suspects_after(incidents, state.members) if rules.policy.restarts else ()
@@ -439,7 +519,7 @@ def _end(state: State, now: float, rules: Rules) -> Answer:
         return _finish(replace(state, stop=Stop(EXIT_DONE)))
     if state.stop is not None and not (rules.test_at_end and state.stop.code == EXIT_NUMERICAL):
         return _finish(state)
-    return _gather(replace(state, status="gathering"), now, rules)
+    return _gather(replace(_without_excluded(state, state.draining), status="gathering"), now, rules)
 
 
 def _finish(state: State) -> Answer:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -82,7 +83,17 @@ def load(file: Path, function: str) -> Callable[..., Any]:
             name for name, value in vars(module).items() if isinstance(value, FunctionType) and name[0] != "_"
         )
         raise AttributeError(f"{file}: expected a function {function}; it has {', '.join(names) or 'none'}")
+    with contextlib.suppress(ValueError):  # a callable without a signature
+        _check_arguments(inspect.signature(call), f"{file}: {function}")
     return call
+
+
+def _check_arguments(signature: inspect.Signature, name: str) -> None:
+    """Raise TypeError where a call with a prompt, an answer and a record would fail."""
+    try:
+        signature.bind("", "", {})
+    except TypeError as error:
+        raise TypeError(f"{name}{signature}: expected the arguments (prompt, answer, record): {error}") from error
 
 
 def _verdict(call: Callable[..., Any], request: dict[str, Any], seconds: float) -> dict[str, Any]:

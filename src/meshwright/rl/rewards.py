@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -70,9 +70,12 @@ class RewardProcesses:
         for _ in range(spec.processes - 1):
             self._free.put(None)
 
-    def submit(self, prompt: str, answer: str, record: Mapping[str, Any]) -> Future[Verdict]:
-        """Start to judge an answer to a prompt; `record` has what else is known of the prompt, as values of JSON."""
-        return self._threads.submit(self._judge, {"prompt": prompt, "answer": answer, "record": dict(record)})
+    def submit(self, prompt: str, answer: Callable[[], str], record: Mapping[str, Any]) -> Future[Verdict]:
+        """Start to judge an answer to a prompt, whose text a thread of its own asks for.
+
+        `record` has what else is known of the prompt, as values of JSON.
+        """
+        return self._threads.submit(self._judge, prompt, answer, dict(record))
 
     def close(self) -> None:
         """End all processes, also those in a call, whose samples get no reward."""
@@ -109,11 +112,11 @@ class RewardProcesses:
         process.end()
         self._started.discard(process)
 
-    def _judge(self, request: dict[str, Any]) -> Verdict:
+    def _judge(self, prompt: str, answer: Callable[[], str], record: dict[str, Any]) -> Verdict:
         process = self._free.get()
         try:
             process = process or self._start()
-            process.ask(request)
+            process.ask({"prompt": prompt, "answer": answer(), "record": record})
             verdict = _verdict(process.answer(self._wait))
             if not process.works:
                 self._end(process)
@@ -133,7 +136,9 @@ def _verdict(answer: Mapping[str, Any]) -> Verdict:
         return Verdict("no verdict") if reward is None else Verdict("reward", reward)
     if "error" in answer:
         return Verdict("error", message=answer["error"])
-    return Verdict("timeout", message="it used up its time, or its process ended")
+    return Verdict(
+        "timeout", message=f"it used up rl.reward.seconds, waited {WAITING} times as long, or its process ended"
+    )
 
 
 class _Process:

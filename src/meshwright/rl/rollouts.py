@@ -87,7 +87,7 @@ class Rollouts:
         if data.tokenizer_file is None or data.text_format is None:
             raise BadInput("rl: expected data with a tokenizer, whose texts the reward function reads")
         self._tokenizer = open_tokenizer(data.tokenizer_file)
-        self._stops = data.text_format.stop_ids
+        self._stops = frozenset(data.text_format.stop_ids)
         dtype = DTYPES[plan.precision.compute]
         self._engine = _engine(run, mesh.device, dtype, self._rl.temperature, ranks.size)
         self._handover = WeightHandover(run.model, weights, ranks, group, dtype)
@@ -107,6 +107,8 @@ class Rollouts:
         """Of the latest steps: tokens of each question of their batch and of its answers, and the rows that trained."""
         self.empty = False
         """Whether no answer of the step that was read last has a gradient."""
+        self._said_alike = False
+        """Whether a step without a difference between rewards has been mentioned: the first of a start is."""
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
         """This rank's micro-batches of the step that begins at `sample`. Collective."""
@@ -124,6 +126,11 @@ class Rollouts:
         if self._reference is not None:
             batches = [self._reference.add_to(each, self._rl.temperature) for each in batches]
         self.empty = not len(batch.rows["tokens"])
+        if self.empty and not self._said_alike and self._ranks.is_first and batch.figures["equal_prompts"]:
+            self._said_alike = True
+            log.warning(
+                "rl: all answers to each question have the same reward: such steps train nothing (equal_prompts)"
+            )
         self.recent.append((_lengths(self._sampled[first]), len(batch.rows["tokens"])))
         self._figures = batch.figures | seconds
         return Step(batches, (sample, end), sum(each.valid_tokens for each in batches))
@@ -228,13 +235,11 @@ class Rollouts:
             answer = answers[update.number]
             answer.tokens += update.tokens
             answer.logprobs += (logprob.chosen for logprob in update.logprobs)
-            if update.reason is None:
-                continue
             if update.code == NotFinite.code:
                 raise NumericalFailure("rl: the logits of an answer are not finite: the weights have diverged")
             if update.reason == "failed":
                 raise RuntimeError(f"the engine ended an answer: {update.error}")
-            text = "" if self._rewards is None else self._tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            text = partial(self._text, list(answer.tokens))
             if update.stop_token is not None and update.stop_logprob is not None:
                 answer.tokens.append(update.stop_token)
                 answer.logprobs.append(update.stop_logprob)
@@ -252,11 +257,18 @@ class Rollouts:
             answers[number].outcome, answers[number].reward, message = verdict.result()
             messages += [message] if message else []
         if messages:
-            log.warning("rl.reward: %d answers got no reward; the first: %s", len(messages), messages[0])
+            log.warning(
+                "rl.reward: %d of %d answers got no reward, and others to their questions are not trained on either; the first: %s",
+                *(len(messages), len(verdicts), messages[0]),
+            )
         return [[answers[number] for number in group] for group in numbers], sampled - begin
 
+    def _text(self, tokens: list[int]) -> str:
+        """The text of an answer. Of the tokenizer's methods only those for batches let the engine's thread run meanwhile."""
+        return self._tokenizer.decode_batch([tokens], skip_special_tokens=True)[0]
+
     def _updates(self, actions: Iterator[int]) -> Iterator[Update]:
-        """The updates of all steps of the engine."""
+        """The updates of all steps of the engine: one for each answer, at its end."""
         while self._engine.unfinished:
             self.on_progress(next(actions))
             yield from self._engine.step()
@@ -274,6 +286,7 @@ class Rollouts:
             sampling=SamplingOptions(seed=_seed(self._run.seed, sample), logprobs=True),
             new_tokens=min(self._rl.new_tokens, room),
             stop_ids=self._stops,
+            reports_steps=False,
         )
         for number in numbers:
             answers[number] = Answer(prompt, [], [], truncated=False)

@@ -206,7 +206,9 @@ class Engine:
         sampling.check_tokens(self.spec.vocab_size)
         matcher = None if grammar is None else self.grammars().matcher(grammar, request.stop_ids)
         stream = None if self._texts is None else text_stream(ids, self._texts)
-        generation = Generation(sampling, stream, request.stop_ids, request.stop_strings, matcher)
+        generation = Generation(
+            sampling, stream, request.stop_ids, request.stop_strings, matcher, reports_steps=request.reports_steps
+        )
         generation.begin_after(request.given)
         now = self._clock()
         planned = Request(
@@ -426,7 +428,7 @@ class Engine:
         complete()
         self._report_ended(updates)
         for number in dict.fromkeys([*scored, *(part.request.number for part in launched.parts)]):
-            if (generation := self._generations.get(number)) is not None:
+            if (generation := self._generations.get(number)) is not None and generation.reports_steps:
                 update = self._own_work(number, generation.update, number)
                 updates += () if update is None else (update,)
         if self._failures:
@@ -448,13 +450,17 @@ class Engine:
         """Add the tokens of a launched step to the generations; returns the call that completes the step in the policy."""
         tokens, step = launched.read(), launched.step
         logprobs = launched.token_logprobs(len(tokens))
-        token_of = {part.request.number: token for part, token in zip(launched.parts, tokens, strict=True)}
-        stopped = {
-            number
-            for (number, token), logprob in zip(token_of.items(), logprobs, strict=True)
-            if (generation := self._generations.get(number)) is not None
-            and self._own_work(number, generation.add, token, logprob)
-        }
+        token_of, stopped = {}, set()
+        for part, token, logprob in zip(launched.parts, tokens, logprobs, strict=True):
+            number = part.request.number
+            token_of[number] = token
+            if (generation := self._generations.get(number)) is None:
+                continue
+            try:  # as `_own_work`, without its calls: this runs for each token
+                if generation.add(token, logprob):
+                    stopped.add(number)
+            except Exception as error:
+                self._failures.setdefault(number, Failure.of(error))
         return partial(self._policy.complete, step, [token_of[part.request.number] for part in step.sampling], stopped)
 
     def _take_in_drafts(self, launched: LaunchedStep) -> Callable[[], None]:

@@ -74,8 +74,10 @@ class Generation:
         stop_ids: Collection[int],
         stop_strings: Sequence[str],
         matcher: GrammarMatcher | None = None,
+        *,
+        reports_steps: bool = True,
     ) -> None:
-        self.sampling, self.matcher = sampling, matcher
+        self.sampling, self.matcher, self.reports_steps = sampling, matcher, reports_steps
         """`matcher` follows the text if it has a grammar."""
         self.stop_ids = frozenset(stop_ids)
         self._stream = stream

@@ -36,6 +36,8 @@ class TextRequest:
     """Whether another engine continues the text: the block with the end of the prompt is kept for it, even if it is not full."""
     grammar: Grammar | None = None
     """Grammar that the text follows; it ends at a token of `stop_ids` once the grammar allows one."""
+    reports_steps: bool = True
+    """Whether each step's tokens are reported. Otherwise one update has all of them, at the end: less work for the host."""
 
     def to_plain(self) -> dict[str, Any]:
         """The request in values of JSON."""

@@ -101,6 +101,8 @@ class _Simulation:
         self._routing: RequestRouting[Instance] = RequestRouting()
         prices = cost_of(deployment.instances[0])
         self._counted, self._size = can_count(prices), prices.tokens_per_block
+        self._request_seconds = prices.request_seconds
+        """Seconds from a request's arrival at the server to that at its engine."""
         self._pieces = TextPieces(requests, self._size)
         self._texts: dict[bytes, Text] = {}
         """Counted texts of unfinished requests, by name."""
@@ -131,13 +133,15 @@ class _Simulation:
         arrivals, events, next_arrival = self._times, self._events, 0
         instances = [member.instance for member in self._members]
         now = 0.0
-        due = arrivals[0].request.arrival_seconds
+        due = arrivals[0].request.arrival_seconds + self._request_seconds
         while True:
             if due < NEVER and (not events or due <= events[0][0]):
                 now = due
                 self._arrive(next_arrival, now)
                 next_arrival += 1
-                due = arrivals[next_arrival].request.arrival_seconds if next_arrival < len(arrivals) else NEVER
+                due = NEVER
+                if next_arrival < len(arrivals):
+                    due = arrivals[next_arrival].request.arrival_seconds + self._request_seconds
                 continue
             if not events:
                 break

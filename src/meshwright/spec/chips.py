@@ -28,6 +28,11 @@ class Chip:
     host: float = 25e9
     multiprocessors: int = 0
     """Multiprocessors, each of which computes one tile of a matrix product at a time; 0 ignores partly filled waves of tiles."""
+    sustained: float = 0.88
+    """Largest share of its peak that products sustain: less than 1 where the power limit lowers the clock under load.
+
+    The best measured products reach 0.77 on an H200 and 0.86 on an A100; an H20 has the power of an H100 for a seventh of its peak.
+    """
     best_bf16_flops: float | None = None
     """FLOP/s of the fastest bf16 matrix product measured, under the chip's power limit."""
 
@@ -62,6 +67,8 @@ Measured 54.7 to 55.4 GB/s on three of four hosts (benchmarks/data)."""
 _ETHERNET_10, _CLOUD_100, _CLOUD_400 = 1.25e9, 100e9 / 8 / 8, 400e9 / 8 / 8
 """Network bandwidth of cards that are not sold in clusters.
 10 Gb/s per card is a guess; 100 and 400 Gb/s for eight cards are what clouds rent."""
+_GB202_PRO = {"bf16": 503.8e12, "fp8": 1007e12, "int8": 1007e12, "nvfp4": 2015e12, "fp32": 126e12}
+_CDNA4 = {"bf16": 2516e12, "fp8": 5033e12, "int8": 5033e12, "mxfp8": 5033e12, "mxfp4": 10066e12, "fp32": 157e12}
 _CDNA3 = {"bf16": 1307e12, "fp8": 2615e12, "int8": 2615e12, "fp32": 163e12}
 
 CHIPS = _table(
@@ -158,7 +165,49 @@ CHIPS = _table(
         multiprocessors=148,
         best_bf16_flops=1822e12,
     ),
-    Chip("H20", "hopper-h20", 96 * GiB, _H20, 4e12, 450e9, 50e9, host=_PCIE5, multiprocessors=78),
+    Chip(
+        name="GB200-NVL72",
+        generation="blackwell",
+        memory_bytes=185 * GiB,
+        peak_flops=_GB200,
+        hbm=8e12,
+        link=900e9,
+        nic=50e9,
+        per_node=4,
+        domain=72,
+        host=225e9,
+        multiprocessors=148,
+        best_bf16_flops=1822e12,
+    ),
+    Chip(
+        name="GB300-NVL72",
+        generation="blackwell",
+        memory_bytes=277 * GiB,
+        peak_flops=_GB300,
+        hbm=8e12,
+        link=900e9,
+        nic=100e9,
+        per_node=4,
+        domain=72,
+        host=225e9,
+        multiprocessors=148,
+        best_bf16_flops=1822e12,
+    ),
+    Chip(
+        name="GH200",
+        generation="hopper",
+        memory_bytes=95 * GiB,
+        peak_flops=_HOPPER,
+        hbm=4e12,
+        link=450e9,
+        nic=50e9,
+        per_node=1,
+        domain=1,
+        host=450e9,
+        multiprocessors=132,
+        best_bf16_flops=794.5e12,
+    ),
+    Chip("H20", "hopper-h20", 96 * GiB, _H20, 4e12, 450e9, 50e9, host=_PCIE5, multiprocessors=78, sustained=0.97),
     Chip("RTX3090", "ampere-rtx", 24 * GiB, _GA102, 0.936e12, _PCIE4, _ETHERNET_10, 1, 1, multiprocessors=82),
     Chip(
         name="A10",
@@ -211,18 +260,53 @@ CHIPS = _table(
         multiprocessors=304,
         best_bf16_flops=668e12,
     ),
+    Chip(
+        name="RTXPRO6000",
+        generation="blackwell-rtx",
+        memory_bytes=95 * GiB,
+        peak_flops=_GB202_PRO,
+        hbm=1.597e12,
+        link=_PCIE5,
+        nic=_CLOUD_400,
+        host=_PCIE5,
+        multiprocessors=188,
+    ),
+    Chip(
+        name="MI325X",
+        generation="cdna3",
+        memory_bytes=255 * GiB,
+        peak_flops=_CDNA3,
+        hbm=6e12,
+        link=448e9,
+        nic=50e9,
+        host=50e9,
+        multiprocessors=304,
+        best_bf16_flops=668e12,
+    ),
+    Chip(
+        name="MI355X",
+        generation="cdna4",
+        memory_bytes=287 * GiB,
+        peak_flops=_CDNA4,
+        hbm=8e12,
+        link=538e9,
+        nic=50e9,
+        host=50e9,
+        multiprocessors=256,
+    ),
     Chip("Ascend910", "ascend", 32 * GiB, {"fp16": 256e12, "bf16": 256e12}, 1.2e12, 30e9, 12.5e9),
     Chip("Ascend910B", "ascend", 64 * GiB, {"fp16": 313e12, "bf16": 313e12, "fp32": 75e12}, 1.6e12, 196e9, 25e9),
 )
 """Sources: NVIDIA's, AMD's and Huawei's datasheets, without sparsity; memory as the driver reports it, in whole GiB.
 
 Host links: PCIe 3, 4 or 5 with 16 lanes; NVLink-C2C, shared by two GPUs, in GB200 and GB300.
-GB200 and GB300 name one GPU of the NVL72 rack; its domain counts the 64 that a power-of-two mesh uses.
+GB200 and GB300 name one GPU of the NVL72 rack; its domain counts the 64 that a power-of-two mesh uses. GB200-NVL72 and GB300-NVL72 are
+the same GPUs for jobs of 72, 36 or 18, whose domain is the whole rack. GH200 is one superchip a host. RTXPRO6000 is the server edition.
 GeForce cards: peaks of products that are summed in fp32, half of what is advertised for sums in fp16; RTX3090 without its optional NVLink.
 V100 and T4 have no bf16; B300 and GB300 have few int8 units, which are left out. Generations name devices whose shares of these rates
 may be alike, so graphics cards have their own.
 Fastest products: the search over shapes of Stas Bekman's Machine Learning Engineering, 2025; A100-40GB, H200, B300 and GB300 are
-taken to be as fast as the chip with the same tensor cores.
+taken to be as fast as the chip with the same tensor cores, as GH200 and MI325X are.
 """
 
 VARIANT_WORDS = frozenset({"LAPTOP", "MOBILE", "TI", "SUPER", "D", "MIG", "3E"})
@@ -234,6 +318,7 @@ _DRIVER_NAMES = {
     "RTX4090": "RTX 4090",
     "RTX5090": "RTX 5090",
     "RTX6000-Ada": "RTX 6000 ADA",
+    "RTXPRO6000": "RTX PRO 6000 BLACKWELL",
 }
 """Names in the driver's spelling, of chips whose name in the table is not one of the driver's words."""
 

@@ -33,6 +33,11 @@ class ClusterSpec:
     host_mtbf_hours: Annotated[float, Bound(more_than=0)] = 6300.0
     """Mean time between failures of one host that end a job, in hours, for `checkpoint.every: auto`.
     The default is that of Llama 3's training (arXiv 2407.21783): 419 interruptions in 54 days on 2,048 hosts."""
+    price_per_gpu_hour: Annotated[float, Bound(more_than=0, at_most=1e6)] | None = None
+    """Price of one device for one hour, in any currency; none uses the table's (US dollars on demand), if it has one for the chip.
+    Meshwright shows money from it; it changes no plan."""
+    watts_per_gpu: Annotated[float, Bound(more_than=0, at_most=1e6)] | None = None
+    """Power of one device with its share of host and network, in watts; none uses 1.8 times the device's limit."""
     groups: tuple[NodeGroup, ...] = ()
     """Nodes, included in `nodes`, that differ from the others."""
     emulate_nodes: Positive = 1

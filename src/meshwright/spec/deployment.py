@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.engine import Dispatch, Fp8, WeightFormat
@@ -13,8 +13,26 @@ from meshwright.spec.run import ModelSection
 
 Role = Literal["both", "prefill", "decode"]
 Limit = Literal["ttft", "tpot"]
+PricedFormat = Literal["bf16", "fp8", "int8", "mxfp8", "nvfp4", "mxfp4", "int4"]
+"""Formats of weights that the planner prices; int4 are weights alone, whose products are in bf16."""
+WEIGHT_BYTES: dict[PricedFormat, float] = {
+    "fp8": 1.0,
+    "int8": 1.0,
+    "mxfp8": 1 + 1 / 32,
+    "nvfp4": 1 / 2 + 1 / 16,
+    "mxfp4": 1 / 2 + 1 / 32,
+    "int4": 1 / 2 + 2 / 32,
+}
+"""Bytes of a weight with its share of the scales: one byte for 32 weights (mx), one for 16 (nvfp4), two for 32 (int4)."""
+Software = Literal["vllm", "sglang", "trtllm"]
+"""Servers with fitted constants (`costs.serving_software`): vLLM, SGLang, TensorRT-LLM."""
 PREFIX_BLOCK = 512
 """Tokens of a prompt for which a trace has one prefix block."""
+
+
+def weight_bytes(weights: PricedFormat | None, item: int) -> float:
+    """Bytes of a weight in a format; of the model's dtype, whose numbers have `item` bytes, for none and bf16."""
+    return float(item) if weights in (None, "bf16") else WEIGHT_BYTES[weights]
 
 
 class TimedRequest(NamedTuple):
@@ -31,10 +49,28 @@ class TimedRequest(NamedTuple):
 class Quantisation:
     """Number formats of a server that differ from the model's own."""
 
-    weights: WeightFormat | None = None
+    weights: PricedFormat | None = None
     """Format of the products with the blocks' weights; none is the model's dtype."""
+    experts: PricedFormat | None = None
+    """Format of routed experts; none is that of `weights`."""
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
+
+    @property
+    def release_mistake(self) -> tuple[str, str] | None:
+        """The key of a format that this release cannot serve, and what it expects; None if there is none."""
+        servable = get_args(WeightFormat)
+        weights, experts = (None if value == "bf16" else value for value in (self.weights, self.experts))
+        if weights not in (None, *servable):
+            return "weights", f"weights: expected {', '.join(servable)} or none, got {weights}"
+        if self.experts is not None and experts != weights:
+            return "experts", f"experts: expected {weights or 'none'}, the format of weights, got {self.experts}"
+        return None
+
+    @property
+    def served_weights(self) -> WeightFormat | None:
+        """The format in which this release serves weights, if it serves them."""
+        return next((name for name in get_args(WeightFormat) if name == self.weights), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +128,8 @@ class Deployment:
     """Instances by role and size. Those that only compute prompts need others that decode, and the reverse."""
     quantisation: Quantisation = field(default_factory=Quantisation)
     """Number formats of all instances."""
+    software: Software | None = None
+    """Server that the prediction is for; none is this program."""
     engine: EngineSwitches = field(default_factory=EngineSwitches)
     """Switches of the engines of all instances."""
     predicted: DeploymentPrediction | None = None
@@ -112,7 +150,25 @@ class Deployment:
     @property
     def runnable(self) -> bool:
         """Whether this release can serve it."""
-        return not any(release_error(instance, self.quantisation) for instance in self.instances)
+        return self.release_limit is None
+
+    @property
+    def release_limit(self) -> str | None:
+        """Why this release cannot serve it, in words; None if it can."""
+        if self.software is not None:
+            return f"its prices are those of {self.software}"
+        if (problem := self.release_mistake) is not None:
+            return problem[1]
+        found = (release_error(instance, self.quantisation) for instance in self.instances)
+        return next(filter(None, found), None)
+
+    @property
+    def release_mistake(self) -> tuple[str, str] | None:
+        """The key of all instances with a value that this release cannot serve, and what it expects; None if there is none."""
+        if self.software is not None:
+            return "software", f"software: expected none, as this program is no {self.software}"
+        mistake = self.quantisation.release_mistake
+        return None if mistake is None else (f"quantisation.{mistake[0]}", mistake[1])
 
 
 def deployment_name(deployment: Deployment) -> str:
@@ -133,6 +189,8 @@ def release_error(instance: InstanceSpec, quantisation: Quantisation) -> str | N
             f"expert: expected 1 beside tensor {instance.tensor} and role {instance.role}, got {instance.expert}: devices share experts "
             "with tensor 1 and role both only"
         )
+    if instance.expert > 1 and quantisation.experts == "fp8":
+        return f"expert: expected 1 beside experts in fp8, got {instance.expert}"
     if instance.expert > 1 and quantisation.weights == "int8":
         return f"expert: expected 1 beside weights in int8, got {instance.expert}"
     return None
@@ -186,6 +244,8 @@ class ServeTarget:
     """The limits of latency."""
     quantisation: Quantisation = field(default_factory=Quantisation)
     """Number formats; `fp8` alone is fp8 weights and an fp8 cache, `int8` alone int8 weights."""
+    software: Software | None = None
+    """Server whose step times are predicted, by constants fitted to published measurements; none is this program."""
 
 
 @dataclass(frozen=True, kw_only=True)

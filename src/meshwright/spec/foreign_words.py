@@ -1,4 +1,4 @@
-"""Words of other programs, and what to write here: torchtitan, Hugging Face's Trainer, axolotl and vLLM.
+"""Words of other programs, and what to write here: torchtitan, Hugging Face's Trainer, TRL, verl, axolotl and vLLM.
 
 The check of run files and settings, and the command line, read this one table.
 """
@@ -95,6 +95,44 @@ TRAINING = {
     "push_to_hub": Meaning(None, "nothing is sent; `meshwright checkpoint to-hf` writes a folder to upload"),
     "attn_implementation": Meaning(None, _ATTENTION),
     "peft_config": Meaning("model.adapter"),
+    # TRL's DPO, KTO and GRPO, and verl
+    "loss_type": Meaning("preference.loss"),
+    "ref_model": Meaning("preference.reference", "start, hf:DIR or checkpoint:DIR"),
+    "reference_model": Meaning("preference.reference", "start, hf:DIR or checkpoint:DIR"),
+    "precompute_ref_log_probs": Meaning(
+        None, "log-probabilities of the reference are computed before the first step always"
+    ),
+    "rpo_alpha": Meaning("preference.sft"),
+    "simpo_gamma": Meaning("preference.margin"),
+    "desirable_weight": Meaning("preference.desirable"),
+    "undesirable_weight": Meaning("preference.undesirable"),
+    "center_rewards_coefficient": Meaning("preference.center"),
+    "num_generations": Meaning("rl.samples"),
+    "rollout_n": Meaning("rl.samples"),
+    "group_size": Meaning("rl.samples"),
+    "max_completion_length": Meaning("rl.new_tokens"),
+    "max_response_length": Meaning("rl.new_tokens"),
+    "max_new_tokens": Meaning("rl.new_tokens"),
+    "max_prompt_length": Meaning("train.seq_len", "train.seq_len holds a question and its answer"),
+    "reward_funcs": Meaning("rl.reward", "file: FILE.py with a function, or model: DIR of a reward model"),
+    "reward_function": Meaning("rl.reward.function", "its name in rl.reward.file"),
+    "reward_model": Meaning("rl.reward.model"),
+    "num_iterations": Meaning("rl.updates", "steps whose answers are sampled together; each is one update"),
+    "ppo_mini_batch_size": Meaning(
+        "rl.updates", "steps of train.global_batch questions whose answers are sampled together"
+    ),
+    "epsilon_high": Meaning("rl.clip_above"),
+    "clip_ratio": Meaning("rl.clip_above", "and rl.clip_below"),
+    "clip_ratio_low": Meaning("rl.clip_below"),
+    "clip_ratio_high": Meaning("rl.clip_above"),
+    "kl_coef": Meaning("rl.kl.weight"),
+    "kl_loss_coef": Meaning("rl.kl.weight"),
+    "adv_estimator": Meaning("rl.policy"),
+    "loss_agg_mode": Meaning("rl.divisor"),
+    "mask_truncated_completions": Meaning("rl.train_truncated", "false leaves them out"),
+    "importance_sampling_level": Meaning("rl.policy", "ratios are those of tokens"),
+    "use_vllm": Meaning(None, "answers are sampled by the engine beside the trainer"),
+    "vllm_mode": Meaning(None, "answers are sampled by the engine beside the trainer"),
     # axolotl
     "base_model": Meaning("model", _MODEL),
     "datasets": Meaning("data.mix", _CORPUS),

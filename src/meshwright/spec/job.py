@@ -91,7 +91,7 @@ class TrainSpec:
     `data.packing: none` over samples weighted by their trained tokens, with chats over sequences weighted by their tokens without fillers.
     A dense model has none."""
     balance_bias: Annotated[float, Bound(at_least=0)] = 0.001
-    """Step by which each update moves the biases of a sigmoid router towards equal loads of its experts; 0 keeps them."""
+    """Step by which each update moves the biases by which routers choose experts, towards equal loads; 0 keeps them."""
     expert_load: str | None = None
     """Loads of experts that the planner expects: `uniform`, or the file of recorded loads or the run that has them, as
     `--replay-routing` reads; none assumes up to 1.2 times the mean for the busiest expert rank."""
@@ -266,6 +266,12 @@ class SupervisionSpec:
     """Hosts beside `cluster.nodes` that wait to replace a host."""
     wait_seconds: Annotated[float, Bound(at_least=0)] | None = None
     """Seconds to wait for a lost host or its replacement before the run continues on the remaining hosts; none waits on."""
+    health: bool | None = None
+    """Read the health of the host and its GPUs every 3 s, and go on without a host that is not healthy; none reads it
+    where ranks use GPUs. GPUs are read by the package `nvidia-ml-py`."""
+    report_command: str | None = None
+    """Command that is started on a host which is excluded, once, with a JSON object on its standard input: run, host, cause,
+    time. It can ask the site to repair the host."""
     check_state_every: NotNegative = 0
     """Steps between checks of weights and moments for silent corruption, also before each checkpoint; 0 checks never.
     Corrupt state ends in a rollback to the newest checkpoint, and the rank that had it is named."""

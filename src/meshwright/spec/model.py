@@ -19,7 +19,7 @@ from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.block import BlockSpec, SublayerSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
-from meshwright.spec.blocks.mixture import MixtureSpec, RouterSpec
+from meshwright.spec.blocks.mixture import MixtureSpec, RouterScore, RouterSpec
 from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import Body
 from meshwright.spec.blocks.positions import LongRopeScaling, Pairs, RopeScaling, RotarySpec, YarnScaling
@@ -177,12 +177,13 @@ class ModelSpec:
     """Weight a token's experts by their scores divided by the sum of those picked; false: by the scores."""
     first_dense_layers: NotNegative = 0
     """Layers at the start that have a dense feed-forward network in place of experts."""
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of the router. With `sigmoid` experts are picked by score plus a bias that balances their loads (DeepSeek-V3)."""
+    router: RouterScore = "softmax"
+    """Scores of the router. `sigmoid` (DeepSeek-V3) and `biased_softmax` (ERNIE 4.5) pick experts by score plus a bias that balances their
+    loads."""
     expert_groups: Positive = 1
     """Groups of experts, of which a token uses `groups_per_token` (DeepSeek)."""
     groups_per_token: Positive = 1
-    """Groups that the router picks first: by their best score, or with `sigmoid` by the sum of their two best."""
+    """Groups that the router picks first: by their best score, or with a bias for the choice by the sum of their two best."""
     routing_scale: Annotated[float, Bound(more_than=0)] = 1.0
     """Factor of the experts' weights."""
     kv_rank: NotNegative = 0

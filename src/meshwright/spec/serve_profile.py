@@ -70,8 +70,12 @@ class StepConstants:
     """Time of each layer with routed experts beside that of its bytes."""
     flops_per_s: Rate
     """Rate of the matrix products with weights."""
+    expert_flops_per_s: NotNegativeRate = 0.0
+    """Rate of the products with routed experts; 0: as the others."""
     cache_bytes_per_s: Rate
     """Rate at which decodes read keys and values."""
+    decode_flops_per_s: NotNegativeRate = 0.0
+    """Rate of the attention of decodes, which latents reach before that of their bytes; 0: bytes alone count."""
     text_bytes_per_s: NotNegativeRate = 0.0
     """Rate at which one program of a decode reads keys and values; 0: the longest text costs no more than its bytes."""
     decode_programs: NotNegative = 0

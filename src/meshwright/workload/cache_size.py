@@ -122,8 +122,8 @@ def device_cache_bytes(free_bytes: float, total_bytes: float, activations: float
 
 
 def activation_bytes(spec: ModelSpec, itemsize: int, samples: int, step_tokens: int) -> int:
-    """Estimated bytes of one step beside weights and cache: the widest layer and three fp32 copies of the logits."""
+    """Estimated bytes of one step beside weights and cache: the widest layer and three fp32 copies of the logits or scores."""
     width = 4 * spec.hidden + 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     width += 2 * spec.heads * spec.kv_rank  # absorbed queries, and the sums of latents
     width += 3 * max(*spec.dense_widths.values(), spec.experts_per_token * (spec.expert_hidden + spec.hidden))
-    return 2 * step_tokens * width * itemsize + 3 * samples * spec.vocab_size * 4
+    return 2 * step_tokens * width * itemsize + 3 * samples * spec.outputs * 4

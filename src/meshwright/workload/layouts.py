@@ -72,6 +72,10 @@ class Layouts:
     """1 if all sums have a fixed order (train.deterministic)."""
     flash_windows: Array = 0.0
     """1 if FlashAttention computes the windows for which it is faster: in 16 bit, without a fixed order, and on whole sequences."""
+    attention: Array = 0.0
+    """Share of the 16-bit peak that attention reaches, where a published run states its kernel; 0 selects the generation's constant."""
+    unfused: Array = 0.0
+    """1 if a published run states that attention keeps its scores in memory."""
     loss_chunk: Array = 4096.0
     """Tokens whose logits exist at once (train.loss_chunk)."""
     objective: Array = 0.0

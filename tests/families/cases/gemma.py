@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+import torch
+
 from tests.families.drawn import small
 
 PARAMETERS = {"gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896}
@@ -13,6 +16,13 @@ WRONG = {
     "embeddings without their factor": lambda spec: {"embedding_scale": 1.0},
     "SiLU": lambda spec: {"mlp": "swiglu"},
 }
+
+
+def _exact_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, approximate: torch.ops.aten.gelu(x))
+
+
+INJECTED = {"GELU without the tanh": _exact_gelu}
 
 
 def config(draw: random.Random) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from tests.families.cases import gemma
 from tests.families.drawn import small
 
 PARAMETERS = {"gemma2-2b": 2_614_341_888, "gemma2-9b": 9_241_705_984, "gemma2-27b": 27_227_128_320}
@@ -71,3 +72,4 @@ WRONG = {
     "a window one longer": lambda spec: {"sliding_window": spec.sliding_window + 1},
     "gates with SiLU": lambda spec: {"mlp": "swiglu"},
 }
+INJECTED = gemma.INJECTED

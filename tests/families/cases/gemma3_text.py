@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+from tests.families.cases import gemma
 from tests.families.drawn import small
 
 PARAMETERS = {
@@ -78,6 +79,7 @@ WRONG = {
         {"sliding_window": spec.sliding_window + 1} if spec.sliding_window else {}
     ),
 }
+INJECTED = gemma.INJECTED
 
 
 def config(draw: random.Random) -> dict[str, Any]:

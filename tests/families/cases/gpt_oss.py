@@ -7,6 +7,12 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import pytest
+import torch
+
+from meshwright.families.registry import FAMILIES
+from meshwright.kernels import swiglu
+from meshwright.models import moe
 from tests.families.drawn import small
 
 PARAMETERS = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
@@ -120,4 +126,25 @@ WRONG = {
     "gates not clamped": lambda spec: {"mlp": "swiglu"},
     "weights not normalised": lambda spec: {"normalised_routing": False},
     "a window one longer": lambda spec: {"sliding_window": spec.sliding_window + 1},
+}
+
+
+def _halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "gpt_oss", replace(FAMILIES["gpt_oss"], interleaved=frozenset()))
+
+
+def _ups_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def activation(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=swiglu.CLAMP)
+        gate = gate * torch.sigmoid(swiglu.SLOPE * gate)
+        return gate * up.clamp(-swiglu.CLAMP, swiglu.CLAMP) * weights[:, None]
+
+    monkeypatch.setattr(moe, "clamped_activation", activation)
+
+
+INJECTED = {
+    "gates and ups as halves": _halves,
+    "ups without 1": _ups_without_one,
+    "the slope of SiLU": lambda monkeypatch: monkeypatch.setattr(swiglu, "SLOPE", 1.0),
 }

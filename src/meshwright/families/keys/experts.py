@@ -18,6 +18,8 @@ MODULES = {
     "moe.experts.down": ("mlp.experts.{expert}.down_proj",),
 }
 """Names that most folders have for the weights of experts and their router."""
+STACKED_MODULES = {f"moe.experts.{ours}": (f"mlp.experts.{ours}_proj",) for ours in ("gate_up", "down")}
+"""Those of experts that folders stack (gpt-oss, Qwen3-VL-MoE); such weights are transposed."""
 SHARED_MODULES = {
     "moe.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     "moe.shared.down": ("mlp.shared_experts.down_proj",),
@@ -61,19 +63,22 @@ def one_for_all_layers(config: HFConfig, layers: int, *names: str) -> HFConfig:
     return replace(config, values=values)
 
 
-def read_shared(config: HFConfig, width: int, count: int = 1) -> dict[str, Any]:
+def read_shared(
+    config: HFConfig, width: int, count: int = 1, key: str = "n_shared_experts", least: int = 1
+) -> dict[str, Any]:
     """The shared experts of a layer are one of their joint width; `width` is that of an expert, `count` the default of the class."""
-    return {"shared_expert_hidden": width * config.integer("n_shared_experts", default=count)}
+    return {"shared_expert_hidden": width * config.integer(key, default=count, least=least)}
 
 
-def write_shared(spec: ModelSpec, folder: str) -> dict[str, Any]:
-    """The number of shared experts; raises BadInput if their joint width is no multiple of an expert's."""
-    if not spec.shared_expert_hidden or spec.shared_expert_hidden % spec.expert_hidden:
+def write_shared(spec: ModelSpec, folder: str, key: str = "n_shared_experts", least: int = 1) -> dict[str, Any]:
+    """The number of shared experts; raises BadInput if their joint width is no multiple of an expert's, or there are too few."""
+    width = max(1, spec.expert_hidden)
+    if spec.shared_expert_hidden < least or spec.shared_expert_hidden % width:
         raise BadInput(
             f"model.shared_expert_hidden: a {folder} folder needs a multiple of expert_hidden ({spec.expert_hidden}), "
             f"got {spec.shared_expert_hidden}"
         )
-    return {"n_shared_experts": spec.shared_expert_hidden // spec.expert_hidden}
+    return {key: spec.shared_expert_hidden // width}
 
 
 def read_dense_layers(config: HFConfig, layers: int) -> int:

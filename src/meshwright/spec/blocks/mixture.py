@@ -23,7 +23,9 @@ from meshwright.spec.blocks.table import (
     WeighOp,
 )
 
-RouterScore = Literal["softmax", "sigmoid"]
+RouterScore = Literal["softmax", "sigmoid", "biased_softmax"]
+LEAST_SUM = 1e-12
+"""Sum of a token's scores below which a biased softmax divides by this: the bias may choose experts without probability."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class RouterSpec:
     """How a token's experts are chosen and weighted."""
 
     score: RouterScore = "softmax"
-    """With `sigmoid` experts are picked by score plus a bias that balances their loads (DeepSeek-V3)."""
+    """`sigmoid` (DeepSeek-V3) and `biased_softmax` (ERNIE 4.5) pick experts by score plus a bias that balances their loads."""
     normalised: bool = True
     """Weights are scores divided by the sum of those picked; false: scores."""
     groups: int = 1
@@ -42,12 +44,17 @@ class RouterSpec:
     bias: bool = False
     """A bias of the router's linear layer."""
 
+    @property
+    def choice_bias(self) -> bool:
+        """Whether experts are picked by score plus a bias."""
+        return self.score != "softmax"
+
     def mistakes(self, experts: int, per_token: int) -> Iterator[str]:
         """What is wrong with the groups of so many experts, naming keys of `model`."""
         groups, size = self.groups, experts // self.groups
         if groups > 1 and experts % groups:
             yield f"expert_groups is {groups}: expected a divisor of experts ({experts})"
-        elif groups > 1 and self.score == "sigmoid" and size < 2:
+        elif groups > 1 and self.choice_bias and size < 2:
             yield f"expert_groups is {groups}: expected groups of at least 2 of the {experts} experts"
         if self.groups_per_token > groups:
             yield f"groups_per_token is {self.groups_per_token}: expected 1 to expert_groups ({groups})"
@@ -78,7 +85,7 @@ class MixtureSpec:
     def operations(self, place: Place) -> Iterator[Op]:
         """Router, exchange of rows (`place.spread`), experts, sum of a token's rows, shared expert."""
         name = place.name
-        if self.router.score == "sigmoid":
+        if self.router.choice_bias:
             yield VectorOp(name=name("choice_bias"), reads=(), size=self.experts, trained=False)
         scores = Value(name("scores"), self.experts)
         yield LinearOp(

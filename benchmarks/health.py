@@ -1,0 +1,104 @@
+"""Reads the health of this host and its GPUs as an agent does, and says what that costs and what it finds.
+
+    python benchmarks/health.py --seconds 60 --out health.json
+
+One JSON object: processor time of the reading as a share of one core, what the container hides, findings, and with
+`--keep` all readings, for `tests/policies/test_host_health.py`. `--load` computes on the first GPU meanwhile and
+compares the time of its products with the reading off and on, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from meshwright.launch.health_monitor import HealthMonitor
+from meshwright.launch.health_reader import ALL, readings
+from meshwright.policies.host_health import READING_SECONDS, HealthWatch
+
+TURN_SECONDS = 10.0
+"""Length of a turn with, or without, reading."""
+
+
+def read(seconds: float) -> dict[str, Any]:
+    """Readings for `seconds`, in this process, without its start."""
+    source = readings(0, ALL)
+    first, notes = next(source)
+    watch, kept, found = HealthWatch(), [first], set()
+    began, cpu_began = time.monotonic(), time.process_time()
+    while time.monotonic() - began < seconds:
+        kept.append(next(source)[0])
+    cpu, wall = time.process_time() - cpu_began, time.monotonic() - began
+    for number, each in enumerate(kept):
+        found |= {f"{finding.rule}: {finding.description}" for finding in watch.update(number * READING_SECONDS, each)}
+    return {
+        "notes": notes,
+        "seconds": round(wall, 1),
+        "readings": len(kept),
+        "cpu_share": round(cpu / wall, 6),
+        "findings": sorted(found),
+        "quantities": {reading.part: sorted(reading.values) for reading in kept[-1]},
+        "kept": [[asdict(reading) for reading in each] for each in kept],
+    }
+
+
+def compare(turns: int) -> dict[str, Any]:
+    """Milliseconds of a product on the GPU without and with reading, in alternating turns."""
+    import torch
+
+    left = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def product() -> None:
+        for _ in range(20):
+            torch.mm(left, left)
+        torch.cuda.synchronize()
+
+    product()
+    times: dict[str, list[float]] = {"off": [], "on": []}
+    for turn in range(2 * turns):
+        if turn % 2:
+            with closing(HealthMonitor(ALL)) as monitor:
+                times["on"] += _turn(product, monitor.findings)
+        else:
+            times["off"] += _turn(product, lambda: None)
+    middle = {name: statistics.median(each) for name, each in times.items()}
+    return {"milliseconds": middle, "on_over_off": middle["on"] / middle["off"], "products": 20, "turns": turns}
+
+
+def _turn(product: Callable[[], None], poll: Callable[[], object]) -> list[float]:
+    times, ends = [], time.monotonic() + TURN_SECONDS
+    while time.monotonic() < ends:
+        poll()
+        began = time.perf_counter()
+        product()
+        times.append(1000 * (time.perf_counter() - began))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--load", type=int, default=0, metavar="TURNS", help="turns of products off and on")
+    parser.add_argument("--keep", action="store_true", help="keep all readings")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    answer = {"host": platform.machine(), "python": platform.python_version(), **read(given.seconds)}
+    if not given.keep:
+        del answer["kept"]
+    if given.load:
+        answer["product"] = compare(given.load)
+    if given.out:
+        given.out.write_text(json.dumps(answer) + "\n")
+    print(json.dumps({name: value for name, value in answer.items() if name != "kept"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

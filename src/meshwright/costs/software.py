@@ -1,0 +1,261 @@
+"""Training software for which steps are priced: its set of fitted constants, and what its recipes do unless a run says otherwise.
+
+The constants are in constants.yaml, with the runs of each set. Software with few published runs shares the constants of software that
+trains in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """A training software, as published runs and `--software` name it."""
+
+    name: str
+    constants: str
+    """Set of constants in constants.yaml (or own.yaml)."""
+    parent: str = ""
+    """Set of constants with those that its own set lacks, because few runs of it were published."""
+    date: float
+    """Year of the releases whose runs the constants follow; a run that names no release counts as of this year."""
+    pattern: str = ""
+    """Pattern of the sources that use it, in lower case."""
+    shards_optimizer: bool = False
+    """Whether its recipes shard the optimizer over replicas unless they say otherwise."""
+    fully_sharded: bool = False
+    """Whether it shards weights, gradients and optimizer over all data ranks (FSDP, ZeRO-3)."""
+    recomputes: bool = True
+    """Whether its published runs may recompute where they do not say."""
+    balances_stages: bool = False
+    """Whether it balances pipeline stages by the cost of layers and head."""
+    prints_first_stage: bool = False
+    """Whether it prints the memory of rank 0."""
+    states_sequence_split: bool = True
+    """Whether its tables state if tensor parallelism splits the sequence."""
+    expert_ranks: bool = True
+    """Whether it can divide experts over ranks."""
+    virtual_stages: bool = True
+    """Whether its pipelines can have several stages a rank."""
+    layout: Mapping[str, float] = field(default_factory=dict)
+    """Fields of `workload.layouts.Layouts` that its recipes set."""
+    about: str = ""
+    """Where its constants and recipes come from."""
+
+
+_DEEPEP = {"one_copy": 1.0}
+
+SOFTWARE: tuple[Software, ...] = (
+    Software(
+        name="meshwright",
+        constants="meshwright",
+        date=2026.9,
+        pattern="meshwright",
+        about="own runs on H200 (own.yaml)",
+    ),
+    Software(
+        name="maxtext",
+        constants="jax",
+        date=2024.9,
+        pattern="maxtext|paxml",
+        fully_sharded=True,
+        about="MaxText and PaxML in NVIDIA's benchmarks of 2024",
+    ),
+    Software(
+        name="megatron-lm-2021",
+        constants="megatron_lm",
+        date=2022.0,
+        pattern="sc21|korthikanti",
+        about="tables of 2021 and 2022, attention without fused kernels",
+    ),
+    Software(
+        name="mlperf",
+        constants="megatron_tuned",
+        date=2024.8,
+        pattern="megascale|mlcommons|mlperf",
+        shards_optimizer=True,
+        about="submissions to MLPerf training and MegaScale: Megatron tuned for one machine",
+    ),
+    Software(
+        name="megatron-deepspeed",
+        constants="megatron_deepspeed",
+        date=2022.5,
+        pattern="vtrain|bloom|bigscience|chronicles|megatron-deepspeed",
+        about="runs of 2021 to 2023 on A100 and V100",
+    ),
+    Software(
+        name="nanotron",
+        constants="nanotron",
+        date=2025.0,
+        pattern="playbook|nanotron",
+        recomputes=False,
+        balances_stages=True,
+        prints_first_stage=True,
+        states_sequence_split=False,
+        expert_ranks=False,
+        about="the sweep of Hugging Face's playbook, on H100",
+    ),
+    Software(
+        name="megatron-bridge",
+        constants="bridge",
+        date=2026.5,
+        pattern="megatron-bridge|megatron-moe",
+        shards_optimizer=True,
+        about="NVIDIA's performance tables, containers 25.09 to 26.08",
+    ),
+    Software(
+        name="hai-llm",
+        constants="hai_llm",
+        parent="bridge",
+        date=2024.9,
+        pattern="deepseek-v3 report",
+        shards_optimizer=True,
+        about="DeepSeek's, one run of its report",
+    ),
+    Software(
+        name="megatron-bridge-graphs",
+        constants="bridge_graphs",
+        parent="bridge",
+        date=2026.5,
+        shards_optimizer=True,
+        layout={"host_sizes": 0.0, "exchange_overlaps": 1.0, "one_copy": 1.0},
+        about="Megatron-Bridge with the whole step as one graph, on GB200 and GB300 (container 26.06)",
+    ),
+    Software(
+        name="automodel",
+        constants="automodel",
+        parent="torchtitan",
+        date=2026.6,
+        pattern="automodel",
+        fully_sharded=True,
+        layout=_DEEPEP,
+        about="FSDP2 with Transformer Engine and DeepEP: NVIDIA's table of August 2026",
+    ),
+    Software(
+        name="nemo",
+        constants="nemo",
+        date=2024.9,
+        pattern="dgxc|nemo|megatron-lm images",
+        shards_optimizer=True,
+        about="NVIDIA's benchmarks of 2024 and 2025",
+    ),
+    Software(
+        name="llm-foundry",
+        constants="llm_foundry",
+        date=2023.8,
+        pattern="mosaicml|llm-foundry",
+        fully_sharded=True,
+        virtual_stages=False,
+        expert_ranks=False,
+        about="MosaicML's tables of 2023, FSDP1",
+    ),
+    Software(
+        name="torchtitan",
+        constants="torchtitan",
+        date=2025.0,
+        pattern="torchtitan|fms-fsdp",
+        fully_sharded=True,
+        about="torchtitan's tables of 2024 and 2025",
+    ),
+    Software(
+        name="kempnerforge",
+        constants="kempnerforge",
+        parent="torchtitan",
+        date=2026.4,
+        pattern="kempnerforge",
+        fully_sharded=True,
+        about="FSDP2 with tensor ranks on nodes of four GPUs: tables of April and June 2026",
+    ),
+    Software(
+        name="prime-rl",
+        constants="prime_rl",
+        parent="torchtitan",
+        date=2026.8,
+        pattern="prime-rl",
+        fully_sharded=True,
+        about="FSDP2 with torchtitan's experts, one run of October 2026",
+    ),
+    Software(
+        name="olmo-core",
+        constants="olmo_core",
+        parent="torchtitan",
+        date=2025.5,
+        pattern="olmo-core",
+        fully_sharded=True,
+        about="FSDP2, one run of 2025",
+    ),
+    Software(
+        name="scaletorch",
+        constants="scaletorch",
+        parent="default",
+        date=2026.5,
+        pattern="scaletorch",
+        about="plain PyTorch on Ascend, four runs of 2026",
+    ),
+    Software(
+        name="megatron-core",
+        constants="megatron_core",
+        parent="bridge",
+        date=2026.0,
+        pattern="ms-swift|primus",
+        shards_optimizer=True,
+        about="Megatron-Core of 2024 or later outside NVIDIA's containers: runs of ms-swift on H20 and of Primus on MI300X",
+    ),
+    Software(
+        name="deepspeed",
+        constants="default",
+        date=2025.0,
+        pattern="deepspeed|colossalai",
+        fully_sharded=True,
+        expert_ranks=False,
+        virtual_stages=False,
+        about="no fitted runs of 2024 or later: the constants of all software together",
+    ),
+    Software(name="other", constants="default", date=2025.0, about="all software together"),
+)
+"""The software, the most specific patterns first."""
+OTHER = SOFTWARE[-1]
+_FUSED_SINCE = 2023.5
+"""Year from which Megatron-LM's attention is fused."""
+
+
+_PARENTS = {software.constants: software.parent for software in SOFTWARE}
+
+
+def parent_of(constants: str) -> str:
+    """The set of constants that has those which this set lacks; "" if none."""
+    return _PARENTS.get(constants, "")
+
+
+@cache
+def software_named(name: str) -> Software:
+    """The software of this name, without regard to case and punctuation. Raises KeyError with the nearest names."""
+    wanted = _simple(name)
+    found = next((software for software in SOFTWARE if _simple(software.name) == wanted), None)
+    if found is not None:
+        return found
+    names = [software.name for software in SOFTWARE]
+    near = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    raise KeyError(
+        f"{name!r} is not known" + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}")
+    )
+
+
+def software_of(source: str, note: str, year: float = 0.0) -> Software:
+    """The software that a source's name implies; `other` if none. `year` is that of the release, 0 if unknown."""
+    text = source.lower()
+    if "megascale" in text and re.search(r"megatron-lm", note, re.IGNORECASE) and not note.startswith("MegaScale"):
+        return software_named("megatron-lm-2021")
+    found = next((software for software in SOFTWARE if software.pattern and re.search(software.pattern, text)), None)
+    if found is None and "megatron" in text:
+        return software_named("megatron-core" if year >= _FUSED_SINCE else "megatron-lm-2021")
+    return found or OTHER
+
+
+def _simple(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,57 @@
+"""The process beside an agent that reads the health of its host: a driver that hangs must not stop the agent.
+
+`python -m meshwright.launch.health_reader COUNT` writes one JSON object a line: {seconds, cpu_seconds, notes,
+readings: [{part, values, xids}]}. `seconds` is the monotonic time, `cpu_seconds` the processor time of this process
+since its start. Descendants of its parent, the agent, may hold GPU memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from meshwright.events.parent import end_with_parent
+from meshwright.events.terminal import write_line
+from meshwright.launch.gpu_readings import GpuReader, NoGpus
+from meshwright.launch.host_readings import HostReader
+from meshwright.policies.host_health import READING_SECONDS, Reading
+
+ALL = -1
+"""Count of all GPUs that are visible."""
+
+
+def readings(own_pid: int, count: int, seconds: float = READING_SECONDS) -> Iterator[tuple[list[Reading], list[str]]]:
+    """Readings of host and GPUs every `seconds`, the first at once, with notes about what cannot be read.
+
+    Memory of processes that descend from `own_pid` is not that of others; the first `count` visible GPUs are read.
+    """
+    host, gpus, notes = HostReader(), None, []
+    try:
+        gpus = GpuReader(None if count == ALL else count)
+    except NoGpus as obstacle:
+        notes.append(f"the health of GPUs is not read: {obstacle}")
+    if gpus is not None and gpus.events_hidden:
+        notes.append(f"XID events of GPUs are not read: {gpus.events_hidden}; counters and states are")
+    xids: dict[int, list[int]] = {}
+    while True:
+        yield [*host.read(), *(gpus.read(xids, own_pid) if gpus is not None else ())], notes
+        notes = []
+        if gpus is None:
+            time.sleep(seconds)
+        else:
+            xids = gpus.wait(seconds)
+
+
+def main() -> None:
+    end_with_parent()
+    for found, notes in readings(os.getppid(), int(sys.argv[1])):
+        line = {"seconds": time.monotonic(), "cpu_seconds": time.process_time(), "notes": notes}
+        write_line(json.dumps({**line, "readings": [asdict(reading) for reading in found]}), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

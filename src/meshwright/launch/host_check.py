@@ -1,0 +1,38 @@
+"""The health of this host before a job starts, for programs of the site such as Slurm's HealthCheckProgram or a prolog."""
+
+from __future__ import annotations
+
+import socket
+from itertools import islice
+from typing import Any
+
+from meshwright.launch.health_reader import readings
+from meshwright.policies.host_health import HealthWatch, action_of, source_of
+
+READINGS, BETWEEN_SECONDS = 3, 1.0
+"""Readings of a check, and the seconds between them: states have to hold in up to three in a row."""
+HEALTHY, WARNED, BAD = 0, 1, 2
+"""Exit codes of a check."""
+
+
+def check_host(gpus: int) -> tuple[int, dict[str, Any]]:
+    """The exit code and the answer of a check of the first `gpus` visible GPUs (`health_reader.ALL` for all) and of the host.
+
+    Findings have the action that they lead to before a job starts; a host to be drained or excluded is bad.
+    """
+    watch, notes, findings, values = HealthWatch(), [], (), {}
+    for number, (found, more) in enumerate(islice(readings(0, gpus, BETWEEN_SECONDS), READINGS)):
+        findings = watch.update(number * BETWEEN_SECONDS, found)
+        values = {reading.part: dict(reading.values) for reading in found}
+        notes += more
+    listed = []
+    for finding in findings:
+        action = action_of(finding.rule, "start")
+        if action != "none":
+            source = source_of(finding.rule)
+            listed.append(
+                {"rule": finding.rule, "part": finding.part, "text": finding.text, "action": action, "source": source}
+            )
+    code = max((WARNED if entry["action"] == "warn" else BAD for entry in listed), default=HEALTHY)
+    answer = {"ok": code != BAD, "verdict": ("healthy", "warned", "bad")[code], "host": socket.gethostname()}
+    return code, {**answer, "findings": listed, "notes": notes, "values": values}

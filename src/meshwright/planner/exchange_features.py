@@ -1,0 +1,159 @@
+"""Expert parallelism as the best published systems do it, feature by feature: what each would change in a plan's step.
+
+A feature is an option of the cost model (`workload.layouts.Layouts`, `costs.constants.Constants`); the default is what is on in this
+program's engine. Sources: DeepSeek-V3's report (arXiv 2412.19437: sections 2.1.2, 3.2, 3.3) and Megatron-Bridge's recipes of 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.costs.plan_costs import Pricing, as_nodes, mean_cost, number, pricing
+from meshwright.spec.plan import Plan, Recompute
+from meshwright.spec.run import RunSpec
+
+DOMAINS_PER_TOKEN = 4.0
+"""Nodes that the routers of DeepSeek-V3 send a token to at most."""
+DISPATCH_IN_FP8 = 1.5
+"""Bytes per element of an exchange whose dispatch is fp8 and whose combination is bf16."""
+BLOCKS = 2.0
+"""`Machine.product_format` of block-scaled fp8."""
+BLOCK_PRODUCTS = 1350 / 1979
+"""Share of the fp8 peak that DeepGEMM's products reach on Hopper (github.com/deepseek-ai/DeepGEMM, README of February 2025)."""
+DUAL_PIPE_FILL = 14 / 45
+"""Idle time of DualPipe relative to 1F1B's, with 16 ranks (arXiv 2412.19437, table 2)."""
+GRAPH_HOST_US = 50.0
+"""Host time of a layer where the whole step is one graph, microseconds (the guess that fits of such runs start from)."""
+
+
+Changed = Callable[[Pricing], Pricing]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature: how it changes the inputs of the cost model, and whether a plan has it already."""
+
+    name: str
+    change: Changed
+    present: Callable[[Pricing], bool]
+    recompute: Recompute | None = None
+    """The recomputation of every layer with it; none leaves that of the plan."""
+
+
+def _layout(**fields: float) -> Changed:
+    return lambda priced: replace(priced, layout=replace(priced.layout, **fields))
+
+
+def _at(field: str, value: float) -> Callable[[Pricing], bool]:
+    return lambda priced: bool(number(getattr(priced.layout, field)) == value)
+
+
+def _one_graph(priced: Pricing) -> Pricing:
+    host_us = np.minimum(priced.constants.host_us, GRAPH_HOST_US)
+    k = replace(priced.constants, host_us=host_us, host_tensor_us=0.0, host_micro_us=0.0)
+    return replace(priced, layout=replace(priced.layout, host_sizes=0.0), constants=k)
+
+
+def _fp8_blocks(priced: Pricing) -> Pricing:
+    """Products of all linear layers in fp8 at twice the 16-bit peak, weight gradients of experts too, at DeepGEMM's rate."""
+    machine = replace(priced.machine, peak=2 * priced.machine.half_peak, product_format=BLOCKS, wide_gradients=0.0)
+    k = priced.constants
+    return replace(priced, machine=machine, constants=replace(k, gemm_block=BLOCK_PRODUCTS / k.gemm))
+
+
+def _no_tensor_ranks(priced: Pricing) -> Pricing:
+    """Data ranks in place of tensor ranks, which the report's memory allows: moments in bf16, light recomputation (3.2.3)."""
+    layout = priced.layout
+    data, shards = layout.data * layout.tensor, layout.shards * layout.tensor
+    changed = replace(layout, tensor=1.0, data=data, shards=shards, sequence=0.0, shard_stride=1.0)
+    return replace(priced, layout=changed)
+
+
+def _dual_pipe(priced: Pricing) -> Pricing:
+    """Idle time of DualPipe: (p/2 − 1)(F&B + B − 3W) with B = 2F and W = F (table 2 of the report).
+
+    Not by `Layouts.fill`, which also says that the backward is split: reductions of gradients are as before.
+    """
+    k = priced.constants
+    return replace(priced, constants=replace(k, bubble=k.bubble * DUAL_PIPE_FILL))
+
+
+FEATURES = (
+    Feature("once-per-node sending", _layout(one_copy=1.0), _at("one_copy", 1.0)),
+    Feature(
+        f"routing to {DOMAINS_PER_TOKEN:.0f} nodes at most",
+        _layout(one_copy=1.0, domains_per_token=DOMAINS_PER_TOKEN),
+        lambda priced: bool(number(priced.layout.domains_per_token) > 0),
+    ),
+    Feature("fp8 dispatch", _layout(exchanged_bytes=DISPATCH_IN_FP8), _at("exchanged_bytes", DISPATCH_IN_FP8)),
+    Feature(
+        "overlap with another micro-batch",
+        _layout(exchange_overlaps=1.0),
+        lambda priced: bool(number(priced.layout.exchange_overlaps) > 0 or number(priced.layout.paired) > 0),
+    ),
+    Feature("forced balance", _layout(imbalance=1.0, busiest_rows=1.0), _at("imbalance", 1.0)),
+    Feature(
+        "the whole step as one graph",
+        _one_graph,
+        lambda priced: bool(number(priced.constants.host_us) <= GRAPH_HOST_US),
+    ),
+    Feature("no tensor ranks, by moments in bf16", _no_tensor_ranks, _at("tensor", 1.0)),
+    Feature("recomputing norms and up-projections only", lambda priced: priced, lambda priced: False, recompute="none"),
+    Feature(
+        "products in fp8 blocks", _fp8_blocks, lambda priced: bool(number(priced.machine.product_format) == BLOCKS)
+    ),
+    Feature(
+        "DualPipe's schedule",
+        _dual_pipe,
+        lambda priced: bool(number(priced.layout.fill) < 1 or number(priced.layout.pipeline) == 1),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step with a feature: alone, and with all before it."""
+
+    feature: str
+    present: bool
+    alone: float
+    together: float
+
+
+def feature_steps(run: RunSpec, plan: Plan) -> tuple[Step, ...]:
+    """The plan's step with each feature; empty for a model without experts, on one expert rank, and without a step time.
+
+    The closed form gives the ratios; the plan's predicted step is their base.
+    """
+    priced = pricing(run.model, run.train, plan, as_nodes(run.cluster))
+    if priced is None or plan.predicted is None or not plan.predicted.step_seconds or plan.experts is None:
+        return ()
+    share = plan.predicted.memory_peak_bytes / number(priced.machine.memory)
+
+    def seconds(features: Sequence[Feature]) -> float:
+        inputs, changed = priced, plan
+        for feature in features:
+            inputs = _with(inputs, feature)
+            if feature.recompute is not None:
+                layers = tuple(replace(layer, recompute=feature.recompute) for layer in changed.layers)
+                changed = replace(changed, layers=layers)
+        return number(mean_cost(run.model, run.train, changed, inputs, share).seconds)
+
+    scale = plan.predicted.step_seconds / seconds(())
+    steps, together = [], list[Feature]()
+    for feature in FEATURES:
+        present = feature.present(priced)
+        if not present:
+            together.append(feature)
+        alone = scale * seconds(() if present else (feature,))
+        steps.append(Step(feature.name, present, alone, scale * seconds(together)))
+    return tuple(steps)
+
+
+def _with(priced: Pricing, feature: Feature) -> Pricing:
+    """The inputs with a feature, for blocks of every format."""
+    others = {linear: _with(inputs, feature) for linear, inputs in priced.other_formats.items()}
+    return replace(feature.change(priced), other_formats=others)

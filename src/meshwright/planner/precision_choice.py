@@ -1,0 +1,157 @@
+"""A plan's step in every number format of matrix products, for dense layers and for experts: `plan --precision`.
+
+The cost model prices formats that this release cannot train; each entry says whether it can. Rates of fp4 and MXFP8 are the datasheet's,
+times the share that published runs on Blackwell reach (constants.yaml: gemm_low, gemm_block, gemm_fp4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshwright.costs.device_rates import ROWWISE, Machine
+from meshwright.costs.machine_rates import FORMATS, chip_of, machine_of
+from meshwright.costs.plan_costs import Pricing, as_nodes, mean_cost, number, pricing
+from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class ProductFormat:
+    """A format of matrix products, with its scales."""
+
+    name: str
+    peak: str
+    """Format of the chip table's peaks."""
+    kind: float
+    """`Machine.product_format`."""
+    bits: int
+    linear: str | None
+    """The value of `plan.linear` that trains it; None if this release cannot."""
+    accuracy: str
+
+
+PRODUCT_FORMATS = (
+    ProductFormat("bf16", "bf16", 0.0, 16, "compute", "the reference"),
+    ProductFormat(
+        "fp8-tensor",
+        "fp8",
+        1.0,
+        8,
+        "fp8_tensorwise",
+        "one scale a tensor: a product of normal numbers is 3.5% off, losses agree with bf16 in the mean (docs/design/fp8.md)",
+    ),
+    ProductFormat("fp8-row", "fp8", ROWWISE, 8, "fp8_rowwise", "one scale a row: outliers of one row harm no other"),
+    ProductFormat(
+        "fp8-block",
+        "fp8",
+        2.0,
+        8,
+        None,
+        "scales of 128 × 128 weights and 128 activations: loss within 0.25% of bf16 (DeepSeek-V3, arXiv 2412.19437, appendix B)",
+    ),
+    ProductFormat(
+        "mxfp8",
+        "mxfp8",
+        2.0,
+        8,
+        None,
+        "one scale for 32 numbers: loss as bf16's for 8B and 15T tokens (NVIDIA, arXiv 2506.08027)",
+    ),
+    ProductFormat(
+        "nvfp4",
+        "nvfp4",
+        3.0,
+        4,
+        None,
+        "one scale for 16 numbers: loss within 1.5% of fp8's for 12B and 10T tokens, with parts in bf16 (NVIDIA, arXiv 2509.25149)",
+    ),
+)
+"""The formats, the widest first."""
+
+
+@dataclass(frozen=True)
+class PricedFormat:
+    """The plan's step with dense layers and experts in these formats."""
+
+    dense: str
+    experts: str
+    """As `dense` for a model without experts."""
+    seconds: float
+    cannot_train: str
+    """Why this release cannot train it; empty if it can."""
+    accuracy: str
+
+
+def format_named(name: str) -> ProductFormat:
+    """The format of this name. Raises BadInput with the nearest."""
+    names = [entry.name for entry in PRODUCT_FORMATS]
+    found = next((entry for entry in PRODUCT_FORMATS if entry.name == name.lower()), None)
+    if found is None:
+        near = nearest(name.lower(), tuple(names))
+        raise BadInput(
+            f"--precision {name}: expected one of {', '.join(names)}" + (f" (nearest: {near})" if near else "")
+        )
+    return found
+
+
+def priced_formats(run: RunSpec, plan: Plan, narrowest: ProductFormat) -> tuple[PricedFormat, ...]:
+    """The plan's step in every format of the chip that has at least the bits of `narrowest`, the fastest first.
+
+    The closed form gives the ratios; the plan's predicted step is their base. Empty without a step time.
+    """
+    cluster = as_nodes(run.cluster)
+    chip, priced = chip_of(cluster), pricing(run.model, run.train, plan, cluster)
+    if priced is None or chip is None or plan.predicted is None or not plan.predicted.step_seconds:
+        return ()
+    share = plan.predicted.memory_peak_bytes / number(priced.machine.memory)
+    allowed = [
+        entry
+        for entry in PRODUCT_FORMATS
+        if entry.bits >= narrowest.bits and entry.peak in chip.peak_flops and entry.peak in FORMATS
+    ]
+
+    def seconds(inputs: Pricing) -> float:
+        return number(mean_cost(run.model, run.train, plan, inputs, share).seconds)
+
+    scale = plan.predicted.step_seconds / seconds(priced)
+    entries = []
+    for dense in allowed:
+        for experts in allowed if plan.experts is not None else (dense,):
+            machine = _machine(priced, machine_of(cluster, dense.peak), dense, chip.peak_flops[experts.peak], experts)
+            entries.append(
+                PricedFormat(
+                    dense.name,
+                    experts.name,
+                    scale * seconds(_on(priced, machine)),
+                    _refusal(dense, experts),
+                    dense.accuracy if dense.bits <= experts.bits else experts.accuracy,
+                )
+            )
+    return tuple(sorted(entries, key=lambda entry: entry.seconds))
+
+
+def _refusal(dense: ProductFormat, experts: ProductFormat) -> str:
+    """Why this release cannot train with these formats; empty if it can."""
+    missing = next((entry.name for entry in (dense, experts) if entry.linear is None), None)
+    if missing:
+        return f"this release has no products in {missing}"
+    return "" if dense is experts else "plan.linear is one format for dense layers and experts"
+
+
+def _machine(
+    priced: Pricing, datasheet: Machine, dense: ProductFormat, expert_peak: float, experts: ProductFormat
+) -> Machine:
+    """The plan's machine with products in these formats; measured rates of other parts stay."""
+    return replace(
+        priced.machine,
+        peak=datasheet.peak,
+        half_peak=datasheet.half_peak,
+        product_format=dense.kind,
+        expert_peak=expert_peak,
+        expert_format=experts.kind,
+    )
+
+
+def _on(priced: Pricing, machine: Machine) -> Pricing:
+    return replace(priced, machine=machine, other_formats={})

@@ -1,0 +1,163 @@
+"""What a supervised job does about hosts whose health is bad."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.policies.host_health import Finding
+from meshwright.policies.job_events import (
+    Action,
+    Begin,
+    Committed,
+    End,
+    Ended,
+    Event,
+    Failed,
+    Finish,
+    Lost,
+    Note,
+    Prepare,
+    Prepared,
+    Ready,
+    StopRequested,
+    Tick,
+    Trained,
+    Unhealthy,
+)
+from meshwright.policies.restart import Incident, RestartPolicy
+from meshwright.policies.supervision import Rules, State, decide
+
+RULES = Rules(hosts=2, global_batch=8, policy=RestartPolicy(3))
+LOST_GPU = Finding("xid-lost", "GPU 3", "XID 79, the GPU has fallen off the bus")
+HOT = Finding("thermal", "GPU 3", "too hot")
+REMAP = Finding("remap-pending", "GPU 3", "a memory row is replaced at the next reset")
+CONTAINED = Finding("xid-contained", "GPU 3", "XID 94")
+SAVED = Incident(75, "ended on request after step 7", 0, "a", 7)
+
+
+def after(*events: Event, rules: Rules = RULES, state: State | None = None) -> tuple[State, list[Action]]:
+    """The state after events, a second apart, and all actions."""
+    state, actions = state or State(), []
+    for number, event in enumerate(events):
+        state, more = decide(state, event, float(number), rules)
+        actions += more
+    return state, actions
+
+
+def running(*hosts: str, rules: Rules = RULES) -> State:
+    """A job that trains on a and b; further hosts are spares."""
+    state, _ = after(Ready("a"), Ready("b"), Prepared(1), Trained(), *map(Ready, hosts), rules=rules)
+    assert state.status == "running" and state.members == ("a", "b")
+    return state
+
+
+def test_a_broken_gpu_fails_the_attempt_at_once_and_a_spare_takes_its_place() -> None:
+    state, actions = after(Unhealthy("b", LOST_GPU), Unhealthy("b", LOST_GPU), state=running("c"))
+    assert state.status == "ending" and [type(action) for action in actions] == [Note, End]
+    assert actions[0] == Note(f"host b is not healthy and is excluded from the job: {LOST_GPU.description}")
+    assert state.incidents[-1].host == "b" and [each.host for each in state.excluded] == ["b"]
+    state, actions = after(Ended(1, "a"), Ended(1, "b"), Ready("a"), Ready("b"), state=state)
+    assert state.members == ("a", "c") and [type(action) for action in actions] == [Prepare]
+
+
+def test_a_broken_gpu_without_a_spare_leaves_fewer_hosts_as_a_failed_self_test_does() -> None:
+    state, _ = after(Unhealthy("b", LOST_GPU), Ended(1, "a"), Ended(1, "b"), Ready("a"), state=running())
+    assert state.status == "gathering"
+    state, actions = decide(state, Tick(), 40.0, RULES)
+    assert state.members == ("a",) and [type(action) for action in actions] == [Prepare]
+
+
+def test_the_only_host_ends_the_job_and_says_why() -> None:
+    alone = replace(RULES, hosts=1, others_may_join=False)
+    state, _ = after(Ready("a"), Prepared(1), Trained(), Unhealthy("a", LOST_GPU), Ended(1, "a"), rules=alone)
+    assert state.status == "finished" and state.stop is not None
+    assert (state.stop.code, state.stop.diagnosis) == (5, "too few hosts: host a is not healthy")
+
+
+def test_a_hot_host_is_replaced_after_the_running_step_without_a_failure() -> None:
+    state, actions = after(Unhealthy("b", HOT), Unhealthy("b", HOT), state=running("c"))
+    assert state.status == "running" and [each.host for each in state.draining] == ["b"]
+    assert actions == [Note("host b is replaced after the running step: GPU 3: too hot")]
+    state, actions = after(Committed(7), Failed(1, SAVED), state=state)
+    assert state.status == "ending" and not state.incidents and state.stop is None
+    assert actions == [End("host b (GPU 3: too hot) is left out")]
+    state, actions = after(Ready("a"), Ready("b"), Ended(1, "a"), Ended(1, "b"), Ready("b"), state=state)
+    assert state.members == ("a", "c") and not state.draining and state.restart.delay == 0
+    state, actions = after(Prepared(2), state=state)
+    assert [type(action) for action in actions] == [Begin]
+
+
+def test_a_hot_host_stays_while_no_other_is_ready_and_is_replaced_once_one_is() -> None:
+    state, actions = after(Unhealthy("b", HOT), state=running())
+    assert not state.draining
+    assert isinstance(actions[0], Note) and actions[0].text.endswith(
+        "the host stays, as no other one is ready to take its place"
+    )
+    state, _ = after(Ready("c"), Unhealthy("b", HOT), state=state)
+    assert [each.host for each in state.draining] == ["b"]
+    state, _ = after(Unhealthy("a", HOT), state=state)  # one spare replaces one host
+    assert [each.host for each in state.draining] == ["b"]
+
+
+def test_fewer_hosts_go_on_if_wait_seconds_allows_them() -> None:
+    rules = replace(RULES, wait_seconds=0.0)
+    state, _ = after(
+        Unhealthy("b", HOT),
+        Failed(1, SAVED),
+        Ended(1, "a"),
+        Ended(1, "b"),
+        Ready("a"),
+        rules=rules,
+        state=running(rules=rules),
+    )
+    assert state.status == "preparing" and state.members == ("a",)
+    state, _ = after(Unhealthy("a", HOT), rules=rules, state=state)
+    assert state.members == ("a",)  # the last one stays
+
+
+def test_a_run_that_writes_no_checkpoint_drains_nobody() -> None:
+    rules = replace(RULES, saves=False)
+    assert not after(Unhealthy("b", HOT), rules=rules, state=running("c", rules=rules))[0].draining
+
+
+def test_a_stop_request_during_a_drain_ends_the_job() -> None:
+    state, actions = after(Unhealthy("b", HOT), StopRequested(75), Failed(1, SAVED), state=running("c"))
+    state, actions = after(Ended(1, "a"), Ended(1, "b"), state=state)
+    assert actions == [Finish(75)]
+
+
+def test_a_host_that_is_drained_and_fails_is_left_out_too() -> None:
+    for failure in (Failed(1, Incident(5, "rank 1 hangs", 1, "b", 4, hang=True)), Lost("b", "silent")):
+        events = (failure, Ready("a"), Ready("b"), Ended(1, "a"), Ended(1, "b"))
+        state, _ = after(Unhealthy("b", HOT), *events, state=running("c"))
+        assert state.members == ("a", "c") and len(state.incidents) == 1
+
+
+def test_a_warning_changes_nothing_until_a_failure() -> None:
+    before = running("c")
+    state, actions = after(Unhealthy("b", CONTAINED), Unhealthy("c", CONTAINED), state=before)
+    assert state == before and all(isinstance(action, Note) for action in actions)
+    state, _ = after(Failed(1, Incident(-6, "killed", 1, "b", 4)), Unhealthy("b", CONTAINED), state=state)
+    assert [each.host for each in state.excluded] == ["b"]
+
+
+def test_before_the_start_a_host_is_left_out_if_there_are_others() -> None:
+    state, _ = after(Unhealthy("a", REMAP), Ready("a"), Ready("b"))
+    assert state.members == ("a", "b") and not state.excluded
+    state, _ = after(Unhealthy("a", REMAP), state=state)
+    assert state.members == ("a", "b")
+    state, actions = after(Ready("c"), Unhealthy("a", REMAP), Ready("b"), state=state)
+    assert state.members == ("b", "c") and state.status == "preparing" and state.attempt == 2
+    assert [type(action) for action in actions] == [Note, Prepare]
+
+
+def test_a_broken_spare_is_excluded_and_the_job_trains_on() -> None:
+    before = running("c")
+    state, actions = after(Unhealthy("c", LOST_GPU), Ready("c"), state=before)
+    assert state.ready == () and [type(action) for action in actions] == [Note]
+    assert (state.status, state.members, state.attempt) == (before.status, before.members, before.attempt)
+
+
+def test_health_changes_nothing_about_a_job_that_ends() -> None:
+    state, _ = after(Failed(1, Incident(2, "bad input", 0, "a", 4)), state=running("c"))
+    assert after(Unhealthy("a", LOST_GPU), state=state) == (state, [])
