@@ -87,20 +87,20 @@ def test_a_wider_kind_that_was_slow_several_times_is_tried_last() -> None:
     estimates = [1.0 + 0.01 * index for index in range(10)] + [1.4]
     families = [(f"deep {index}", "v") for index in range(10)] + [("flat", "plain")]
     seconds = [3.0 * estimate for estimate in estimates[:10]] + [1.4]
-    order = [*Ranking(estimates, families, 1.0).order(seconds.__getitem__, min_plans=1)]
+    order = [*Ranking(estimates, families, 1.0).order(seconds.__getitem__, min_effort=1)]
     assert order == [*range(FEWEST_SLOW), 10], "and what is as slow as the others is not tried"
 
 
 def test_the_plans_of_a_value_are_tried_after_the_best() -> None:
     ranking = Ranking([1.0, 1.5, 1.6], [("a", "a"), ("b", "b"), ("b", "b")], 1.0)
     seconds = [1.0, 1.5, 1.2].__getitem__
-    assert [*ranking.order(seconds, min_plans=1)] == [0]
-    assert [*ranking.order(seconds, min_plans=0, among=np.array([False, True, True]))] == [1]
-    assert [*ranking.order(seconds, min_plans=2, among=np.array([False, True, True]))] == [2]
+    assert [*ranking.order(seconds, min_effort=1)] == [0]
+    assert [*ranking.order(seconds, min_effort=0, among=np.array([False, True, True]))] == [1]
+    assert [*ranking.order(seconds, min_effort=2, among=np.array([False, True, True]))] == [2]
 
 
 def test_another_split_is_tried_although_its_family_was_slower_than_estimated() -> None:
     families = [("1 shard", "a", "a"), ("2 shards", "a", "a"), ("2 shards", "a", "a")]
-    for near_ratio, tried in ((1.0, [0]), (0.96, [0, 1])):
-        ranking = Ranking([1.0, 1.05, 1.3], families, 1.0, near_ratio=near_ratio)
-        assert [*ranking.order([1.2, 1.1, 1.4].__getitem__, min_plans=1)] == tried
+    for factor, tried in ((1.0, [0]), (0.96, [0, 1])):
+        ranking = Ranking([1.0, 1.05, 1.3], families, 1.0, (1.0, factor, 1.0))
+        assert [*ranking.order([1.2, 1.1, 1.4].__getitem__, min_effort=1)] == tried

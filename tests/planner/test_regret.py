@@ -83,6 +83,39 @@ CASES = {
         "model=glm4-9b-chat cluster.gpu=RTX3090 cluster.nodes=1 cluster.gpus_per_node=6 train.seq_len=2048 train.global_batch=1024",
         "plan.pipeline=6 plan.schedule=interleaved",
     ),
+    "weights cast on one rank of a pipeline, freed after each use": (
+        "model=llama3-70b cluster.gpu=H100 cluster.nodes=4 cluster.gpus_per_node=2 train.seq_len=8192 train.global_batch=256 "
+        "cluster.network.port_gb_per_s=20",
+        "plan.reshard=true",
+    ),
+    "gradient sums in host memory on a layout that is slow without": (
+        "model=gemma-7b cluster.gpu=A10G cluster.nodes=1 cluster.gpus_per_node=4 train.seq_len=4096 train.global_batch=1024",
+        "plan.shard=1",
+    ),
+    "weights kept where activations of all layers are offloaded": (
+        "model=glm4-9b-chat cluster.gpu=RTX6000-Ada cluster.nodes=1 cluster.gpus_per_node=4 train.seq_len=32768 train.global_batch=1",
+        "plan.reshard=false",
+    ),
+    "many layouts whose families differ in what layers save alone": (
+        "model=qwen2.5-1.5b cluster.gpu=GB200 cluster.nodes=16 cluster.gpus_per_node=8 train.seq_len=2048 train.global_batch=8 "
+        "cluster.network.port_gb_per_s=12.5",
+        "plan.context_ring=2",
+    ),
+    "more expert ranks beside fewer, which were slow": (
+        "model=qwen2-57b-a14b cluster.gpu=RTX4090 cluster.nodes=8 cluster.gpus_per_node=4 train.seq_len=8192 train.global_batch=128 "
+        "cluster.network.port_gb_per_s=18",
+        "plan.shard=8 plan.context_ring=2",
+    ),
+    "gathers that waits for a pipeline's messages hide": (
+        "model=mistral-7b cluster.gpu=H100 cluster.nodes=64 cluster.gpus_per_node=8 train.seq_len=32768 train.global_batch=1 "
+        "cluster.network.port_gb_per_s=20",
+        "plan.tensor=8 plan.gradients=shard",
+    ),
+    "two layer strategies beside one that does not fit": (
+        "model=qwen2.5-72b cluster.gpu=RTX5090 cluster.nodes=4 cluster.gpus_per_node=8 train.seq_len=32768 train.global_batch=128 "
+        "cluster.network.port_gb_per_s=8",
+        "plan.context_ring=4",
+    ),
 }
 """Questions whose answers were once more than 2% slower than with the pins."""
 

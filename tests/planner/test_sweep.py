@@ -134,7 +134,7 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) 
             # Layers differ in one thing at a time; a line is the same from either end.
             if (first_end[0] != second_end[0]) + (first_end[1] != second_end[1]) > 1 or first_end[0] > second_end[0]:
                 continue
-            legal = sharded | ((not first_end[0] and not second_end[0]) | (pins.reshard is not None))
+            legal = np.ones(len(space), bool)  # a single shard rank casts weights to bf16, which it may free too
             if gradients == "whole":
                 legal = legal & sharded & (space.accumulate > 1) & ~layered
             shares = np.arange(layers + 1)[:, None] / layers
@@ -150,7 +150,7 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) 
                 for value in (here, offload)
             )
             high_memory, low_memory = layouts(run, space, kept), layouts(run, space, offloading)
-            legal = sharded | (not reshard) | (pins.reshard is not None)
+            legal = np.ones(len(space), bool)
             if gradients == "whole":
                 legal = legal & sharded & (space.accumulate > 1) & ~layered
             for count in range(1, layers + 1):

@@ -72,11 +72,12 @@ BIAS_BYTES = 20.0
 Megatron-Core adds in fp32, concatenates and casts (`TEGroupedMLP._apply_bias`).
 """
 
-ADAPTER_PASSES = 1.5, 2.5
-"""Times that an adapter reads or writes its layer's input and output, forward and backward, mean of A and B.
+ADAPTER_PASSES = 2.4, 3.9
+"""Seconds of an adapter in reads of its layer's input and output at full memory rate, forward and backward, mean of A and B.
 
 A reads the input; its backward reads it again and adds to the input's gradient. B adds to the output; its backward reads the output's
-gradient twice.
+gradient twice. That is 1.5 and 2.5 passes; products so narrow take 1.57 times as long: adapters of rank 16 on all linear layers of
+Llama-3-8B took 47 ms of a step on an H200, and passes at full rate 30 (2026-11-29-lora-2xH200.json).
 """
 TILE = 128.0
 """Tile of a matrix product that one multiprocessor computes at a time; libraries use 64 to 256 (CUTLASS)."""
@@ -244,11 +245,13 @@ def layer_times(
     )
     embed = tokens * shape.hidden * 12 / memory_rate
     padded_vocab = np.where(np.mod(shape.outputs / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
-    before_gradients = layout.objective * (logits.forward + OBJECTIVE_LOGITS * loss_seconds)
+    forwards = layout.objective + layout.further_forwards
+    before_gradients = forwards * (logits.forward + OBJECTIVE_LOGITS * loss_seconds)
     head = (logits.forward + logits.backward + loss_seconds + before_gradients) * padded_vocab + sum_seconds
     projection = wide_rate.forward_backward(tokens / tensor_ranks, 2 * shape.hidden, shape.hidden)
     outside_block = projection.forward + projection.backward + head + embed
     module = (forward + backward + recomputed) / shape.layers * module_blocks + outside_block
+    forward, host = forward * (1 + layout.further_forwards), host * (1 + layout.further_forwards / 2)
     return LayerTime(forward, backward + recomputed, host, head + shape.predictions * module, embed, recomputed)
 
 

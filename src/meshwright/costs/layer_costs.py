@@ -56,11 +56,14 @@ class LayerExposure:
 def layer_exposure(shape: Shape, machine: Machine, layout: Layouts, k: Constants, times: LayerTime) -> LayerExposure:
     """Exposed communication and host time inside layers whose device time is `times`."""
     machine = replace(machine, nic=machine.nic * layout.port)
-    tensor = _tensor_traffic(shape, machine, layout, k)
-    context = sum(context_traffic(shape, machine, layout, k))
+    passes = 1 + layout.further_forwards / 2
+    tensor = _tensor_traffic(shape, machine, layout, k) * passes
+    context_forward, context_backward = context_traffic(shape, machine, layout, k)
+    context = context_forward * (1 + layout.further_forwards) + context_backward
     expert = _expert_traffic(shape, machine, layout, k, times.forward + times.backward) + _expert_launches(
         shape, layout, k
     )
+    expert = expert * passes
     device_seconds = times.forward + times.backward + tensor + context + expert
     return LayerExposure(tensor, context, expert, _smooth_maximum(device_seconds, times.host) - device_seconds)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import inf
+from typing import get_args
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from meshwright.planner.strategies import End, Strategy
 from meshwright.simulator.step_simulation import timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
-from meshwright.spec.plan import RECOMPUTE_MODES, BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan
+from meshwright.spec.plan import RECOMPUTE_MODES, BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Offload, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, transport_fields
 from meshwright.workload.groups import balances_owners, copies_experts
@@ -168,11 +169,11 @@ class PlanEstimator:
 class Ranking:
     """Plans by expected step time: their estimates, corrected by the plans of their families whose times are known.
 
-    A plan has two or three families, the narrowest first. The estimates of a family deviate by a similar factor, so the ratio of actual to
-    estimated time of the family's last plan corrects the estimates of the others. Where the narrowest of three has no known plan, it
-    takes `near_ratio` times the last ratio of the next. A family without a known plan takes `sibling_ratio` times the last ratio of its
-    widest family, at most 1, or `default_ratio` if that has none either. If `FEWEST_SLOW` families of the widest were all slower than
-    estimated, it takes `SLOW_RATIO` times the least of their ratios.
+    A plan has a family at each of several levels, the narrowest first. The estimates of a family deviate by a similar factor, so the ratio
+    of actual to estimated time of the family's last plan corrects the estimates of the others. A plan takes the last ratio of its
+    narrowest family with a known plan, times the factor of that level (`factors`, 1 for the first level). Ratios of the widest families
+    count as at most 1, unless `FEWEST_SLOW` families of the next level in one were all slower than estimated: then it is `SLOW_RATIO` times
+    the least of their ratios. Where no family has a known plan, the ratio is `default_ratio`.
     """
 
     def __init__(
@@ -180,63 +181,69 @@ class Ranking:
         estimates: Sequence[float],
         families: Sequence[tuple[object, ...]],
         default_ratio: float,
-        sibling_ratio: float = 1.0,
-        near_ratio: float = 1.0,
+        factors: Sequence[float] = (),
     ) -> None:
+        levels = range(len(families[0]) if families else 1)
         self.estimate, self.default_ratio = np.array(estimates, float), default_ratio
-        self.sibling_ratio, self.near_ratio = sibling_ratio, near_ratio
-        self.narrow, self.family, self.wider = (
-            _number_by_first_appearance([levels[level] for levels in families]) for level in (0, -2, -1)
-        )
-        self.narrow_ratio, self.family_ratio = np.full(len(estimates), np.nan), np.full(len(estimates), np.nan)
-        self.last_ratio, self.least_ratio = np.full(len(estimates), np.nan), np.full(len(estimates), np.inf)
-        self.known_families = np.zeros(len(estimates), int)
+        self.factors = factors or (1.0,) * len(levels)
+        self.families = [_number_by_first_appearance([names[level] for names in families]) for level in levels]
+        self.ratios = [np.full(len(estimates), np.nan) for _ in levels]
+        """By level and number of a family, the last known ratio."""
+        self.least_ratio, self.known_families = np.full(len(estimates), np.inf), np.zeros(len(estimates), int)
+        """Of the widest families: the least ratio, and how many families of the next level have a known plan."""
         self.seconds = np.full(len(estimates), np.nan)
         """By plan, the actual seconds; infinite where it has none, NaN where it was not tried."""
 
     def order(
         self,
         seconds: Callable[[int], float],
-        min_plans: float = inf,
+        min_effort: float = inf,
         among: np.ndarray | None = None,
         tolerance: float = SAME_TIME_TOLERANCE,
+        efforts: np.ndarray | None = None,
     ) -> Iterator[int]:
         """Indices of untried plans, of those in the mask `among`, the most promising first, each after `seconds(index)` was called.
 
-        Plans of infinite seconds are left out. Ends after `min_plans` plans at the first whose expected time exceeds the fastest of
-        `among` by more than the share `tolerance`.
+        Plans of infinite seconds are left out. Ends after plans that took `min_effort` at the first whose expected time exceeds the fastest
+        of `among` by more than the share `tolerance`. A plan takes 1 unless `efforts` says otherwise.
         """
         among = np.ones(len(self.estimate), bool) if among is None else among
-        count = 0
+        effort = 0.0
         while (untried := among & np.isnan(self.seconds)).any():
             expected = np.where(untried, self._expected(), np.inf)
             index = int(expected.argmin())
             fastest = np.nanmin(self.seconds, where=among, initial=np.inf)
-            if count >= min_plans and expected[index] >= fastest * (1 + tolerance):
+            if effort >= min_effort and expected[index] >= fastest * (1 + tolerance):
                 return
-            self.seconds[index] = actual = seconds(index)
-            narrow, family, wider = self.narrow[index], self.family[index], self.wider[index]
-            if actual < inf:
-                ratio = actual / self.estimate[index]
-                self.known_families[wider] += bool(np.isnan(self.family_ratio[family]))
-                self.narrow_ratio[narrow] = self.family_ratio[family] = self.last_ratio[wider] = ratio
-                self.least_ratio[wider] = min(self.least_ratio[wider], ratio)
-                count += 1
+            self.seconds[index] = seconds(index)
+            self._learn(index)
+            if self.seconds[index] < inf:
+                effort += 1 if efforts is None else efforts[index]
                 yield index
-            else:
-                for ratios, number in ((self.narrow_ratio, narrow), (self.family_ratio, family)):
-                    if np.isnan(ratios[number]):
-                        ratios[number] = 1.0
+
+    def _learn(self, index: int) -> None:
+        """Record the ratio of the plan at `index` for its families; a plan without seconds only says that they were tried."""
+        ratio = self.seconds[index] / self.estimate[index]
+        numbers = [families[index] for families in self.families]
+        if ratio == inf:
+            for ratios, number in zip(self.ratios[:-1], numbers, strict=False):
+                ratios[number] = 1.0 if np.isnan(ratios[number]) else ratios[number]
+            return
+        widest = numbers[-1]
+        self.known_families[widest] += bool(np.isnan(self.ratios[-2][numbers[-2]]))
+        self.least_ratio[widest] = min(self.least_ratio[widest], ratio)
+        for ratios, number in zip(self.ratios, numbers, strict=True):
+            ratios[number] = ratio
 
     def _expected(self) -> np.ndarray:
         slow = (self.known_families >= FEWEST_SLOW) & (self.least_ratio > 1)
-        fast = self.sibling_ratio * np.minimum(1.0, self.last_ratio)
-        siblings = np.where(slow, np.maximum(fast, SLOW_RATIO * self.least_ratio), fast)
-        siblings = np.where(np.isnan(siblings), self.default_ratio, siblings)[self.wider]
-        family = self.family_ratio[self.family]
-        family = np.where(np.isnan(family), siblings, self.near_ratio * family)
-        narrow = self.narrow_ratio[self.narrow]
-        return self.estimate * np.where(np.isnan(narrow), family, narrow)
+        widest = self.factors[-1] * np.minimum(1.0, self.ratios[-1])
+        widest = np.where(slow, np.maximum(widest, SLOW_RATIO * self.least_ratio), widest)
+        ratio = np.where(np.isnan(widest), self.default_ratio, widest)[self.families[-1]]
+        for factor, ratios, families in reversed(list(zip(self.factors, self.ratios, self.families, strict=True))[:-1]):
+            known = ratios[families]
+            ratio = np.where(np.isnan(known), ratio, factor * known)
+        return self.estimate * ratio
 
 
 def _number_by_first_appearance(values: Sequence[object]) -> np.ndarray:
@@ -364,12 +371,7 @@ def with_room_used(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Pla
     """A plan whose layers have two settings, with as few layers of the one that needs less memory as fit into `budget` bytes."""
 
     def saving(layer: LayerStrategy) -> tuple[object, ...]:
-        return (
-            RECOMPUTE_MODES.index(layer.recompute),
-            layer.reshard,
-            layer.offload in ("optimizer", "both"),
-            layer.offload,
-        )
+        return RECOMPUTE_MODES.index(layer.recompute), layer.reshard, get_args(Offload).index(layer.offload)
 
     settings = sorted({replace(layer, range="all") for layer in plan.layers}, key=saving)
     if len(settings) == 2 and pins_of(run).layers is None and settings[0].gradients == settings[1].gradients:

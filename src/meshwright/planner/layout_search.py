@@ -23,7 +23,7 @@ from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import PLAIN, Strategy, lower_memory_strategies
 from meshwright.planner.sweep import SweepResult, smallest, strategies_in, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
-from meshwright.spec.plan import CONTEXT_AXES, AxisName, Plan, ScheduleName
+from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTES_PRODUCTS, AxisName, Plan, ScheduleName
 from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import context_size, experts_over
 
@@ -32,10 +32,10 @@ POINTS_PER_FAMILY, MAX_SLOWDOWN = 4, 1.15
 
 The limit allows for errors of the closed form that differ between families. It grows if simulations are slower than expected.
 """
-MIN_ESTIMATES, MAX_PER_FAMILY = 24, 8
-"""Fewest plans that are simulated by whole stages (`estimated`), and most of them in one family."""
-MAX_EFFORT, ACTIONS_PER_EFFORT = 240.0, 400.0
-"""Limit on the total effort of stage simulations.
+MAX_PER_FAMILY = 8
+"""Most plans of one family that are simulated by whole stages (`estimated`)."""
+MIN_EFFORT, MAX_EFFORT, ACTIONS_PER_EFFORT = 24.0, 240.0, 400.0
+"""Least and most effort of stage simulations; between them only plans that are expected to be about as fast as the fastest are simulated.
 
 A plan costs 1, and 1 more for every `ACTIONS_PER_EFFORT` schedule actions.
 """
@@ -180,8 +180,8 @@ class Finalists:
         self._fastest, self.values_effort = inf, 0.0
         played = np.minimum(swept.points.accumulate, STAGES[1] * swept.points.column("pipeline"))
         self._effort = 1 + swept.points.column("pipeline") * played * swept.points.virtual / ACTIONS_PER_EFFORT
-        ratios = (SIBLING_RATIO, SPLIT_RATIO) if run.cluster.nodes > 1 else (1.0, 1.0)
-        self._ranking = Ranking(swept.seconds.tolist(), self._families, UNTRIED_RATIO, *ratios)
+        factors = (1.0, SPLIT_RATIO, SIBLING_RATIO) if run.cluster.nodes > 1 else (1.0, 1.0, 1.0)
+        self._ranking = Ranking(swept.seconds.tolist(), self._families, UNTRIED_RATIO, factors)
         self._strategies_at = self._strategies_of(swept.points, swept.strategies.__getitem__)
         restricted = ((variant, variant.points(run, swept.points)) for variant in VARIANTS)
         self._variants = [
@@ -192,10 +192,10 @@ class Finalists:
 
     def estimates(self, among: np.ndarray | None = None) -> Iterator[Candidate]:
         """Estimates of the most promising layouts; of untried ones in the mask `among` that are expected to be the fastest there."""
-        min_plans, max_effort, tolerance = MIN_ESTIMATES, MAX_EFFORT, SAME_TIME_TOLERANCE
+        min_effort, max_effort, tolerance = MIN_EFFORT, MAX_EFFORT, SAME_TIME_TOLERANCE
         if among is not None:
             among = among & (self._effort <= VALUE_EFFORT)
-            min_plans, max_effort, tolerance = 0, VALUE_EFFORT, -SAME_TIME_TOLERANCE
+            min_effort, max_effort, tolerance = 0.0, VALUE_EFFORT, -SAME_TIME_TOLERANCE
         new: list[Candidate] = []
 
         def seconds(index: int) -> float:
@@ -210,7 +210,7 @@ class Finalists:
             return fastest
 
         effort = 0.0
-        for index in self._ranking.order(seconds, min_plans, among, tolerance):
+        for index in self._ranking.order(seconds, min_effort, among, tolerance, self._effort):
             yield from new
             new.clear()
             effort += self._effort[index]
@@ -274,13 +274,28 @@ class Finalists:
 def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[object, ...], ...]:
     """The families of a point, the narrowest first; within each the closed form deviates by a similar factor.
 
-    Many virtual stages need more strategies for their memory than few. Across nodes it deviates otherwise where more of the traffic is that
-    of shards, and less that of replicas.
+    Recompute of attention alone hardly matters. A single strategy of all layers leaves no choice where the exact memory is larger, and many
+    virtual stages need more strategies for their memory than few. Across nodes the closed form deviates otherwise where more of the traffic
+    is that of shards, and less that of replicas.
     """
     mesh, schedule = points.meshes[points.mesh[index]], int(points.schedule[index])
-    sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1, int(points.micro[index])
-    family = schedule, int(points.virtual[index]), strategy.low_memory, strategy.gradients, *sizes
-    return (mesh.size("shard"), *family), family, (schedule, *sizes[:1])
+    end = strategy.low_memory
+    saving = (
+        end.recompute in RECOMPUTES_PRODUCTS,
+        end.reshard,
+        end.offload,
+        strategy.gradients,
+        end == strategy.high_memory,
+    )
+    sizes = (
+        mesh.size("pipeline"),
+        mesh.size("tensor"),
+        mesh.expert,
+        mesh.size("replicate") > 1,
+        int(points.micro[index]),
+    )
+    family = schedule, int(points.virtual[index]), *saving, *sizes
+    return (mesh.size("shard"), *family), family, (schedule, mesh.size("pipeline"))
 
 
 def _largest_memory_ratio(run: RunSpec) -> float:

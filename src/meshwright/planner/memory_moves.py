@@ -14,6 +14,7 @@ from meshwright.planner.reprice import reprice
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, SPLITS_BACKWARD, LayerStrategy, Plan, Recompute
 from meshwright.spec.run import RunSpec
 from meshwright.workload.dtypes import GB, staging_bytes
+from meshwright.workload.groups import gathers_weights
 from meshwright.workload.plan_bytes import optimizer_on_host
 
 STEP_GB = 0.1
@@ -146,9 +147,10 @@ def _with_all_activations_offloaded(run: RunSpec, plan: Plan) -> Iterator[tuple[
 
 
 def _with_all_freed(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
-    """The layers of a plan that keeps the weights of some gathered, with all weights freed after each use."""
+    """The layers of a plan that keeps gathered weights, with all weights freed after each use."""
     pins = pins_of(run)
-    if pins.reshard is None and pins.layers is None and len({layer.reshard for layer in plan.layers}) > 1:
+    keeps = gathers_weights(plan) and not all(layer.reshard for layer in plan.layers)
+    if pins.reshard is None and pins.layers is None and keeps:
         yield _joined(replace(layer, reshard=True) for layer in plan.layers)
 
 

@@ -29,10 +29,12 @@ from meshwright.planner.strategies import PLAIN
 from meshwright.spec.plan import Gradients, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, CopyOption, copied_options, transport_fields
-from meshwright.workload.groups import shard_size
+from meshwright.workload.groups import gathers_weights, shard_size
 
-MAX_STARTS, MAX_TRIED = 3, 2
-"""Fastest plans on which a move is tried, one where plans are large; and most plans of a move from each that are simulated by units."""
+MAX_STARTS, MANY_STARTS, MAX_TRIED = 3, 6, 2
+"""Fastest plans on which a move is tried, and on which one is tried that moves state out of the device or back, as what that gains differs
+most between plans; large plans are tried alone. The third is the most plans of a move from each that are simulated by units.
+"""
 MOVE_SLOWDOWN = 1.05
 """Factor on a plan's estimated step time up to which a move of it is simulated by units."""
 
@@ -65,20 +67,26 @@ def other_gradients(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Pl
 
 
 def other_reshard(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """The plan with `reshard` toggled."""
-    if shard_size(plan) > 1 and len({layer.reshard for layer in plan.layers}) == 1:
-        yield replace(plan, layers=tuple(replace(layer, reshard=not layer.reshard) for layer in plan.layers))
+    """The plan with `reshard` toggled; if it then does not fit, with as many layers that save memory otherwise as it needs.
+
+    Weights are not freed where nothing else saves memory: gathering them again would only take time.
+    """
+    saves = any(layer.reshard or layer.recompute != "none" or layer.offload != "none" for layer in plan.layers)
+    if saves and gathers_weights(plan) and len({layer.reshard for layer in plan.layers}) == 1:
+        toggled = replace(plan, layers=tuple(replace(layer, reshard=not layer.reshard) for layer in plan.layers))
+        yield from [toggled] if fits(run, toggled, budget) else with_room_used(run, toggled, budget)
 
 
 def reshard_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
-    """Why weights are gathered again for the backward."""
+    """Why weights are gathered, or cast on one rank, again for the backward."""
     resharded = [layer for layer in plan.layers if layer.reshard]
-    if not resharded or shard_size(plan) == 1:
+    if not resharded or not gathers_weights(plan):
         return ""
     gathered = replace(plan, layers=tuple(replace(layer, reshard=False) for layer in plan.layers))
     micro_batches = f"if they stayed gathered, {micro_batches_text(plan)} would not fit into memory"
     where, why = on_layers(resharded, run.model.layers), "keeping them gathered is no faster"
-    return f"weights freed after the forward and gathered again for the backward on {where}: {why if fits(gathered) else micro_batches}"
+    again = "gathered" if shard_size(plan) > 1 else "cast"
+    return f"weights freed after the forward and {again} again for the backward on {where}: {why if fits(gathered) else micro_batches}"
 
 
 def _kernels(option: CopyOption) -> Move:
@@ -94,9 +102,15 @@ def _kernels(option: CopyOption) -> Move:
 MOVES = (
     Move(name="gradients", keys=("gradients", "layers"), plans=other_gradients, value=lambda p: p.layers[-1].gradients),
     Move(name="reshard", keys=("reshard", "layers"), plans=other_reshard, why=reshard_reason),
-    Move(name="offload_fraction", keys=("offload_fraction",), plans=state_on_device, why=fraction_reason),
+    Move(
+        name="offload_fraction",
+        keys=("offload_fraction",),
+        plans=state_on_device,
+        why=fraction_reason,
+        starts=MANY_STARTS,
+    ),
     Move(name="offload_staging", keys=("offload_staging",), plans=staging, why=staging_reason),
-    Move(name="accumulation", keys=("accumulation",), plans=sums_on_host, why=sums_reason),
+    Move(name="accumulation", keys=("accumulation",), plans=sums_on_host, why=sums_reason, starts=MANY_STARTS),
     Move(name="copies of experts:", keys=("expert_policy",), plans=copies, value=copies_text),
     Move(name="owners of experts:", keys=("expert_placement",), plans=owners, value=owners_text),
     Move(name="kept copies", keys=("expert_keep",), plans=kept_copies),

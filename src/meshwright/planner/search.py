@@ -1,13 +1,14 @@
 """Searches for the best plan of a run, in five steps.
 
-1. `space` lists the layouts: mesh, micro-batch and schedule. `sweep` estimates the step time of each by formulas (the closed form).
-2. `layout_search` turns the fastest layouts into plans that fit into memory, and simulates a step of each by whole stages. `finalists`
-   simulates the fastest of these again, unit by unit (a unit is a block of the model).
-3. `moves` changes the other options of the fastest plans, one at a time: offload, reshard, transports and more.
-4. Other values of the layout that an explanation would compare with the choice are searched as if a user had pinned them. Moves start
-   again as long as this finds a plan that is about as fast.
-5. Of the plans within 1% of the fastest it takes the simplest, and before that one that a slower network slows by little (`robust`).
-   `reasons` explains the choice.
+1. `space` lists all layouts, each a mesh, a micro-batch and a schedule. `sweep` computes the step time of each by formulas (the closed
+   form), with the layer strategies that are the fastest of those that fit into memory.
+2. `layout_search` makes plans of the most promising layouts, checks their memory exactly, and simulates a step of each by whole stages.
+   `finalists` simulates the most promising plans again, unit by unit (a unit is a block of the model).
+3. `moves` changes one other option at a time in the fastest plans, such as offload, reshard or transports. It keeps what fits and is fast.
+4. For each choice of the layout, such as the number of tensor ranks, the plans with other values are searched further, as if a user had
+   pinned each value. If this finds a plan that may be as fast as the best one, steps 3 and 4 run again.
+5. The fastest plan wins. Of plans within 1% of it, one that does not depend on a fast network (`robust`) comes first, then one that leaves
+   memory free where stages need it, then the simplest. `reasons` says why the plan was chosen.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
 
 
 def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> Answer:
-    """`search` of `run`, which has the pins of `requested`, and those that `search` tries."""
+    """The five steps for `run`: `requested`, the run as a user gave it, or with further pins that `search` tries."""
     start, pinned = time.perf_counter(), run
     run = searched_run(run)
     requested = replace(requested, train=run.train)
@@ -95,18 +96,19 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
     by_seconds = partial(simplest, budget=budget, penalty=partial(offload_penalty, run))
     choose = partial(by_seconds, fragile=lambda plan: slowdown(plan) > FRAGILE)
 
-    layouts = LayoutSearch(run, space, budget, estimator)
+    layouts = LayoutSearch(run, space, budget, estimator)  # steps 1 and 2
     candidates = layouts.leading()
     if not candidates:
         raise OutOfResources(nothing_fits(run, layouts.smallest, budget or 0))
     candidates = simulate_leading(estimator, candidates)
-    while True:
+    while True:  # steps 3 and 4
         candidates = with_moves(run, candidates, estimator, choose, budget)
         beside = layouts.alternatives(choose(candidates), candidates, requested)
         candidates = fastest_first([*candidates, *beside])
-        if not any(candidate.simulated for candidate in beside):  # none is about as fast as the choice
+        if not any(candidate.simulated for candidate in beside):  # none may be as fast as the choice
             break
 
+    # Step 5
     best, fastest = choose(candidates), by_seconds(candidates)
     others = tuple(candidate for candidate in candidates if candidate is not best)
     why = reasons(best, others, requested, lambda plan: fits(run, plan, budget))

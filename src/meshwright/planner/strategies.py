@@ -85,14 +85,11 @@ def strategy_set_of(run: RunSpec, offloads: tuple[Offload, ...]) -> StrategySet:
 
 
 def lower_memory_strategies(run: RunSpec, strategy: Strategy) -> list[Strategy]:
-    """Strategies that save more memory than this one: with reshard, or if it reshards already, with more recompute."""
-    end, recompute_options = strategy.low_memory, recomputes(run)
-    alternative_ends = [replace(end, reshard=_reshard_modes(pins_of(run))[-1])]
-    if alternative_ends == [end]:
-        alternative_ends = [
-            replace(end, recompute=mode) for mode in recompute_options[recompute_options.index(end.recompute) + 1 :]
-        ]
-    return [replace(strategy, high_memory=end, low_memory=low_memory) for low_memory in alternative_ends]
+    """Strategies that save more memory than this one, the first the least: with reshard, then also with more recompute."""
+    end, modes = strategy.low_memory, recomputes(run)
+    freed = replace(end, reshard=_reshard_modes(pins_of(run))[-1])
+    ends = [freed, *(replace(freed, recompute=mode) for mode in modes[modes.index(end.recompute) + 1 :])]
+    return [replace(strategy, high_memory=end, low_memory=low_memory) for low_memory in ends if low_memory != end]
 
 
 def lowest_memory_end(run: RunSpec) -> tuple[End, Gradients]:

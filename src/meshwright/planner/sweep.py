@@ -19,7 +19,7 @@ from meshwright.costs.layer_costs import LayerCosts
 from meshwright.costs.offload_costs import host_memory_bytes
 from meshwright.costs.plan_costs import Pricing
 from meshwright.costs.step import owned_params
-from meshwright.planner.candidate import host_budget, pins_of
+from meshwright.planner.candidate import host_budget, pins_of, precision_of
 from meshwright.planner.closed_form import (
     SpaceCosts,
     closed_form_seconds,
@@ -243,7 +243,7 @@ def _best_strategies(
 
 def _applicable(run: RunSpec, points: Points, options: Sequence[LayerStrategy]) -> np.ndarray:
     """(layer settings, points): whether the setting differs from the other settings there, and breaks no rule with its schedule."""
-    pins = pins_of(run)
+    pins, precision = pins_of(run), precision_of(run)
     sharded = points.column("shard") * points.column("context") > 1
     accumulates = (points.accumulate > 1) & (points.schedule != SCHEDULES.index("breadth_first"))
     everywhere = np.ones(len(points), bool)
@@ -258,7 +258,7 @@ def _applicable(run: RunSpec, points: Points, options: Sequence[LayerStrategy]) 
     compatible = _compatible(run, points, options) & ~by_schedule[points.schedule, np.arange(len(points))]
     allowed = {}
     """By setting, whether a point allows it. With whole gradients elsewhere every rank reduces once a step anyway."""
-    allowed["reshard"] = sharded if pins.reshard is None else everywhere
+    allowed["reshard"] = sharded | (precision.compute != precision.stored) if pins.reshard is None else everywhere
     allowed["whole"] = sharded & accumulates if pins.gradients is None else everywhere
     return np.array(
         [

@@ -93,18 +93,20 @@ def simulate_stages(program: Program, durations: StageDurations) -> Totals:
     timing, seconds = durations.timing, [durations.of(key) for key in program.duration_keys]
     sizes = timing.boundary_bytes
     links = [timing.between(*ends).seconds(sizes[at] if sizes else 0.0) for *ends, at in program.links]
-    ends, starts, messages, exposed = _simulate_steps(program, seconds, links)
-
     ranks = range(len(program.placement))
+    lanes = [durations.busiest_lane(stages, program.micro_batches) for stages in program.placement]
+    # A wait for a message hides collectives of the next action only, which in layered order the first micro-batch has issued.
+    most_hidden = [0.0 if durations.layered else lanes[r] / program.counts[r].total() for r in ranks]
+    ends, starts, messages, exposed, hidden = _simulate_steps(program, seconds, links, most_hidden)
+
     compute = [sum(count * seconds[key].compute for key, count in program.counts[r].items()) for r in ranks]
     backward_ends = [[ends[program.last_backward[stage]] for stage in stages] for stages in program.placement]
     tails = [
         durations.reduction_tail(*stages_and_ends)
         for stages_and_ends in zip(program.placement, backward_ends, strict=True)
     ]
-    # If collectives of a rank take longer than its compute, the excess is exposed at the end at the latest.
-    lanes = [durations.busiest_lane(stages, program.micro_batches) for stages in program.placement]
-    excess = [max(0.0, lanes[r] - compute[r] - exposed[r]) for r in ranks]
+    # If collectives of a rank take longer than its compute and the waits that hide them, the excess is exposed at the end at the latest.
+    excess = [max(0.0, lanes[r] - compute[r] - exposed[r] - hidden[r]) for r in ranks]
     shard = [max(excess[r], tails[r][0]) for r in ranks]
     replicate = [tails[r][1] for r in ranks]
     closing = [timing.norm_seconds + (timing.optim_seconds[r] if timing.optim_seconds else 0.0) for r in ranks]
@@ -126,13 +128,18 @@ def simulate_stages(program: Program, durations: StageDurations) -> Totals:
 
 
 def _simulate_steps(
-    program: Program, durations: Sequence[ActionSeconds], links: Sequence[float]
-) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Run the program: (end of each action; by rank first start, exposed messages, exposed collectives of the shard axis)."""
+    program: Program, durations: Sequence[ActionSeconds], links: Sequence[float], most_hidden: Sequence[float]
+) -> tuple[list[float], list[float], list[float], list[float], list[float]]:
+    """Run the program.
+
+    Returns the end of each action, and by rank its first start, exposed messages, exposed collectives of the shard axis, and collectives
+    that waits for messages hide. One wait hides at most `most_hidden` seconds of a rank.
+    """
     ranks = len(program.placement)
     ends = [0.0] * (len(program.steps) + 1)
     issues, arrivals = [0.0] * (program.messages + 1), [0.0] * (program.messages + 1)
     clocks, exposed_messages, exposed_collectives, reductions_end, starts = ([0.0] * ranks for _ in range(5))
+    hidden_collectives = [0.0] * ranks
     started = [False] * ranks
     for rank, action, key, new_messages, needed in program.steps:
         for message, sent, posted, previous, link in new_messages:
@@ -145,6 +152,8 @@ def _simulate_steps(
             if arrived > start:
                 exposed_messages[rank] += arrived - max(start, issues[message])
                 start = arrived
+        if start > clock:
+            hidden_collectives[rank] += min(start - clock, most_hidden[rank])
         compute, exposed, hidden, exposed_after, until_reduction, single_reduction, last_reduction = durations[key]
         if hidden:
             exposed -= min(hidden, start - clock)
@@ -161,7 +170,7 @@ def _simulate_steps(
             reductions_end[rank] = end + exposed_after + last_reduction
         ends[action], clocks[rank] = end, end + exposed_after
         exposed_collectives[rank] += exposed + exposed_after
-    return ends, starts, exposed_messages, exposed_collectives
+    return ends, starts, exposed_messages, exposed_collectives, hidden_collectives
 
 
 class StageDurations:

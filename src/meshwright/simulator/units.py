@@ -166,12 +166,16 @@ class UnitCosts:
         return 1 / (1 - min(number(tax), MAX_TAX))
 
     def copy_out(self, unit: Unit) -> float:
-        """Compute seconds that a gather's copies cost: the cast of shards on another stream, and the copy out of the buffer."""
-        width = self._gathered_width(unit)
-        cast = (bytes_of(self.plan.precision.stored) + width) / shard_size(self.plan)
+        """Compute seconds that a gather's copies cost: the cast of shards on another stream, and the copy out of the buffer.
+
+        One rank computes with frozen weights where they are (`parallel.fsdp.unsharded_weights`).
+        """
+        width, shards, count = self._gathered_width(unit), shard_size(self.plan), self.parameters(unit).count
+        count *= self._trained_share(unit) if shards == 1 else 1
+        cast = (bytes_of(self.plan.precision.stored) + width) / shards
         if self._casts_once:
-            return self._memory_seconds(self.parameters(unit).count * cast)
-        return self._memory_seconds(self.parameters(unit).count * 2 * width, self.parameters(unit).count * cast)
+            return self._memory_seconds(count * cast)
+        return self._memory_seconds(count * 2 * width, count * cast)
 
     @property
     def _casts_once(self) -> bool:
@@ -448,7 +452,7 @@ def _layer_work(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
         total=number(times.forward + times.backward),
         tensor=number(exposed.tensor),
         context=number(exposed.context),
-        context_forward=number(context_traffic(shape, machine, layout, k)[0]),
+        context_forward=number(context_traffic(shape, machine, layout, k)[0] * (1 + layout.further_forwards)),
         expert=number(exposed.expert),
         host=number(exposed.host),
         weight_gradients=weight_gradients,

@@ -175,6 +175,34 @@ class TrainSpec:
         """The sequences of each step; with `global_batch_tokens` those that the planner assumes."""
         return BatchSizes(self.global_batch, self.batch_ramp)
 
+    @property
+    def objective(self) -> bool:
+        """Whether the loss is a function of log-probabilities, which the head computes before their gradients (`parallel.objective`)."""
+        return False
+
+    @property
+    def further_forwards(self) -> int:
+        """Forwards of each micro-batch in a step beside the one that is trained."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSpec(TrainSpec):
+    """The training of a run with `rl` or `preference`, whose prices need to know of its loss."""
+
+    @property
+    def objective(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedSpec(ObjectiveSpec):
+    """The training of a run with the loss `kto`, which first computes how likely other answers are."""
+
+    @property
+    def further_forwards(self) -> int:
+        return 1
+
 
 def planned_sequences(tokens: int, seq_len: int, ranks: int) -> int:
     """`global_batch` that the planner assumes for `global_batch_tokens`: full sequences of equal number on each of `ranks`."""

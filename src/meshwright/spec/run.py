@@ -9,7 +9,15 @@ from typing import Annotated
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import Damaged
 from meshwright.spec.fields import Bound, from_plain, from_sealed_json
-from meshwright.spec.job import CheckpointSpec, DataSpec, ObserveSpec, SupervisionSpec, TrainSpec
+from meshwright.spec.job import (
+    CheckpointSpec,
+    ComparedSpec,
+    DataSpec,
+    ObjectiveSpec,
+    ObserveSpec,
+    SupervisionSpec,
+    TrainSpec,
+)
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_keys import PlanKeys
@@ -57,6 +65,14 @@ class RunSpec:
     """Measurements and their destinations."""
     supervision: SupervisionSpec = field(default_factory=SupervisionSpec)
     """Restarts after a failure, for a run whose ranks `meshwright train` starts."""
+
+    def __post_init__(self) -> None:
+        """Give `train` what follows from the kind of loss: prices read `train`, and not the sections `rl` and `preference`."""
+        kind = ObjectiveSpec if self.rl or self.preference else TrainSpec
+        if self.preference and not self.preference.paired:
+            kind = ComparedSpec
+        if type(self.train) is not kind:
+            object.__setattr__(self, "train", kind(**vars(self.train)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,11 @@ def shard_size(plan: Plan) -> int:
     return plan.axis_size("shard") * plan.axis_size("hybrid") * context_size(plan)
 
 
+def gathers_weights(plan: Plan) -> bool:
+    """Whether a rank computes with copies of its stored weights, which `reshard` frees: gathered from shards, or cast on one rank."""
+    return shard_size(plan) > 1 or plan.precision.compute != plan.precision.stored
+
+
 def experts_over(plan: Plan) -> int:
     """Expert ranks among the ranks that share one tensor rank's weights."""
     return plan.experts.expert if plan.experts else 1

@@ -80,6 +80,8 @@ class Layouts:
     """Tokens whose logits exist at once (train.loss_chunk)."""
     objective: Array = 0.0
     """1 if the loss is a function of log-probabilities (`parallel.objective`), which the head then computes before their gradients."""
+    further_forwards: Array = 0.0
+    """Forwards of each micro-batch beside the one that is trained (`train.further_forwards`)."""
     offload: Array = 0.0
     """1 when the optimizer's state is in host memory."""
     state_bytes: Array = 12.0
@@ -293,6 +295,8 @@ def layouts_of(
             float(precision.compute in FLASH_FORMATS and not train.deterministic),
         ),
         loss_chunk=float(train.loss_chunk),
+        objective=float(train.objective),
+        further_forwards=float(train.further_forwards),
         gathered_bytes=gathered_bytes(precision),
         state_bytes=offload_fraction * state_bytes(precision),
         staging=staging_bytes(offload_staging, precision),
