@@ -116,7 +116,7 @@ def _head(console: Console, answer: Answer) -> None:
     if answer.plan_from_file:
         console.print(f"the plan of {run.plan}, priced on this cluster")
     else:
-        console.print(f"best of {answer.considered:,} layouts, found in {answer.search_seconds:.2f} s")
+        console.print(f"best of {answer.considered:,} layouts and strategies, found in {answer.search_seconds:.2f} s")
     if answer.idle:
         console.print(f"[bold]{answer.idle.sentence}[/bold]")
         console.print(f"  {answer.idle.start}")

@@ -105,7 +105,7 @@ class Answer:
     others: tuple[Candidate, ...]
     """Runner-ups, fastest first."""
     considered: int
-    """Layouts that were priced in closed form."""
+    """Pairs of a layout and a layer strategy that were priced in closed form, and layouts that a lower bound excluded."""
     seconds: float
     """How long the search took."""
 

@@ -112,7 +112,7 @@ class LayoutSearch:
         self.pricing = pricing_of(run, space)
         self.memory_limit = inf if budget is None else budget * _largest_memory_ratio(run)
         self.considered = 0
-        """Layouts that were priced in closed form."""
+        """As `Answer.considered`."""
         self._searched = set[tuple[str, object]]()
 
     def leading(self) -> list[Candidate]:

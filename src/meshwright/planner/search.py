@@ -1,14 +1,19 @@
 """Searches for the best plan of a run, in five steps.
 
-1. `space` lists all layouts, each a mesh, a micro-batch and a schedule. `sweep` computes the step time of each by formulas (the closed
-   form), with the layer strategies that are the fastest of those that fit into memory.
-2. `layout_search` makes plans of the most promising layouts, checks their memory exactly, and simulates a step of each by whole stages.
-   `finalists` simulates the most promising plans again, unit by unit (a unit is a block of the model).
-3. `moves` changes one other option at a time in the fastest plans, such as offload, reshard or transports. It keeps what fits and is fast.
-4. For each choice of the layout, such as the number of tensor ranks, the plans with other values are searched further, as if a user had
-   pinned each value. If this finds a plan that may be as fast as the best one, steps 3 and 4 run again.
-5. The fastest plan wins. Of plans within 1% of it, one that does not depend on a fast network (`robust`) comes first, then one that leaves
-   memory free where stages need it, then the simplest. `reasons` says why the plan was chosen.
+1. `space` lists the layouts that are worth trying. A layout here is a mesh, a micro-batch and a schedule. `sweep` estimates step time and
+   memory by formulas (the closed form) and skips layouts whose lower bound is too slow. It returns the fastest layouts of each family with
+   their fastest layer strategies that fit.
+2. `layout_search` makes plans of these layouts, checks their memory exactly, and simulates a step of each by whole stages. Where none fits
+   it tries the plans of least memory with all moves. `finalists` simulates the fastest plans again, unit by unit (a unit is a block, the
+   embedding or the head).
+3. `moves` changes one more option at a time in the fastest plans, such as offload, reshard or transports. Of each move it keeps at most two
+   plans, which fit and are estimated to be at most 5% slower than the chosen one, and simulates them by units.
+4. For each option of the layout that no pin decides, such as the number of tensor ranks, the best plan is compared with up to three other
+   values. For each of these values further layouts of step 1 are simulated, within a limit of effort. If one may be as fast as the best
+   plan, steps 3 and 4 run again.
+5. The fastest plan that was simulated by units wins; the seconds of plans with offload count 1 to 3% more. Plans within 1% of it count as
+   equal. Of these, plans that slow down by at most 5% on a network of 80% of the bandwidth (`robust`) come first, then plans that leave
+   memory free where virtual stages need it, then the simplest. `reasons` says why the plan was chosen.
 """
 
 from __future__ import annotations
@@ -62,9 +67,9 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     """The best plan for `run` that obeys its pins.
 
     With `trainable` only plans that this release can train are searched, else all that it can plan. `memory_bytes` is the memory of one
-    device when the chip table does not have it (on CPU, a rank's share of the host). Samples of known lengths get hybrid ranks where that
-    is faster; where nothing fits, options that only then help are tried (`moves.relaxed_runs`). Raises BadInput when the pins cannot be met
-    and OutOfResources when nothing fits.
+    device when the chip table does not have it (on CPU, a rank's share of the host). If samples have different, known lengths, hybrid
+    ranks (ranks that share a long sample) are tried first, and used where they are faster. If nothing fits, the search is repeated with
+    options that only save memory (`moves.relaxed_runs`). Raises BadInput when the pins cannot be met and OutOfResources when nothing fits.
     """
     hybrid, why = with_hybrid_ranks(run, memory_bytes)
     if why:
@@ -83,7 +88,10 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
 
 
 def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> Answer:
-    """The five steps for `run`: `requested`, the run as a user gave it, or with further pins that `search` tries."""
+    """The five steps for `run`.
+
+    `requested` is the run as the user gave it. `run` is the same run, or has further pins that `search` tries.
+    """
     start, pinned = time.perf_counter(), run
     run = searched_run(run)
     requested = replace(requested, train=run.train)
@@ -93,8 +101,8 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
     budget = memory_budget(run, memory_bytes)
     estimator = PlanEstimator(run)
     slowdown = slowdown_function(run, lambda plan: estimator.by_stages(plan).seconds)
-    by_seconds = partial(simplest, budget=budget, penalty=partial(offload_penalty, run))
-    choose = partial(by_seconds, fragile=lambda plan: slowdown(plan) > FRAGILE)
+    choose_on_any_network = partial(simplest, budget=budget, penalty=partial(offload_penalty, run))
+    choose = partial(choose_on_any_network, fragile=lambda plan: slowdown(plan) > FRAGILE)
 
     layouts = LayoutSearch(run, space, budget, estimator)  # steps 1 and 2
     candidates = layouts.leading()
@@ -109,11 +117,12 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
             break
 
     # Step 5
-    best, fastest = choose(candidates), by_seconds(candidates)
+    best = choose(candidates)
+    without_robustness = choose_on_any_network(candidates)
     others = tuple(candidate for candidate in candidates if candidate is not best)
     why = reasons(best, others, requested, lambda plan: fits(run, plan, budget))
-    if fastest is not best:
-        why += (why_robust(best, fastest, slowdown),)
+    if without_robustness is not best:
+        why += (why_robust(best, without_robustness, slowdown),)
     best = replace(best, plan=replace(best.plan, why=why))
     best, *others = (
         replace(candidate, plan=with_hybrid_axis(pinned, without_guess(run, candidate.plan)))

@@ -59,7 +59,7 @@ class SweepResult:
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray
     priced: int
-    """Number of layouts that were priced or excluded by a lower bound."""
+    """As `Answer.considered`."""
 
 
 def sweep(

@@ -1,5 +1,6 @@
-"""Decides from readings of a host and its GPUs whether they are healthy, and what follows: pure functions of values and times.
+"""Decides from readings whether a host and its GPUs are healthy, and which action to take.
 
+The module reads no clock and no hardware: callers pass values and times. `HealthWatch` keeps the earlier readings of one host.
 `RULES` is the only table of thresholds. `HealthWatch` compares readings with it and returns findings; `action_of` says
 what a finding means at each of three moments: before an attempt starts, while it runs, and after it failed.
 """
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 HealthAction = Literal["none", "warn", "drain", "exclude"]
-"""`warn` is said once. `drain` replaces the host, after the running step if it trains, if another host is ready to take its
-place or `supervision.wait_seconds` allows fewer. `exclude` goes on without the host at once, in any case."""
+"""`warn` prints a line once. `drain` leaves the host out when the job can go on without it: if a spare host is ready, or if
+`supervision.wait_seconds` lets the run continue on fewer hosts. A running attempt also needs checkpoints: it saves after the current step,
+and the next attempt starts without the host. If the job cannot go on, the host stays and a line says so. `exclude` leaves the host out at
+once, even if no other host is ready."""
 Moment = Literal["start", "run", "failure"]
 Test = Literal["above", "below", "one of", "rises"]
 READING_SECONDS = 3.0
@@ -31,8 +34,8 @@ NVML = "NVML, nvmlDeviceGetFieldValues and clock event reasons"
 OWN = "own choice"
 
 IGNORED_XIDS = frozenset({43, 44, 45, 92, 93, 121, 137, 154})
-"""XIDs without a finding: the catalogue says to ignore them, 45 follows another one, and 154 announces the recovery action, which is
-read."""
+"""XIDs that give no finding. The catalogue says to ignore most of them. XID 45 only follows another XID. XID 154 announces a recovery
+action, which the value `recovery_action` already has."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Rule:
     """Key of `Reading.values`, or `xid` for the events of a reading."""
     test: Test
     limit: float
-    """Limit of `above` and `below`; rise of a counter that `rises` allows within `seconds`."""
+    """For `above` and `below` the limit. For `rises` the greatest increase of the counter within `seconds` that is still healthy."""
     start: HealthAction
     run: HealthAction
     failure: HealthAction
@@ -53,8 +56,9 @@ class Rule:
     readings: int = 1
     """Readings in a row that must be above or below the limit."""
     seconds: float = 0.0
+    """For `rises` the time over which the increase is taken."""
     values: frozenset[int] = frozenset()
-    """Values that `one of` finds; of XIDs, empty stands for those in no other rule."""
+    """Values that `one of` matches. For XIDs an empty set matches every XID that no other rule lists."""
 
 
 def _xids(
@@ -187,7 +191,7 @@ class HealthWatch:
     _series: dict[tuple[str, str], deque[tuple[float, float]]] = field(default_factory=dict)
     """Times and values of each part and quantity, as far back as a rule looks."""
     _events: dict[tuple[str, str], Finding] = field(default_factory=dict)
-    """Findings from XIDs, which stay: only a reset of the GPU ends what they announce."""
+    """Findings from XIDs. They are never removed, because most XIDs are valid until the GPU is reset."""
     _rises: dict[tuple[str, str], tuple[float, Finding]] = field(default_factory=dict)
     """Findings from counters, and the time until which they count."""
 

@@ -1,8 +1,10 @@
 """The order of documents that are read without preparation: lanes over shuffled groups of documents, for any number of ranks.
 
-A source is a list of groups, such as the row groups of parquet files, and each group is cut into parts. An epoch visits every part once:
-the groups in an order of their own, the parts of a group one after another. Of this endless sequence lane s of S takes the parts s, s + S,
-s + 2S, …; K parts at a time are its window, whose documents are shuffled. Global sample i of the run is read from lane i mod S.
+A source is a list of groups, such as the row groups of parquet files, and each group is cut into parts. Each epoch has its own shuffled
+order of the groups; the parts of a group stay together. The epochs one after another are an endless sequence of parts.
+
+There are S lanes. Lane s takes the parts s, s + S, s + 2S, … A window is K (`WINDOW_PARTS`) parts of a lane that follow one another. The
+documents of a window are shuffled. Global sample i of the run is read from lane i mod S.
 
 The first window of lane s has 1 + s mod K parts, so that not all lanes begin a window at the same time.
 """
@@ -70,9 +72,10 @@ class LaneOrder:
 
 
 def parts_of(group_bytes: np.ndarray, lanes: int, most: int) -> np.ndarray:
-    """Parts of each group so that a part has at most `most` bytes, and there is one for each place of all windows.
+    """The number of parts of each group: `(groups,)` int32, at least 1, for `group_bytes` `(groups,)` int64.
 
-    `group_bytes` `(groups,)` int64; the result is `(groups,)` int32, at least 1.
+    Parts have at most `most` bytes in the mean of their group; documents are not divided. There are enough parts for a window of every
+    lane, `lanes` · WINDOW_PARTS.
     """
     size = max(min(most, int(group_bytes.sum()) // (lanes * WINDOW_PARTS)), 1)
     return np.maximum(-(-group_bytes // size), 1).astype(np.int32)
