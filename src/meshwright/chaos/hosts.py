@@ -10,9 +10,11 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import meshwright
 from meshwright.spec.job_token import TOKEN_VARIABLE
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 
@@ -97,8 +99,12 @@ class Hosts:
         self._names.append(name)
 
     def _hold(self, host: int, names: Path, own: Path | None, shared: Sequence[Path]) -> None:
-        """Start the process that keeps the namespaces of a host for its name, `names`, /dev/shm and /tmp."""
-        folders = [str(path.resolve()) for path in shared if path.resolve().is_relative_to("/tmp")]
+        """Start the process that keeps the namespaces of a host for its name, `names`, /dev/shm and /tmp.
+
+        A /tmp of its own also has the working directory and the program, if these are there.
+        """
+        needed = (*shared, Path.cwd(), Path(meshwright.__file__).parents[1], Path(sys.prefix))
+        folders = [str(path.resolve()) for path in needed if path.resolve().is_relative_to("/tmp")]
         if own is not None:
             own.mkdir(mode=0o1777, exist_ok=True)
         network = f"--net=/run/netns/{self._prefix}{host}"

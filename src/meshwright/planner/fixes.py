@@ -204,12 +204,16 @@ def _shorter(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 
 
 def _larger_chips(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Chips of the same generation with more memory, the smallest first."""
+    """Chips of the same generation with more memory, the smallest first; only those that come in such nodes."""
     own = CHIPS.get(run.cluster.gpu)
     if own is None or run.cluster.groups or run.cluster.memory_gib is not None:
         return
     larger = (
-        chip for chip in CHIPS.values() if chip.generation == own.generation and chip.memory_bytes > own.memory_bytes
+        chip
+        for chip in CHIPS.values()
+        if chip.generation == own.generation
+        and chip.memory_bytes > own.memory_bytes
+        and chip.per_node >= own.per_node
     )
     for chip in sorted(larger, key=lambda chip: chip.memory_bytes):
         yield f"cluster.gpu={chip.name}", replace(run, cluster=replace(run.cluster, gpu=chip.name))
