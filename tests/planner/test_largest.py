@@ -50,7 +50,8 @@ def test_the_largest_model_fills_device_and_host(moments: str, record: float) ->
     (entry,) = largest_models(run)
     assert entry.model is not None and entry.plan is not None and entry.plan.predicted is not None
     device, host = float(memory_budget(run) or 0), host_budget(run)
-    assert 0.97 * min(host, record * entry.parameters) <= entry.host_bytes <= host
+    # Sizes of the family are up to 4% apart.
+    assert 0.96 * min(host, record * entry.parameters) <= entry.host_bytes <= host
     on_device = WORK * entry.parameters + record * entry.parameters - entry.host_bytes
     other = entry.plan.predicted.memory_peak_bytes - on_device
     assert 0 < other < 0.12 * device and entry.plan.predicted.memory_peak_bytes <= device
