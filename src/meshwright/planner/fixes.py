@@ -211,9 +211,7 @@ def _larger_chips(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     larger = (
         chip
         for chip in CHIPS.values()
-        if chip.generation == own.generation
-        and chip.memory_bytes > own.memory_bytes
-        and chip.per_node >= own.per_node
+        if chip.generation == own.generation and chip.memory_bytes > own.memory_bytes and chip.per_node >= own.per_node
     )
     for chip in sorted(larger, key=lambda chip: chip.memory_bytes):
         yield f"cluster.gpu={chip.name}", replace(run, cluster=replace(run.cluster, gpu=chip.name))
