@@ -38,6 +38,31 @@ def test_a_report_that_begins_an_attempt_adds_no_ranks_of_the_attempt_before(tmp
     coordinator.close()
 
 
+def test_a_late_report_is_ignored(tmp_path: Path) -> None:
+    """A cut network delivers a report when it works again. Its agent waits for the answer to another, and has to learn the end by that."""
+    coordinator = Coordinator(tmp_path, Rules(1, 8, RestartPolicy(3)), 1, lambda state: tmp_path)
+
+    def until(status: str) -> None:
+        while coordinator.state.status != status:
+            coordinator.tick()
+            time.sleep(0.001)
+
+    coordinator.receive(Report("host", port=1, number=1))
+    until("running")
+    late = Report("host", attempt=1, ended=False, ranks=(RankState(0, code=-9),), number=2)
+    running = Report("host", attempt=1, ended=False, ranks=(RankState(0),), number=3)
+    assert coordinator.receive(running).order == "run"
+    assert coordinator.receive(late).order == "wait"
+    assert coordinator.state.status == "running" and not coordinator.state.incidents
+    ended = Report("host", attempt=1, ranks=(RankState(0, code=0),), number=4)
+    coordinator.receive(ended)
+    until("finished")
+    assert coordinator.receive(late).order == "wait"
+    assert coordinator.receive(Report("host", attempt=1, number=5)).order == "exit"
+    assert not coordinator.uninformed
+    coordinator.close()
+
+
 def test_no_rank_counts_as_hung_while_a_host_is_not_heard(tmp_path: Path) -> None:
     """The link of host b is down for 3 s, just before its next report; the ranks make no progress for 5.6 s."""
     now = [0.0]

@@ -132,6 +132,8 @@ class Coordinator:
         self._attempt = Attempt(self.state.attempt)
         self._evidence = Evidence()
         self._reports: dict[str, Report] = {}
+        self._newest: dict[str, int] = {}
+        """By host, the number of its newest report."""
         self._seen: dict[str, float] = dict.fromkeys(self.state.members, clock()) if state is not None else {}
         self._file = StateFile(folder)
         self._preparation: Future[Path] | None = None
@@ -168,6 +170,9 @@ class Coordinator:
         """Process an agent's report and return the agent's directive."""
         if self._finished is not None and report.job == self._finished.job:
             return exit_directive(self._finished)
+        if report.number and report.number <= self._newest.get(report.host, 0):
+            return Directive("wait", self.state.attempt)  # late: its agent does not wait for an answer any more
+        self._newest[report.host] = report.number
         now = self._clock()
         self._reports[report.host], self._seen[report.host] = report, now
         for event in self._events_of(report, now):

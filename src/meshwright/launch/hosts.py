@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -249,7 +249,7 @@ def checked_report(value: object) -> Report:
     if not isinstance(value, dict):
         raise TypeError("expected an object")
     report = from_plain(Report, value)
-    numbers = (report.port, report.attempt, report.stop, *report.checkpoints, *chain(*report.skipped))
+    numbers = (report.port, report.attempt, report.stop, report.number, *report.checkpoints, *chain(*report.skipped))
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
         raise ValueError("expected numbers")
     if not all(first < end for first, end in report.skipped):
@@ -335,6 +335,7 @@ class _Link:
         self._agent, self._client, self._start_coordinator, self._revive = agent, client, start_coordinator, revive
         self._address, self._command, self._observe = address, command, observe
         self._sent: Report | None = None
+        self._number = 0
         self._due = 0.0
         self._failures = 0
         self._error: OSError | None = None
@@ -394,7 +395,8 @@ class _Link:
     def _exchange(self, report: Report, now: float) -> Directive | None:
         """The answer to a report; None if there is none, and the next try has to wait."""
         try:
-            directive = self._client.report(report)
+            self._number += 1
+            directive = self._client.report(replace(report, number=self._number))
         except OSError as error:
             if (
                 isinstance(error, WrongProof | NoCoordinator) and self._sent is None

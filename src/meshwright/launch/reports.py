@@ -1,6 +1,7 @@
 """Reports of agents to the coordinator, and its answer.
 
-Both are complete states: a lost or repeated one does no harm.
+Both are complete states: a lost or repeated one does no harm. A report that comes behind a newer one is ignored: a cut network delivers
+it when it works again, up to half a minute late.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class Report:
     """What is wrong with the host's health now."""
     job: str = ""
     """The job of which this agent has had a directive; empty before the first."""
+    number: int = 0
+    """Of this agent's reports, from 1 on; 0 where none can be late, as agent and coordinator are one process."""
 
     @property
     def urgency(self) -> tuple[object, ...]:
