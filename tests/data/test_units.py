@@ -266,5 +266,6 @@ def test_workers_end_with_a_killed_preparation(
         threading.Event().wait(0.01)
     process.kill()
     process.wait()
+    (out / "train" / "shard-00000.bin.1.partial").touch()  # as where it was killed while it wrote one
     prepare([str(mixed)], str(tokenizer_file), out, workers=1, **OPTIONS)
     assert contents(out) == whole

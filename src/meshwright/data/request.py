@@ -23,7 +23,7 @@ from meshwright.data.removed import REPORT
 from meshwright.data.shards import JOURNAL
 from meshwright.data.text_format import tokenizer_identity
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_train_request, tokenizer_folder
-from meshwright.durable.writes import digest, write_durable
+from meshwright.durable.writes import digest, remove_partials, write_durable
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.folder_files import parse_json
 
@@ -170,6 +170,8 @@ def begin_request(out: Path, full: dict[str, Any], request: dict[str, Any]) -> N
         if (out / JOURNAL).exists():
             check_same(out, before, full)
         if before == full:
+            for directory in (out, out / TRAIN, out / HELD_OUT):  # workers write in `units`, which goes at the end
+                remove_partials(directory)
             return
         forget(out)
     else:
