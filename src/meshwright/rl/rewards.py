@@ -71,9 +71,10 @@ class RewardProcesses:
             self._free.put(None)
 
     def submit(self, prompt: str, answer: Callable[[], str], record: Mapping[str, Any]) -> Future[Verdict]:
-        """Start to judge an answer to a prompt, whose text a thread of its own asks for.
+        """Start to judge an answer to a prompt.
 
-        `record` has what else is known of the prompt, as values of JSON.
+        `answer` gives its text; the thread that waits for the verdict calls it. `record` has what else is known of the prompt, as values
+        of JSON.
         """
         return self._threads.submit(self._judge, prompt, answer, dict(record))
 

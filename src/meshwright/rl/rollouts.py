@@ -239,7 +239,7 @@ class Rollouts:
                 raise NumericalFailure("rl: the logits of an answer are not finite: the weights have diverged")
             if update.reason == "failed":
                 raise RuntimeError(f"the engine ended an answer: {update.error}")
-            text = partial(self._text, list(answer.tokens))
+            text = partial(self._text, list(answer.tokens))  # without the stop token
             if update.stop_token is not None and update.stop_logprob is not None:
                 answer.tokens.append(update.stop_token)
                 answer.logprobs.append(update.stop_logprob)
@@ -264,7 +264,7 @@ class Rollouts:
         return [[answers[number] for number in group] for group in numbers], sampled - begin
 
     def _text(self, tokens: list[int]) -> str:
-        """The text of an answer. Of the tokenizer's methods only those for batches let the engine's thread run meanwhile."""
+        """The text of an answer. `decode` holds the interpreter's lock and would stop the engine's thread; `decode_batch` does not."""
         return self._tokenizer.decode_batch([tokens], skip_special_tokens=True)[0]
 
     def _updates(self, actions: Iterator[int]) -> Iterator[Update]:

@@ -450,17 +450,13 @@ class Engine:
         """Add the tokens of a launched step to the generations; returns the call that completes the step in the policy."""
         tokens, step = launched.read(), launched.step
         logprobs = launched.token_logprobs(len(tokens))
-        token_of, stopped = {}, set()
-        for part, token, logprob in zip(launched.parts, tokens, logprobs, strict=True):
-            number = part.request.number
-            token_of[number] = token
-            if (generation := self._generations.get(number)) is None:
-                continue
-            try:  # as `_own_work`, without its calls: this runs for each token
-                if generation.add(token, logprob):
-                    stopped.add(number)
-            except Exception as error:
-                self._failures.setdefault(number, Failure.of(error))
+        token_of = {part.request.number: token for part, token in zip(launched.parts, tokens, strict=True)}
+        stopped = {
+            number
+            for (number, token), logprob in zip(token_of.items(), logprobs, strict=True)
+            if (generation := self._generations.get(number)) is not None
+            and self._own_work(number, generation.add, token, logprob)
+        }
         return partial(self._policy.complete, step, [token_of[part.request.number] for part in step.sampling], stopped)
 
     def _take_in_drafts(self, launched: LaunchedStep) -> Callable[[], None]:
