@@ -133,7 +133,7 @@ class Coordinator:
         self._evidence = Evidence()
         self._reports: dict[str, Report] = {}
         self._newest: dict[str, int] = {}
-        """By host, the number of its newest report."""
+        """The number of the newest report of each host that answers."""
         self._seen: dict[str, float] = dict.fromkeys(self.state.members, clock()) if state is not None else {}
         self._file = StateFile(folder)
         self._preparation: Future[Path] | None = None
@@ -171,7 +171,7 @@ class Coordinator:
         if self._finished is not None and report.job == self._finished.job:
             return exit_directive(self._finished)
         if report.number and report.number <= self._newest.get(report.host, 0):
-            return Directive("wait", self.state.attempt)  # late: its agent does not wait for an answer any more
+            return Directive("wait", self.state.attempt)  # late: its agent has sent another one since
         self._newest[report.host] = report.number
         now = self._clock()
         self._reports[report.host], self._seen[report.host] = report, now
@@ -193,6 +193,7 @@ class Coordinator:
                 continue
             del self._seen[host]
             self._reports.pop(host, None)
+            self._newest.pop(host, None)  # another agent may have its name: in a container each one has the same pid
             if peers_failed_first:
                 write_line(f"meshwright: {text}; it is lost")
                 self._incidents.blame_host(host, text)
