@@ -25,7 +25,7 @@ from meshwright.launch.progress_file import JobProgress, rank_snapshot
 from meshwright.launch.reports import Directive, Evidence, Report
 from meshwright.launch.state_file import StateFile
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
-from meshwright.policies.host_tests import machine_of, seconds_of_test
+from meshwright.policies.host_tests import seconds_of_test
 from meshwright.policies.job_end import GRACE_SECONDS, STOP_EXIT_CODES, culprit, next_action
 from meshwright.policies.job_events import (
     AttemptReported,
@@ -55,7 +55,7 @@ from meshwright.policies.job_events import (
     Unrecordable,
 )
 from meshwright.policies.restart import Incident, Stop
-from meshwright.policies.supervision import Rules, State, decide, is_excluded, is_unlisted
+from meshwright.policies.supervision import Rules, State, decide, exclusion_of, is_excluded, is_unlisted
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERRUPTED, EXIT_PREEMPTED, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 
@@ -409,9 +409,9 @@ class Coordinator:
             self._informed.add(host)
             return exit_directive(state)
         position = self._position(host)
-        if is_excluded(state, host) and (state.status != "ending" or position is None):
-            found = next(each for each in state.excluded if machine_of(each.host) == machine_of(host))
-            return Directive("idle", state.attempt, cause=f"{found.verdict}: {found.cause}")
+        exclusion = exclusion_of(state, host)
+        if exclusion is not None and (state.status != "ending" or position is None):
+            return Directive("idle", state.attempt, cause=f"{exclusion.verdict}: {exclusion.cause}")
         if state.status == "preparing" and host in state.testing:
             return self._self_test(host)
         if position is None or state.status not in ("running", "ending"):
