@@ -63,6 +63,20 @@ def test_a_late_report_is_ignored(tmp_path: Path) -> None:
     coordinator.close()
 
 
+def test_the_first_report_of_another_agent_with_the_name_of_a_lost_one_counts(tmp_path: Path) -> None:
+    """A pod that is created again has the hostname and the process id of the one before."""
+    now = [0.0]
+    coordinator = Coordinator(tmp_path, Rules(2, 8, RestartPolicy(3)), 1, lambda state: tmp_path, clock=lambda: now[0])
+    coordinator.receive(Report("pod/1", port=1, number=500))
+    for _ in range(12):  # in steps of less than STOPPED_SECONDS
+        now[0] += 1.0
+        coordinator.tick()
+    assert coordinator.hosts == ()
+    coordinator.receive(Report("pod/1", port=1, number=1))
+    assert coordinator.hosts == ("pod/1",) and coordinator.state.ready == ("pod/1",)
+    coordinator.close()
+
+
 def test_no_rank_counts_as_hung_while_a_host_is_not_heard(tmp_path: Path) -> None:
     """The link of host b is down for 3 s, just before its next report; the ranks make no progress for 5.6 s."""
     now = [0.0]

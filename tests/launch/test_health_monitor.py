@@ -74,7 +74,6 @@ def test_an_xid_arrives_at_once_and_a_state_with_the_next_readings(world: World,
     assert rules_of(monitor) == set()
     world.write(events=[[1, 79]])
     until(lambda: ("xid-lost", "GPU 1") in rules_of(monitor), 10.0)
-    assert monitor.cpu_seconds > 0
 
 
 def test_a_process_that_hangs_or_ends_is_said(

@@ -25,7 +25,7 @@ from meshwright.launch.progress_file import JobProgress, rank_snapshot
 from meshwright.launch.reports import Directive, Evidence, Report
 from meshwright.launch.state_file import StateFile
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
-from meshwright.policies.host_tests import machine_of, seconds_of_test
+from meshwright.policies.host_tests import seconds_of_test
 from meshwright.policies.job_end import GRACE_SECONDS, STOP_EXIT_CODES, culprit, next_action
 from meshwright.policies.job_events import (
     AttemptReported,
@@ -55,7 +55,7 @@ from meshwright.policies.job_events import (
     Unrecordable,
 )
 from meshwright.policies.restart import Incident, Stop
-from meshwright.policies.supervision import Rules, State, decide, is_excluded, is_unlisted
+from meshwright.policies.supervision import Rules, State, decide, exclusion_of, is_excluded, is_unlisted
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERRUPTED, EXIT_PREEMPTED, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 
@@ -133,7 +133,7 @@ class Coordinator:
         self._evidence = Evidence()
         self._reports: dict[str, Report] = {}
         self._newest: dict[str, int] = {}
-        """By host, the number of its newest report."""
+        """The number of the newest report of each host that answers."""
         self._seen: dict[str, float] = dict.fromkeys(self.state.members, clock()) if state is not None else {}
         self._file = StateFile(folder)
         self._preparation: Future[Path] | None = None
@@ -171,7 +171,7 @@ class Coordinator:
         if self._finished is not None and report.job == self._finished.job:
             return exit_directive(self._finished)
         if report.number and report.number <= self._newest.get(report.host, 0):
-            return Directive("wait", self.state.attempt)  # late: its agent does not wait for an answer any more
+            return Directive("wait", self.state.attempt)  # late: its agent has sent another one since
         self._newest[report.host] = report.number
         now = self._clock()
         self._reports[report.host], self._seen[report.host] = report, now
@@ -193,6 +193,7 @@ class Coordinator:
                 continue
             del self._seen[host]
             self._reports.pop(host, None)
+            self._newest.pop(host, None)  # another agent may have its name: in a container each one has the same pid
             if peers_failed_first:
                 write_line(f"meshwright: {text}; it is lost")
                 self._incidents.blame_host(host, text)
@@ -408,9 +409,9 @@ class Coordinator:
             self._informed.add(host)
             return exit_directive(state)
         position = self._position(host)
-        if is_excluded(state, host) and (state.status != "ending" or position is None):
-            found = next(each for each in state.excluded if machine_of(each.host) == machine_of(host))
-            return Directive("idle", state.attempt, cause=f"{found.verdict}: {found.cause}")
+        exclusion = exclusion_of(state, host)
+        if exclusion is not None and (state.status != "ending" or position is None):
+            return Directive("idle", state.attempt, cause=f"{exclusion.verdict}: {exclusion.cause}")
         if state.status == "preparing" and host in state.testing:
             return self._self_test(host)
         if position is None or state.status not in ("running", "ending"):

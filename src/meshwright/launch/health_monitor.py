@@ -53,8 +53,6 @@ class HealthMonitor:
         self._started = self._answered = clock()
         self._incomplete, self._ended, self._read = b"", False, False
         self._findings: tuple[Finding, ...] = ()
-        self.cpu_seconds = 0.0
-        """Processor time of the process that reads."""
 
     @property
     def known(self) -> bool:
@@ -99,4 +97,4 @@ class HealthMonitor:
             write_line(f"meshwright: {note}")
         readings = [Reading(each["part"], each["values"], tuple(each["xids"])) for each in line["readings"]]
         self._findings = self._watch.update(line["seconds"], readings)
-        self._answered, self._read, self.cpu_seconds = self._clock(), True, line["cpu_seconds"]
+        self._answered, self._read = self._clock(), True

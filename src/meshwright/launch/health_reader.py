@@ -1,8 +1,7 @@
 """The process beside an agent that reads the health of its host: a driver that hangs must not stop the agent.
 
-`python -m meshwright.launch.health_reader COUNT` writes one JSON object a line: {seconds, cpu_seconds, notes,
-readings: [{part, values, xids}]}. `seconds` is the monotonic time, `cpu_seconds` the processor time of this process
-since its start. Descendants of its parent, the agent, may hold GPU memory.
+`python -m meshwright.launch.health_reader COUNT` writes one JSON object a line: {seconds, notes, readings: [{part,
+values, xids}]}. `seconds` is the monotonic time. Descendants of its parent, the agent, may hold GPU memory.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ def readings(own_pid: int, count: int, seconds: float = READING_SECONDS) -> Iter
 def main() -> None:
     end_with_parent()
     for found, notes in readings(os.getppid(), int(sys.argv[1])):
-        line = {"seconds": time.monotonic(), "cpu_seconds": time.process_time(), "notes": notes}
-        write_line(json.dumps({**line, "readings": [asdict(reading) for reading in found]}), sys.stdout)
+        line = {"seconds": time.monotonic(), "notes": notes, "readings": [asdict(reading) for reading in found]}
+        write_line(json.dumps(line), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Reports of agents to the coordinator, and its answer.
 
-Both are complete states: a lost or repeated one does no harm. A report that comes behind a newer one is ignored: a cut network delivers
-it when it works again, up to half a minute late.
+Both are complete states: a lost or repeated one does no harm. When a cut network works again, it may deliver an older
+report after a newer one. The coordinator ignores the older one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Report:
     job: str = ""
     """The job of which this agent has had a directive; empty before the first."""
     number: int = 0
-    """Of this agent's reports, from 1 on; 0 where none can be late, as agent and coordinator are one process."""
+    """Number of the report, counted by its agent from 1; 0 if agent and coordinator are one process and no report can be late."""
 
     @property
     def urgency(self) -> tuple[object, ...]:

@@ -216,7 +216,12 @@ def is_unlisted(state: State, step: int) -> bool:
 
 def is_excluded(state: State, host: str) -> bool:
     """Whether the machine of `host` is excluded."""
-    return any(machine_of(exclusion.host) == machine_of(host) for exclusion in state.excluded)
+    return exclusion_of(state, host) is not None
+
+
+def exclusion_of(state: State, host: str) -> Exclusion | None:
+    """The exclusion of the machine of `host`; None if it is not excluded."""
+    return next((each for each in state.excluded if machine_of(each.host) == machine_of(host)), None)
 
 
 def _gather(state: State, now: float, rules: Rules) -> Answer:
