@@ -4,7 +4,8 @@
 
 Documents of some 3 kB are drawn from the lines of the files, with one in fifty words replaced by a random one, so that the encoder
 meets new words throughout. A share `--repeated` of them (0) is an earlier document with up to 5% of its words changed. The text is
-written once into --folder. Other options, such as `--deduplicate near`, go to `data prepare`. Prints one JSON object per size.
+written once into --folder. Other options, such as `--deduplicate near`, go to `data prepare`. Prints one JSON object per size. The peak is
+a sum of resident sizes, in which memory that processes share counts once for each process.
 """
 
 from __future__ import annotations

@@ -167,6 +167,11 @@ def test_parts_that_do_not_belong_together_are_named(texts: Path, tokenizer_file
         merge([tmp_path / "parts"], out)
     with pytest.raises(BadInput, match=r"no prepared part here \(nearest: .*/3/3\)"):
         merge([tmp_path / "3" / "3a"], out)
+    begun = three[2] / "unfinished.json"
+    begun.write_text("{}")
+    with pytest.raises(BadInput, match=r"3: this part is not finished"):
+        merge(three, out)
+    begun.unlink()
     next((three[2] / "units").glob("*.tokens")).unlink()
     with pytest.raises(
         Damaged, match=r"files of unit \d are missing or have other sizes; remove .*/3/3 and prepare this part again"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,18 @@ def in_units(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 OPTIONS: dict[str, Any] = {"held_out": 0.1, "shard_tokens": 3000}
+PrepareMixed = Callable[..., dict[str, bytes]]
+
+
+@pytest.fixture
+def prepare_mixed(mixed: Path, tokenizer_file: Path, tmp_path: Path, in_units: None) -> PrepareMixed:
+    """Prepares `mixed` in units, into `tmp_path / "out"`; the files that are there then."""
+
+    def prepare_there(**options: Any) -> dict[str, bytes]:
+        prepare([str(mixed)], str(tokenizer_file), tmp_path / "out", **OPTIONS, **options)
+        return contents(tmp_path / "out")
+
+    return prepare_there
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +76,25 @@ def whole(mixed: Path, tokenizer_file: Path, tmp_path_factory: pytest.TempPathFa
     out = tmp_path_factory.mktemp("whole") / "out"
     prepare([str(mixed)], str(tokenizer_file), out, **OPTIONS)
     return contents(out)
+
+
+def change_workers(monkeypatch: pytest.MonkeyPatch, folder: Path, change: str) -> list[int]:
+    """Let each worker process run the lines `change` first; the numbers of the processes, as they start."""
+    worker = folder / "worker.py"
+    worker.write_text(
+        "import sys\nfrom pathlib import Path\nfrom meshwright.data import fast_encoder, unit_worker\n"
+        f"{change}\nunit_worker.main(Path(sys.argv[1]))\n"
+    )
+    started: list[int] = []
+    popen = subprocess.Popen
+
+    def start(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        process = popen([arguments[0], str(worker), arguments[-1]], **options)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(local_workers.subprocess, "Popen", start)
+    return started
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -96,31 +127,26 @@ def test_files_are_divided_at_lines_and_row_groups(mixed: Path) -> None:
 
 @pytest.mark.parametrize("kill_at", ["document 200", "shard 1", "shard 4", "journal", "manifest"])
 def test_a_killed_preparation_of_units_continues_to_the_same_bytes(
-    mixed: Path,
-    tokenizer_file: Path,
+    prepare_mixed: PrepareMixed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    in_units: None,
     whole: dict[str, bytes],
     kill_at: str,
 ) -> None:
     with monkeypatch.context() as patch:
         break_at(patch, kill_at)
         with pytest.raises(Killed):
-            prepare([str(mixed)], str(tokenizer_file), tmp_path / "out", workers=1, **OPTIONS)
+            prepare_mixed(workers=1)
     if kill_at == "journal":
         journal = tmp_path / "out" / "journal.jsonl"
         journal.write_bytes(journal.read_bytes()[:-30])
-    prepare([str(mixed)], str(tokenizer_file), tmp_path / "out", workers=2, **OPTIONS)
-    assert contents(tmp_path / "out") == whole
+    assert prepare_mixed(workers=2) == whole
 
 
 def test_a_worker_that_is_killed_is_replaced(
-    mixed: Path,
-    tokenizer_file: Path,
+    prepare_mixed: PrepareMixed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    in_units: None,
     whole: dict[str, bytes],
 ) -> None:
     killed: list[int] = []
@@ -133,16 +159,13 @@ def test_a_worker_that_is_killed_is_replaced(
             os.kill(self._process.pid, signal.SIGKILL)
 
     monkeypatch.setattr(local_workers._Process, "give", give_and_kill)
-    prepare([str(mixed)], str(tokenizer_file), tmp_path / "out", workers=2, **OPTIONS)
-    assert len(set(killed)) == 2 and contents(tmp_path / "out") == whole
+    assert prepare_mixed(workers=2) == whole and len(set(killed)) == 2
 
 
 def test_a_unit_that_kills_every_worker_is_named(
-    mixed: Path,
-    tokenizer_file: Path,
+    prepare_mixed: PrepareMixed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    in_units: None,
     whole: dict[str, bytes],
 ) -> None:
     give = local_workers._Process.give
@@ -155,48 +178,33 @@ def test_a_unit_that_kills_every_worker_is_named(
     with monkeypatch.context() as patch:
         patch.setattr(local_workers._Process, "give", give_and_kill)
         with pytest.raises(OutOfResources, match="3 processes were ended by SIGKILL while they did unit"):
-            prepare([str(mixed)], str(tokenizer_file), tmp_path / "out", workers=1, **OPTIONS)
+            prepare_mixed(workers=1)
     done = {path.name for path in (tmp_path / "out" / "units").glob("unit-*.json")}
     assert done, "units that were done are kept"
-    prepare([str(mixed)], str(tokenizer_file), tmp_path / "out", workers=1, **OPTIONS)
-    assert contents(tmp_path / "out") == whole
+    assert prepare_mixed(workers=1) == whole
 
 
 def test_a_worker_whose_memory_is_full_ends_and_another_goes_on(
     mixed: Path,
-    tokenizer_file: Path,
+    prepare_mixed: PrepareMixed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    in_units: None,
     whole: dict[str, bytes],
 ) -> None:
     """A worker of which each answer says that its memory is full."""
-    worker = tmp_path / "worker.py"
-    worker.write_text(
-        "import sys\nfrom pathlib import Path\nfrom meshwright.data import unit_worker\n"
-        "unit_worker.WORD_MEMORY = -1 << 40\nunit_worker.main(Path(sys.argv[1]))\n"
-    )
-    started: list[list[str]] = []
-    popen = subprocess.Popen
-
-    def start(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        started.append(arguments)
-        return popen([arguments[0], str(worker), arguments[-1]], **options)
-
-    monkeypatch.setattr(local_workers.subprocess, "Popen", start)
-    prepare([str(mixed)], str(tokenizer_file), tmp_path / "out", workers=1, **OPTIONS)
+    started = change_workers(monkeypatch, tmp_path, "unit_worker.WORD_MEMORY = -1 << 40")
+    assert prepare_mixed(workers=1) == whole
     units, _ = divide(list_inputs([str(mixed)]).files, 4000)
     assert len(started) == len(units)
-    assert contents(tmp_path / "out") == whole
 
 
 def test_two_processes_that_do_one_unit_write_the_same(
-    mixed: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_units: None
+    prepare_mixed: PrepareMixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         break_at(patch, "document 1")
         with pytest.raises(Killed):
-            prepare([str(mixed)], str(tokenizer_file), tmp_path / "out", workers=1, **OPTIONS)
+            prepare_mixed(workers=1)
     folder = tmp_path / "out" / "units"
     Job.read(folder).run(2)
     before = contents(folder)
@@ -223,28 +231,20 @@ def test_a_file_that_changes_after_the_listing_is_named(
 
 
 def test_encoders_that_differ_in_a_unit_give_the_corpus_of_tokenizers(
-    mixed: Path,
-    tokenizer_file: Path,
+    prepare_mixed: PrepareMixed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    in_units: None,
     whole: dict[str, bytes],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    worker = tmp_path / "worker.py"
-    worker.write_text(
-        "import sys\nfrom pathlib import Path\nfrom meshwright.data import fast_encoder, unit_worker\n"
+    change_workers(
+        monkeypatch,
+        tmp_path,
         "rows = fast_encoder._rows\n"
-        "fast_encoder._rows = lambda encoded: [ids + 1 if len(ids) > 100 else ids for ids in rows(encoded)]\n"
-        "unit_worker.main(Path(sys.argv[1]))\n"
+        "fast_encoder._rows = lambda encoded: [ids + 1 if len(ids) > 100 else ids for ids in rows(encoded)]",
     )
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        local_workers.subprocess, "Popen", lambda given, **options: popen([given[0], str(worker), given[-1]], **options)
-    )
-    prepare([str(mixed)], str(tokenizer_file), tmp_path / "out", workers=2, shown=True, **OPTIONS)
+    assert prepare_mixed(workers=2, shown=True) == whole
     assert "tokenizers encodes all text" in capsys.readouterr().err
-    assert contents(tmp_path / "out") == whole
 
 
 RUN = """

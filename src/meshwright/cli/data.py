@@ -65,6 +65,18 @@ UnendedOption = Annotated[
 ]
 
 
+OutOption = Annotated[Path, typer.Option(metavar="DIR", help="Directory to write; `data.mix` in a run file names it.")]
+EosOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKEN", help="Token that ends each document; default: the one that the tokenizer's folder names."
+    ),
+]
+VerifyOption = Annotated[
+    bool, typer.Option("--verify", help="Then read every file again and compare its digest with the manifest.")
+]
+
+
 class Encoder(StrEnum):
     """The program that encodes text."""
 
@@ -85,14 +97,15 @@ EvaluationOption = Annotated[
     typer.Option(
         "--evaluation",
         metavar="FILE",
-        help="File or folder of an evaluation: documents with 13 words in a row of it are removed. May be given several times.",
+        help="File or folder of an evaluation: a document that has 13 words in a row of its text is removed. May be given several times.",
     ),
 ]
 DeduplicateOption = Annotated[
     str | None,
     typer.Option(
         metavar="exact|near|near:SIMILARITY",
-        help="Remove documents with the text of an earlier one, or one whose runs of 5 words are the same to this share (0.75).",
+        help="exact: remove documents with the text of an earlier one; near: also those that have this share of "
+        "their runs of 5 words in common with one, 0.75 by default.",
     ),
 ]
 PartOption = Annotated[
@@ -106,7 +119,7 @@ RayOption = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Ray cluster that reads and encodes, for example auto. Its hosts must see inputs and --out under the same names.",
+        help="Address of a Ray cluster that reads and encodes, for example auto. Its hosts must see inputs and --out under the same names.",
     ),
 ]
 EncoderOption = Annotated[
@@ -141,7 +154,7 @@ def prepare_command(
             "train:32000.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write; `data.mix` in a run file names it.")],
+    out: OutOption,
     held_out: Annotated[
         float,
         typer.Option(
@@ -170,12 +183,7 @@ def prepare_command(
             "name them at the end, or check all first and refuse to start."
         ),
     ] = OnBad.skip,
-    eos: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKEN", help="Token that ends each document; default: the one that the tokenizer's folder names."
-        ),
-    ] = None,
+    eos: EosOption = None,
     filters: FilterOption = None,
     evaluations: EvaluationOption = None,
     deduplicate: DeduplicateOption = None,
@@ -183,7 +191,8 @@ def prepare_command(
         int | None,
         typer.Option(
             min=1,
-            help="Processes that read and encode, of small inputs and chats threads. The output does not depend on it. Default: all cores.",
+            help="Processes that read and encode; threads for small inputs and chats. The output does not depend on it. "
+            "Default: all cores.",
         ),
     ] = None,
     part: PartOption = None,
@@ -193,25 +202,21 @@ def prepare_command(
         int,
         typer.Option(min=1, help="Tokens after which a shard is closed; a killed preparation loses at most one shard."),
     ] = 1 << 27,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Then read every file again and compare its digest with the manifest.")
-    ] = False,
+    verify: VerifyOption = False,
     as_json: Json = False,
 ) -> None:
     """Turn text into token shards that training reads.
 
-    The work is done in parallel. When it is killed, the same command continues it, to the same bytes. So it is on a Ray cluster, and with
-    --part on several hosts.
+    The work is done in parallel. When it is killed, the same command continues it, to the same bytes. A Ray cluster (--ray) and several
+    hosts (--part) write the same bytes too.
 
     Example:
 
         meshwright data prepare docs/ posts.jsonl.gz --tokenizer train:32000 --held-out 0.01 --out data/mine
     """
     from meshwright.data.cleaning import Cleaning
-    from meshwright.data.manifest import verify as verify_directory
     from meshwright.data.prepare import prepare
     from meshwright.data.request import ChatRequest, Preparation
-    from meshwright.spec.errors import Damaged
 
     if chat and preferences:
         raise BadInput(
@@ -224,12 +229,11 @@ def prepare_command(
     ):
         raise BadInput("--chat-template, --train-roles and --unended-answers: are for chats; add --chat")
     roles = tuple(role.strip() for role in (train_roles or "assistant").split(","))
+    request = ChatRequest(roles, chat_template, preferences) if chat or preferences else None
     cleaning = Cleaning(tuple(filters or ()), tuple(evaluations or ()), deduplicate)
     if part is not None:
         from meshwright.data.parts import Part, prepare_part
 
-        if chat or preferences:
-            raise BadInput("--part: is for text; chats and preferences are prepared on one host")
         if verify:
             raise BadInput("--verify: is for a whole corpus; `data merge` takes it")
         preparation = Preparation(
@@ -241,10 +245,18 @@ def prepare_command(
             on_bad.value,
             eos,
             shard_tokens,
+            request,
             cleaning=cleaning,
         )
-        how: Any = {"workers": workers, "ray": ray, "encoder": encoder.value, "shown": True}
-        prepared_part = prepare_part(preparation, Part.parse(part), text_key=text_key, **how)
+        prepared_part = prepare_part(
+            preparation,
+            Part.parse(part),
+            text_key=text_key,
+            workers=workers,
+            ray=ray,
+            encoder=encoder.value,
+            shown=True,
+        )
         _say_left_out(prepared_part.left_out)
         print(json.dumps(_part_summary(prepared_part)) if as_json else _part_sentences(prepared_part))
         return
@@ -258,7 +270,7 @@ def prepare_command(
         on_bad=on_bad.value,
         eos=eos,
         shard_tokens=shard_tokens,
-        chat=ChatRequest(roles, chat_template, preferences) if chat or preferences else None,
+        chat=request,
         unended_answers="accept" if unended_answers is Unended.accept else "refuse",
         cleaning=cleaning,
         workers=workers,
@@ -266,10 +278,7 @@ def prepare_command(
         encoder=encoder.value,
         shown=True,
     )
-    _say_left_out(prepared.left_out)
-    if verify and (faults := verify_directory(out)):
-        raise Damaged("\n".join(faults))
-    print(json.dumps(_summary(prepared)) if as_json else _sentences(prepared))
+    _show_prepared(prepared, verify, as_json)
 
 
 @app.command("merge")
@@ -280,9 +289,7 @@ def merge_command(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Directory of the corpus; `data.mix` in a run file names it.")
     ],
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Then read every file again and compare its digest with the manifest.")
-    ] = False,
+    verify: VerifyOption = False,
     as_json: Json = False,
 ) -> None:
     """Join the parts of a corpus that several hosts prepared.
@@ -294,15 +301,10 @@ def merge_command(
 
         meshwright data merge parts/1 parts/2 parts/3 --out corpus
     """
-    from meshwright.data.manifest import verify as verify_directory
     from meshwright.data.parts import merge
-    from meshwright.spec.errors import Damaged
 
     prepared = merge(parts, out, shown=True)
-    _say_left_out(prepared.left_out)
-    if verify and (faults := verify_directory(out)):
-        raise Damaged("\n".join(faults))
-    print(json.dumps(_summary(prepared)) if as_json else _sentences(prepared))
+    _show_prepared(prepared, verify, as_json)
 
 
 @app.command("import")
@@ -320,17 +322,12 @@ def import_command(
             "--tokenizer", metavar="TOKENIZER", help="The tokenizer.json that made the tokens, or a folder that has it."
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write; `data.mix` in a run file names it.")],
+    out: OutOption,
     held_out: Annotated[
         float,
         typer.Option(metavar="FRACTION", help="Share of the documents kept apart for validation, for example 0.01."),
     ] = 0.0,
-    eos: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKEN", help="Token that ends each document; default: the one that the tokenizer's folder names."
-        ),
-    ] = None,
+    eos: EosOption = None,
     shard_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens after which a shard is closed; a killed import loses at most one shard.")
     ] = 1 << 27,
@@ -347,7 +344,7 @@ def import_command(
     from meshwright.data.token_files import import_tokens
 
     prepared = import_tokens(inputs, tokenizer, out, held_out=held_out, eos=eos, shard_tokens=shard_tokens, shown=True)
-    print(json.dumps(_summary(prepared)) if as_json else _sentences(prepared))
+    _show_prepared(prepared, False, as_json)
 
 
 @app.command("show")
@@ -443,6 +440,17 @@ def _open_target(
     return source, run.train
 
 
+def _show_prepared(prepared: Prepared, verify: bool, as_json: bool) -> None:
+    """Print what was left out and what was written. With `verify` compare the digests first; raises Damaged."""
+    from meshwright.data.manifest import verify as verify_directory
+    from meshwright.spec.errors import Damaged
+
+    _say_left_out(prepared.left_out)
+    if verify and (faults := verify_directory(prepared.out)):
+        raise Damaged("\n".join(faults))
+    print(json.dumps(_summary(prepared)) if as_json else _sentences(prepared))
+
+
 def _say_left_out(left_out: LeftOut) -> None:
     if lines := left_out.lines():
         sys.stderr.write("\n".join(["left out:", *lines, ""]))
@@ -452,7 +460,7 @@ def _part_summary(prepared: PreparedPart) -> dict[str, Any]:
     left_out = prepared.left_out
     return {
         "out": str(prepared.out),
-        "part": f"{prepared.part.number}/{prepared.part.count}",
+        "part": str(prepared.part),
         "documents": prepared.documents,
         "tokens": prepared.tokens,
         "bad": {"count": left_out.bad.count, "first": left_out.bad.first},

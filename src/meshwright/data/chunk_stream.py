@@ -48,8 +48,9 @@ Numbered = tuple[str, int, EncodedDocument]
 class ChunkStream:
     """The documents of `units`, in order; `left_out`, `removed` and `digests` are complete once `documents` is done.
 
-    `run` does units and yields the number of each that is done; None if all have to be there already. With `duplicates` those are removed,
-    once all units are done; near ones of at least `similarity` too, unless that is None. `folder` keeps what was found.
+    `run` does units and yields the number of each that is done; with None the results of all units must be there already. With `duplicates`
+    this stream waits for all units and leaves out exact duplicates, and near-duplicates of at least `similarity` unless it is None. The
+    duplicates that were found stay in `folder`.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class ChunkStream:
         self.digests: dict[str, str] = {}
 
     def documents(self, split_of: Callable[[str], str], writers: Mapping[str, SplitWriter]) -> Iterator[Numbered]:
-        """The documents that are not in a finished shard of `writers`. If this stream runs the units, their files go when they are."""
+        """The documents that are not in a finished shard of `writers`.
+
+        A stream that runs its units removes the files of a unit once all its documents are in finished shards.
+        """
         finished = self._finished()
         gone = self._find_duplicates(finished) if self._duplicates else np.zeros(0, np.int64)
         written: deque[tuple[UnitPlace, int]] = deque()

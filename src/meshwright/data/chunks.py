@@ -91,7 +91,7 @@ def write_chunk(
 
 
 def read_record(folder: Path, unit: int) -> ChunkRecord | None:
-    """The record of a unit; None if it is not done. Raises Damaged for another file."""
+    """The record of a unit; None if the unit is not done. Raises Damaged if the record cannot be read."""
     path = chunk_path(folder, unit, "json")
     if not path.is_file():
         return None

@@ -17,7 +17,7 @@ from meshwright.data.chunks import write_chunk
 from meshwright.data.cleaning import Cleaner, Cleaning
 from meshwright.data.corpus import read_documents
 from meshwright.data.encode import encode_documents, token_dtype
-from meshwright.data.fast_encoder import FastEncoder
+from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import TokenizerRecord
 from meshwright.data.reading import Reading
@@ -26,9 +26,12 @@ from meshwright.data.tokenizer import LoadedTokenizer
 from meshwright.data.tokenizer_file import tokenizer_in
 from meshwright.data.units import Unit
 from meshwright.durable.writes import write_durable
-from meshwright.spec.errors import BadInput
+from meshwright.spec import errors
+from meshwright.spec.errors import BadInput, MeshwrightError
 
 JOB = "job.json"
+FAILURES = (MeshwrightError, EncodersDiffer, OSError)
+"""What a unit raises; `raised` makes it again in the main process."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Job:
             "record": asdict(self.tokenizer.record),
             "text_format": self.tokenizer.text.to_plain(),
             "text_key": self.text_key,
-            "cleaning": {**asdict(self.cleaning)},
+            "cleaning": asdict(self.cleaning),
             "fast": self.fast,
             "units": [unit.to_plain() for unit in self.units],
             "digests": self.digests,
@@ -102,6 +105,25 @@ class Job:
         encoded = encode_documents(reading.documents(), self.tokenizer, self.dtype, 1, self.encoder)
         signed = self.cleaning.duplicates is not None
         write_chunk(self.folder, number, unit.size, encoded, reading, signed, self.cleaning.similarity is not None)
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """One of `FAILURES` as values of JSON, which a worker sends to the main process."""
+    if isinstance(error, OSError):
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return {"error": "OSError", "errno": error.errno, "message": message}
+    return {"error": type(error).__name__, "message": str(error)}
+
+
+def raised(answer: dict[str, Any]) -> Exception:
+    """The error that `failure` described."""
+    kind, message = answer["error"], answer["message"]
+    if kind == "OSError":
+        return OSError(answer["errno"], message)
+    if kind == EncodersDiffer.__name__:
+        return EncodersDiffer(message)
+    found = getattr(errors, kind, None)
+    return found(message) if isinstance(found, type) and issubclass(found, MeshwrightError) else RuntimeError(message)
 
 
 def _check_unchanged(file: InputFile) -> None:

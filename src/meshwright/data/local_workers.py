@@ -11,18 +11,17 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import meshwright
-from meshwright.data.fast_encoder import EncodersDiffer
+from meshwright.data.jobs import raised
 from meshwright.durable.writes import remove_partials
-from meshwright.spec import errors
-from meshwright.spec.errors import MeshwrightError, OutOfResources
+from meshwright.spec.errors import OutOfResources
 
 AHEAD = 2
-"""Units that a process has at once, so that it begins the next while this process writes shards."""
+"""Units that a worker has at once: it begins the next one while the main process writes shards."""
 MOST_DEATHS = 3
-"""Processes that a unit may take with it before the preparation ends."""
+"""Processes that may die while they do one unit, before the preparation ends."""
 
 
 def run_locally(folder: Path, units: Iterable[int], processes: int) -> Iterator[int]:
@@ -68,8 +67,8 @@ def _count_death(deaths: Counter[int], process: _Process) -> None:
             raise RuntimeError(f"{MOST_DEATHS} processes failed with code {code} at unit {unit}; each has said why")
         name = signal.Signals(-code).name
         raise OutOfResources(
-            f"{MOST_DEATHS} processes were ended by {name} while they did unit {unit}, most often for want of memory; fewer --workers "
-            "need less"
+            f"{MOST_DEATHS} processes were ended by {name} while they did unit {unit}, most often for want of memory; use fewer "
+            "--workers"
         )
 
 
@@ -95,7 +94,7 @@ class _Process:
         return self._process.stdout
 
     def give(self, unit: int) -> None:
-        """Send a unit; one that has ended in the meantime keeps it in `units`."""
+        """Send a unit. If the process has ended in the meantime, the unit stays in `units`."""
         assert self._process.stdin is not None
         self.units.append(unit)
         try:
@@ -105,7 +104,7 @@ class _Process:
             return  # its output has ended too, which `answers` sees
 
     def answers(self) -> Iterator[int]:
-        """The units that are done now. Raises what one raised."""
+        """The units that are done now. Raises the error of a unit that failed."""
         content = os.read(self.output.fileno(), 1 << 16)
         self.ended = not content
         *lines, self._line = (self._line + content).split(b"\n")
@@ -131,14 +130,3 @@ class _Process:
                     stream.close()
                 except BrokenPipeError:
                     continue
-
-
-def raised(answer: dict[str, Any]) -> Exception:
-    """What a unit raised in another process."""
-    kind, message = answer["error"], answer["message"]
-    if kind == "OSError":
-        return OSError(answer["errno"], message)
-    if kind == EncodersDiffer.__name__:
-        return EncodersDiffer(message)
-    found = getattr(errors, kind, None)
-    return found(message) if isinstance(found, type) and issubclass(found, MeshwrightError) else RuntimeError(message)

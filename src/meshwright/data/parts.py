@@ -38,6 +38,7 @@ from meshwright.data.prepare import (
     write_shards,
 )
 from meshwright.data.progress import progress
+from meshwright.data.ray_workers import check_ray
 from meshwright.data.request import (
     ENCODERS_DIFFER,
     UNITS,
@@ -68,6 +69,9 @@ class Part:
 
     number: int
     count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
 
     @classmethod
     def parse(cls, text: str) -> Part:
@@ -106,7 +110,7 @@ class _PartRecord:
     fast: bool
     differs: bool
     rows: list[list[Any]]
-    """Name, size, times of contents and inode of each file."""
+    """Name, size, time of the contents and time of the inode of each file."""
     left_out: dict[str, Any]
     """What the listing of all inputs left out."""
 
@@ -127,19 +131,21 @@ def prepare_part(
     """
     if preparation.chat is not None:
         raise BadInput("--part: is for text; chats and preferences are prepared on one host")
+    if ray is not None:
+        check_ray(chats=False)
     preparation.check()
     out = preparation.out
     listed, not_read = list_inputs(preparation.inputs, exclude=out)
     check_text_key(text_key, listed)
     request = preparation.describe(listed)
     files = part.files(listed)
-    whole = {**request, "part": f"{part.number}/{part.count}"}
+    whole = {**request, "part": str(part)}
     with locked(out, wait=False):
         if (out / MANIFEST).is_file() or (out / TRAIN / MANIFEST).is_file():
             raise BadInput(f"{out}: holds a corpus; choose another --out for a part of one")
         if (out / PART).is_file() and not (out / UNFINISHED).is_file():
             record = read_part(out)
-            check_same(out, {**record.request, "part": f"{record.part.number}/{record.part.count}"}, whole)
+            check_same(out, {**record.request, "part": str(record.part)}, whole)
             if not (record.fast and encoder == "tokenizers"):
                 return _result(record, reused=True)
             (out / PART).unlink()
@@ -202,9 +208,9 @@ def _run_part(
 
 
 def read_part(folder: Path) -> _PartRecord:
-    """The record of the part in `folder`. Raises BadInput if it has none, Damaged for another file."""
+    """The record of the part in `folder`. Raises BadInput if there is no finished part, Damaged if the record cannot be read."""
     path = folder / PART
-    if not path.is_file():
+    if not path.is_file() or (folder / UNFINISHED).is_file():
         raise BadInput(_no_part(folder))
     try:
         plain = parse_json(path.read_bytes(), path, own=True)
@@ -300,7 +306,7 @@ def _check_parts(parts: Sequence[_PartRecord]) -> None:
     for record in parts[1:]:
         if record.part.count != first.part.count:
             raise BadInput(
-                f"{record.folder}: is part {_words(record)}, and {first.folder} is part {_words(first)}; a corpus has parts of one division"
+                f"{record.folder}: is part {record.part}, and {first.folder} is part {first.part}; a corpus has parts of one division"
             )
         differing = [key for key in first.request if first.request[key] != record.request.get(key)]
         if differing:
@@ -313,24 +319,20 @@ def _check_parts(parts: Sequence[_PartRecord]) -> None:
     for record in parts:
         if record.part.number in folders:
             raise BadInput(
-                f"{record.folder}: is part {_words(record)}, as is {folders[record.part.number]}; name each once"
+                f"{record.folder}: is part {record.part}, as is {folders[record.part.number]}; name each once"
             )
         folders[record.part.number] = record.folder
     missing = [number for number in range(1, first.part.count + 1) if number not in folders]
     if missing:
-        names = ", ".join(f"{number}/{first.part.count}" for number in missing)
+        names = ", ".join(str(Part(number, first.part.count)) for number in missing)
         raise BadInput(f"part {names}: missing; name the folders of all {first.part.count} parts")
     if any(record.differs for record in parts) and any(record.fast for record in parts):
-        again = ", ".join(_words(record) for record in parts if record.fast)
+        again = ", ".join(str(record.part) for record in parts if record.fast)
         found = next(record for record in parts if record.differs)
         raise BadInput(
             f"{found.folder}: gigatoken gave other ids than tokenizers here; prepare the parts that it encoded again with "
             f"--encoder tokenizers: {again}"
         )
-
-
-def _words(record: _PartRecord) -> str:
-    return f"{record.part.number}/{record.part.count}"
 
 
 def _preparation(request: dict[str, Any], out: Path) -> Preparation:

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.chunks import read_record
-from meshwright.data.fast_encoder import EncodersDiffer
-from meshwright.data.jobs import JOB, Job
-from meshwright.data.local_workers import raised
-from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
+from meshwright.data.jobs import FAILURES, JOB, Job, failure, raised
+from meshwright.spec.errors import BadInput, OutOfResources
 
 AHEAD = 2
 """Units for each core of the cluster that Ray has at once."""
@@ -87,16 +85,13 @@ def _run(ray: Any, folder: Path, units: Sequence[int], address: str) -> Iterator
 
 
 def run_unit(folder: str, unit: int) -> dict[str, Any] | None:
-    """Do a unit in a worker of the cluster: None, or what it raised, as `local_workers.raised` reads it."""
+    """Do a unit in a worker of the cluster: None, or what it raised, as `jobs.failure` describes it."""
     try:
         key = (folder, (Path(folder) / JOB).stat().st_mtime_ns)
         if key not in _jobs:
             _jobs.clear()
             _jobs[key] = Job.read(Path(folder))
         _jobs[key].run(unit)
-    except (MeshwrightError, EncodersDiffer) as error:
-        return {"error": type(error).__name__, "message": str(error)}
-    except OSError as error:
-        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return {"error": "OSError", "errno": error.errno, "message": message}
+    except FAILURES as error:
+        return failure(error)
     return None

@@ -272,6 +272,7 @@ LAYOUT_READERS: dict[str, Callable[[InputStream, str | None], Iterator[ReadRecor
 
 
 def parse_line(where: str, number: int, line: bytes, key: str | None, consumed: int) -> Record | BadDocument:
+    """The record of line `number`, which stands at `where`; a BadDocument if it is no JSON object or lacks `key`."""
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -167,8 +166,3 @@ def _powers() -> tuple[np.ndarray, np.ndarray]:
         powers[0] = 1
         found.append(np.multiply.accumulate(powers))
     return found[0], found[1]
-
-
-def text_ranges(starts: np.ndarray) -> list[tuple[int, int]]:
-    """[start, stop) of each text in an array with these starts."""
-    return list(pairwise(starts.tolist()))

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import BinaryIO
 
 import numpy as np
 import xxhash
 
-from meshwright.data.shingles import distinct, joined_words, shingles, text_ranges, word_hashes
+from meshwright.data.shingles import distinct, joined_words, shingles, word_hashes
 
 WORDS = 5
 """Words of a shingle."""
@@ -150,7 +151,7 @@ def shingle_sets(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     owners = np.repeat(np.arange(len(texts), dtype=np.uint64), np.diff(run_starts))
     short = [
         (number, joined_words(hashes[start:stop]) >> 32)
-        for number, (start, stop) in enumerate(text_ranges(starts))
+        for number, (start, stop) in enumerate(pairwise(starts.tolist()))
         if 0 < stop - start < WORDS
     ]
     if short:

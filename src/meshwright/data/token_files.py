@@ -35,6 +35,7 @@ from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest
 DATATROVE, INDEX, LOSS = ".ds", ".index", ".loss"
 MEGATRON = ".bin"
 ENDS_AT_ONCE = 1 << 16
+TOKEN_TYPES = (np.dtype("<u2"), np.dtype("<u4"))
 
 
 class DatatroveFile:
@@ -43,7 +44,7 @@ class DatatroveFile:
     def __init__(self, path: Path) -> None:
         self.path, self.index_path = path, path.with_name(path.name + INDEX)
         if path.with_name(path.name + LOSS).exists():
-            raise BadInput(f"{path.name + LOSS}: loss masks are not read; leave the file away to train on every token")
+            raise BadInput(f"{path.name + LOSS}: loss masks are not read; remove the file to train on every token")
         for file in (path, self.index_path):
             if not file.is_file():
                 raise BadInput(f"{file}: no such file; {DATATROVE} and {DATATROVE}{INDEX} must lie side by side")
@@ -52,18 +53,15 @@ class DatatroveFile:
             raise Damaged(f"{self.index_path}: expected a multiple of 8 bytes, found {self._index.size}")
         self.documents = self._index.size // 8
         last = int(self._ends(self.documents - 1, self.documents)[0])
-        widths = {2: "<u2", 4: "<u4"}
-        self._dtype = next(
-            (np.dtype(name) for width, name in widths.items() if width * last == self._tokens.size), None
-        )
-        if self._dtype is None or not last:
+        dtype = next((each for each in TOKEN_TYPES if each.itemsize * last == self._tokens.size), None)
+        if dtype is None or not last:
             raise Damaged(
                 f"{path}: expected 2 or 4 bytes for each of {last:,} tokens (by its index), found {self._tokens.size:,} bytes"
             )
+        self._dtype = dtype
 
     def read(self) -> Iterator[np.ndarray]:
         """The tokens of each document. Raises Damaged if ends do not ascend."""
-        assert self._dtype is not None
         start = 0
         for first in range(0, self.documents, ENDS_AT_ONCE):
             for end in self._ends(first, min(first + ENDS_AT_ONCE, self.documents)).tolist():

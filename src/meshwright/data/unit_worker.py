@@ -3,7 +3,7 @@
     python -m meshwright.data.unit_worker FOLDER
 
 Reads the number of a unit from each line of standard input, and answers with a line of JSON on standard output: `{"unit": number}`, with
-`"full": true` if the process has used its memory and ends; or `{"unit", "error": its kind, "message"}`.
+`"full": true` if the process has used its memory and ends; or what it raised, as `jobs.failure` describes it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.data.fast_encoder import WORD_MEMORY, EncodersDiffer, resident
-from meshwright.data.jobs import Job
-from meshwright.spec.errors import MeshwrightError
+from meshwright.data.fast_encoder import WORD_MEMORY, resident
+from meshwright.data.jobs import FAILURES, Job, failure
 
 PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
@@ -42,12 +41,8 @@ def main(folder: Path) -> None:
                 _ = job.encoder
                 most = resident() + WORD_MEMORY
             job.run(number)
-        except (MeshwrightError, EncodersDiffer) as error:
-            _answer(answers, {"unit": number, "error": type(error).__name__, "message": str(error)})
-            continue
-        except OSError as error:
-            message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            _answer(answers, {"unit": number, "error": "OSError", "errno": error.errno, "message": message})
+        except FAILURES as error:
+            _answer(answers, {"unit": number, **failure(error)})
             continue
         full = resident() > most
         _answer(answers, {"unit": number, **({"full": True} if full else {})})

@@ -57,7 +57,7 @@ def text_bytes(file: InputFile) -> int:
 
 
 def divide(files: Sequence[InputFile], unit_bytes: int) -> tuple[list[Unit], dict[str, str]]:
-    """Units with some `unit_bytes` of text each, and the digest of each file of lines that was divided, by name.
+    """Units with some `unit_bytes` of text each, and the digest of each file that was divided, by name.
 
     Only uncompressed files of lines, and parquet between its row groups, are divided.
     """
