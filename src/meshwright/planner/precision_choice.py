@@ -64,14 +64,14 @@ PRODUCT_FORMATS = (
         3.0,
         4,
         None,
-        "one scale for 16 numbers: loss within 1.5% of fp8's for 12B and 10T tokens, with parts in bf16 (NVIDIA, arXiv 2509.25149)",
+        "one scale for 16 numbers: MMLU-Pro 62.58% (fp8: 62.62%) for 12B and 10T tokens, with parts in bf16 (NVIDIA, arXiv 2509.25149)",
     ),
 )
 """The formats, the widest first."""
 
 
 @dataclass(frozen=True)
-class PricedFormat:
+class FormatPrice:
     """The plan's step with dense layers and experts in these formats."""
 
     dense: str
@@ -95,7 +95,7 @@ def format_named(name: str) -> ProductFormat:
     return found
 
 
-def priced_formats(run: RunSpec, plan: Plan, narrowest: ProductFormat) -> tuple[PricedFormat, ...]:
+def priced_formats(run: RunSpec, plan: Plan, narrowest: ProductFormat) -> tuple[FormatPrice, ...]:
     """The plan's step in every format of the chip that has at least the bits of `narrowest`, the fastest first.
 
     The closed form gives the ratios; the plan's predicted step is their base. Empty without a step time.
@@ -120,7 +120,7 @@ def priced_formats(run: RunSpec, plan: Plan, narrowest: ProductFormat) -> tuple[
         for experts in allowed if plan.experts is not None else (dense,):
             machine = _machine(priced, machine_of(cluster, dense.peak), dense, chip.peak_flops[experts.peak], experts)
             entries.append(
-                PricedFormat(
+                FormatPrice(
                     dense.name,
                     experts.name,
                     scale * seconds(_on(priced, machine)),
