@@ -221,6 +221,8 @@ SOFTWARE: tuple[Software, ...] = (
 )
 """The software, the most specific patterns first."""
 OTHER = SOFTWARE[-1]
+IMBALANCE = 1.2
+"""Tokens of the busiest expert rank over the mean for a run that does not state it; a guess."""
 _FUSED_SINCE = 2023.5
 """Year from which Megatron-LM's attention is fused."""
 

@@ -18,7 +18,7 @@ from meshwright.costs.constants import OWN, at_release, constants, table
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.machine_rates import chip_of, machine_of
 from meshwright.costs.plan_costs import as_nodes
-from meshwright.costs.software import SOFTWARE, Software, software_named
+from meshwright.costs.software import IMBALANCE, SOFTWARE, Software, software_named
 from meshwright.costs.stack_footprint import FITTING_SHARE, footprint, memory_constants
 from meshwright.costs.step import step_cost
 from meshwright.spec.divisors import divisors
@@ -33,8 +33,6 @@ MOST_TENSOR, MOST_CONTEXT, MOST_STAGES, MOST_VIRTUAL = 8, 16, 64, 8
 MICRO_BATCHES = (1, 2, 4, 8)
 FORMAT = "bf16"
 """Format of matrix products."""
-IMBALANCE = 1.2
-"""Tokens of the busiest expert rank over the mean, as for published runs that do not state it."""
 
 
 @dataclass(frozen=True)
