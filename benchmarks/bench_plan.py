@@ -10,11 +10,12 @@ import json
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from criteria import Criterion, print_criteria
 from fit_costs import (
     MIN_RECORDS,
     RunArrays,
@@ -44,20 +45,6 @@ RESULTS = Path(__file__).parent / "results" / "plan-accuracy.json"
 Record = tuple[int, dict[str, str], Case, float]
 
 
-@dataclass(frozen=True)
-class Criterion:
-    """An acceptance criterion: a figure and its limit. The fields are keys of the results file."""
-
-    what: str
-    reached: float
-    limit: float
-    at_least: bool = False
-
-    @property
-    def passed(self) -> bool:
-        return self.reached >= self.limit if self.at_least else self.reached <= self.limit
-
-
 def main() -> None:
     runs = read_runs()
     predictions = predict_records(runs)
@@ -75,14 +62,9 @@ def main() -> None:
         *band_criteria(arrays, sources, classes),
         *speed_criteria(),
     ]
-    print("\nacceptance")
-    for criterion in criteria:
-        sign = "≥" if criterion.at_least else "≤"
-        print(
-            f"  {'pass' if criterion.passed else 'FAIL'}  {criterion.reached:12.4g} {sign} {criterion.limit:<8g} {criterion.what}"
-        )
+    print_criteria(criteria)
     results = {
-        "lines": [{**vars(criterion), "passed": criterion.passed} for criterion in criteria],
+        "lines": [criterion.entry for criterion in criteria],
         "fitted_on": table()["fitted_on"],
     }
     results["errors"] = error_table(records, fitted, folds, sources)

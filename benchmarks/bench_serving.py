@@ -11,11 +11,12 @@ import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from criteria import Criterion, print_criteria
 from fit_serving import fit
 from serving_points import FILE, Point, predict, read_points
 
@@ -26,20 +27,6 @@ RESULTS = Path(__file__).parent / "results" / "serving-accuracy.json"
 FEWEST, EVERY, LEFT_OUT_PROGRESS = 20, 3, 1e-3
 """Fewest points of a class that is left out of a fit; that fit is to each third of the other points, starts from the table, and ends at
 this progress."""
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """An acceptance criterion: a figure and its limit. The fields are keys of the results file."""
-
-    what: str
-    reached: float
-    limit: float
-    at_least: bool = False
-
-    @property
-    def passed(self) -> bool:
-        return self.reached >= self.limit if self.at_least else self.reached <= self.limit
 
 
 @dataclass(frozen=True)
@@ -87,12 +74,7 @@ def main(arguments: Sequence[str]) -> None:
         for name, values in found.items():
             print(f"  {name:28} {values['count']:5} median {values['median']:6.1f}  p90 {values['p90']:6.1f}")
     criteria = acceptance(priced, stated, len(points) / (len(points) + len(refused)), choices)
-    print("\nacceptance")
-    for criterion in criteria:
-        sign = "≥" if criterion.at_least else "≤"
-        print(
-            f"  {'pass' if criterion.passed else 'FAIL'}  {criterion.reached:8.3g} {sign} {criterion.limit:<6g} {criterion.what}"
-        )
+    print_criteria(criteria)
     if not arguments:
         result = {
             "fitted": software_table().fitted,
@@ -102,7 +84,7 @@ def main(arguments: Sequence[str]) -> None:
             "errors_percent": errors,
             "choice_share": float(np.mean(choices)),
             "left_out_percent": left_out,
-            "criteria": [{**asdict(criterion), "passed": criterion.passed} for criterion in criteria],
+            "criteria": [criterion.entry for criterion in criteria],
         }
         RESULTS.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

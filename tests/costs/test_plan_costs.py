@@ -34,6 +34,7 @@ from meshwright.spec.plan import (
     BatchPlan,
     LayerStrategy,
     MeshAxis,
+    Offload,
     Plan,
     Precision,
     ScheduleName,
@@ -276,13 +277,14 @@ def test_the_band_is_narrow_only_for_plans_similar_to_own_runs() -> None:
         low, high = class_band(run_class, table()["bands"])
         return float(np.exp(low)), float(np.exp(high))
 
-    for mesh, offload in (
+    others: tuple[tuple[dict[AxisName, int], Offload], ...] = (
         ({"tensor": 2, "shard": 4}, "none"),
         ({"context_ring": 2, "shard": 4}, "none"),
         ({"shard": 8}, "optimizer"),
-    ):
+    )
+    for mesh, offload in others:
         one_host = of_class(several_hosts=False, measured_software=True)
-        assert band_of(NODE, mesh, offload=offload) == pytest.approx(one_host)  # type: ignore[arg-type]
+        assert band_of(NODE, mesh, offload=offload) == pytest.approx(one_host)
     several = band_of(TWO_NODES, {"shard": 16})
     assert several == pytest.approx(of_class(several_hosts=True, measured_software=True))
     a100_band = band_of(replace(NODE, gpu="A100"), {"shard": 8})

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.config.load import load_run
 from meshwright.planner.objectives import point_of
-from meshwright.planner.precision_choice import PricedFormat, format_named, priced_formats
+from meshwright.planner.precision_choice import FormatPrice, format_named, priced_formats
 from meshwright.planner.reprice import reprice
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import Plan
@@ -29,7 +29,7 @@ def _planned(model: str, gpu: str) -> tuple[RunSpec, Plan]:
     return run, answer.best.plan
 
 
-def _by_name(entries: tuple[PricedFormat, ...]) -> dict[tuple[str, str], PricedFormat]:
+def _by_name(entries: tuple[FormatPrice, ...]) -> dict[tuple[str, str], FormatPrice]:
     return {(entry.dense, entry.experts): entry for entry in entries}
 
 

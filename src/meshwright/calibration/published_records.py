@@ -17,8 +17,8 @@ from meshwright.calibration.source_conventions import (
     stated_layout_fields,
     with_conventions,
 )
-from meshwright.costs.device_rates import Machine
-from meshwright.costs.software import Software, software_named, software_of
+from meshwright.costs.device_rates import BLOCKWISE, FOUR_BIT, TENSORWISE, Machine
+from meshwright.costs.software import IMBALANCE, Software, software_named, software_of
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape
@@ -55,11 +55,6 @@ class Reading:
 
 class _CannotBePriced(Exception):
     """A record cannot be priced; the message says why."""
-
-
-IMBALANCE = 1.2
-"""Tokens of the busiest expert rank over the mean if a source does not state it; a guess.
-Sources with a forced even load state that."""
 
 
 def read_record(record: Record) -> Reading:
@@ -511,10 +506,10 @@ def _product_format(record: Record, chip: Chip, assumed: list[str]) -> tuple[str
         dtype_text = next((name for name in narrow_dtypes if name in chip.peak_flops), "bf16")
         assumed.append(f"dtype {dtype_text}")
     dtype_patterns = (
-        ("nvfp4", 3.0, r"fp4"),
-        ("mxfp8", 2.0, r"mx"),
-        ("fp8", 2.0, r"fp8.*block"),
-        ("fp8", 1.0, r"fp8|float8|e4m3"),
+        ("nvfp4", FOUR_BIT, r"fp4"),
+        ("mxfp8", BLOCKWISE, r"mx"),
+        ("fp8", BLOCKWISE, r"fp8.*block"),
+        ("fp8", TENSORWISE, r"fp8|float8|e4m3"),
         ("bf16", 0.0, r"bf16|fp16|half"),
     )
     name, format_class = next(

@@ -43,7 +43,7 @@ from meshwright.planner.objectives import (
     scaling,
     shortest_training,
 )
-from meshwright.planner.precision_choice import PricedFormat, ProductFormat, format_named, priced_formats
+from meshwright.planner.precision_choice import FormatPrice, ProductFormat, format_named, priced_formats
 from meshwright.planner.reprice import predict
 from meshwright.planner.sample_choice import SampleChoice, choose_sample_layout
 from meshwright.planner.sample_lengths import expected_histogram
@@ -211,7 +211,7 @@ class Answer:
         return feature_steps(self.run, self.plan)
 
     @cached_property
-    def formats(self) -> tuple[PricedFormat, ...]:
+    def formats(self) -> tuple[FormatPrice, ...]:
         """The plan's step in other formats, of --precision."""
         return () if self.question.precision is None else priced_formats(self.run, self.plan, self.question.precision)
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.spec.chips import Chip
 from meshwright.workload.arrays import Array
 
-ROWWISE = 4.0
-"""`Machine.product_format` of fp8 products with one scale per row."""
+TENSORWISE, BLOCKWISE, FOUR_BIT, ROWWISE = 1.0, 2.0, 3.0, 4.0
+"""`Machine.product_format` of fp8 products with one scale per tensor, of those with a scale per block, of 4-bit products, and of fp8
+products with one scale per row; 0 is bf16 or wider."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +23,7 @@ class Machine:
     half_peak: Array
     """Peak in bf16 or fp16 (attention, head)."""
     product_format: Array
-    """Format of matrix products.
-
-    0 bf16 or wider, 1 fp8 with one scale per tensor, 2 block-scaled fp8, 3 fp4, 4 (`ROWWISE`) fp8 with one scale per row.
-    """
+    """Format of matrix products: 0, `TENSORWISE`, `BLOCKWISE`, `FOUR_BIT` or `ROWWISE`."""
     hbm: Array
     memory: Array
     link: Array
@@ -44,7 +43,7 @@ class Machine:
     """Their format, as `product_format`."""
     wide_gradients: Array = 1.0
     """1 where this program's engine computes weight gradients of experts in bf16 beside fp8 products."""
-    sustained: Array = 0.88
+    sustained: Array = Chip.sustained
     """Largest share of the peak that products sustain (`spec.chips.Chip.sustained`)."""
     multiprocessors: Array = 0.0
     """Multiprocessors, each of which computes one tile of a product at a time; 0 if unknown or irrelevant."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.device_rates import Machine
+from meshwright.costs.device_rates import BLOCKWISE, FOUR_BIT, TENSORWISE, Machine
 from meshwright.costs.measured import chip_of_profile, guessed_device, guessed_processor, reference_chip, with_profile
 from meshwright.spec.chips import CHIPS, Chip, GiB
 from meshwright.spec.cluster import ClusterSpec
@@ -20,11 +20,11 @@ FORMATS = {
     "fp16": 0.0,
     "fp32": 0.0,
     "fp64": 0.0,
-    "fp8": 1.0,
-    "int8": 1.0,
-    "mxfp8": 2.0,
-    "nvfp4": 3.0,
-    "mxfp4": 3.0,
+    "fp8": TENSORWISE,
+    "int8": TENSORWISE,
+    "mxfp8": BLOCKWISE,
+    "nvfp4": FOUR_BIT,
+    "mxfp4": FOUR_BIT,
 }
 """Number format of matrix products → Machine.product_format. Only serving costs, which read the peak alone, have int8."""
 KERNEL_US = 10.0

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
+
+from meshwright.spec.errors import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +221,8 @@ SOFTWARE: tuple[Software, ...] = (
 )
 """The software, the most specific patterns first."""
 OTHER = SOFTWARE[-1]
+IMBALANCE = 1.2
+"""Tokens of the busiest expert rank over the mean for a run that does not state it; a guess."""
 _FUSED_SINCE = 2023.5
 """Year from which Megatron-LM's attention is fused."""
 
@@ -240,10 +243,8 @@ def software_named(name: str) -> Software:
     if found is not None:
         return found
     names = [software.name for software in SOFTWARE]
-    near = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    raise KeyError(
-        f"{name!r} is not known" + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}")
-    )
+    near = nearest(name.lower(), names, cutoff=0.5)
+    raise KeyError(f"{name!r} is not known" + (f"; did you mean {near}?" if near else f"; known: {', '.join(names)}"))
 
 
 def software_of(source: str, note: str, year: float = 0.0) -> Software:

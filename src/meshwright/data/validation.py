@@ -10,15 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.data.source import DataSource
-
-MOST_TOKENS = 1 << 20
-"""Tokens that a validation reads at most without `data.validation_tokens`."""
+from meshwright.spec.job import MOST_VALIDATION_TOKENS
 
 
 def validation_samples(source: DataSource, tokens: int | None = None) -> dict[str, np.ndarray]:
     """Global indices of the samples by source, int64, in ascending order; about `tokens` inputs, at least one sample of each source."""
     inputs = {name: each.layout.inputs for name, each in source.sources.items()}
-    shares = equal_shares(inputs, tokens or MOST_TOKENS)
+    shares = equal_shares(inputs, tokens or MOST_VALIDATION_TOKENS)
     chosen: dict[str, np.ndarray] = {}
     first = 0
     for name in source.order.names:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.costs.device_rates import BLOCKWISE
 from meshwright.costs.plan_costs import Pricing, as_nodes, mean_cost, number, pricing
 from meshwright.spec.plan import Plan, Recompute
 from meshwright.spec.run import RunSpec
@@ -19,8 +20,6 @@ DOMAINS_PER_TOKEN = 4.0
 """Nodes that the routers of DeepSeek-V3 send a token to at most."""
 DISPATCH_IN_FP8 = 1.5
 """Bytes per element of an exchange whose dispatch is fp8 and whose combination is bf16."""
-BLOCKS = 2.0
-"""`Machine.product_format` of block-scaled fp8."""
 BLOCK_PRODUCTS = 1350 / 1979
 """Share of the fp8 peak that DeepGEMM's products reach on Hopper (github.com/deepseek-ai/DeepGEMM, README of February 2025)."""
 DUAL_PIPE_FILL = 14 / 45
@@ -59,7 +58,7 @@ def _one_graph(priced: Pricing) -> Pricing:
 
 def _fp8_blocks(priced: Pricing) -> Pricing:
     """Products of all linear layers in fp8 at twice the 16-bit peak, weight gradients of experts too, at DeepGEMM's rate."""
-    machine = replace(priced.machine, peak=2 * priced.machine.half_peak, product_format=BLOCKS, wide_gradients=0.0)
+    machine = replace(priced.machine, peak=2 * priced.machine.half_peak, product_format=BLOCKWISE, wide_gradients=0.0)
     k = priced.constants
     return replace(priced, machine=machine, constants=replace(k, gemm_block=BLOCK_PRODUCTS / k.gemm))
 
@@ -103,7 +102,7 @@ FEATURES = (
     Feature("no tensor ranks, by moments in bf16", _no_tensor_ranks, _at("tensor", 1.0)),
     Feature("recomputing norms and up-projections only", lambda priced: priced, lambda priced: False, recompute="none"),
     Feature(
-        "products in fp8 blocks", _fp8_blocks, lambda priced: bool(number(priced.machine.product_format) == BLOCKS)
+        "products in fp8 blocks", _fp8_blocks, lambda priced: bool(number(priced.machine.product_format) == BLOCKWISE)
     ),
     Feature(
         "DualPipe's schedule",

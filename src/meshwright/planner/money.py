@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from meshwright.planner.effective_time import predict_effective_time
 from meshwright.spec.chip_prices import PRICES, SYSTEM_POWER, WATTS
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.job import MOST_VALIDATION_TOKENS
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
-MOST_VALIDATION_TOKENS = 1 << 20
-"""Tokens of a validation whose number the run does not state (`spec.job.DataSpec.validation_tokens`)."""
 FORWARD_SHARE = 1 / 3
 """Time of an evaluation's forward relative to a step on as many tokens."""
 

@@ -18,7 +18,7 @@ from meshwright.costs.constants import OWN, at_release, constants, table
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.machine_rates import chip_of, machine_of
 from meshwright.costs.plan_costs import as_nodes
-from meshwright.costs.software import SOFTWARE, Software, software_named
+from meshwright.costs.software import IMBALANCE, SOFTWARE, Software, software_named
 from meshwright.costs.stack_footprint import FITTING_SHARE, footprint, memory_constants
 from meshwright.costs.step import step_cost
 from meshwright.spec.divisors import divisors
@@ -31,8 +31,8 @@ from meshwright.workload.model_shape import Shape, shape_of
 MOST_TENSOR, MOST_CONTEXT, MOST_STAGES, MOST_VIRTUAL = 8, 16, 64, 8
 """Largest numbers of tensor, context and pipeline ranks, and of stages a rank, that the search tries."""
 MICRO_BATCHES = (1, 2, 4, 8)
-IMBALANCE = 1.2
-"""Tokens of the busiest expert rank over the mean, as for published runs that do not state it."""
+FORMAT = "bf16"
+"""Format of matrix products."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,16 @@ def software_listed(text: str) -> tuple[Software, ...]:
 
 
 def best_with(run: RunSpec, software: Software) -> SoftwarePlan:
-    """The layout with the shortest step that fits, in the number format of the run's plan."""
+    """The layout with the shortest step that fits, with products in bf16, whatever `plan.linear` of the run says."""
     counts = table()["runs"]
     answer = SoftwarePlan(software.name, software.about, software.date, int(counts.get(software.constants, 0)))
     cluster = as_nodes(run.cluster)
     chip = chip_of(cluster)
-    number_format = "bf16"
-    if chip is None or number_format not in chip.peak_flops:
-        return replace(answer, refused=f"{cluster.gpu} has no {number_format} products in the chip table")
+    if chip is None or FORMAT not in chip.peak_flops:
+        return replace(answer, refused=f"{cluster.gpu} has no {FORMAT} products in the chip table")
     if run.model.adapter is not None:
         return replace(answer, refused="adapters are priced for this program only")
-    machine = machine_of(cluster, number_format)
+    machine = machine_of(cluster, FORMAT)
     shape = _published_shape(shape_of(run.model, run.train.seq_len))
     layouts = _layouts(run, shape, machine, software)
     if layouts is None:

@@ -70,7 +70,7 @@ WATTS = {
     "Ascend910": 310,
     "Ascend910B": 400,
 }
-"""Power limit of one device in watts, from the vendors' datasheets."""
+"""Power limit of one device in watts, from the vendors' datasheets; that of Ascend910B is unverified, as it has no public datasheet."""
 SYSTEM_POWER = 1.8
 """Power of a system relative to the limits of its devices: a DGX H100 takes 10.2 kW for 8 × 700 W, a DGX B200 14.3 for 8 × 1,000.
 

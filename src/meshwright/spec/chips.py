@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GiB = 1 << 30
 
@@ -70,6 +70,34 @@ _ETHERNET_10, _CLOUD_100, _CLOUD_400 = 1.25e9, 100e9 / 8 / 8, 400e9 / 8 / 8
 _GB202_PRO = {"bf16": 503.8e12, "fp8": 1007e12, "int8": 1007e12, "nvfp4": 2015e12, "fp32": 126e12}
 _CDNA4 = {"bf16": 2516e12, "fp8": 5033e12, "int8": 5033e12, "mxfp8": 5033e12, "mxfp4": 10066e12, "fp32": 157e12}
 _CDNA3 = {"bf16": 1307e12, "fp8": 2615e12, "int8": 2615e12, "fp32": 163e12}
+_GB200_GPU = Chip(
+    name="GB200",
+    generation="blackwell",
+    memory_bytes=185 * GiB,
+    peak_flops=_GB200,
+    hbm=8e12,
+    link=900e9,
+    nic=50e9,
+    per_node=4,
+    domain=64,
+    host=225e9,
+    multiprocessors=148,
+    best_bf16_flops=1822e12,
+)
+_GB300_GPU = Chip(
+    name="GB300",
+    generation="blackwell",
+    memory_bytes=277 * GiB,
+    peak_flops=_GB300,
+    hbm=8e12,
+    link=900e9,
+    nic=100e9,
+    per_node=4,
+    domain=64,
+    host=225e9,
+    multiprocessors=148,
+    best_bf16_flops=1822e12,
+)
 
 CHIPS = _table(
     Chip("V100", "volta", 32 * GiB, _V100, 0.9e12, 150e9, 12.5e9, host=_PCIE3, multiprocessors=80),
@@ -137,62 +165,10 @@ CHIPS = _table(
         multiprocessors=148,
         best_bf16_flops=1745e12,
     ),
-    Chip(
-        name="GB200",
-        generation="blackwell",
-        memory_bytes=185 * GiB,
-        peak_flops=_GB200,
-        hbm=8e12,
-        link=900e9,
-        nic=50e9,
-        per_node=4,
-        domain=64,
-        host=225e9,
-        multiprocessors=148,
-        best_bf16_flops=1822e12,
-    ),
-    Chip(
-        name="GB300",
-        generation="blackwell",
-        memory_bytes=277 * GiB,
-        peak_flops=_GB300,
-        hbm=8e12,
-        link=900e9,
-        nic=100e9,
-        per_node=4,
-        domain=64,
-        host=225e9,
-        multiprocessors=148,
-        best_bf16_flops=1822e12,
-    ),
-    Chip(
-        name="GB200-NVL72",
-        generation="blackwell",
-        memory_bytes=185 * GiB,
-        peak_flops=_GB200,
-        hbm=8e12,
-        link=900e9,
-        nic=50e9,
-        per_node=4,
-        domain=72,
-        host=225e9,
-        multiprocessors=148,
-        best_bf16_flops=1822e12,
-    ),
-    Chip(
-        name="GB300-NVL72",
-        generation="blackwell",
-        memory_bytes=277 * GiB,
-        peak_flops=_GB300,
-        hbm=8e12,
-        link=900e9,
-        nic=100e9,
-        per_node=4,
-        domain=72,
-        host=225e9,
-        multiprocessors=148,
-        best_bf16_flops=1822e12,
-    ),
+    _GB200_GPU,
+    _GB300_GPU,
+    replace(_GB200_GPU, name="GB200-NVL72", domain=72),
+    replace(_GB300_GPU, name="GB300-NVL72", domain=72),
     Chip(
         name="GH200",
         generation="hopper",

@@ -15,6 +15,8 @@ STEPS_OF_EPOCHS = 1
 """`train.steps` of a run with `train.epochs` until a start has counted the steps from its data."""
 Packing = Literal["stream", "none"]
 Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
+MOST_VALIDATION_TOKENS = 1 << 20
+"""Tokens that a validation reads at most without `data.validation_tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
