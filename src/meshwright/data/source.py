@@ -33,11 +33,10 @@ from meshwright.data.packing import Packed, StreamWindows, TokenStream, pack
 from meshwright.data.preference_windows import PreferenceWindows, TooLong, padded
 from meshwright.data.single_conversations import Conversation, SingleConversations
 from meshwright.data.slots import TokenReader
-from meshwright.data.streams.open import check_streams, open_streams, stream_tokenizer
+from meshwright.data.streams.open import StreamTokenizer, check_streams, open_streams, stream_tokenizer
 from meshwright.data.streams.source import FIRST_AHEAD, StreamSource
 from meshwright.data.text_format import TextFormat
 from meshwright.data.token_bytes import TokenBytes
-from meshwright.data.tokenizer import LoadedTokenizer
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.data.verification import ShardVerifier
 from meshwright.policies.sample_order import InTurn, Mixture
@@ -118,8 +117,9 @@ def open_data(
     if split == "train" and preference is not None:
         _check_labels(sources, preference)
         _check_scores(sources)
-    streams, texts = _open_streams(spec, sources, seq_len, seed) if streamed else ({}, None)
-    _check_tokenizers(sources, texts, vocab_size)
+    tokenizer = stream_tokenizer(spec, (source.directory for source in sources)) if streamed else None
+    streams = {} if tokenizer is None else open_streams(spec, tokenizer, seq_len=seq_len, seed=seed)
+    _check_tokenizers(sources, tokenizer, vocab_size)
     if split == "train":
         _check_different(sources)
     chats = any(source.stream.masked for source in sources)
@@ -147,7 +147,7 @@ def open_data(
         vocab_size,
         verifier,
         streams=streams,
-        stream_texts=texts,
+        stream_tokenizer=tokenizer,
     )
 
 
@@ -326,13 +326,13 @@ class DataSource:
         verifier: ShardVerifier | None = None,
         *,
         streams: Mapping[str, StreamSource] | None = None,
-        stream_texts: StreamTexts | None = None,
+        stream_tokenizer: StreamTokenizer | None = None,
     ) -> None:
         self.sources = {source.name: source for source in sources}
         """The prepared sources."""
         self.streams = dict(streams or {})
-        """The sources that are read without preparation, of the tokenizer `stream_texts`."""
-        self.stream_texts = stream_texts
+        """The sources that are read without preparation, with the tokenizer `stream_tokenizer`."""
+        self.stream_tokenizer = stream_tokenizer
         self._step_samples = 1
         self.weights = weights
         self.seq_len, self.document_mask = seq_len, document_mask
@@ -401,7 +401,7 @@ class DataSource:
     def _tokenizers(self) -> list[TokenizerRecord]:
         """The tokenizers of the sources, as far as they are known."""
         known = [source.directory.manifest.tokenizer for source in self._ordered if source.directory.manifest]
-        return known + ([] if self.stream_texts is None else [self.stream_texts.loaded.record])
+        return known + ([] if self.stream_tokenizer is None else [self.stream_tokenizer.loaded.record])
 
     @property
     def eos(self) -> int | None:
@@ -413,7 +413,7 @@ class DataSource:
         """The `tokenizer.json` of the data, one with the template of its chats beside it if there are any; None if no source has one."""
         source = self._describing()
         if source is None:
-            return None if self.stream_texts is None else self.stream_texts.file
+            return None if self.stream_tokenizer is None else self.stream_tokenizer.file
         return source.directory.tokenizer_file
 
     @property
@@ -426,7 +426,7 @@ class DataSource:
         """The format of the texts; the answers of chats in any source have their ends. None if no source has a tokenizer."""
         source = self._describing()
         if source is None:
-            return None if self.stream_texts is None else self.stream_texts.loaded.text
+            return None if self.stream_tokenizer is None else self.stream_tokenizer.loaded.text
         text = source.directory.text_format
         if text is None:
             return None
@@ -790,31 +790,6 @@ def _path_of(name: str, stdlib: Path | None) -> Path:
     return ensure_stdlib(stdlib or stdlib_folder())
 
 
-@dataclass(frozen=True)
-class StreamTexts:
-    """The tokenizer of the sources that are read without preparation, and its file."""
-
-    loaded: LoadedTokenizer
-    file: Path
-
-    def difference(self, source: Source) -> str | None:
-        """The difference between these texts and those of a prepared source in words; None without one, and if its tokenizer is unknown."""
-        theirs = source.directory.text_format
-        if theirs is None:
-            return None
-        where = (str(self.file), str(source.directory.path))
-        return self.loaded.text.difference(theirs, *where, tokenizer_only=source.stream.masked)
-
-
-def _open_streams(
-    spec: DataSpec, sources: Sequence[Source], seq_len: int, seed: int
-) -> tuple[dict[str, StreamSource], StreamTexts]:
-    """The sources of `spec.streams`, and their tokenizer: that of prepared sources where `data.tokenizer` names none."""
-    prepared = next((source.directory for source in sources if source.directory.manifest), None)
-    texts = StreamTexts(*stream_tokenizer(spec, prepared))
-    return open_streams(spec, texts.loaded, texts.file, seq_len=seq_len, seed=seed), texts
-
-
 def _train_paths(spec: DataSpec, stdlib: Path | None) -> dict[str, Path]:
     return {name: _path_of(name, stdlib) for name in sorted(spec.mix) if name not in spec.streams}
 
@@ -843,8 +818,7 @@ def _validation_of_files(spec: DataSpec, stream: StreamSpec, stdlib: Path | None
             f"data.validation: {spec.validation} is trained on, as a source of data.mix", key="data.validation"
         )
     directories = (open_directory(path, spec.damaged) for path in _train_paths(spec, stdlib).values())
-    prepared = next((each for each in directories if each.manifest), None)
-    return validation_directory(spec, stream, *stream_tokenizer(spec, prepared))
+    return validation_directory(spec, stream, stream_tokenizer(spec, directories))
 
 
 def _fewest_tokens(spec: DataSpec, seq_len: int) -> int:
@@ -869,13 +843,14 @@ def _check_different(sources: Sequence[Source]) -> None:
             )
 
 
-def _check_tokenizers(sources: Sequence[Source], texts: StreamTexts | None, vocab_size: int | None) -> None:
-    if texts is not None:
-        has = f"{texts.file}: the tokenizer has {texts.loaded.record.vocab_size} tokens"
-        if vocab_size is not None and texts.loaded.record.vocab_size > vocab_size:
+def _check_tokenizers(sources: Sequence[Source], of_streams: StreamTokenizer | None, vocab_size: int | None) -> None:
+    if of_streams is not None:
+        tokens = of_streams.loaded.record.vocab_size
+        has = f"{of_streams.file}: the tokenizer has {tokens} tokens"
+        if vocab_size is not None and tokens > vocab_size:
             raise BadInput(f"{has}, expected at most model.vocab_size {vocab_size}", key="data.tokenizer")
         for source in sources:
-            if difference := texts.difference(source):
+            if difference := of_streams.difference(source.directory):
                 raise BadInput(f"data.tokenizer: {difference}; leave data.tokenizer out", key="data.tokenizer")
     tokenizers = [(source, source.directory.manifest.tokenizer) for source in sources if source.directory.manifest]
     for source, tokenizer in tokenizers:

@@ -23,8 +23,7 @@ from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data, same_text
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.data.step_samples import lengths_of_step
-from meshwright.data.streams.open import lanes_for
-from meshwright.data.tokenizer import load_tokenizer
+from meshwright.data.streams.open import lanes_for, stream_tokenizer
 from meshwright.durable.writes import remove_partials, write_durable
 from meshwright.families.folder import export_obstacle
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
@@ -230,7 +229,9 @@ def check_validation(run: RunSpec, note: Note) -> None:
         for trained in training.sources.values():
             if difference := trained.directory.format_difference(held_out.directory):
                 raise BadInput(f"data.validation: {difference}; {SAME_TOKENIZER}")
-        if training.stream_texts is not None and (difference := training.stream_texts.difference(held_out)):
+        if training.stream_tokenizer is not None and (
+            difference := training.stream_tokenizer.difference(held_out.directory)
+        ):
             raise BadInput(f"data.validation: {difference}; {SAME_TOKENIZER}")
 
 
@@ -269,12 +270,11 @@ def _vocabulary_of_data(run: RunSpec) -> int | None:
     """Vocabulary size of the data's tokenizer; None if no source gives it.
     Other errors of the data are reported by `resolve_data`."""
     sizes = []
+    if run.data.streamed:
+        with suppress(BadInput):  # where data.tokenizer is not set, a prepared source below has the tokenizer
+            sizes.append(stream_tokenizer(run.data, ()).loaded.record.vocab_size)
     for name in run.data.mix:
-        if name in run.data.streamed:
-            with suppress(BadInput):
-                sizes += (
-                    [] if run.data.tokenizer is None else [load_tokenizer(Path(run.data.tokenizer)).record.vocab_size]
-                )
+        if name in run.data.streams:
             continue
         try:
             folder, foreign = locate(stdlib_folder() if name == STDLIB and needs_stdlib(run) else Path(name))

@@ -42,7 +42,7 @@ def spec_of(streams: Mapping[str, tuple[str, str]], tokenizer: Path | None, cach
     """A run's data of these streams: files and key of the text by name."""
     mix = dict.fromkeys(streams, 1.0) | keys.pop("mix", {})
     named = {name: StreamSpec(files=files, text=text) for name, (files, text) in streams.items()}
-    settings = {"lanes": LANES, "loaders": 1, "cache": str(cache)}
+    settings = {"lanes": LANES, "loaders": 1, "cache": str(cache), "document_mask": True}
     settings |= {} if tokenizer is None else {"tokenizer": str(tokenizer)}
     return DataSpec(mix=mix, streams=named, **{**settings, **keys})
 
@@ -61,7 +61,7 @@ def whole_steps(ranks: list[tuple[DataSource, Windows]], first: int, last: int) 
     for step in range(first, last):
         parts: list[Step] = [reader.read(step * BATCH) for _, reader in ranks]
         micros = [micro for part in parts for micro in part.micro_batches]
-        columns: list[Callable[[Any], Any]] = [lambda m: m.tokens, lambda m: m.targets]
+        columns: list[Callable[[Any], Any]] = [lambda m: m.tokens, lambda m: m.targets, lambda m: m.documents]
         yield np.stack([np.concatenate([column(micro).numpy() for micro in micros]) for column in columns])
 
 

@@ -12,8 +12,7 @@ from meshwright.data.prepare import prepare
 from meshwright.data.streams.group_file import texts_digest
 from meshwright.data.streams.index import SourceIndex
 from meshwright.data.streams.loaders import Loaders
-from meshwright.data.streams.open import read_index, settings_of
-from meshwright.data.tokenizer import LoadedTokenizer
+from meshwright.data.streams.open import StreamTokenizer, read_index, settings_of
 from meshwright.durable.writes import digest
 from meshwright.policies.sample_order import permute
 from meshwright.spec.errors import BadInput, attach_key
@@ -25,16 +24,16 @@ TEXTS, DATA = "texts.jsonl", "data"
 KEY = "data.validation"
 
 
-def validation_directory(spec: DataSpec, stream: StreamSpec, tokenizer: LoadedTokenizer, file: Path) -> Path:
+def validation_directory(spec: DataSpec, stream: StreamSpec, tokenizer: StreamTokenizer) -> Path:
     """The prepared data of groups of `stream` in a fixed random order, of so many tokens as a validation reads, or of all.
 
     Any number of processes may call it at once. Raises as `data.streams.open.open_streams` does.
     """
-    settings = settings_of(spec, tokenizer, file)
+    settings = settings_of(spec, tokenizer)
     tokens = max(MOST_TOKENS, 2 * (spec.validation_tokens or 0))
     with attach_key(KEY):
         index = read_index(settings, stream)
-        named = json.dumps([index.digest, stream.text, texts_digest(tokenizer), tokens])
+        named = json.dumps([index.digest, stream.text, texts_digest(tokenizer.loaded), tokens])
         folder = Path(settings.cache) / f"validation-{digest(named.encode('utf-8', 'surrogateescape'))}"
         if not (folder / TEXTS).is_file():
             chosen = _chosen(index, tokens)

@@ -76,7 +76,7 @@ class SourceIndex:
         """The source in a few words."""
         kinds = {"parquet": "row groups", "lines": "groups of lines"}
         return (
-            f"{len(self.files):,} files, {self.groups:,} {kinds[self.layout]}, {self.text_bytes / 1e9:,.3g} GB of text, "
+            f"{len(self.files):,} files, {self.groups:,} {kinds[self.layout]}, {size_text(self.text_bytes)} of text, "
             f"about {self.tokens / 1e6:,.3g} M tokens"
         )
 
@@ -110,6 +110,11 @@ class SourceIndex:
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durable(path, self.to_bytes())
+
+
+def size_text(count: int) -> str:
+    """A number of bytes, in GB or MB."""
+    return f"{count / 1e9:,.3g} GB" if count >= 1e9 else f"{count / 1e6:,.3g} MB"
 
 
 def build_index(store: Store, files: str, text: str, kept: SourceIndex | None = None) -> SourceIndex:

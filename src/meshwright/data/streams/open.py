@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -32,13 +33,30 @@ def lanes_for(global_batch: int) -> int:
     return -(-FEWEST_LANES // global_batch) * global_batch
 
 
-def stream_tokenizer(spec: DataSpec, prepared: PreparedDirectory | None) -> tuple[LoadedTokenizer, Path]:
-    """The tokenizer of the streams of `spec`, and its file: `data.tokenizer`, or that of prepared data in the mix. Raises BadInput."""
+@dataclass(frozen=True)
+class StreamTokenizer:
+    """The tokenizer of the sources that are read without preparation, and its file."""
+
+    loaded: LoadedTokenizer
+    file: Path
+
+    def difference(self, prepared: PreparedDirectory) -> str | None:
+        """`PreparedDirectory.format_difference`, between the text of the streams and that of a directory."""
+        manifest, theirs = prepared.manifest, prepared.text_format
+        if manifest is None or theirs is None:
+            return None
+        names = (str(self.file), str(prepared.path))
+        return self.loaded.text.difference(theirs, *names, tokenizer_only=manifest.masked)
+
+
+def stream_tokenizer(spec: DataSpec, prepared: Iterable[PreparedDirectory]) -> StreamTokenizer:
+    """The tokenizer of the streams of `spec`: `data.tokenizer`, or that of the first `prepared` data with one. Raises BadInput."""
+    directory = next((each for each in prepared if each.manifest), None)
     end = None
     if spec.tokenizer is not None:
         file = Path(spec.tokenizer)
-    elif prepared is not None and prepared.tokenizer_file is not None:
-        file, text = prepared.tokenizer_file, prepared.text_format
+    elif directory is not None and directory.tokenizer_file is not None:
+        file, text = directory.tokenizer_file, directory.text_format
         end = text.document_end.text if text is not None and text.document_end is not None else None
     else:
         raise BadInput(
@@ -47,14 +65,12 @@ def stream_tokenizer(spec: DataSpec, prepared: PreparedDirectory | None) -> tupl
         )
     with attach_key("data.tokenizer"):
         loaded = load_tokenizer(file, end)
-    return loaded, file / "tokenizer.json" if file.is_dir() else file
+    return StreamTokenizer(loaded, file / "tokenizer.json" if file.is_dir() else file)
 
 
-def open_streams(
-    spec: DataSpec, tokenizer: LoadedTokenizer, file: Path, *, seq_len: int, seed: int
-) -> dict[str, StreamSource]:
+def open_streams(spec: DataSpec, tokenizer: StreamTokenizer, *, seq_len: int, seed: int) -> dict[str, StreamSource]:
     """The sources of `spec.streams` that `spec.mix` names. Raises BadInput, Damaged and CommunicationFailure."""
-    settings = settings_of(spec, tokenizer, file)
+    settings = settings_of(spec, tokenizer)
     loaders = _lazy(lambda: Loaders(settings, spec.loaders))
 
     def open_one(name: str, stream: StreamSpec) -> StreamSource:
@@ -66,7 +82,7 @@ def open_streams(
                 seq_len=seq_len,
                 lanes=spec.lanes or FEWEST_LANES,
                 seed=seed,
-                tokenizer=tokenizer,
+                tokenizer=tokenizer.loaded,
                 cache=Cache(Path(settings.cache), settings.cache_bytes),
                 loaders=loaders,
             )
@@ -76,11 +92,12 @@ def open_streams(
         return dict(zip(named, pool.map(open_one, named.keys(), named.values()), strict=True))
 
 
-def settings_of(spec: DataSpec, tokenizer: LoadedTokenizer, file: Path) -> Settings:
+def settings_of(spec: DataSpec, tokenizer: StreamTokenizer) -> Settings:
     """What the loader processes of a run work with."""
     cache = Path(spec.cache) if spec.cache is not None else user_cache() / FOLDER
-    end = None if tokenizer.text.document_end is None else tokenizer.text.document_end.text
-    return Settings(str(file.absolute()), end, str(cache.absolute()), int(spec.cache_gib * GiB), PATIENCE)
+    document_end = tokenizer.loaded.text.document_end
+    end = None if document_end is None else document_end.text
+    return Settings(str(tokenizer.file.absolute()), end, str(cache.absolute()), int(spec.cache_gib * GiB), PATIENCE)
 
 
 def read_index(settings: Settings, stream: StreamSpec) -> SourceIndex:

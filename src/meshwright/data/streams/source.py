@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.data.packing import WindowTokens
 from meshwright.data.streams.group_file import Cache, GroupFile, group_name, texts_digest
-from meshwright.data.streams.index import SourceIndex
+from meshwright.data.streams.index import SourceIndex, size_text
 from meshwright.data.streams.loaders import NOW, SOON, Loaders
 from meshwright.data.streams.stores import StoredFile
 from meshwright.data.tokenizer import LoadedTokenizer
@@ -128,10 +128,8 @@ class StreamSource:
     def describe_size(self) -> str:
         """The source, and how it is read, in one line."""
         at_once = self.lanes * WINDOW_PARTS
-        size = min(self.index.text_bytes * at_once / int(self.parts.sum()), self.index.text_bytes) / 1e9
-        return (
-            f"{self.index.describe()}; {self.lanes:,} lanes read {size:,.3g} GB of it at a time, on all hosts together"
-        )
+        size = min(self.index.text_bytes * at_once // int(self.parts.sum()), self.index.text_bytes)
+        return f"{self.index.describe()}; {self.lanes:,} lanes read {size_text(size)} of it at a time, on all hosts together"
 
     @property
     def windows(self) -> int:
