@@ -89,7 +89,7 @@ class FastEncoder:
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text as `encode` has them, with no excerpt compared."""
-        known = [_is_known(text) for text in texts]
+        known = [is_known(text) for text in texts]
         with self._turn:
             encoder, encoded = self._idle.pop() if self._idle else (self._load(), 0)
             with _as_difference():
@@ -119,7 +119,7 @@ class FastEncoder:
             return gigatoken.Tokenizer.from_json(self._content)
 
 
-def _is_known(text: str) -> bool:
+def is_known(text: str) -> bool:
     """Whether Unicode 14 assigns every character of a text."""
     if text.isascii():
         return True
