@@ -15,7 +15,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,7 +52,9 @@ SCRIPTS = (
     "가-힣",
     "😀-🙏",
 )
-ENDS = (" ", " ", " ", " ", ", ", ". ", "-", "'", "\n", "  ", "\t", "、", "。", "\u00a0", "\r\n")
+MARKS = np.array([*map(ord, "     ,.-'\n\t、。\u00a0\r")])
+BETWEEN_WORDS = 0.2
+"""Share of the characters of such a paragraph that are one of these marks."""
 LARGEST = 0x10FFFF
 NEWER_LETTER, NEWER = "\U0001f6d8", 0.02
 """Share of the paragraphs of any code points that have a letter which Unicode 14 lacks."""
@@ -136,7 +137,7 @@ def encoders() -> tuple[LoadedTokenizer, FastEncoder, list[str]]:
 def compare(seed: int, part: int) -> Counts:
     """Encode a part of the text by both, and compare all ids."""
     tokenizer, fast, tokens = encoders()
-    draw, counts, texts = random.Random(f"{seed} {part}"), Counts(), list[str]()
+    draw, counts, texts = np.random.default_rng([seed, part]), Counts(), list[str]()
     while counts.bytes < PART_BYTES:
         text = document(draw, tokens)
         counts.bytes += len(text.encode())
@@ -156,20 +157,20 @@ def compare(seed: int, part: int) -> Counts:
     return counts
 
 
-def document(draw: random.Random, tokens: Sequence[str]) -> str:
+def document(draw: np.random.Generator, tokens: Sequence[str]) -> str:
     """A document with paragraphs of random kinds."""
     paragraphs, size = list[str](), 0
     while size < DOCUMENT:
         kind = draw.random()
         if kind < 0.5:
-            start = draw.randrange(len(LINES))
+            start = int(draw.integers(len(LINES)))
             text = "\n".join(LINES[start : start + 4])
         elif kind < 0.75:
-            text = "".join(draw.choices(tokens, k=PARAGRAPH // 4))
+            text = "".join(tokens[number] for number in draw.integers(len(tokens), size=PARAGRAPH // 4).tolist())
         elif kind < 0.97:
-            text = words(draw, draw.choice(SCRIPTS))
+            text = words(draw, *SCRIPTS[int(draw.integers(len(SCRIPTS)))].split("-"))
         else:
-            text = "".join(map(chr, draw.choices(letters("\0", chr(LARGEST)), k=PARAGRAPH // 4)))
+            text = characters(draw.choice(letters("\0", chr(LARGEST)), PARAGRAPH // 4))
             if draw.random() < NEWER:
                 text += NEWER_LETTER
         paragraphs.append(text)
@@ -177,21 +178,22 @@ def document(draw: random.Random, tokens: Sequence[str]) -> str:
     return "\n".join(paragraphs)
 
 
-def words(draw: random.Random, script: str) -> str:
-    """Words of random letters of a script, given by its first and last letter."""
-    found, size = list[str](), 0
-    while size < PARAGRAPH:
-        word = "".join(map(chr, draw.choices(letters(script[0], script[2]), k=draw.randint(1, 9))))
-        found += [word, draw.choice(ENDS)]
-        size += len(word) + 1
-    return "".join(found)
+def words(draw: np.random.Generator, first: str, last: str) -> str:
+    """Words of random letters of a script, which has letters from `first` to `last`."""
+    between = draw.random(PARAGRAPH) < BETWEEN_WORDS
+    codes = np.where(between, draw.choice(MARKS, PARAGRAPH), draw.choice(letters(first, last), PARAGRAPH))
+    return characters(codes)
+
+
+def characters(codes: np.ndarray) -> str:
+    return codes.astype("<u4").tobytes().decode("utf-32-le")
 
 
 @cache
-def letters(first: str, last: str) -> list[int]:
+def letters(first: str, last: str) -> np.ndarray:
     """The code points from one letter to another that Unicode 14 assigns."""
     codes = np.arange(ord(first), ord(last) + 1)
-    return codes[assigned()[codes]].tolist()
+    return codes[assigned()[codes]]
 
 
 if __name__ == "__main__":
