@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import unicodedata
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +102,25 @@ def test_encoders_are_loaded_anew_when_their_words_take_too_much_memory(
     monkeypatch.setattr(fast, "_load", counted)
     monkeypatch.setattr(fast_encoder, "LEAST_TEXT", 100)
     texts = [story(i) for i in range(5)]
-    for resident, most in ((0, 0), (1 << 62, 3)):
-        monkeypatch.setattr(fast_encoder, "resident", lambda resident=resident: resident)
+    for growth, expected_loads in ((0, 0), (1 << 40, 2)):
+        monkeypatch.setattr(fast_encoder, "resident", count(growth, growth).__next__)
         for _ in range(3):
             assert lists(fast.ids(texts)) == expected(tokenizer, texts)
-        assert most - 1 <= loads <= most
+        assert loads == expected_loads
+
+
+def test_memory_does_not_grow_with_the_words_of_the_text(
+    tokenizer: LoadedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each MB of random words takes some 9 MB of an encoder that keeps them."""
+    monkeypatch.setattr(fast_encoder, "LEAST_TEXT", 1 << 20)
+    monkeypatch.setattr(fast_encoder, "WORD_MEMORY", 10 << 20)
+    fast, draw, most = fast_of(tokenizer), random.Random(0), 0
+    before = fast_encoder.resident()
+    for _ in range(16):
+        fast.ids([" ".join(f"{draw.getrandbits(40):x}" for _ in range(100_000))])
+        most = max(most, fast_encoder.resident() - before)
+    assert most < 60 << 20
 
 
 def word_level() -> bytes:

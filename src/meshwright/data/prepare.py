@@ -27,7 +27,7 @@ from meshwright.data.cleaning import NO_CLEANING, Cleaner, Cleaning
 from meshwright.data.corpus import Document, read_documents
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
 from meshwright.data.encode_chat import chat_tokenizer, encode_chats
-from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder
+from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder, return_memory
 from meshwright.data.input_record import changed_inputs, input_record, write_input_record
 from meshwright.data.inputs import HARMLESS, InputFile, NotRead, check_text_key, list_inputs
 from meshwright.data.jobs import JOB, Job
@@ -188,6 +188,7 @@ def _run(
     if _in_units(preparation, files, how):
         source = _stream_of_units(preparation, files, not_read, tokenizer, fast is not None, how)
         fast = None
+        return_memory()
         documents = source.documents(preparation.split_of, writers)
     else:
         source = Reading(files, not_read, read, cleaner)
