@@ -112,6 +112,23 @@ def test_an_object_that_is_replaced_ends_the_run(
         data.samples([0])
 
 
+def test_a_read_never_joins_two_versions_of_an_object(proxy: AnswerProxy, server: Server) -> None:
+    """The object is replaced while an answer breaks off in the middle of its body; what is read again begins anew."""
+    old, new = b"a" * 300_000, b"b" * 300_000
+    put(server, "one.bin", old)
+    store = ObjectStore("s3://runs/one.bin", patience=10.0)
+    (file,) = store.list("s3://runs/one.bin")
+    proxy.faulty, proxy.kinds = 1.0, ("cut",)
+
+    def replace_once() -> None:
+        proxy.faulty = 0.0
+        put(server, "one.bin", new)
+
+    proxy.on_fault = replace_once
+    with pytest.raises(BadInput, match="one.bin: changed since the run has listed it"):
+        store.read(file, 0, len(old))
+
+
 def test_the_second_pass_reads_the_cache(proxy: AnswerProxy, tokenizer_file: Path, tmp_path: Path) -> None:
     spec = streamed(tokenizer_file, tmp_path / "cache")
     first = list(whole_steps(open_ranks(spec, 1), 0, 4))
