@@ -17,8 +17,8 @@ class AnswerProxy:
     """Forwards requests to `port` after `delay` seconds; of reads of contents a share `faulty` gets a fault of one of `kinds`.
 
     503: that status. cut: the connection ends within the body. short: a complete answer with fewer bytes than asked for. reset: no answer.
-    stall: half the body, and then nothing. `faults` counts them by kind, `requests` all requests. `on_fault` is called before such an answer
-    ends.
+    stall: half the body, and then nothing. `faults` counts them by kind, `requests` all requests. `on_fault` is called in the middle of an
+    answer whose body is not whole.
     """
 
     def __init__(self, port: int) -> None:
