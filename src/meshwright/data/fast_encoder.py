@@ -29,7 +29,7 @@ documents of which one word in fifty is random reach it after some 270 MB."""
 LEAST_TEXT = 16 << 20
 """An encoder is not loaded anew before it has encoded so many characters, because loading takes as long as some 50 MB of text."""
 EXCERPTS, EXCERPT = 4, 128
-"""Texts of each batch, and characters of each, that `tokenizers` encodes too: 0.2% of the text, some 5% of the time."""
+"""Texts of each batch, and characters of each, that `tokenizers` encodes too: 0.05% of the text, some 1% of the time."""
 HARD_TEXTS = (
     "I'd've said it's THEIRS, wouldn't you?  We'LL see.",
     "  leading and trailing  ",
