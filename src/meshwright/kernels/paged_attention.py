@@ -24,7 +24,7 @@ from meshwright.kernels.rope import RotaryTables, rotate, rotate_neighbours
 PROGRAMS_PER_PROCESSOR = 4
 """Programs of the decode kernel that each multiprocessor should get at least, if contexts are long."""
 MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 64
-"""Bounds of the parts of a context: one program sums all of them, and a part has at least one tile of tokens."""
+"""Bounds of the parts of a context: the second kernel reads all of them, and a part has at least one tile of tokens."""
 FULL_SHARE = 0.95
 """Programs for undivided contexts, per multiprocessor, from which on only long contexts are divided: the parts of others gain nothing."""
 PART_TOKENS = {1: (272, 272), 2: (480, 1536)}
