@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.arena import Arena
-from meshwright.checkpoint.background import writer_threads
-from meshwright.checkpoint.block_file import write_blocks
-from meshwright.checkpoint.block_reader import READ_THREADS
-from meshwright.checkpoint.source_checksum import host_checksum
+from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer
+from meshwright.checkpoint.read.block_reader import READ_THREADS
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.write.background import writer_threads
+from meshwright.checkpoint.write.file_writer import write_blocks
+from meshwright.checkpoint.write.source_checksum import host_checksum
 
 Line = dict[str, Any]
 BLOCK_BYTES = 16 << 20
@@ -31,7 +31,7 @@ PIECE_BYTES = 64 << 20
 def write_rates(options: argparse.Namespace) -> Iterator[Line]:
     """Write rates of the writer process's save and of a plain copy of the same memory, measured alternately."""
     size = int((0.2 if options.cpu else options.gigabytes) * 1e9) // mmap.PAGESIZE * mmap.PAGESIZE
-    arena, threads = Arena.create(size), writer_threads(1)
+    arena, threads = SnapshotBuffer.create(size), writer_threads(1)
     sample = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
     data = torch.frombuffer(arena.memory, dtype=torch.uint8)
     for start in range(0, len(data), len(sample)):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import arena as arenas
-from meshwright.checkpoint.arena import Arena, available_host_memory
+from meshwright.checkpoint.memory import snapshot_buffer as arenas
+from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer, available_host_memory
 
 
 def test_an_inherited_descriptor_shows_the_same_snapshot() -> None:
-    arena = Arena.create(10_000)
-    inherited = Arena.inherited(os.dup(arena.descriptor))
+    arena = SnapshotBuffer.create(10_000)
+    inherited = SnapshotBuffer.inherited(os.dup(arena.descriptor))
     assert (inherited.size, inherited.generation) == (10_000, 0)
     expected = arena.begin_snapshot()
     assert inherited.generation % 2 == 1, "a snapshot is copied in"

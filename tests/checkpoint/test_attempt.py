@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint.manifest import COMMITTED, MANIFEST, step_name
+from meshwright.checkpoint.format.manifest import COMMITTED, MANIFEST, step_name
+from meshwright.checkpoint.format.verify import verify
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.verify import verify
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
 from tests.checkpoint.crash import count, die_at, intercept_calls
 from tests.checkpoint.made import TEXTS, holds, save, tensors

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import staging
-from meshwright.checkpoint.manifest import read_manifest, step_name
+from meshwright.checkpoint.format.manifest import read_manifest, step_name
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.write import staging
 from meshwright.durable.lease import LeaseLost
 from meshwright.launch.folder import take_over
 from tests.checkpoint.toy import GROUPS, ToyRank, newest

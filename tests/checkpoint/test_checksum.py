@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from meshwright.checkpoint.checksum import ArenaChecksums, Checksum, word_sum
-from meshwright.checkpoint.source_checksum import DeviceChecksums, host_checksum
+from meshwright.checkpoint.write.checksum import BufferChecksums, Checksum, word_sum
+from meshwright.checkpoint.write.source_checksum import DeviceChecksums, host_checksum
 from meshwright.spec.errors import Damaged
 
 PIECES = [(0, 0), (0, 5), (0, 8), (0, 1000), (3, 2), (3, 5), (4, 4), (4, 20), (7, 1001), (12, 4096)]
@@ -62,7 +62,7 @@ def test_an_arena_is_compared_in_parts_of_any_size(memory: torch.Tensor) -> None
         borders = sorted({0, len(arena), *(chance.randrange(len(arena)) for _ in range(chance.randrange(20)))})
         parts = list(pairwise(borders))
         chance.shuffle(parts)
-        checksums = ArenaChecksums(keys, sizes, expected)
+        checksums = BufferChecksums(keys, sizes, expected)
         for start, end in parts:
             checksums.add(start, memoryview(arena)[start:end])
         checksums.check()
@@ -83,6 +83,6 @@ def test_sums_beyond_64_bits_wrap_around() -> None:
     source = torch.full((64,), 255, dtype=torch.uint8)
     data = memoryview(source.numpy())
     assert word_sum(data, 0) == 2**64 - 8 == host_checksum(source).total % 2**64
-    checksums = ArenaChecksums(["a"], [64], [Checksum(0, -8)])
+    checksums = BufferChecksums(["a"], [64], [Checksum(0, -8)])
     checksums.add(0, data)
     checksums.check()

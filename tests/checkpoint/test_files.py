@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from meshwright.checkpoint import files
-from meshwright.checkpoint.files import (
+from meshwright.checkpoint.format import files
+from meshwright.checkpoint.format.files import (
     BLOCK_BYTES,
     FileWriter,
     open_regular,

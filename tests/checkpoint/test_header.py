@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.header import HEADER_LIMIT, ITEM_BYTES, TensorHeader, encode_header
-from meshwright.checkpoint.shards import DTYPES, ShardFile, write_shard
+from meshwright.checkpoint.format.header import HEADER_LIMIT, ITEM_BYTES, TensorHeader, encode_header
+from meshwright.checkpoint.read.shards import DTYPES, ShardFile, write_shard
 from meshwright.spec.errors import Damaged
 
 GOOD: dict[str, Any] = {
@@ -60,7 +60,7 @@ def test_we_read_what_other_programs_write(tmp_path: Path):
 
 
 def test_a_box_is_read_into_any_stride_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 40)
+    monkeypatch.setattr("meshwright.checkpoint.read.shards.PIECE_BYTES", 40)
     stored = torch.arange(6 * 5 * 2, dtype=torch.float32).reshape(6, 5, 2)
     write_shard(
         tmp_path / "a.safetensors",
@@ -78,7 +78,7 @@ def test_a_box_is_read_into_any_stride_and_dtype(tmp_path: Path, monkeypatch: py
 
 
 def test_pieces_smaller_than_a_tensor_and_larger_than_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 33)
+    monkeypatch.setattr("meshwright.checkpoint.read.shards.PIECE_BYTES", 33)
     tensors = [torch.randn(n) for n in (1, 40, 2, 3, 17)]
     progress: list[int] = []
     headers = [TensorHeader(str(index), "F32", tuple(tensor.shape)) for index, tensor in enumerate(tensors)]

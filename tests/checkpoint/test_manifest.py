@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint.manifest import (
+from meshwright.checkpoint.format.manifest import (
     COMMITTED,
     MANIFEST,
     DamagedCheckpoint,

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from meshwright.checkpoint.manifest import has_commit, step_of, steps_in
+from meshwright.checkpoint.format.manifest import has_commit, step_of, steps_in
 from meshwright.launch.folder import take_over
 from tests.checkpoint.crash import CALLS, intercept_calls
 from tests.checkpoint.toy import newest

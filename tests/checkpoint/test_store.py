@@ -10,9 +10,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from meshwright.checkpoint.contents import read_checkpoint
-from meshwright.checkpoint.manifest import COMMITTED, step_name
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.format.contents import read_checkpoint
+from meshwright.checkpoint.format.manifest import COMMITTED, step_name
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from tests.checkpoint.made import TEXTS, blank, holds, same, save, tensors

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_gpu_tensors_come_back_bit_for_bit_wherever_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 100_000)
+    monkeypatch.setattr("meshwright.checkpoint.read.shards.PIECE_BYTES", 100_000)
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     saved = {name: tensor.to(device) for name, tensor in tensors(3).items()}
     saved |= {"large": torch.randn(700, 333, device=device), "strided": torch.randn(50, 70, device=device).t()}

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint import block_file
-from meshwright.checkpoint import writer as writing
-from meshwright.checkpoint.attempt import await_writers
-from meshwright.checkpoint.manifest import read_manifest, step_name
-from meshwright.checkpoint.snapshot_record import SnapshotRecord
-from meshwright.checkpoint.writer import Discard, decode, encode
+from meshwright.checkpoint.format.manifest import read_manifest, step_name
+from meshwright.checkpoint.memory.record import SnapshotRecord
+from meshwright.checkpoint.write import file_writer
+from meshwright.checkpoint.write import writer as writing
+from meshwright.checkpoint.write.attempt import await_writers
+from meshwright.checkpoint.write.writer import Discard, decode, encode
 from meshwright.launch.folder import take_over
 from tests.checkpoint.crash import CALLS, intercept_calls
 from tests.checkpoint.toy import newest
@@ -156,7 +156,7 @@ def test_commands_are_equal_after_encoding_and_decoding(tmp_path: Path) -> None:
 
 
 def test_the_writer_imports_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None\nimport meshwright.checkpoint.writer, meshwright.checkpoint.writer_process"
+    code = "import sys; sys.modules['torch'] = None\nimport meshwright.checkpoint.write.writer, meshwright.checkpoint.write.writer_process"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
 
@@ -205,12 +205,12 @@ def test_host_memory_that_changes_while_it_is_written_is_never_loaded(
     """The digest is of what was staged; what is on the disk differs, so the step before is loaded."""
     writers = new_writers(tmp_path, ranks, keep=5)
     writers.save(1)
-    real = block_file._write_at
+    real = file_writer._write_at
 
     def corrupted(descriptor: int, piece: memoryview, offset: int) -> int:
         return real(descriptor, memoryview(bytes([piece[0] ^ 1]) + bytes(piece[1:])), offset)
 
-    monkeypatch.setattr(block_file, "_write_at", corrupted)
+    monkeypatch.setattr(file_writer, "_write_at", corrupted)
     assert writers.save(2)["event"] == "committed" and newest(tmp_path) == 1
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.arena import Arena
-from meshwright.checkpoint.contents import Chunk, TensorRecord
-from meshwright.checkpoint.header import TensorHeader
-from meshwright.checkpoint.source_checksum import host_checksum
-from meshwright.checkpoint.state import encode_plain
-from meshwright.checkpoint.writer import Save, Setup, Writer, encoded_contents
+from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord
+from meshwright.checkpoint.format.header import TensorHeader
+from meshwright.checkpoint.format.plain_files import encode_plain
+from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer
+from meshwright.checkpoint.write.source_checksum import host_checksum
+from meshwright.checkpoint.write.writer import Save, Writer, WriterSetup, encoded_contents
 from meshwright.spec.run import Lease
 from tests.checkpoint.toy import SIZES, value
 
@@ -62,21 +62,21 @@ class Writers:
             header.key: TensorRecord(
                 header.shape,
                 "F32",
-                (Chunk((0,) * len(header.shape), header.shape, f"tensors-{rank:05d}.safetensors", header.key),),
+                (TensorChunk((0,) * len(header.shape), header.shape, f"tensors-{rank:05d}.safetensors", header.key),),
             )
             for rank, rank_headers in enumerate(headers)
             for header in rank_headers
         }
         self.checksums: list[list[list[int]]] = []
         """Of each rank's tensors, as staged last."""
-        self.arenas = [Arena.create(sum(header.bytes for header in rank_headers)) for rank_headers in staged]
+        self.arenas = [SnapshotBuffer.create(sum(header.bytes for header in rank_headers)) for rank_headers in staged]
         self.writers = [Writer(arena, reply) for arena, reply in zip(self.arenas, self.replies, strict=True)]
         entries = [
             [[header.key, header.dtype, list(header.shape)] for header in rank_headers] for rank_headers in headers
         ]
         for rank, writer in enumerate(self.writers):
             replica = replicas[rank] if replicas else None
-            setup = Setup(
+            setup = WriterSetup(
                 str(run / "checkpoints"),
                 rank,
                 ranks,

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from meshwright.checkpoint.staging import StagingBuffer
-from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.checkpoint.format.verify import list_checkpoints
+from meshwright.checkpoint.write.staging import StagingBuffer
 from tests.cli.command import train_here
 from tests.cli.conftest import ONE_RANK
 
@@ -27,7 +27,7 @@ def test_checkpoints_are_written_beside_training(tiny: Path, tmp_path: Path) -> 
 
 def test_training_waits_where_host_memory_does_not_hold_a_snapshot(tiny: Path, tmp_path: Path) -> None:
     with (
-        mock.patch("meshwright.checkpoint.background.available_host_memory", lambda: 1000),
+        mock.patch("meshwright.checkpoint.write.background.available_host_memory", lambda: 1000),
         mock.patch("meshwright.training.saving.ASYNC_BYTES", 0),
     ):
         answer = train_here(tiny, *WORDS, "checkpoint.mode=auto", "--runs", tmp_path)
@@ -45,7 +45,10 @@ def test_training_waits_where_host_memory_does_not_hold_a_snapshot(tiny: Path, t
 def test_training_waits_where_the_arena_cannot_be_made(tiny: Path, tmp_path: Path) -> None:
     """The first save finds out, on all ranks."""
     with (
-        mock.patch("meshwright.checkpoint.arena.empty_memory", side_effect=OSError(28, "No space left on device")),
+        mock.patch(
+            "meshwright.checkpoint.memory.snapshot_buffer.empty_memory",
+            side_effect=OSError(28, "No space left on device"),
+        ),
         mock.patch("meshwright.training.saving.ASYNC_BYTES", 0),
     ):
         answer = train_here(tiny, *WORDS, "checkpoint.mode=auto", "--runs", tmp_path)
@@ -65,7 +68,7 @@ def test_a_save_that_is_due_before_the_arena_is_ready_begins_later(tiny: Path, t
 
     with (
         mock.patch.object(StagingBuffer, "prepare", slowly),
-        mock.patch("meshwright.checkpoint.background.ASYNC_BYTES", 0),
+        mock.patch("meshwright.checkpoint.write.background.ASYNC_BYTES", 0),
     ):
         answer = train_here(
             tiny, *WORDS, "train.steps=120", "checkpoint.every=50", "checkpoint.keep=9", "--runs", tmp_path

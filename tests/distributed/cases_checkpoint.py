@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from meshwright.checkpoint.block_exchange import DeviceExchange, HostExchange
-from meshwright.checkpoint.reader import CheckpointReader
-from meshwright.checkpoint.storage import PiecePlanner
+from meshwright.checkpoint.read.block_exchange import DeviceExchange, HostExchange
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.write.storage import PiecePlanner
 from meshwright.parallel.world import World, world_group
 from meshwright.spec.errors import MeshwrightError
 from tests.checkpoint.reads import counted_reads

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from meshwright.checkpoint.manifest import step_of
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.format.manifest import step_of
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.optim.shards import local
 from meshwright.parallel.world import World

@@ -16,12 +16,12 @@ from unittest import mock
 
 import torch
 
-from meshwright.checkpoint.arena import ARENA, Arena, empty_memory
-from meshwright.checkpoint.inventory import FIRST_COMMIT
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.shards import ShardFile
-from meshwright.checkpoint.snapshot_memory import SnapshotMemory, open_snapshot
-from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE, SnapshotServer
+from meshwright.checkpoint.format.inventory import FIRST_COMMIT
+from meshwright.checkpoint.memory.snapshot_buffer import BUFFER_VARIABLE, SnapshotBuffer, empty_memory
+from meshwright.checkpoint.memory.snapshots import SnapshotMemory, open_snapshot
+from meshwright.checkpoint.memory.transport import SERVER_VARIABLE, SnapshotServer
+from meshwright.checkpoint.ranks import RankGroup
+from meshwright.checkpoint.read.shards import ShardFile
 from meshwright.observe.metrics import MetricsWriter
 from meshwright.parallel.world import World
 from meshwright.spec.job_token import TOKEN_VARIABLE
@@ -75,7 +75,7 @@ def begin_next_snapshot(world: World, session: Session) -> None:
 def lose_arena(world: World, session: Session) -> None:
     """The last rank's host was replaced."""
     if world.rank == world.ranks - 1:
-        os.environ[ARENA] = f"/proc/self/fd/{empty_memory()}"
+        os.environ[BUFFER_VARIABLE] = f"/proc/self/fd/{empty_memory()}"
 
 
 def corrupt_and_delete(world: World, session: Session) -> None:
@@ -85,14 +85,14 @@ def corrupt_and_delete(world: World, session: Session) -> None:
 
 def exchange_arenas(world: World, session: Session) -> None:
     """Hosts change places: each rank finds the arena of the next one."""
-    ranks, path = Ranks(world.control), os.environ[ARENA].replace("self", str(os.getpid()))
+    ranks, path = RankGroup(world.control), os.environ[BUFFER_VARIABLE].replace("self", str(os.getpid()))
     paths = ranks.run_on_all("exchanging", lambda: path)
-    os.environ[ARENA] = paths[(world.rank + 1) % world.ranks]
+    os.environ[BUFFER_VARIABLE] = paths[(world.rank + 1) % world.ranks]
     delete_checkpoints(world, session)
 
 
-def _arena() -> Arena:
-    arena = Arena.of_last_process()
+def _arena() -> SnapshotBuffer:
+    arena = SnapshotBuffer.of_last_process()
     assert arena is not None
     return arena
 
@@ -102,13 +102,13 @@ def restarted(world: World, assignment: Assignment, starts: Sequence[tuple[Chang
 
     Each start has copies of the arenas and of the checkpoints.
     """
-    with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{empty_memory()}"}):
+    with mock.patch.dict(os.environ, {BUFFER_VARIABLE: f"/proc/self/fd/{empty_memory()}"}):
         session = open_session(assignment, world)
         initial = {name: parts.read().clone() for name, parts in session.state().items()}
         _train(session)
         trained = {name: parts.read().clone() for name, parts in session.state().items()}
-        Ranks(world.control).run_on_all("training", lambda: None)
-        memory = Path(os.environ[ARENA]).read_bytes()
+        RankGroup(world.control).run_on_all("training", lambda: None)
+        memory = Path(os.environ[BUFFER_VARIABLE]).read_bytes()
     if world.leads:
         (session.folder / "checkpoints").rename(session.folder.parent / "stored")
     results: list[Start] = []
@@ -122,12 +122,12 @@ def restarted(world: World, assignment: Assignment, starts: Sequence[tuple[Chang
 
 def _start_after(change: Change, world: World, session: Session, memory: bytes, assignment: Assignment) -> Session:
     """The start of `assignment` after a `change` to copies of this rank's `memory` and of the stored checkpoints."""
-    ranks, descriptor = Ranks(world.control), empty_memory()
+    ranks, descriptor = RankGroup(world.control), empty_memory()
     os.write(descriptor, memory)
     if world.leads:
         shutil.rmtree(session.folder / "checkpoints", ignore_errors=True)
         shutil.copytree(session.folder.parent / "stored", session.folder / "checkpoints")
-    with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{descriptor}"}):
+    with mock.patch.dict(os.environ, {BUFFER_VARIABLE: f"/proc/self/fd/{descriptor}"}):
         ranks.run_on_all("copying", lambda: None)
         change(world, session)
         ranks.run_on_all("changing", lambda: None)
@@ -157,9 +157,9 @@ class Host:
             server.serve(0.05)
 
     def environment(self, token: Path) -> dict[str, str]:
-        return {ARENA: self.arena, SERVER_VARIABLE: self.address, TOKEN_VARIABLE: str(token)}
+        return {BUFFER_VARIABLE: self.arena, SERVER_VARIABLE: self.address, TOKEN_VARIABLE: str(token)}
 
-    def slot_arena(self) -> Arena:
+    def slot_arena(self) -> SnapshotBuffer:
         """The slot that has a copy."""
         snapshot = next(filter(None, map(open_snapshot, self.slots)))
         return snapshot.arena
@@ -195,7 +195,7 @@ def after_lost_host(world: World, assignment: Assignment, token: Path, change: H
 
     `equal` tells whether the state is what storage has. Before the start `change` is made and storage is emptied.
     """
-    ranks, hosts = Ranks(world.control), [Host()]
+    ranks, hosts = RankGroup(world.control), [Host()]
     try:
         with (
             mock.patch.dict(os.environ, hosts[0].environment(token)),
@@ -229,7 +229,7 @@ def after_lost_replica(world: World, assignment: Assignment, lost: int) -> tuple
 
     No server can take a copy. `equal` tells whether the state is the trained one; in storage each byte was once.
     """
-    ranks, memory = Ranks(world.control), {ARENA: f"/proc/self/fd/{empty_memory()}"}
+    ranks, memory = RankGroup(world.control), {BUFFER_VARIABLE: f"/proc/self/fd/{empty_memory()}"}
     with mock.patch.dict(os.environ, memory):
         session = open_session(assignment, world)
         with mock.patch.dict(os.environ, {SERVER_VARIABLE: "127.0.0.1:1"}):
@@ -245,7 +245,7 @@ def after_lost_replica(world: World, assignment: Assignment, lost: int) -> tuple
         ranks.run_on_all("reading", lambda: None)
         delete_checkpoints(world, session)
     if world.rank // 2 == lost:
-        memory[ARENA] = f"/proc/self/fd/{empty_memory()}"
+        memory[BUFFER_VARIABLE] = f"/proc/self/fd/{empty_memory()}"
     ranks.run_on_all("changing", lambda: None)
     with mock.patch.dict(os.environ, memory):
         session = open_session(_resume_assignment(assignment, None), world)
@@ -276,14 +276,14 @@ def _resume_assignment(assignment: Assignment, at_most: int | None) -> Assignmen
 
 def resumed_losses(world: World, assignment: Assignment) -> list[tuple[Any, ...]]:
     """(tier, step) of a second start in the same arenas, after which it trains to its end and saves there."""
-    with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{empty_memory()}"}):
+    with mock.patch.dict(os.environ, {BUFFER_VARIABLE: f"/proc/self/fd/{empty_memory()}"}):
         shorter_run = replace(assignment, run=replace(assignment.run, train=replace(assignment.run.train, steps=4)))
         _train(open_session(shorter_run, world))
-        Ranks(world.control).run_on_all("training", lambda: None)
+        RankGroup(world.control).run_on_all("training", lambda: None)
         session = open_session(_resume_assignment(assignment, None), world)
         begins = session.resumed_from, session.step
         _train(session)
-        Ranks(world.control).run_on_all("training", lambda: None)
+        RankGroup(world.control).run_on_all("training", lambda: None)
         session = open_session(_resume_assignment(assignment, None), world)
         return [begins, (session.resumed_from, session.step)]
 

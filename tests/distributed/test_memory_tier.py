@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.checkpoint.format.verify import list_checkpoints
 from meshwright.spec.plan import MeshAxis
 from tests.distributed import cases_memory as cases
 from tests.distributed.pool import Pool

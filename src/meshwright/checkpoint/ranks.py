@@ -30,7 +30,7 @@ class _Failure:
     message: str
 
 
-class Ranks:
+class RankGroup:
     """The ranks of `group`, or of the default group if it is None; this process alone without `torch.distributed`.
 
     `activity` is the phrase that begins an error's message, such as "saving step 100".

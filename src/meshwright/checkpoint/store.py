@@ -19,20 +19,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from meshwright.checkpoint.attempt import (
-    Attempt,
-    Provenance,
-    delete_beyond,
-    new_attempt,
-    recover,
-    remove_stale,
-)
-from meshwright.checkpoint.contents import Contents
-from meshwright.checkpoint.dcp_parts import DCPParts
-from meshwright.checkpoint.files import FileRecord
-from meshwright.checkpoint.fit import check_storable
-from meshwright.checkpoint.load import OpenCheckpoint, device_of, load_tensors, open_checkpoint
-from meshwright.checkpoint.manifest import (
+from meshwright.checkpoint.format.contents import Contents
+from meshwright.checkpoint.format.files import FileRecord
+from meshwright.checkpoint.format.manifest import (
     COMMITTED,
     Damage,
     DamagedCheckpoint,
@@ -44,10 +33,21 @@ from meshwright.checkpoint.manifest import (
     step_name,
     steps_in,
 )
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.state import encode_plain
-from meshwright.checkpoint.storage import PiecePlanner, ShardWriter
-from meshwright.checkpoint.verify import blocks_to_check, check_blocks, check_sizes, run_id_of, verify
+from meshwright.checkpoint.format.plain_files import encode_plain
+from meshwright.checkpoint.format.verify import blocks_to_check, check_blocks, check_sizes, run_id_of, verify
+from meshwright.checkpoint.ranks import RankGroup
+from meshwright.checkpoint.read.fit import check_storable
+from meshwright.checkpoint.read.load import OpenCheckpoint, device_of, load_tensors, open_checkpoint
+from meshwright.checkpoint.write.attempt import (
+    Provenance,
+    SaveAttempt,
+    delete_beyond,
+    new_attempt,
+    recover,
+    remove_stale,
+)
+from meshwright.checkpoint.write.dcp_parts import DCPParts
+from meshwright.checkpoint.write.storage import PiecePlanner, ShardWriter
 from meshwright.durable.lease import check_lease
 from meshwright.events.span import NullRecorder, Recorder
 from meshwright.spec.errors import BadInput, Damaged
@@ -100,7 +100,7 @@ class CheckpointStore:
         self.folder = folder
         self._lease = lease
         self._run_id = run_id_of(folder) if lease is None else lease.run_id
-        self._ranks, self._device_group = Ranks(group), device_group
+        self._ranks, self._device_group = RankGroup(group), device_group
         self._recorder = recorder or NullRecorder()
         self._progress = progress
         self._verified: set[Path] = set()
@@ -121,7 +121,7 @@ class CheckpointStore:
         """Write the checkpoint of `step` and make it visible, whole and durable, or raise and leave nothing visible.
 
         `state` has plain values (JSON). `texts` has further files by name, such as the resolved configuration. Both are
-        taken from the first rank. `parent` and `finite` go into the manifest (`checkpoint.manifest.Manifest`). A good
+        taken from the first rank. `parent` and `finite` go into the manifest (`checkpoint.format.manifest.Manifest`). A good
         checkpoint of the step is kept unless `overwrite`. Raises OutOfResources when the disk is or becomes full
         (earlier checkpoints stay), BadInput for values that cannot be stored and for a tensor whose pieces on the ranks
         overlap without being the same or leave elements out, and CommunicationFailure when a rank is lost.
@@ -262,15 +262,15 @@ class CheckpointStore:
         if self._lease is not None:
             check_lease(self.folder.parent, self._lease)
 
-    def _begin(self, step: int) -> Attempt:
-        attempt = Attempt(self.folder, step, new_attempt(self._lease), self._lease)
+    def _begin(self, step: int) -> SaveAttempt:
+        attempt = SaveAttempt(self.folder, step, new_attempt(self._lease), self._lease)
         attempt.check_owner()
         recover(self.folder)
         attempt.create()
         return attempt
 
     def _write(
-        self, activity: str, attempt: Attempt, tensors: Mapping[str, LocalTensor]
+        self, activity: str, attempt: SaveAttempt, tensors: Mapping[str, LocalTensor]
     ) -> tuple[dict[str, FileRecord], Contents]:
         """Write every rank's tensors, durable on return; the records of all files, and on the first rank their tensors."""
         writer = ShardWriter(

@@ -26,7 +26,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE
+from meshwright.checkpoint.memory.transport import SERVER_VARIABLE
 from meshwright.connections.accept import listen_at
 from meshwright.connections.limits import raise_file_limit
 from meshwright.connections.proof import WrongProof

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from meshwright.checkpoint.arena import ARENA, empty_memory
+from meshwright.checkpoint.memory.snapshot_buffer import BUFFER_VARIABLE, empty_memory
 from meshwright.connections.accept import listen_at
 from meshwright.events.messages import (
     CHANNEL,
@@ -159,7 +159,7 @@ def rank_starter(
     """
     device = "cpu" if cluster.is_cpu else "cuda"
     shared = {**environment, RUN_VARIABLE: os.path.abspath(folder)}
-    variables = [{**shared, ARENA: arena} for arena in arenas or empty_arenas(cluster.gpus_per_node)]
+    variables = [{**shared, BUFFER_VARIABLE: arena} for arena in arenas or empty_arenas(cluster.gpus_per_node)]
     return lambda spare: start_ranks(
         "meshwright.training.rank",
         [device, "spare"] if spare else [device],

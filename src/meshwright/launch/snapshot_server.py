@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
-from meshwright.checkpoint.snapshot_memory import SLOTS
+from meshwright.checkpoint.memory.snapshots import SLOTS
 from meshwright.connections.accept import listen_at
 from meshwright.events.terminal import write_line
 from meshwright.launch.local import empty_arenas
@@ -56,7 +56,7 @@ class SnapshotServerProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         descriptor = self._listener.fileno()
-        command = [sys.executable, "-m", "meshwright.checkpoint.snapshot_server", str(descriptor), self._paths]
+        command = [sys.executable, "-m", "meshwright.checkpoint.memory.server", str(descriptor), self._paths]
         return subprocess.Popen(
             command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, start_new_session=True, env=without_secrets()
         )
