@@ -18,7 +18,7 @@ from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer
 from meshwright.checkpoint.read.block_reader import READ_THREADS
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.write.background import writer_threads
-from meshwright.checkpoint.write.file_writer import write_blocks
+from meshwright.checkpoint.write.file_writer import write_file
 from meshwright.checkpoint.write.source_checksum import host_checksum
 
 Line = dict[str, Any]
@@ -38,7 +38,7 @@ def write_rates(options: argparse.Namespace) -> Iterator[Line]:
         data[start : start + len(sample)] = sample[: len(data) - start]
     path = options.runs / "written"
     calls: dict[str, Callable[[], object]] = {
-        "save": lambda: write_blocks(path, [arena.data[:size]], threads),
+        "save": lambda: write_file(path, [[arena.data[:size]]], threads),
         "copy": lambda: plain_copy(path, arena.data[:size], threads),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord, check_record, read_checkpoint
-from meshwright.checkpoint.format.files import FileRecord, write_file
+from meshwright.checkpoint.format.files import FileRecord
 from meshwright.checkpoint.format.manifest import (
     COMMITTED,
     CONTENTS,
@@ -24,6 +24,7 @@ from meshwright.checkpoint.format.manifest import (
 )
 from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.write.file_writer import write_file
 from meshwright.spec.errors import BadInput, Damaged
 from tests.checkpoint.made import blank, save
 from tests.slow import examples
@@ -35,7 +36,7 @@ def forge(path: Path, contents: Any = None, files: dict[str, Any] | None = None)
     if contents is not None:
         (path / CONTENTS).unlink()
         data = contents if isinstance(contents, bytes) else json.dumps(contents).encode()
-        manifest.files[CONTENTS] = write_file(path / CONTENTS, data)
+        manifest.files[CONTENTS] = write_file(path / CONTENTS, [[data]])
     entries: dict[str, FileRecord] = {**manifest.files, **(files or {})}
     versions = (manifest.world_size, manifest.attempt, manifest.written, manifest.versions)
     data = CheckpointManifest(manifest.step, *versions, entries).encode()

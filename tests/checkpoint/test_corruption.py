@@ -21,9 +21,9 @@ from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord
 from meshwright.checkpoint.format.header import TensorHeader
 from meshwright.checkpoint.format.plain_files import encode_plain
 from meshwright.checkpoint.format.verify import verify
-from meshwright.checkpoint.read.shards import write_shard
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.write.attempt import Provenance, SaveAttempt, new_attempt
+from meshwright.checkpoint.write.live_state import write_tensors
 from meshwright.launch.folder import take_over
 from meshwright.spec.run import Lease
 from tests.checkpoint.made import TEXTS
@@ -49,7 +49,7 @@ def write(folder: Path, step: int, seed: int, lease: Lease | None) -> Path:
             values(seed)[rank * rows_per_rank : (rank + 1) * rows_per_rank],
         )
         entry = TensorHeader(f"x[{rank * rows_per_rank},0]", "F32", tuple(local_rows.shape))
-        files[name] = write_shard(attempt.folder / name, [entry], lambda _, local_rows=local_rows: local_rows)
+        files[name] = write_tensors(attempt.folder / name, [entry], [local_rows])
         chunks.append(TensorChunk((rank * rows_per_rank, 0), tuple(local_rows.shape), name, entry.key))
     contents = {"x": TensorRecord(SHAPE, "F32", tuple(chunks))}
     encoded_entries = encode_plain({"step": step, "samples": seed}, TEXTS)

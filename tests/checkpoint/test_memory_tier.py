@@ -57,7 +57,7 @@ def image(rank: int) -> FileImage:
 def complete_record(rank: int) -> SnapshotRecord:
     snapshot = image(rank)
     blocks = tuple(xxhash.xxh3_64(snapshot.block(index)).hexdigest() for index in range(snapshot.blocks))
-    return record(rank, FileRecord(snapshot.bytes, "", blocks))
+    return record(rank, FileRecord(snapshot.bytes, blocks))
 
 
 def fill_arena(rank: int, replica: int | None = None) -> str:

@@ -86,7 +86,7 @@ class Protocol(RuleBasedStateMachine):
                     raise Crash
 
         try:
-            with intercept_calls(act, (*CALLS, "pwrite", *WAITING)):
+            with intercept_calls(act, (*CALLS, *WAITING)):
                 self.writers.carry_out(save)
         except Crash:
             pass

@@ -35,5 +35,5 @@ def test_a_failure_inside_a_collective_gets_the_class_of_its_cause(
         raise error
 
     with pytest.raises(MeshwrightError, match=text) as caught:
-        RankGroup(None).run_collective("saving", work)
+        RankGroup(None).run_communication("saving", work)
     assert type(caught.value) is error_class

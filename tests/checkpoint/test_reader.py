@@ -12,9 +12,9 @@ from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord
 from meshwright.checkpoint.format.header import TensorHeader
 from meshwright.checkpoint.format.plain_files import encode_plain
 from meshwright.checkpoint.read.reader import CheckpointReader
-from meshwright.checkpoint.read.shards import write_shard
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.write.attempt import Provenance, SaveAttempt, new_attempt
+from meshwright.checkpoint.write.live_state import write_tensors
 from meshwright.spec.errors import BadInput, Damaged
 from tests.checkpoint.made import save, tensors
 from tests.slow import examples
@@ -30,9 +30,7 @@ def save_grid(folder: Path, row_cuts: list[int], column_cuts: list[int]) -> Path
     cuts = itertools.product(itertools.pairwise(row_cuts), itertools.pairwise(column_cuts))
     for index, ((top, bottom), (left, right)) in enumerate(cuts):
         box, name, key = WHOLE[top:bottom, left:right], f"tensors-{index:05d}.safetensors", f"x[{top},{left}]"
-        files[name] = write_shard(
-            attempt.folder / name, [TensorHeader(key, "I32", tuple(box.shape))], lambda _, box=box: box
-        )
+        files[name] = write_tensors(attempt.folder / name, [TensorHeader(key, "I32", tuple(box.shape))], [box])
         chunks.append(TensorChunk((top, left, 0), tuple(box.shape), name, key))
     contents = {"x": TensorRecord(tuple(WHOLE.shape), "I32", tuple(chunks))}
     attempt.commit(files, contents, encode_plain({}, {}), Provenance(len(files), "any"))

@@ -16,12 +16,12 @@ from unittest import mock
 
 import torch
 
+from meshwright.checkpoint.format.header import read_entries
 from meshwright.checkpoint.format.inventory import FIRST_COMMIT
 from meshwright.checkpoint.memory.snapshot_buffer import BUFFER_VARIABLE, SnapshotBuffer, empty_memory
 from meshwright.checkpoint.memory.snapshots import SnapshotMemory, open_snapshot
 from meshwright.checkpoint.memory.transport import SERVER_VARIABLE, SnapshotServer
 from meshwright.checkpoint.ranks import RankGroup
-from meshwright.checkpoint.read.shards import ShardFile
 from meshwright.observe.metrics import MetricsWriter
 from meshwright.parallel.world import World
 from meshwright.spec.job_token import TOKEN_VARIABLE
@@ -237,7 +237,7 @@ def after_lost_replica(world: World, assignment: Assignment, lost: int) -> tuple
         trained = {name: parts.read().clone() for name, parts in session.state().items()}
         sizes = ranks.run_on_all("training", lambda: sum(parts.local.nbytes for parts in session.state().values()))
         files = list((session.folder / "checkpoints" / "step-00000008").glob("*.safetensors"))
-        stored = sum(entry.end - entry.start for path in files for entry in ShardFile(path).entries.values())
+        stored = sum(entry.end - entry.start for path in files for entry in read_entries(path).values())
         assert (len(files), stored) == (world.ranks, sum(sizes) // 2)
         arena = _arena()
         assert arena.size == sizes[world.rank], "the rank's part and its replica's are the whole shard"

@@ -1,4 +1,4 @@
-"""Writes files with digests and makes them durable (fsync); reads files with checks on type and size. Torch-free.
+"""Records of a checkpoint's files, and reads with checks on type and size. Torch-free.
 
 Operating-system errors pass through; `spec.failures` converts them into the project's error classes.
 """
@@ -12,11 +12,7 @@ import shutil
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-import xxhash
-
-from meshwright.durable.writes import sync_open_file
 from meshwright.spec.errors import Damaged
 
 BLOCK_BYTES = 16 << 20
@@ -47,86 +43,10 @@ _UNREADABLE = {
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file's size, the xxh3_128 digest of its contents, and the xxh3_64 digest of each block, in hexadecimal."""
+    """A file's size, and the xxh3_64 digest of each block in hexadecimal."""
 
     bytes: int
-    digest: str
     blocks: tuple[str, ...]
-
-
-class FileWriter:
-    """A new file, written front to back; `finish` makes it durable and returns its record.
-
-    Without `finish`, leaving the `with` block only closes the file; its contents may be incomplete and not durable.
-    Raises FileExistsError when `path` exists.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._bytes = 0
-        self._file_digest = xxhash.xxh3_128()
-        self._block_digest = xxhash.xxh3_64()
-        self._block_digests: list[str] = []
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-
-    def __enter__(self) -> FileWriter:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def write(self, data: Bytes) -> None:
-        """Append `data` and add it to the digests."""
-        self.digest(data)
-        self.append(data)
-
-    def digest(self, data: Bytes) -> None:
-        """Add `data` to the digests; the caller must append the same bytes in the same order."""
-        view = memoryview(data).cast("B")
-        self._file_digest.update(view)
-        while view:
-            part = view[: BLOCK_BYTES - self._bytes % BLOCK_BYTES]
-            self._block_digest.update(part)
-            self._bytes += len(part)
-            if self._bytes % BLOCK_BYTES == 0:
-                self._close_block()
-            view = view[len(part) :]
-
-    def append(self, data: Bytes) -> None:
-        """Write all of `data`, also if the system writes it in parts. May run in another thread than `digest`."""
-        assert self._descriptor is not None
-        view = memoryview(data).cast("B")
-        try:
-            while view:
-                view = view[os.write(self._descriptor, view) :]
-        except OSError as error:
-            error.filename = str(self.path)
-            raise
-
-    def finish(self) -> FileRecord:
-        """Make the contents durable, close the file and return its record."""
-        assert self._descriptor is not None
-        sync_open_file(self._descriptor, self.path)
-        os.close(self._descriptor)
-        self._descriptor = None
-        if self._bytes % BLOCK_BYTES:
-            self._close_block()
-        return FileRecord(self._bytes, self._file_digest.hexdigest(), tuple(self._block_digests))
-
-    def _close_block(self) -> None:
-        self._block_digests.append(self._block_digest.hexdigest())
-        self._block_digest.reset()
-
-
-def write_file(path: Path, data: bytes) -> FileRecord:
-    """Write a small new file; it is durable on return."""
-    with FileWriter(path) as out:
-        out.write(data)
-        return out.finish()
 
 
 def open_regular(path: Path) -> int:

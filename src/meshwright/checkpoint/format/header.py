@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.format.files import read_range
+from meshwright.checkpoint.format.files import open_regular, read_range
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.folder_files import parse_json
 
@@ -94,9 +94,13 @@ def encode_header(headers: Sequence[TensorHeader]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(descriptor: int, path: Path) -> dict[str, TensorEntry]:
-    """The entries by key of the safetensors file open at `descriptor`; raises Damaged if it violates the format."""
-    return parse_header(read_header_bytes(descriptor, path), os.fstat(descriptor).st_size, path)
+def read_entries(path: Path) -> dict[str, TensorEntry]:
+    """The entries by key of a safetensors file; raises Damaged if it violates the format."""
+    descriptor = open_regular(path)
+    try:
+        return parse_header(read_header_bytes(descriptor, path), os.fstat(descriptor).st_size, path)
+    finally:
+        os.close(descriptor)
 
 
 def read_header_bytes(descriptor: int, path: Path) -> bytes:
@@ -127,6 +131,17 @@ def parse_header(header: bytes, file_bytes: int, path: Path) -> dict[str, Tensor
     }
     _check_no_gaps(entries, len(header), file_bytes, path)
     return entries
+
+
+def find_entry(
+    entries: Mapping[str, TensorEntry], key: str, dtype: str, shape: tuple[int, ...], path: Path
+) -> TensorEntry:
+    """The entry under `key` of the file `path`; raises Damaged unless it has this dtype and shape."""
+    entry = entries.get(key)
+    if entry is None or entry.dtype != dtype or entry.shape != shape:
+        stored = "nothing" if entry is None else f"{entry.dtype} {entry.shape}"
+        raise Damaged(f"{path}: {key!r:.80} should be {dtype} of shape {shape}, the file holds {stored}")
+    return entry
 
 
 def parse_offsets(value: Any) -> tuple[int, ...] | None:

@@ -1,7 +1,7 @@
 """Reads and writes the record that makes a folder a checkpoint: `manifest.json` and `COMMITTED`, its digest.
 
-The manifest has the size and digests of every other file. Torch-free, so that the launcher and the command line start
-quickly.
+The manifest has the size of every other file and a digest of each of its blocks. Torch-free, so that the launcher and
+the command line start quickly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STEP_NAME = re.compile(r"step-(\d{8,12})")
 REPLACED = re.compile(r"\.replaced-(step-\d{8,12})\.[0-9a-f]+")
 """Name of a checkpoint that another of the same step is about to replace."""
 _COMMIT_LINE = re.compile(rb"[0-9a-f]{32}\n")
-_FILE_DIGEST, _BLOCK_DIGEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{16}")
+_BLOCK_DIGEST = re.compile(r"[0-9a-f]{16}")
 
 DamageType = Literal["missing", "truncated", "digest", "extra", "manifest", "commit", "foreign", "format"]
 """`digest`: contents differ from what was written; `extra`: more bytes or files than written; `manifest`, `commit`: the
@@ -110,6 +110,11 @@ class CheckpointManifest:
     def encode(self) -> bytes:
         """The bytes of `manifest.json`."""
         return (json.dumps({"format": FORMAT, "block_bytes": BLOCK_BYTES, **asdict(self)}, indent=1) + "\n").encode()
+
+
+def tensor_file(rank: int) -> str:
+    """The name of the file with a rank's tensors."""
+    return f"tensors-{rank:05d}.safetensors"
 
 
 def step_name(step: int) -> str:
@@ -281,14 +286,12 @@ def _parse(data: Any, path: Path) -> CheckpointManifest:
 def _parse_record(name: str, entry: Any, path: Path) -> FileRecord:
     if plain_name(name) is None or name in (MANIFEST, COMMITTED):
         raise Damaged(f"{path}: {name!r:.80} is not a plain file name")
-    size, digest, blocks = (
-        entry.get(key) if isinstance(entry, dict) else None for key in ("bytes", "digest", "blocks")
-    )
-    if not _is_whole_number(size) or not _is_digest(digest, _FILE_DIGEST) or not isinstance(blocks, list):
-        raise Damaged(f"{path}: the record of {name} lacks bytes, digest or blocks")
-    if len(blocks) != -(-size // BLOCK_BYTES) or not all(_is_digest(block, _BLOCK_DIGEST) for block in blocks):
+    size, blocks = (entry.get(key) if isinstance(entry, dict) else None for key in ("bytes", "blocks"))
+    if not _is_whole_number(size) or not isinstance(blocks, list):
+        raise Damaged(f"{path}: the record of {name} lacks bytes or blocks")
+    if len(blocks) != -(-size // BLOCK_BYTES) or not all(_is_digest(block) for block in blocks):
         raise Damaged(f"{path}: the blocks of {name} do not fit its {size} bytes")
-    return FileRecord(size, digest, tuple(blocks))
+    return FileRecord(size, tuple(blocks))
 
 
 def _is_whole_number(value: Any) -> TypeGuard[int]:
@@ -302,5 +305,5 @@ def _is_duration_table(value: Any) -> TypeGuard[dict[str, float]]:
     )
 
 
-def _is_digest(value: Any, pattern: re.Pattern[str]) -> TypeGuard[str]:
-    return isinstance(value, str) and pattern.fullmatch(value) is not None
+def _is_digest(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and _BLOCK_DIGEST.fullmatch(value) is not None

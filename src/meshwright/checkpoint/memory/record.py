@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.checkpoint.format.files import FileRecord
 from meshwright.checkpoint.format.header import TensorHeader
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SnapshotRecord:
     @classmethod
     def _of_fields(cls, fields: dict[str, Any]) -> SnapshotRecord:
         file, replica = fields.pop("file"), fields.pop("replica")
-        record = None if file is None else FileRecord(file["bytes"], file["digest"], tuple(file["blocks"]))
+        record = None if file is None else FileRecord(file["bytes"], tuple(file["blocks"]))
         return cls(file=record, replica=None if replica is None else cls._of_fields(replica), **fields)
 
 

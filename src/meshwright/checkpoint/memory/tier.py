@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint.format.files import BLOCK_BYTES, FileRecord
-from meshwright.checkpoint.format.manifest import STATE, CheckpointManifest, step_name
+from meshwright.checkpoint.format.manifest import STATE, CheckpointManifest, step_name, tensor_file
 from meshwright.checkpoint.format.plain_files import decode_state
 from meshwright.checkpoint.memory.file_image import FileImage
 from meshwright.checkpoint.memory.record import SnapshotRecord
@@ -40,7 +40,6 @@ from meshwright.checkpoint.memory.transport import SERVER_VARIABLE, SnapshotClie
 from meshwright.checkpoint.ranks import RankGroup
 from meshwright.checkpoint.read.block_reader import BlockFiles
 from meshwright.checkpoint.read.load import OpenCheckpoint, load_tensors
-from meshwright.checkpoint.write.storage import shard_name
 from meshwright.checkpoint.write.writer import decoded_contents
 from meshwright.events.span import Recorder
 from meshwright.spec.errors import Damaged
@@ -85,7 +84,7 @@ class MemorySnapshot:
         """
         blocks = self._blocks()
         opened = OpenCheckpoint(blocks.path, blocks.manifest, decoded_contents(dict(self.contents)), dict(self.state))
-        owners = {shard_name(rank): reader for rank, reader in enumerate(self.readers)}
+        owners = {tensor_file(rank): reader for rank, reader in enumerate(self.readers)}
         try:
             load_tensors(
                 ranks,
@@ -110,7 +109,7 @@ class MemorySnapshot:
 
         def check() -> None:
             for rank, source in self.sources.items():
-                file, record = shard_name(rank), source.record.file
+                file, record = tensor_file(rank), source.record.file
                 for index in range(0 if record is None else len(record.blocks)):
                     blocks.read(file, index, memoryview(buffer)[: blocks.block_bytes(file, index)])
 
@@ -131,11 +130,11 @@ class MemorySnapshot:
 
     def _blocks(self) -> _SnapshotFiles:
         files = {
-            shard_name(rank): FileRecord(size, "", ())  # each rank verifies the files that it reads
+            tensor_file(rank): FileRecord(size, ())  # each rank verifies the files that it reads
             for rank, size in enumerate(self.file_bytes)
             if size is not None
         }
-        sources = {shard_name(rank): source for rank, source in self.sources.items()}
+        sources = {tensor_file(rank): source for rank, source in self.sources.items()}
         files |= {name: source.record.file for name, source in sources.items() if source.record.file is not None}
         manifest = CheckpointManifest(self.step, len(self.file_bytes), self.attempt, "", {}, files)
         return _SnapshotFiles(Path(f"{self.tier} of {step_name(self.step)}"), manifest, sources)

@@ -310,7 +310,7 @@ class SnapshotClient:
                         raise TransportFailure("the next save began before the copy was complete")
                     self._stream.send(piece)
                 self._stream.send(bytes.fromhex(digests[-1]))
-            record = describe(FileRecord(image.bytes, "", tuple(digests)) if digests else None)
+            record = describe(FileRecord(image.bytes, tuple(digests)) if digests else None)
             if not unchanged():
                 raise TransportFailure("the next save began before the copy was complete")
             self._stream.send_line({"record_bytes": len(record), "digest": xxhash.xxh3_128(record).hexdigest()})

@@ -15,7 +15,7 @@ from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord
 from meshwright.checkpoint.format.files import disk_space_error
 from meshwright.checkpoint.format.header import TensorHeader
 from meshwright.checkpoint.format.inventory import choose_newest
-from meshwright.checkpoint.format.manifest import step_name
+from meshwright.checkpoint.format.manifest import step_name, tensor_file
 from meshwright.checkpoint.format.plain_files import encode_plain
 from meshwright.checkpoint.models.adapters import BASE
 from meshwright.checkpoint.models.hf import BASE_MODEL, export_hf, import_hf
@@ -24,8 +24,8 @@ from meshwright.checkpoint.models.peft import write_peft
 from meshwright.checkpoint.models.stored_model import open_model
 from meshwright.checkpoint.models.towers import keep_towers, read_towers
 from meshwright.checkpoint.read.reader import CheckpointReader
-from meshwright.checkpoint.read.shards import write_shard
 from meshwright.checkpoint.write.attempt import Provenance, SaveAttempt, new_attempt, recover
+from meshwright.checkpoint.write.live_state import write_tensors
 from meshwright.config.load import resolved_yaml
 from meshwright.data.chat_template import TEMPLATE, copy_chat_files
 from meshwright.data.text_format import TEXT_FORMAT, TOKENIZER, TextFormat, known_text_format, tokenizer_file
@@ -37,8 +37,6 @@ from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
 from meshwright.spec.run import ModelSection, RunSpec
-
-_SHARD = "tensors-00000.safetensors"
 
 log = logging.getLogger("meshwright")
 
@@ -173,12 +171,9 @@ def import_checkpoint(
         space_error = disk_space_error(checkpoints, sum(header.bytes for header in headers))
         if space_error is not None:
             raise OutOfResources(space_error)
-        shard = write_shard(
-            attempt.folder / _SHARD,
-            headers,
-            lambda index: weights.read(parameter_of[headers[index].key]).to(torch.float32),
-        )
-        attempt.commit({_SHARD: shard}, contents, plain, Provenance(1, str(torch.__version__)))
+        values = (weights.read(parameter).to(torch.float32) for parameter in parameter_of.values())
+        shard = write_tensors(attempt.folder / tensor_file(0), headers, values)
+        attempt.commit({tensor_file(0): shard}, contents, plain, Provenance(1, str(torch.__version__)))
     except BaseException:
         attempt.abandon()
         raise
@@ -234,7 +229,7 @@ def _run_yaml(spec: ModelSpec, name: str) -> str:
 def _single_chunk_record(header: TensorHeader) -> TensorRecord:
     """The record of a tensor that is stored undivided."""
     return TensorRecord(
-        header.shape, header.dtype, (TensorChunk((0,) * len(header.shape), header.shape, _SHARD, header.key),)
+        header.shape, header.dtype, (TensorChunk((0,) * len(header.shape), header.shape, tensor_file(0), header.key),)
     )
 
 

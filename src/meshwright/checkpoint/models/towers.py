@@ -17,8 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.checkpoint.format.files import disk_space_error, read_range
-from meshwright.checkpoint.format.header import ITEM_BYTES, TensorEntry, TensorHeader
-from meshwright.checkpoint.read.shards import PIECE_BYTES, ShardFile, dtype_name, write_shard
+from meshwright.checkpoint.format.header import ITEM_BYTES, TensorEntry, TensorHeader, read_entries
+from meshwright.checkpoint.local_tensors import dtype_name
+from meshwright.checkpoint.write.live_state import write_tensors
 from meshwright.durable.writes import publish, write_durable
 from meshwright.families.folder import folder_nesting, read_json
 from meshwright.families.text_part import TOWERS, Nesting
@@ -28,6 +29,8 @@ from meshwright.spec.folder_files import JSON_BYTES, read_folder_file
 RECORD, TENSORS = "config.json", "towers.safetensors"
 SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of such a folder about images and sound."""
+PIECE_BYTES = 64 << 20
+"""Bytes of a tensor that are in memory at a time."""
 QUANTISED = ("F8_E4M3", "F8_E8M0", "I8", "U8", "I32")
 """dtypes of tensors that mean nothing without scales, or without the words of config.json."""
 _NESTING = "meshwright_text_part"
@@ -79,7 +82,7 @@ def keep_towers(source: Path, names: Collection[str], read: Callable[[str], Tens
     partial = folder / f".{TOWERS}.{os.getpid()}.partial"
     partial.mkdir()
     try:
-        write_shard(partial / TENSORS, headers, lambda index: read(headers[index].key))
+        write_tensors(partial / TENSORS, headers, (read(header.key) for header in headers))
         _copy_settings(source, partial)
         record = {**config, _NESTING: [*astuple(nesting)]}
         write_durable(partial / RECORD, json.dumps(record, indent=2) + "\n")
@@ -108,8 +111,8 @@ def read_towers(folder: Path) -> Towers | None:
         raise Damaged(f"{kept / RECORD}: {_NESTING}: expected the place of the text model's tensors")
     if not (kept / TENSORS).is_file():
         raise Damaged(f"{kept / TENSORS}: no such file; it has the tensors beside the text model, which exports need")
-    with ShardFile(kept / TENSORS) as stored:
-        return Towers(kept, config, Nesting(*place), dict.fromkeys(stored.entries, stored.path), stored.entries)
+    entries = read_entries(kept / TENSORS)
+    return Towers(kept, config, Nesting(*place), dict.fromkeys(entries, kept / TENSORS), entries)
 
 
 def towers_beside(folder: Path, files: Mapping[str, str], nesting: Nesting) -> Towers:
@@ -117,8 +120,7 @@ def towers_beside(folder: Path, files: Mapping[str, str], nesting: Nesting) -> T
     paths = {name: Path(os.path.realpath(folder / file)) for name, file in files.items()}
     entries: dict[str, TensorEntry] = {}
     for path in dict.fromkeys(paths.values()):
-        with ShardFile(path) as stored:
-            entries |= {name: entry for name, entry in stored.entries.items() if paths.get(name) == path}
+        entries |= {name: entry for name, entry in read_entries(path).items() if paths.get(name) == path}
     return Towers(folder, read_json(folder / "config.json"), nesting, paths, entries)
 
 

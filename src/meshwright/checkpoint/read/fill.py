@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.format.contents import TensorChunk
 from meshwright.checkpoint.format.header import ITEM_BYTES, TensorEntry
-from meshwright.checkpoint.read.shards import DTYPES
+from meshwright.checkpoint.local_tensors import DTYPES
 
 Store = Callable[[Tensor, Tensor], object]
 """Copies values to a target or a part of it; the copy may still run on return."""

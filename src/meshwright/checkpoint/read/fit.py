@@ -1,39 +1,15 @@
-"""Checks before a save or load: can the tensors be stored, and do they match the stored names, shapes and dtypes?"""
+"""Checks before a load: do the tensors match the stored names, shapes and dtypes?"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
 from meshwright.checkpoint.format.contents import Contents
-from meshwright.checkpoint.read.shards import dtype_name
+from meshwright.checkpoint.local_tensors import LocalTensor, dtype_name
 from meshwright.spec.errors import BadInput, nearest
-from meshwright.state.parts import StateParts
 
 
-def check_storable(tensors: Mapping[str, Tensor | StateParts]) -> None:
-    """Raise BadInput unless all values are materialised tensors of a dtype that safetensors knows.
-
-    A `StateParts` is this rank's pieces of a tensor that the engine itself shards, such as optimizer state; a user's
-    sharded tensor is a DTensor.
-    """
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, (Tensor, StateParts)):
-            raise BadInput(
-                f"{name} is a {type(tensor).__name__}, not a tensor; pass plain values in the checkpoint's state instead"
-            )
-        if tensor.is_meta:
-            raise BadInput(f"{name} is on the meta device and has no values to store")
-        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-            raise BadInput(
-                f"{name} is a sum that is not reduced over its ranks yet ({tensor.placements}); reduce it first"
-            )
-        dtype_name(tensor.dtype)
-
-
-def check_fit(contents: Contents, tensors: Mapping[str, Tensor | StateParts], prefix: str, convert: bool) -> set[str]:
+def check_fit(contents: Contents, tensors: Mapping[str, LocalTensor], prefix: str, convert: bool) -> set[str]:
     """Compare the tensors that this rank wants to fill with the stored ones; return their names.
 
     Raises BadInput for the first that is not stored, does not start with `prefix`, or differs in shape; also for

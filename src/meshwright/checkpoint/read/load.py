@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.format.contents import Contents, parse_contents
 from meshwright.checkpoint.format.files import BLOCK_BYTES
-from meshwright.checkpoint.format.header import TensorEntry, parse_header, read_header_bytes
+from meshwright.checkpoint.format.header import TensorEntry, find_entry, parse_header, read_header_bytes
 from meshwright.checkpoint.format.manifest import (
     COMMITTED,
     CONTENTS,
@@ -32,12 +31,12 @@ from meshwright.checkpoint.format.manifest import (
 )
 from meshwright.checkpoint.format.plain_files import decode_state
 from meshwright.checkpoint.format.verify import check_sizes, read_verified
+from meshwright.checkpoint.local_tensors import LocalTensor, device_of, local_boxes
 from meshwright.checkpoint.ranks import RankGroup
 from meshwright.checkpoint.read.block_reader import BlockFiles, BlockReader
 from meshwright.checkpoint.read.fill import Destination, Store, copy_values, intersect
 from meshwright.checkpoint.read.fit import check_complete, check_fit
 from meshwright.checkpoint.read.read_plan import BlockTransfer, assign_header_readers, merge_ranges, plan_transfers
-from meshwright.checkpoint.read.shards import find_entry
 from meshwright.events.span import Recorder
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.state.parts import StateParts
@@ -95,7 +94,7 @@ def _no_garbage_collection() -> Iterator[None]:
 def load_tensors(
     ranks: RankGroup,
     opened: OpenCheckpoint,
-    tensors: Mapping[str, Tensor | StateParts],
+    tensors: Mapping[str, LocalTensor],
     recorder: Recorder,
     *,
     prefix: str,
@@ -155,12 +154,6 @@ def _device_type(group: dist.ProcessGroup) -> str:
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
-def device_of(tensors: Mapping[str, Tensor | StateParts]) -> torch.device:
-    """This rank's GPU if any of the tensors is on it, else the CPU."""
-    devices = (tensor.device for tensor in tensors.values())
-    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-
-
 @dataclass(frozen=True)
 class _ChunkPart:
     """The part of a stored chunk at `offsets`, and the local tensor `target` that it fills by `store`.
@@ -177,12 +170,12 @@ class _ChunkPart:
     store: Store
 
 
-def _chunk_parts(contents: Contents, tensors: Mapping[str, Tensor | StateParts]) -> Iterator[_ChunkPart]:
+def _chunk_parts(contents: Contents, tensors: Mapping[str, LocalTensor]) -> Iterator[_ChunkPart]:
     for name, tensor in tensors.items():
         record = contents[name]
         encoded = tensor.encoded if isinstance(tensor, StateParts) else None
         store = copy_values if encoded is None else encoded.write
-        for offsets, elements in _local_boxes(tensor):
+        for offsets, elements in local_boxes(tensor):
             for chunk in record.chunks:
                 if (chunk.offsets, chunk.sizes) == (offsets, elements.shape) and elements.numel():
                     yield _ChunkPart(
@@ -196,16 +189,6 @@ def _chunk_parts(contents: Contents, tensors: Mapping[str, Tensor | StateParts])
                     for dim, (offset, size) in enumerate(zip(box_offsets, sizes, strict=True)):
                         target = target.narrow(dim, offset, size)
                     yield _ChunkPart(chunk.file, chunk.key, record.dtype, chunk.sizes, chunk_offsets, target, store)
-
-
-def _local_boxes(tensor: Tensor | StateParts) -> Iterable[tuple[tuple[int, ...], Tensor]]:
-    """(offsets in the whole tensor, elements) of each box that this rank holds of a tensor, detached from autograd."""
-    if isinstance(tensor, StateParts):
-        return ((box.offsets, elements.detach()) for box, elements in tensor.pieces())
-    if isinstance(tensor, DTensor):
-        (chunk,) = tensor.__create_chunk_list__()
-        return [(tuple(chunk.offsets), tensor.to_local().detach())]
-    return [((0,) * tensor.dim(), tensor.detach())]
 
 
 def _read_plain(path: Path, run_id: str | None) -> dict[str, bytes]:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from meshwright.checkpoint.format.contents import CONTENTS_LIMIT, TensorChunk, TensorRecord, parse_contents
 from meshwright.checkpoint.format.files import BLOCK_BYTES, plain_name
-from meshwright.checkpoint.format.header import TensorEntry, parse_header
+from meshwright.checkpoint.format.header import TensorEntry, find_entry, parse_header
 from meshwright.checkpoint.format.manifest import CONTENTS, STATE, DamagedCheckpoint, read_own_manifest
 from meshwright.checkpoint.format.plain_files import decode_state
 from meshwright.checkpoint.format.verify import FileBlock, check_blocks, check_sizes, read_verified, run_id_of
+from meshwright.checkpoint.local_tensors import DTYPES
 from meshwright.checkpoint.read.block_reader import BlockFiles
 from meshwright.checkpoint.read.fill import Destination
-from meshwright.checkpoint.read.shards import DTYPES, find_entry
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
 _TEXT_LIMIT = 256 << 20

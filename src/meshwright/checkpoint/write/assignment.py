@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.checkpoint.format.boxes import count_elements, exceeds_shape, find_overlap
-from meshwright.checkpoint.format.header import ITEM_BYTES
+from meshwright.checkpoint.format.header import TensorHeader
 from meshwright.spec.errors import BadInput
 
 _MAX_SHOWN_PIECES = 4
@@ -36,7 +36,19 @@ class RankPiece:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
+        return self.header.bytes
+
+    @property
+    def key(self) -> str:
+        """Its key in the rank's file: the tensor's name, followed by `[offsets]` for a part of a tensor.
+
+        So a checkpoint of one rank is a safetensors file with the usual keys.
+        """
+        return self.name if self.sizes == self.shape else f"{self.name}[{','.join(map(str, self.offsets))}]"
+
+    @property
+    def header(self) -> TensorHeader:
+        return TensorHeader(self.key, self.dtype, self.sizes)
 
     def __str__(self) -> str:
         return f"rank {self.rank} holds {self.sizes} at {self.offsets}"

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from meshwright import __version__
 from meshwright.checkpoint.format.contents import Contents, check_record, encode_contents
-from meshwright.checkpoint.format.files import FileRecord, write_file
+from meshwright.checkpoint.format.files import FileRecord
 from meshwright.checkpoint.format.inventory import record_commit
 from meshwright.checkpoint.format.manifest import (
     COMMITTED,
@@ -39,6 +39,7 @@ from meshwright.checkpoint.format.manifest import (
     step_name,
     steps_in,
 )
+from meshwright.checkpoint.write.file_writer import write_file
 from meshwright.durable.lease import check_lease
 from meshwright.durable.writes import publish_folder, rename, sync_folder
 from meshwright.spec.errors import BadInput
@@ -139,7 +140,7 @@ class SaveAttempt:
         for name, record in contents.items():
             check_record(name, record, self.folder)
         plain = {CONTENTS: encode_contents(contents), **plain}
-        files = shards | {name: write_file(self.folder / name, data) for name, data in plain.items()}
+        files = shards | {name: write_file(self.folder / name, [[data]]) for name, data in plain.items()}
         written = datetime.now(UTC).isoformat(timespec="seconds")
         manifest = CheckpointManifest(
             step=self.step,
@@ -155,8 +156,8 @@ class SaveAttempt:
             seconds=provenance.seconds,
         )
         data = manifest.encode()
-        write_file(self.folder / MANIFEST, data)
-        write_file(self.folder / COMMITTED, commit_line(data))
+        write_file(self.folder / MANIFEST, [[data]])
+        write_file(self.folder / COMMITTED, [[commit_line(data)]])
         sync_folder(self.folder)
         displaced = self.checkpoints / f".replaced-{self.target.name}.{self.name.rpartition('-')[2]}"
         self.check_owner()

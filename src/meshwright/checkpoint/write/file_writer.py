@@ -1,9 +1,13 @@
-"""Writes a large file from memory by blocks (16 MiB) with several threads, and computes its digests. Torch-free."""
+"""The writer of a checkpoint's files: blocks (16 MiB) are digested and written by several threads. Torch-free.
+
+A file is given as windows, and a window as views of memory that follow each other in the file. A snapshot in host
+memory is one window. Live state passes through two buffers, each of which is a window (`checkpoint.write.live_state`).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,39 +19,50 @@ from meshwright.durable.writes import sync_open_file
 PIECE_BYTES = 1 << 20
 """Bytes that are digested and then written at a time: few enough to stay in the processor's cache in between."""
 
+Window = Sequence[bytes | memoryview]
+"""Consecutive parts of a file, which do not change while they are written."""
 
-def write_blocks(
+
+def write_file(
     path: Path,
-    parts: Sequence[memoryview],
-    threads: int,
+    windows: Iterable[Window],
+    threads: int = 1,
+    *,
     progress: Callable[[int], None] = lambda count: None,
+    inspect: Callable[[int, memoryview], None] = lambda offset, piece: None,
     digested: Callable[[FileRecord], None] = lambda record: None,
-    inspect: Callable[[int, int, memoryview], None] = lambda part, offset, piece: None,
 ) -> FileRecord:
-    """Write a new file of consecutive `parts`, durable on return.
+    """Write a new file of consecutive `windows`, durable on return; all but the last have whole blocks.
 
-    `progress` is called with the bytes of each block written, and `digested` with the record before the file is durable. `inspect` is
-    called with each piece of data once, between its digest and its write: with the number of its part, its offset there, and the piece.
+    While `threads` write a window, the next one is taken from `windows`. The memory of a window may change once the one after the next is
+    taken. `progress` is called with the bytes of each block written. `inspect` is called with each piece of data once, between its digest
+    and its write, and with its offset in the file. `digested` is called with the record before the file is durable.
 
     Raises FileExistsError when `path` exists, and OSError with its name for what the storage refuses.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        size = sum(len(part) for part in parts)
+        size, digests = 0, []
+        with ThreadPoolExecutor(threads) as pool:
+            pending: Iterator[str] = iter(())
+            for window in windows:
+                digests += pending  # waits for the window before
 
-        def write(start: int) -> str:
-            digest, offset = xxhash.xxh3_64(), start
-            for part, position, piece in _range(parts, start, min(start + BLOCK_BYTES, size)):
-                digest.update(piece)  # brings the piece into the processor's cache for what follows
-                inspect(part, position, piece)
-                offset = _write_at(descriptor, piece, offset)
-            progress(offset - start)
-            return digest.hexdigest()
+                def write(start: int, window: Window = window, begin: int = size) -> str:
+                    digest, offset = xxhash.xxh3_64(), begin + start
+                    for piece in _pieces(window, start, start + BLOCK_BYTES):
+                        digest.update(piece)  # brings the piece into the processor's cache for what follows
+                        inspect(offset, piece)
+                        offset = _write_at(descriptor, piece, offset)
+                    progress(offset - begin - start)
+                    return digest.hexdigest()
 
-        with ThreadPoolExecutor(threads + 1) as pool:
-            whole = pool.submit(_digest, parts)
-            blocks = tuple(pool.map(write, range(0, size, BLOCK_BYTES)))
-            record = FileRecord(size, whole.result(), blocks)
+                assert size % BLOCK_BYTES == 0, "only the last window ends within a block"
+                window_bytes = sum(map(len, window))
+                pending = pool.map(write, range(0, window_bytes, BLOCK_BYTES))
+                size += window_bytes
+            digests += pending
+        record = FileRecord(size, tuple(digests))
         digested(record)
         sync_open_file(descriptor, path)
         return record
@@ -58,13 +73,13 @@ def write_blocks(
         os.close(descriptor)
 
 
-def _range(parts: Sequence[memoryview], start: int, end: int) -> Iterator[tuple[int, int, memoryview]]:
-    """Bytes `start` to `end` of the concatenated parts, in pieces of at most `PIECE_BYTES`, with part and offset of each."""
+def _pieces(window: Window, start: int, end: int) -> Iterator[memoryview]:
+    """Bytes `start` to `end` of a window, at most `PIECE_BYTES` at a time and each from one of its parts."""
     begin = 0
-    for number, part in enumerate(parts):
+    for part in window:
         first, last = max(start - begin, 0), min(end - begin, len(part))
         for offset in range(first, last, PIECE_BYTES):
-            yield number, offset, part[offset : min(offset + PIECE_BYTES, last)]
+            yield memoryview(part)[offset : min(offset + PIECE_BYTES, last)]
         begin += len(part)
 
 
@@ -74,12 +89,3 @@ def _write_at(descriptor: int, piece: memoryview, offset: int) -> int:
         count = os.pwrite(descriptor, piece, offset)
         piece, offset = piece[count:], offset + count
     return offset
-
-
-def _digest(parts: Sequence[memoryview]) -> str:
-    """The xxh3_128 digest of all parts, updated block by block so that other threads can run in between."""
-    digest = xxhash.xxh3_128()
-    for part in parts:
-        for start in range(0, len(part), BLOCK_BYTES):
-            digest.update(part[start : start + BLOCK_BYTES])
-    return digest.hexdigest()

@@ -1,138 +1,169 @@
-"""Computes the layout of a rank's checkpoint file: the offset of each piece of state. It is the same for all saves.
+"""The layout of a rank's checkpoint file: which pieces of state it writes, and where each begins. Both kinds of saves use it.
 
-DCP (`torch.distributed.checkpoint`) plans as for a save (`checkpoint.write.storage`), but nothing is written. The planned
-pieces are recorded with their offsets in the file's data section. The arena, the host memory that holds a snapshot for
-the writer process, has the same layout.
+Each rank lists the boxes (rectangular parts) of tensors that it has. The first rank chooses the writer of each
+(`checkpoint.write.assignment`). The layout follows from the distribution of the state alone, so it is the same for all saves of a start. A
+snapshot buffer, the host memory that holds a snapshot for the writer process, has the layout of the file's data section.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
-from meshwright.checkpoint.format.contents import Contents
-from meshwright.checkpoint.format.header import TensorHeader
+from meshwright.checkpoint.format.contents import Contents, TensorChunk, TensorRecord
+from meshwright.checkpoint.format.header import ITEM_BYTES, TensorHeader
+from meshwright.checkpoint.format.manifest import tensor_file
+from meshwright.checkpoint.local_tensors import LocalTensor, check_storable, dtype_name, local_boxes
 from meshwright.checkpoint.ranks import RankGroup
-from meshwright.checkpoint.read.fit import check_storable
-from meshwright.checkpoint.write.dcp_parts import DCPParts
-from meshwright.checkpoint.write.storage import (
-    PiecePlanner,
-    ShardWriter,
-    order_items,
-    resolve_tensor,
-    shard_name,
-    write_results,
-)
-from meshwright.state.parts import StateParts
+from meshwright.checkpoint.write.assignment import RankPiece, assign_writers
+from meshwright.spec.errors import BadInput
+from meshwright.state.parts import EncodedState, StateParts
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A piece of the tensor `name`: its first byte `start` in the data section, and the live state `source` as uint8."""
+    """A piece of the tensor `name`, stored as the entry `header`, which begins at byte `start` of the data section.
+
+    `elements` is the live state; of encoded state it only identifies the elements, on the meta device.
+    """
 
     name: str
-    source: Tensor
+    header: TensorHeader
     start: int
+    elements: Tensor
+    encoded: EncodedState | None = None
 
     @property
     def end(self) -> int:
-        return self.start + self.source.numel()
+        return self.start + self.header.bytes
+
+    @property
+    def source(self) -> Tensor:
+        """The elements as bytes (uint8)."""
+        assert self.elements.is_contiguous(), self.header.key
+        return self.elements.reshape(-1).view(torch.uint8)
+
+    def values(self) -> Tensor:
+        """The elements, or a copy of encoded state."""
+        return self.elements if self.encoded is None else self.encoded.read(self.elements)
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The entries of this rank's file in every save, in file order.
+    """The pieces of this rank's file, in file order.
 
-    With `replica`, the entries of that rank's file follow in `replica_headers` and `pieces`: the state is the same on both ranks.
-    `contents` has the file and key of every piece of all ranks. The first rank has them, and the rank whose `replica` it is.
+    With `replica`, those of that rank's file follow: the state is the same on both ranks. `contents` has the file and key of every piece of
+    all ranks. The first rank has them, and the rank whose `replica` it is.
     """
 
-    headers: tuple[TensorHeader, ...]
-    pieces: tuple[FilePiece, ...]
+    own_pieces: tuple[FilePiece, ...]
     contents: Contents = field(default_factory=dict)
     replica: int | None = None
-    replica_headers: tuple[TensorHeader, ...] = ()
+    replica_pieces: tuple[FilePiece, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[FilePiece, ...]:
+        return self.own_pieces + self.replica_pieces
+
+    @property
+    def headers(self) -> tuple[TensorHeader, ...]:
+        """The entries of this rank's file."""
+        return tuple(piece.header for piece in self.own_pieces)
+
+    @property
+    def replica_headers(self) -> tuple[TensorHeader, ...]:
+        """The entries of the replica's file."""
+        return tuple(piece.header for piece in self.replica_pieces)
 
     @property
     def bytes(self) -> int:
-        return sum(header.bytes for header in (*self.headers, *self.replica_headers))
+        return sum(piece.header.bytes for piece in self.pieces)
 
 
 def plan_layout(
-    ranks: RankGroup, tensors: Mapping[str, StateParts], replicas: Sequence[int] | None = None
+    ranks: RankGroup,
+    tensors: Mapping[str, LocalTensor],
+    replicas: Sequence[int] | None = None,
+    *,
+    activity: str = "planning checkpoints",
 ) -> FileLayout:
-    """This rank's layout for saves of `tensors`, which must not be reallocated later. Collective over `ranks`.
+    """This rank's layout for saves of `tensors`, which must not be reallocated before the save. Collective over `ranks`.
 
-    `replicas` has for each rank another one with the same state, whose entries its layout has too. Raises the errors of
-    `CheckpointStore.save` for tensors that cannot be stored.
+    `replicas` has for each rank another one with the same state, whose pieces its layout has too. Raises BadInput for what cannot be stored,
+    and where the pieces of all ranks do not cover a tensor exactly once.
     """
-    activity = "planning checkpoints"
-    ranks.run_on_all(activity, lambda: check_storable(tensors))
-    recorder = _LayoutRecorder(ranks.rank, replicas)
-    options = {"no_dist": True} if ranks.is_single else {"process_group": ranks.group}
-    dcp_tensors = {name: DCPParts(parts) for name, parts in tensors.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        ranks.run_collective(
-            activity, lambda: dcp.save(dcp_tensors, storage_writer=recorder, planner=PiecePlanner(), **options)
-        )
-    ranks.run_on_all(activity, lambda: _reraise(recorder.failure))
-    layout = FileLayout(tuple(recorder.headers), tuple(recorder.pieces), recorder.contents)
+    all_written: list[list[RankPiece]] = []
+
+    def describe() -> _Described:
+        check_storable(tensors)
+        return _describe(ranks.rank, tensors)
+
+    def assign(described: list[_Described]) -> list[list[list[RankPiece]]]:
+        all_written.extend(_assign(described))
+        return [[own, [] if replicas is None else all_written[replicas[rank]]] for rank, own in enumerate(all_written)]
+
+    own, of_replica = ranks.assign(activity, describe, assign)
+    elements = {
+        (name, offsets, tuple(box.shape)): (box, tensor.encoded if isinstance(tensor, StateParts) else None)
+        for name, tensor in tensors.items()
+        for offsets, box in local_boxes(tensor)
+    }
+    pieces: list[FilePiece] = []
+    start = 0
+    for piece in own + of_replica:
+        pieces.append(FilePiece(piece.name, piece.header, start, *elements[piece.name, piece.offsets, piece.sizes]))
+        start = pieces[-1].end
+    contents = _contents(all_written) if ranks.is_first else {}
     if replicas is None:
-        return layout
-    replica, contents = replicas[ranks.rank], ranks.run_on_first(activity, lambda: recorder.contents)
-    return replace(
-        layout,
-        contents=contents if 0 in (replica, ranks.rank) else {},
-        replica=replica,
-        replica_headers=tuple(recorder.replica_headers),
+        return FileLayout(tuple(pieces), contents)
+    replica = replicas[ranks.rank]
+    contents = ranks.run_on_first(activity, lambda: contents)
+    return FileLayout(
+        tuple(pieces[: len(own)]), contents if 0 in (replica, ranks.rank) else {}, replica, tuple(pieces[len(own) :])
     )
 
 
-class _LayoutRecorder(ShardWriter):
-    """A DCP storage writer that records the pieces that this rank and its replica would write, and writes nothing."""
-
-    def __init__(self, rank: int, replicas: Sequence[int] | None) -> None:
-        super().__init__(Path(), rank, pinned=False)
-        self._replicas = replicas
-        self.headers: list[TensorHeader] = []
-        self.replica_headers: list[TensorHeader] = []
-        self.pieces: list[FilePiece] = []
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Add to each rank's plan that of its replica."""
-        if self._replicas is None:
-            return plans
-        return [replace(plan, storage_data=plans[self._replicas[rank]]) for rank, plan in enumerate(plans)]
-
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        items, self.headers = order_items(plan)
-        start = self._record(planner, items, self.headers, 0)
-        if plan.storage_data is not None:
-            replica_items, self.replica_headers = order_items(plan.storage_data)
-            self._record(planner, replica_items, self.replica_headers, start)
-        return write_results(items, self.headers, shard_name(self.rank))
-
-    def _record(
-        self, planner: SavePlanner, items: Sequence[WriteItem], headers: Sequence[TensorHeader], start: int
-    ) -> int:
-        """Record the pieces of `items`, which lie from `start` on; returns their end."""
-        for item, header in zip(items, headers, strict=True):
-            tensor = resolve_tensor(planner, item).detach()
-            assert tensor.is_contiguous(), header.key
-            self.pieces.append(FilePiece(item.index.fqn, tensor.reshape(-1).view(torch.uint8), start))
-            start += header.bytes
-        return start
+_Described = tuple[list[RankPiece], list[str]]
+"""The pieces that a rank has, and the names of tensors of which it has none."""
 
 
-def _reraise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
+def _describe(rank: int, tensors: Mapping[str, LocalTensor]) -> _Described:
+    pieces = [
+        RankPiece(rank, name, tuple(tensor.shape), dtype_name(tensor.dtype), offsets, tuple(elements.shape))
+        for name, tensor in tensors.items()
+        for offsets, elements in local_boxes(tensor)
+    ]
+    return pieces, sorted(tensors.keys() - {piece.name for piece in pieces})
+
+
+def _assign(described: Sequence[_Described]) -> list[list[RankPiece]]:
+    """The pieces that each rank writes, in file order: by element size, largest first, then by name and offsets.
+
+    Raises BadInput also for a name that only ranks outside its tensor's device mesh gave.
+    """
+    chosen = assign_writers(piece for pieces, _ in described for piece in pieces)
+    stored = {piece.name for piece in chosen}
+    for rank, (_, names) in enumerate(described):
+        absent = next((name for name in names if name not in stored), None)
+        if absent is not None:
+            raise BadInput(f"{absent} is given by rank {rank}, which its mesh leaves out, and by no rank that holds it")
+    written: list[list[RankPiece]] = [[] for _ in described]
+    for piece in sorted(chosen, key=lambda piece: (-ITEM_BYTES[piece.dtype], piece.name, piece.offsets)):
+        written[piece.rank].append(piece)
+    return written
+
+
+def _contents(written: Sequence[Sequence[RankPiece]]) -> Contents:
+    """The tensors of a checkpoint of which each rank writes these pieces."""
+    chunks: dict[str, list[TensorChunk]] = {}
+    whole: dict[str, RankPiece] = {}
+    for piece in sorted(
+        (piece for pieces in written for piece in pieces), key=lambda piece: (piece.name, piece.offsets)
+    ):
+        chunk = TensorChunk(piece.offsets, piece.sizes, tensor_file(piece.rank), piece.key)
+        chunks.setdefault(piece.name, []).append(chunk)
+        whole[piece.name] = piece
+    return {name: TensorRecord(whole[name].shape, whole[name].dtype, tuple(chunks[name])) for name in chunks}

@@ -1,7 +1,7 @@
 """The writer: a process beside a rank that writes snapshots from the rank's arena to storage and commits them.
 
-`python -m meshwright.checkpoint.write.writer ARENA_DESCRIPTOR` reads commands (`WriterSetup`, `Save`, `Discard`) from its standard input and writes
-replies to its standard output, one JSON object per line. It imports no torch, has a session of its own and ignores stop signals. When its
+`python -m meshwright.checkpoint.write.writer BUFFER_DESCRIPTOR` reads commands (`WriterSetup`, `Save`, `Discard`) from its
+standard input and writes replies to its standard output, one JSON object per line. It imports no torch, has a session of its own and ignores stop signals. When its
 rank dies, its input ends; it then carries out the commands that it has and exits.
 
 Writers of several ranks meet in the attempt's folder on the run's shared storage. Each one makes its file durable and then publishes
@@ -30,15 +30,15 @@ from typing import Any
 from meshwright.checkpoint.format.contents import Contents, TensorChunk, TensorRecord
 from meshwright.checkpoint.format.digests import block_digest
 from meshwright.checkpoint.format.files import FileRecord
-from meshwright.checkpoint.format.header import TensorHeader, encode_header
-from meshwright.checkpoint.format.manifest import STATE
+from meshwright.checkpoint.format.header import TensorHeader
+from meshwright.checkpoint.format.manifest import STATE, tensor_file
 from meshwright.checkpoint.memory.file_image import FileImage
 from meshwright.checkpoint.memory.partner_copy import Partner, PartnerCopier
 from meshwright.checkpoint.memory.record import SnapshotName, SnapshotRecord
 from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer
 from meshwright.checkpoint.write.attempt import Provenance, SaveAttempt, delete_beyond, recover, remove_stale
 from meshwright.checkpoint.write.checksum import BufferChecksums
-from meshwright.checkpoint.write.file_writer import write_blocks
+from meshwright.checkpoint.write.file_writer import write_file
 from meshwright.durable.lease import LeaseLost
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
@@ -167,7 +167,7 @@ class Writer:
     def __init__(self, arena: SnapshotBuffer, reply: Callable[..., None]) -> None:
         self._arena, self._reply = arena, reply
         self._setup: WriterSetup | None = None
-        self._header, self._contents = b"", {}
+        self._contents: Contents = {}
         self._copier: PartnerCopier | None = None
         self._recording = threading.Lock()
         self.written = 0
@@ -178,9 +178,6 @@ class Writer:
         """Carry out a command; what fails is a reply."""
         if isinstance(command, WriterSetup):
             self._setup = command
-            self._header = encode_header(
-                [TensorHeader(key, dtype, tuple(shape)) for key, dtype, shape in command.headers]
-            )
             self._contents = decoded_contents(command.contents)
             if command.partner is not None:
                 self._copier = PartnerCopier(self._arena, Partner(**command.partner), self._copied)
@@ -259,25 +256,25 @@ class Writer:
             self._record(setup, save, None, replica())
             return {}
         self._check_generation(save)
-        name, data = f"tensors-{setup.rank:05d}.safetensors", self._arena.data
+        name, image = tensor_file(setup.rank), FileImage(setup.headers, self._arena.data)
         threads = setup.threads if save.urgent else -(-setup.threads // 2)
-        checksums, size = _checksums(setup.headers, save.checksums[: len(setup.headers)])
+        checksums = _checksums(setup.headers, save.checksums[: len(setup.headers)])
 
-        def compare(part: int, offset: int, piece: memoryview) -> None:
-            if part == 1:
-                checksums.add(offset, piece)
+        def compare(offset: int, piece: memoryview) -> None:
+            if offset >= len(image.header):
+                checksums.add(offset - len(image.header), piece)
 
         def complete(record: FileRecord) -> None:
             checksums.check()
             self._record(setup, save, record, replica())
 
-        parts = [memoryview(self._header), data[:size]]
-        record = write_blocks(folder / name, parts, threads, self._count, complete, compare)
+        window = [image.header, image.data]
+        record = write_file(folder / name, [window], threads, progress=self._count, inspect=compare, digested=complete)
         self._check_generation(save)
         return {name: record}
 
     def _copy_to_partner(self, copier: PartnerCopier, setup: WriterSetup, save: Save) -> None:
-        checksums, _ = _checksums(setup.headers, save.checksums)
+        checksums = _checksums(setup.headers, save.checksums)
 
         def describe(file: FileRecord | None) -> bytes:
             checksums.check()
@@ -291,7 +288,7 @@ class Writer:
         if setup.replica is None:
             return None
         own = len(setup.headers)
-        checksums, _ = _checksums(setup.replica_headers, save.checksums[own:])
+        checksums = _checksums(setup.replica_headers, save.checksums[own:])
         image, digests = FileImage(setup.replica_headers, self._arena.data[sum(_sizes(setup.headers)) :]), []
         for index in range(image.blocks):
             block = image.block(index)
@@ -303,7 +300,7 @@ class Writer:
         except Damaged as error:
             log.warning("step %d has no second copy in host memory: %s", save.step, error)
             return None
-        file = FileRecord(image.bytes, "", tuple(digests)) if digests else None
+        file = FileRecord(image.bytes, tuple(digests)) if digests else None
         return _snapshot_record(setup, save, setup.replica, setup.replica_headers, file)
 
     def _record(self, setup: WriterSetup, save: Save, file: FileRecord | None, replica: SnapshotRecord | None) -> bytes:
@@ -339,10 +336,9 @@ class Writer:
         return SaveAttempt(Path(setup.folder), command.step, command.attempt, lease)
 
 
-def _checksums(headers: Sequence[Any], expected: Sequence[Sequence[int]]) -> tuple[BufferChecksums, int]:
-    """The comparison of a pass over a snapshot's data with the checksums of the state, and the size of the data in bytes."""
-    sizes = _sizes(headers)
-    return BufferChecksums([key for key, _, _ in headers], sizes, expected), sum(sizes)
+def _checksums(headers: Sequence[Any], expected: Sequence[Sequence[int]]) -> BufferChecksums:
+    """The comparison of a pass over a snapshot's data with the checksums of the state."""
+    return BufferChecksums([key for key, _, _ in headers], _sizes(headers), expected)
 
 
 def _sizes(headers: Sequence[Any]) -> list[int]:
@@ -400,7 +396,7 @@ def peer_files(attempt: SaveAttempt, ranks: int, seconds: float) -> dict[str, Fi
 
 
 def _record(entry: dict[str, Any]) -> FileRecord:
-    return FileRecord(entry["bytes"], entry["digest"], tuple(entry["blocks"]))
+    return FileRecord(entry["bytes"], tuple(entry["blocks"]))
 
 
 def encoded_contents(contents: Contents) -> dict[str, Any]:
