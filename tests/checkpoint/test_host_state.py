@@ -14,7 +14,7 @@ from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer
 from meshwright.checkpoint.ranks import RankGroup
 from meshwright.checkpoint.write import staging
 from meshwright.checkpoint.write.layout import plan_layout
-from meshwright.checkpoint.write.staging import Stager, StagingBuffer
+from meshwright.checkpoint.write.staging import PinnedSnapshotBuffer, Stager
 from meshwright.optim.chunks import ALIGNED
 from meshwright.optim.fused import MOMENTS, StepInputs
 from meshwright.optim.host import HostAdamW
@@ -40,7 +40,7 @@ class Snapshots:
         parts = {name: replace(StateParts.of_whole(name, part), encoded=optimizer) for name, part in state.items()}
         layout = plan_layout(RankGroup(None), {name: entry for name, entry in parts.items() if entry.local.numel()})
         self._names = [(piece.name, piece.start, piece.end) for piece in layout.pieces]
-        self._buffer = StagingBuffer(SnapshotBuffer.create(layout.bytes), torch.device("cpu"))
+        self._buffer = PinnedSnapshotBuffer(SnapshotBuffer.create(layout.bytes), torch.device("cpu"))
         self._stager = Stager(layout, self._buffer, GROUPS, {name: name.partition(".")[2] for name in state})
         self.copies = len(layout.pieces)
         self._made, self._stop_before, self._go_on = 0, 0, threading.Event()

@@ -80,7 +80,7 @@ class Protocol(RuleBasedStateMachine):
                 call_count[0] += 1
                 if call_count[0] > call:
                     dead.set()
-                    # What it wrote to a file before is lost. An arena, which has no name, is not on the disk.
+                    # What it wrote to a file before is lost. A snapshot buffer, which has no name, is not on the disk.
                     if name in ("write", "pwrite") and os.fstat(arguments[0]).st_nlink:
                         os.ftruncate(arguments[0], 1)
                     raise Crash

@@ -57,10 +57,10 @@ def describe(snapshot: SnapshotName) -> Callable[[FileRecord | None], bytes]:
 @contextmanager
 def host(ranks: int = 1) -> Iterator[tuple[str, list[str]]]:
     """A snapshot server in threads: its address, and the paths of its slots."""
-    arenas, slots = ([f"/proc/self/fd/{empty_memory()}" for _ in range(count)] for count in (ranks, 2 * ranks))
+    buffers, slots = ([f"/proc/self/fd/{empty_memory()}" for _ in range(count)] for count in (ranks, 2 * ranks))
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = SnapshotServer(listener, TOKEN, SnapshotMemory(arenas, slots))
+        server = SnapshotServer(listener, TOKEN, SnapshotMemory(buffers, slots))
 
         def serve() -> None:
             while not ended.is_set():
@@ -119,7 +119,7 @@ def test_memory_for_copies_is_checked_at_the_start_without_what_the_slots_alread
     obstacle = background.memory_obstacle(rank_bytes, ranks, 2, lambda: missing_copy_bytes(rank_bytes, 2))
     assert obstacle is not None
     assert obstacle.startswith(
-        "0.5 GB of arenas and 1.0 GB for a partner host's snapshots (checkpoint.partner) on a host"
+        "0.5 GB of snapshot buffers and 1.0 GB for a partner host's snapshots (checkpoint.partner) on a host"
     )
     (tmp_path / "token").touch(mode=0o600)
     (tmp_path / "token").write_text(TOKEN)
@@ -301,9 +301,9 @@ def test_a_copy_takes_the_time_of_its_rate(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_slot_whose_snapshot_changes_is_offered_no_more() -> None:
     with host() as (address, slots):
         store(address, 1)
-        arena = SnapshotBuffer.of_last_process({BUFFER_VARIABLE: slots[0]})
-        assert arena is not None
-        arena.begin_snapshot()
+        buffer = SnapshotBuffer.of_last_process({BUFFER_VARIABLE: slots[0]})
+        assert buffer is not None
+        buffer.begin_snapshot()
         assert names(address) == []
 
 
@@ -313,7 +313,7 @@ RUN = "run"
 @pytest.mark.parametrize(
     ("own", "copies", "expected"),
     [
-        ([1, 1], [[], []], [(1, 0, None), (1, 1, None)]),  # all arenas survive
+        ([1, 1], [[], []], [(1, 0, None), (1, 1, None)]),  # all snapshot buffers survive
         (
             [1, None],
             [[(1, 0), (1, 1)], []],
@@ -325,7 +325,7 @@ RUN = "run"
             [[(1, 0), (1, 1)], []],
             [(1, 0, "a"), (1, 0, "a")],
         ),  # the newest save is not complete, the one before is
-        ([None, None], [[(3, 0)], [(3, 1)]], [(3, 0, "a"), (3, 1, "b")]),  # both arenas are lost
+        ([None, None], [[(3, 0)], [(3, 1)]], [(3, 0, "a"), (3, 1, "b")]),  # both snapshot buffers are lost
         ([2, 2], [[(3, 1)], [(3, 0)]], [(3, 1, "b"), (3, 0, "a")]),
         ([2, None], [[(2, 1)], [(2, 1)]], [(2, 0, None), (2, 1, "b")]),  # its own host first
     ],

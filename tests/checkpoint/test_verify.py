@@ -221,7 +221,8 @@ def test_verifying_needs_no_torch(tmp_path: Path):
     program = (
         "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
         "from pathlib import Path\n"
-        "from meshwright.checkpoint.format import contents, manifest, plain_files, verify; from meshwright.checkpoint.write import attempt\n"
+        "from meshwright.checkpoint.format import contents, manifest, plain_files, verify\n"
+        "from meshwright.checkpoint.write import attempt\n"
         f"assert verify.verify(Path({str(path)!r})) == [] and contents.read_checkpoint(Path({str(path)!r}))"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": ":".join(sys.path)})

@@ -79,11 +79,11 @@ def test_writers_of_several_ranks_meet_in_the_folder(tmp_path: Path) -> None:
 
 
 def records(writers: Writers) -> list[SnapshotRecord]:
-    found = [SnapshotRecord.decode(arena.read_record() or b"") for arena in writers.arenas]
+    found = [SnapshotRecord.decode(buffer.read_record() or b"") for buffer in writers.buffers]
     return [record for record in found if record is not None]
 
 
-def test_a_record_describes_the_replica_in_the_arena_unless_its_memory_changed(tmp_path: Path) -> None:
+def test_a_record_describes_the_replica_in_the_buffer_unless_its_memory_changed(tmp_path: Path) -> None:
     writers = new_writers(tmp_path, 2, replicas=(1, 0))
     assert writers.save(5)["event"] == "committed" and newest(tmp_path) == 5
     both = records(writers)
@@ -92,7 +92,7 @@ def test_a_record_describes_the_replica_in_the_arena_unless_its_memory_changed(t
         assert own.replica is not None and own.replica.file is not None and other.file is not None
         assert own.replica == replace(other, replica=None)
     save = writers.stage(6)
-    writers.arenas[0].data[writers.arenas[0].size - 1] ^= 1
+    writers.buffers[0].data[writers.buffers[0].size - 1] ^= 1
     assert writers.carry_out(save)["event"] == "committed", "storage gets the rank's own part"
     assert [record.replica is None for record in records(writers)] == [True, False]
 
@@ -101,7 +101,7 @@ def test_a_rank_that_fails_ends_the_save_for_all(tmp_path: Path) -> None:
     writers = new_writers(tmp_path, 3)
     writers.save(1)
     save = writers.stage(2)
-    writers.arenas[2].begin_snapshot()  # as if this rank's writer had been stopped and the next snapshot had begun
+    writers.buffers[2].begin_snapshot()  # as if this rank's writer had been stopped and the next snapshot had begun
     assert writers.carry_out(save) == {
         "event": "failed",
         "step": 2,
@@ -111,7 +111,7 @@ def test_a_rank_that_fails_ends_the_save_for_all(tmp_path: Path) -> None:
     }
     reply = writers.replies[2].last("failed")
     assert reply is not None and "the snapshot of step 2 is no longer in host memory" in reply["message"]
-    writers.arenas[2].complete_snapshot()
+    writers.buffers[2].complete_snapshot()
     assert names(tmp_path) == {step_name(1)} and newest(tmp_path) == 1
 
 
@@ -215,16 +215,18 @@ def test_host_memory_that_changes_while_it_is_written_is_never_loaded(
 
 
 @pytest.mark.parametrize("byte", range(8))
-def test_an_arena_whose_header_is_corrupted_before_it_is_written_costs_that_save(tmp_path: Path, byte: int) -> None:
+def test_a_snapshot_buffer_whose_header_is_corrupted_before_it_is_written_costs_that_save(
+    tmp_path: Path, byte: int
+) -> None:
     """The writer finds another generation than the save names; the next snapshot sets a new one."""
     writers = new_writers(tmp_path, 2, keep=5)
     writers.save(1)
     save = writers.stage(2)
-    writers.arenas[byte % 2].memory[byte] ^= 0x10
+    writers.buffers[byte % 2].memory[byte] ^= 0x10
     reply = writers.carry_out(save)
     assert reply["event"] == "failed" and reply["step"] == 2
     assert newest(tmp_path) == 1
-    writers.arenas[byte % 2].memory[byte] ^= 0x10
+    writers.buffers[byte % 2].memory[byte] ^= 0x10
     assert writers.save(3)["event"] == "committed" and newest(tmp_path) == 3
 
 

@@ -1,4 +1,4 @@
-"""Cases of the memory tier: ranks train with arenas that outlive them, and start again in the same process."""
+"""Cases of the memory tier: ranks train with snapshot buffers that outlive them, and start again in the same process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKEN = "0123456789abcdef"
 
 
 def nothing(world: World, session: Session) -> None:
-    """The arenas stay as they are."""
+    """The snapshot buffers stay as they are."""
 
 
 def delete_checkpoints(world: World, session: Session) -> None:
@@ -52,27 +52,27 @@ def delete_checkpoints(world: World, session: Session) -> None:
 
 
 def corrupt_byte(world: World, session: Session) -> None:
-    """One byte of the last rank's arena changes."""
+    """One byte of the last rank's snapshot buffer changes."""
     if world.rank == world.ranks - 1:
-        arena = _arena()
-        arena.data[arena.size // 2] ^= 4
+        buffer = _buffer()
+        buffer.data[buffer.size // 2] ^= 4
 
 
 def corrupt_record(world: World, session: Session) -> None:
     """One byte of the last rank's record changes."""
     if world.rank == world.ranks - 1:
-        arena = _arena()
-        offset = os.fstat(arena.descriptor).st_size - 9
-        os.pwrite(arena.descriptor, bytes([os.pread(arena.descriptor, 1, offset)[0] ^ 1]), offset)
+        buffer = _buffer()
+        offset = os.fstat(buffer.descriptor).st_size - 9
+        os.pwrite(buffer.descriptor, bytes([os.pread(buffer.descriptor, 1, offset)[0] ^ 1]), offset)
 
 
 def begin_next_snapshot(world: World, session: Session) -> None:
     """One rank has begun to copy the next snapshot."""
     if world.rank == 0:
-        _arena().begin_snapshot()
+        _buffer().begin_snapshot()
 
 
-def lose_arena(world: World, session: Session) -> None:
+def lose_buffer(world: World, session: Session) -> None:
     """The last rank's host was replaced."""
     if world.rank == world.ranks - 1:
         os.environ[BUFFER_VARIABLE] = f"/proc/self/fd/{empty_memory()}"
@@ -83,24 +83,24 @@ def corrupt_and_delete(world: World, session: Session) -> None:
     delete_checkpoints(world, session)
 
 
-def exchange_arenas(world: World, session: Session) -> None:
-    """Hosts change places: each rank finds the arena of the next one."""
+def exchange_buffers(world: World, session: Session) -> None:
+    """Hosts change places: each rank finds the snapshot buffer of the next one."""
     ranks, path = RankGroup(world.control), os.environ[BUFFER_VARIABLE].replace("self", str(os.getpid()))
     paths = ranks.run_on_all("exchanging", lambda: path)
     os.environ[BUFFER_VARIABLE] = paths[(world.rank + 1) % world.ranks]
     delete_checkpoints(world, session)
 
 
-def _arena() -> SnapshotBuffer:
-    arena = SnapshotBuffer.of_last_process()
-    assert arena is not None
-    return arena
+def _buffer() -> SnapshotBuffer:
+    buffer = SnapshotBuffer.of_last_process()
+    assert buffer is not None
+    return buffer
 
 
 def restarted(world: World, assignment: Assignment, starts: Sequence[tuple[Change, int | None]]) -> list[Start]:
     """Train once; of each (change, newest step to resume from), start from what the run left, after the change.
 
-    Each start has copies of the arenas and of the checkpoints.
+    Each start has copies of the snapshot buffers and of the checkpoints.
     """
     with mock.patch.dict(os.environ, {BUFFER_VARIABLE: f"/proc/self/fd/{empty_memory()}"}):
         session = open_session(assignment, world)
@@ -141,12 +141,12 @@ class Host:
     """One rank as a host: the memory that its agent keeps, and its snapshot server, in a thread."""
 
     def __init__(self) -> None:
-        self.arena = f"/proc/self/fd/{empty_memory()}"
+        self.buffer = f"/proc/self/fd/{empty_memory()}"
         self.slots = [f"/proc/self/fd/{empty_memory()}" for _ in range(2)]
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         pid = os.getpid()
-        paths = [path.replace("self", str(pid)) for path in (self.arena, *self.slots)]
+        paths = [path.replace("self", str(pid)) for path in (self.buffer, *self.slots)]
         server = SnapshotServer(self.listener, TOKEN, SnapshotMemory(paths[:1], paths[1:]))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(server,))
@@ -157,12 +157,12 @@ class Host:
             server.serve(0.05)
 
     def environment(self, token: Path) -> dict[str, str]:
-        return {BUFFER_VARIABLE: self.arena, SERVER_VARIABLE: self.address, TOKEN_VARIABLE: str(token)}
+        return {BUFFER_VARIABLE: self.buffer, SERVER_VARIABLE: self.address, TOKEN_VARIABLE: str(token)}
 
-    def slot_arena(self) -> SnapshotBuffer:
+    def slot_buffer(self) -> SnapshotBuffer:
         """The slot that has a copy."""
         snapshot = next(filter(None, map(open_snapshot, self.slots)))
-        return snapshot.arena
+        return snapshot.buffer
 
     def close(self) -> None:
         self._ended.set()
@@ -180,7 +180,7 @@ def keep_hosts(world: World, host: Host) -> None:
 def corrupt_copy(world: World, host: Host) -> None:
     """One byte of the copy on the first host changes."""
     if world.rank == 0:
-        data = host.slot_arena().data
+        data = host.slot_buffer().data
         data[len(data) // 2] ^= 4
 
 
@@ -239,9 +239,9 @@ def after_lost_replica(world: World, assignment: Assignment, lost: int) -> tuple
         files = list((session.folder / "checkpoints" / "step-00000008").glob("*.safetensors"))
         stored = sum(entry.end - entry.start for path in files for entry in read_entries(path).values())
         assert (len(files), stored) == (world.ranks, sum(sizes) // 2)
-        arena = _arena()
-        assert arena.size == sizes[world.rank], "the rank's part and its replica's are the whole shard"
-        arena.close()
+        buffer = _buffer()
+        assert buffer.size == sizes[world.rank], "the rank's part and its replica's are the whole shard"
+        buffer.close()
         ranks.run_on_all("reading", lambda: None)
         delete_checkpoints(world, session)
     if world.rank // 2 == lost:
@@ -275,7 +275,7 @@ def _resume_assignment(assignment: Assignment, at_most: int | None) -> Assignmen
 
 
 def resumed_losses(world: World, assignment: Assignment) -> list[tuple[Any, ...]]:
-    """(tier, step) of a second start in the same arenas, after which it trains to its end and saves there."""
+    """(tier, step) of a second start in the same snapshot buffers, after which it trains to its end and saves there."""
     with mock.patch.dict(os.environ, {BUFFER_VARIABLE: f"/proc/self/fd/{empty_memory()}"}):
         shorter_run = replace(assignment, run=replace(assignment.run, train=replace(assignment.run.train, steps=4)))
         _train(open_session(shorter_run, world))

@@ -1,4 +1,4 @@
-"""Copies of a rank's snapshots (`checkpoint.partner: host`): at a partner host, or in the arena of a replica."""
+"""Copies of a rank's snapshots (`checkpoint.partner: host`): at a partner host, or in the snapshot buffer of a replica."""
 
 from __future__ import annotations
 

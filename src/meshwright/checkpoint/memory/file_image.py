@@ -1,4 +1,4 @@
-"""A view of an arena's data, with its header, as a safetensors file, read by blocks. No file is written. Torch-free."""
+"""A view of a snapshot buffer's data, with its header, as a safetensors file, read by blocks. No file is written. Torch-free."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ class Partner:
 
 
 class PartnerCopier:
-    """Copies snapshots of an arena to a partner, one at a time, in a thread. A partner that is slow or lost delays nothing."""
+    """Copies snapshots of a snapshot buffer to a partner, one at a time, in a thread. A partner that is slow or lost delays nothing."""
 
-    def __init__(self, arena: SnapshotBuffer, partner: Partner, copied: Callable[[int, float], object]) -> None:
+    def __init__(self, buffer: SnapshotBuffer, partner: Partner, copied: Callable[[int, float], object]) -> None:
         """`copied` is called with the step and the seconds of each copy that is complete."""
-        self._arena, self._partner, self._copied = arena, partner, copied
+        self._buffer, self._partner, self._copied = buffer, partner, copied
         self._thread: threading.Thread | None = None
         self._failed = False
 
@@ -48,7 +48,7 @@ class PartnerCopier:
         describe: Callable[[FileRecord | None], bytes],
         inspect: Callable[[int, memoryview], object],
     ) -> None:
-        """Begin to copy the snapshot that the arena has at `generation`. A copy of an earlier one is given up.
+        """Begin to copy the snapshot that the buffer has at `generation`. A copy of an earlier one is given up.
 
         `describe` and `inspect` as for `SnapshotClient.store`.
         """
@@ -78,7 +78,7 @@ class PartnerCopier:
                     image,
                     describe,
                     bytes_per_second=self._partner.bytes_per_second,
-                    unchanged=lambda: self._arena.generation == generation,
+                    unchanged=lambda: self._buffer.generation == generation,
                     inspect=inspect,
                 )
         except (TransportFailure, MeshwrightError) as error:

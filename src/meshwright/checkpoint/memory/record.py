@@ -1,4 +1,4 @@
-"""Record of a snapshot in an arena, with which another process than its writer can load it. Torch-free."""
+"""Record of a snapshot in a snapshot buffer, with which another process than its writer can load it. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class SnapshotName:
 class SnapshotRecord:
     """The snapshot of `step` on `rank` of `ranks`, part of the save `attempt` of the run `run_id`.
 
-    `headers` are (key, dtype, shape) of the tensors in the arena; `file` has the size and the digests of the safetensors file that the
-    arena makes with them, None if the rank writes no file. `contents` and `state` are those of the checkpoint, on the first rank.
-    `replica` describes the snapshot of another rank whose data follow in the same arena.
+    `headers` are (key, dtype, shape) of the tensors in the snapshot buffer. `file` has the size and the digests of the safetensors file
+    that the buffer makes with them, None if the rank writes no file. `contents` and `state` are those of the checkpoint, on the first rank.
+    `replica` describes the snapshot of another rank, whose data follow in the same buffer.
     """
 
     run_id: str | None
@@ -55,7 +55,7 @@ class SnapshotRecord:
 
     @property
     def parts(self) -> tuple[SnapshotPart, ...]:
-        """The snapshots in the arena: the rank's own, and that of its replica."""
+        """The snapshots in the snapshot buffer: the rank's own, and that of its replica."""
         own = SnapshotPart(self, 0)
         return (own,) if self.replica is None else (own, SnapshotPart(self.replica, _data_bytes(self.headers)))
 
@@ -81,7 +81,7 @@ class SnapshotRecord:
 
 @dataclass(frozen=True)
 class SnapshotPart:
-    """A snapshot in an arena: its record, and the byte of the arena's data where its own begin."""
+    """A snapshot in a snapshot buffer: its record, and the byte of the buffer's data where its own begin."""
 
     record: SnapshotRecord
     start: int

@@ -1,7 +1,7 @@
 """The process of a host's snapshot server, which the host's agent starts and outlives. Torch-free.
 
 `python -m meshwright.checkpoint.memory.server DESCRIPTOR JSON`: DESCRIPTOR is the listening socket; JSON has the
-paths of the agent's memory, `arenas` and `slots`.
+paths of the agent's memory, `buffers` and `slots`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     os.nice(NICENESS)
     raise_file_limit()
     paths = json.loads(sys.argv[2])
-    memory = SnapshotMemory(paths["arenas"], paths["slots"])
+    memory = SnapshotMemory(paths["buffers"], paths["slots"])
     server = SnapshotServer(socket.socket(fileno=int(sys.argv[1])), job_token(), memory)
     while os.getppid() == agent:
         server.serve(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""The arena: shared memory with one snapshot of a rank's state, in the layout of its safetensors data section.
+"""The snapshot buffer: shared memory with one snapshot of a rank's state, in the layout of its safetensors data section.
 
 A rank allocates it once and copies each snapshot into it. The writer process maps the same memory (a memfd, whose
 descriptor it inherits), so a snapshot outlives its rank. Where the launcher created the memfd (`BUFFER_VARIABLE`), the snapshot
@@ -23,7 +23,7 @@ import xxhash
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.host_limits import CGROUPS, MEMBERSHIP, cgroup_memory
 
-BUFFER_VARIABLE = "MESHWRIGHT_ARENA"
+BUFFER_VARIABLE = "MESHWRIGHT_SNAPSHOT_BUFFER"
 """Environment variable with the path of the memfd that the launcher keeps for the rank: `/proc/LAUNCHER/fd/N`."""
 DATA_OFFSET = mmap.PAGESIZE
 _GENERATION, _SIZE, _RECORD_GENERATION, _RECORD_BYTES, _RECORD_DIGEST, _SAVING, _SAVED = 0, 1, 2, 3, 4, 6, 7
@@ -35,14 +35,14 @@ class SnapshotBuffer:
     """`size` bytes of shared memory behind a header page."""
 
     def __init__(self, descriptor: int, size: int) -> None:
-        """Map the arena of `size` data bytes behind `descriptor`, which this object then owns."""
+        """Map the snapshot buffer of `size` data bytes behind `descriptor`, which this object then owns."""
         self.descriptor, self.size = descriptor, size
         self.memory = mmap.mmap(descriptor, DATA_OFFSET + size)
         self._words = memoryview(self.memory)[:DATA_OFFSET].cast("Q")
 
     @classmethod
     def create(cls, size: int, env: Mapping[str, str] = os.environ) -> SnapshotBuffer:
-        """The arena of this process, in the launcher's memfd where there is one. A snapshot in it is no longer valid.
+        """The snapshot buffer of this process, in the launcher's memfd where there is one. A snapshot in it is no longer valid.
 
         Pages are taken from the host when they are written first. Raises OutOfResources where the kernel refuses the mapping.
         """
@@ -52,23 +52,23 @@ class SnapshotBuffer:
             descriptor = empty_memory() if path is None else os.open(path, os.O_RDWR | os.O_CLOEXEC)
             if os.fstat(descriptor).st_size < DATA_OFFSET + size:  # never shrink: an earlier writer may still read
                 os.ftruncate(descriptor, DATA_OFFSET + size)
-            arena = cls(descriptor, size)
+            buffer = cls(descriptor, size)
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
             raise OutOfResources(f"{size:,} bytes of host memory for checkpoints cannot be mapped: {error}") from None
-        arena._words[_SIZE] = size
-        return arena
+        buffer._words[_SIZE] = size
+        return buffer
 
     @classmethod
     def inherited(cls, descriptor: int) -> SnapshotBuffer:
-        """The arena behind a descriptor that this process inherited."""
+        """The snapshot buffer behind a descriptor that this process inherited."""
         size = int.from_bytes(os.pread(descriptor, 8, 8 * _SIZE), "little")
         return cls(descriptor, size)
 
     @classmethod
     def of_last_process(cls, env: Mapping[str, str] = os.environ) -> SnapshotBuffer | None:
-        """The arena that an earlier process of this rank left with the launcher; None if there is none."""
+        """The snapshot buffer that an earlier process of this rank left with the launcher; None if there is none."""
         path = env.get(BUFFER_VARIABLE)
         if path is None:
             return None
@@ -122,7 +122,7 @@ class SnapshotBuffer:
         words[_RECORD_GENERATION] = generation
 
     def read_record(self) -> bytes | None:
-        """The record of the snapshot that the arena holds; None while a snapshot is copied in, or without an intact record."""
+        """The record of the snapshot that the buffer holds; None while a snapshot is copied in, or without an intact record."""
         words, generation = self._words, self.generation
         size = words[_RECORD_BYTES]
         if generation % 2 or not generation or words[_RECORD_GENERATION] != generation or size > _RECORD_LIMIT:
@@ -141,7 +141,7 @@ class SnapshotBuffer:
 
 
 def empty_memory() -> int:
-    """Descriptor of a new memfd without pages, in which `SnapshotBuffer.create` of a rank makes its arena (`BUFFER_VARIABLE`)."""
+    """Descriptor of a new memfd without pages, in which `SnapshotBuffer.create` of a rank makes its buffer (`BUFFER_VARIABLE`)."""
     return os.memfd_create("meshwright-checkpoint", os.MFD_CLOEXEC)
 
 

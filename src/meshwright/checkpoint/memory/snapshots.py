@@ -1,8 +1,8 @@
 """The snapshots in the memory of one host: those of its own ranks, and copies of another host's snapshots. Torch-free.
 
-Each rank of the host has one arena, which may also have the snapshot of a replica on another host. Each rank of the other host has two
-slots, arenas as well: while a copy is received into one of them, the other one has the copy before. All of this memory belongs to the
-host's agent and outlives the processes that map it.
+Each rank of the host has one snapshot buffer, which may also have the snapshot of a replica on another host. Each rank
+of the other host has two slots, which are snapshot buffers too: while one receives a copy, the other one has the copy
+before. All of this memory belongs to the host's agent and outlives the processes that map it.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ class CopyRefused(OutOfResources):
 
 @dataclass(frozen=True)
 class OpenSnapshot:
-    """A complete snapshot: its record, and the file that it makes of the arena's data from `start` on.
+    """A complete snapshot: its record, and the file that it makes of the buffer's data from `start` on.
 
-    Close the arena after use.
+    Close it after use.
     """
 
-    arena: SnapshotBuffer
+    buffer: SnapshotBuffer
     record: SnapshotRecord
     start: int = 0
 
     @cached_property
     def image(self) -> FileImage:
-        return FileImage(self.record.headers, self.arena.data[self.start :])
+        return FileImage(self.record.headers, self.buffer.data[self.start :])
 
     def close(self) -> None:
-        self.arena.close()
+        self.buffer.close()
 
 
 class SnapshotMemory:
-    """The snapshots behind the memfds at the paths `arenas` and `slots`; each rank has `SLOTS` slots, in order. Thread-safe."""
+    """The snapshots behind the memfds at the paths `buffers` and `slots`; each rank has `SLOTS` slots, in order. Thread-safe."""
 
-    def __init__(self, arenas: Sequence[str], slots: Sequence[str]) -> None:
-        self._arenas, self._slots = tuple(arenas), tuple(slots)
+    def __init__(self, buffers: Sequence[str], slots: Sequence[str]) -> None:
+        self._buffers, self._slots = tuple(buffers), tuple(slots)
         self._receiving = [threading.Lock() for _ in range(len(slots) // SLOTS)]
 
     def names(self) -> tuple[list[SnapshotName], list[SnapshotName]]:
         """The complete snapshots of this host's ranks, and the complete copies of another host's."""
-        arenas, slots = ([_names_at(path) for path in paths] for paths in (self._arenas, self._slots))
-        own = [names[0] for names in arenas if names]
-        return own, [name for names in arenas for name in names[1:]] + [name for names in slots for name in names]
+        buffers, slots = ([_names_at(path) for path in paths] for paths in (self._buffers, self._slots))
+        own = [names[0] for names in buffers if names]
+        return own, [name for names in buffers for name in names[1:]] + [name for names in slots for name in names]
 
     def path(self, name: SnapshotName) -> str | None:
         """The path of the memory with the complete snapshot `name`; None if it is not here, or no longer."""
-        return next((path for path in (*self._arenas, *self._slots) if name in _names_at(path)), None)
+        return next((path for path in (*self._buffers, *self._slots) if name in _names_at(path)), None)
 
     @property
     def slot_bytes(self) -> int:
@@ -98,9 +98,9 @@ class SnapshotMemory:
             missing = data_bytes - allocated_bytes(env)
             if missing > (1 - FREE_SHARE) * available_host_memory():
                 raise CopyRefused(f"host memory has no space for {missing:,} bytes")
-            with closing(SnapshotBuffer.create(data_bytes, env)) as arena:
-                arena.begin_snapshot()
-                yield IncomingCopy(arena, data_bytes)
+            with closing(SnapshotBuffer.create(data_bytes, env)) as buffer:
+                buffer.begin_snapshot()
+                yield IncomingCopy(buffer, data_bytes)
         finally:
             self._receiving[position].release()
 
@@ -120,31 +120,31 @@ class SnapshotMemory:
 class IncomingCopy:
     """A slot that receives a copy."""
 
-    def __init__(self, arena: SnapshotBuffer, data_bytes: int) -> None:
-        self._arena = arena
-        self.data = arena.data[:data_bytes]
+    def __init__(self, buffer: SnapshotBuffer, data_bytes: int) -> None:
+        self._buffer = buffer
+        self.data = buffer.data[:data_bytes]
 
     def complete(self, record: bytes) -> None:
         """Count the data as the complete snapshot that `record` describes."""
-        self._arena.complete_snapshot()
-        self._arena.write_record(record, self._arena.generation)
+        self._buffer.complete_snapshot()
+        self._buffer.write_record(record, self._buffer.generation)
 
 
 def open_snapshot(path: str, name: SnapshotName | None = None) -> OpenSnapshot | None:
-    """The complete snapshot `name` in the arena at `path`, or the first one there; None if there is none."""
-    arena = SnapshotBuffer.of_last_process({BUFFER_VARIABLE: path})
-    data = None if arena is None else arena.read_record()
+    """The complete snapshot `name` in the snapshot buffer at `path`, or the first one there; None if there is none."""
+    buffer = SnapshotBuffer.of_last_process({BUFFER_VARIABLE: path})
+    data = None if buffer is None else buffer.read_record()
     record = None if data is None else SnapshotRecord.decode(data)
     parts = [part for part in (() if record is None else record.parts) if name in (None, part.record.name)]
-    if arena is not None and parts:
-        return OpenSnapshot(arena, parts[0].record, parts[0].start)
-    if arena is not None:
-        arena.close()
+    if buffer is not None and parts:
+        return OpenSnapshot(buffer, parts[0].record, parts[0].start)
+    if buffer is not None:
+        buffer.close()
     return None
 
 
 def _names_at(path: str) -> list[SnapshotName]:
-    """The names of the complete snapshots in the arena at `path`, that of its own rank first."""
+    """The names of the complete snapshots in the snapshot buffer at `path`, that of its own rank first."""
     snapshot = open_snapshot(path)
     if snapshot is None:
         return []

@@ -1,4 +1,4 @@
-"""Source of a rank's snapshot when its run resumes: its own arena, or the snapshot server of a host. Torch-free."""
+"""Source of a rank's snapshot when its run resumes: its own snapshot buffer, or the snapshot server of a host. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from meshwright.checkpoint.memory.transport import SnapshotClient, TransportFail
 from meshwright.spec.errors import Damaged
 
 MEMORY = Path("host memory")
-"""The name of arenas in messages."""
+"""The name of snapshot buffers in messages."""
 
 
 @dataclass(frozen=True)
 class RankOffer:
-    """The complete snapshots that a rank sees: its own arena's, and on one rank of each host those of its server."""
+    """The complete snapshots that a rank sees: its own snapshot buffer's, and on one rank of each host those of its server."""
 
     own: SnapshotName | None
     address: str | None = None
     """HOST:PORT of its host's server, if there is one."""
     listed: tuple[SnapshotName, ...] = ()
-    """Snapshots in the arenas of its host."""
+    """Snapshots in the snapshot buffers of its host."""
     copies: tuple[SnapshotName, ...] = ()
     """Copies of another host's snapshots in the memory of its host."""
     replica: SnapshotName | None = None
-    """The snapshot of a replica on another host, in its own arena."""
+    """The snapshot of a replica on another host, in its own snapshot buffer."""
 
     @property
     def names(self) -> Iterator[SnapshotName]:
@@ -44,7 +44,7 @@ class RankOffer:
 
 @dataclass(frozen=True)
 class SnapshotLocation:
-    """A snapshot in the arena of the rank `reader` or, with an `address`, in the memory of its host, whose server is there."""
+    """A snapshot in the snapshot buffer of the rank `reader` or, with an `address`, in the memory of its host, whose server is there."""
 
     name: SnapshotName
     reader: int
@@ -56,7 +56,7 @@ def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[Sna
     """Return the snapshots of the newest completely offered save, in the order of its ranks; None without one.
 
     Snapshots are found by what they are, so ranks and hosts may have other numbers than at the save, and be fewer or more. Each is
-    read by a rank of a host that has it: from an arena rather than from a copy, by its own rank where possible.
+    read by a rank of a host that has it: from a snapshot buffer rather than from a copy, by its own rank where possible.
     """
     ranks_of_host: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
@@ -108,24 +108,24 @@ class SnapshotSource(Protocol):
 
 
 class BufferSource:
-    """A snapshot in this rank's arena, whose data begin at `start`. Closes the arena."""
+    """A snapshot in this rank's snapshot buffer, whose data begin at `start`. Closes the buffer."""
 
-    def __init__(self, arena: SnapshotBuffer, record: SnapshotRecord, start: int = 0) -> None:
+    def __init__(self, buffer: SnapshotBuffer, record: SnapshotRecord, start: int = 0) -> None:
         self.record, self._start = record, DATA_OFFSET + start
-        self._arena, self._header = arena, FileImage(record.headers, memoryview(b"")).header
+        self._buffer, self._header = buffer, FileImage(record.headers, memoryview(b"")).header
 
     def read(self, start: int, target: memoryview) -> None:
         header = self._header[start : start + len(target)]
         target[: len(header)] = header
         # Copied by the kernel, which unlike a copy in Python lets other threads copy meanwhile.
         offset = self._start + start + len(header) - len(self._header)
-        read_range(self._arena.descriptor, target[len(header) :], offset, MEMORY)
+        read_range(self._buffer.descriptor, target[len(header) :], offset, MEMORY)
 
     def discard(self) -> None:
-        self._arena.begin_snapshot()  # marks the arena's data as incomplete
+        self._buffer.begin_snapshot()  # marks its data as incomplete
 
     def close(self) -> None:
-        self._arena.close()
+        self._buffer.close()
 
 
 class HostSource(BufferSource):
@@ -135,13 +135,13 @@ class HostSource(BufferSource):
         """The memory is not this rank's; each start verifies it again."""
 
 
-def open_in_arena(name: SnapshotName) -> SnapshotSource:
-    """The snapshot `name` in this rank's arena. Raises Damaged if it is not there."""
+def open_in_buffer(name: SnapshotName) -> SnapshotSource:
+    """The snapshot `name` in this rank's snapshot buffer. Raises Damaged if it is not there."""
     path = os.environ.get(BUFFER_VARIABLE)
     snapshot = None if path is None else open_snapshot(path, name)
     if snapshot is None:
-        raise Damaged(f"the snapshot of step {name.step} on rank {name.rank} is no longer in the arena")
-    return BufferSource(snapshot.arena, snapshot.record, snapshot.start)
+        raise Damaged(f"the snapshot of step {name.step} on rank {name.rank} is no longer in the snapshot buffer")
+    return BufferSource(snapshot.buffer, snapshot.record, snapshot.start)
 
 
 def open_on_host(address: str, token: str, name: SnapshotName) -> SnapshotSource:
@@ -156,7 +156,7 @@ def open_on_host(address: str, token: str, name: SnapshotName) -> SnapshotSource
     except (TransportFailure, OSError):
         snapshot = None
     if snapshot is not None:
-        return HostSource(snapshot.arena, snapshot.record, snapshot.start)
+        return HostSource(snapshot.buffer, snapshot.record, snapshot.start)
     return ServerSource(address, token, name)
 
 

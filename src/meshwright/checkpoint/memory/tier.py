@@ -1,11 +1,13 @@
 """The memory tier: the newest snapshot that is complete in the memory of the hosts, loaded without storage.
 
-An arena outlives its rank in a memfd that the launcher keeps (`checkpoint.memory.snapshot_buffer`). With `checkpoint.partner: host` each host also keeps
-copies of another host's snapshots, in slots or, of a replica, in its ranks' arenas, and serves all snapshots that it has to ranks of
-other hosts (`checkpoint.memory.transport`).
-Snapshots are found by run, save and rank, whichever host has them and whatever ranks and hosts are now called. A save counts if the
-snapshots of all ranks that saved it are found. Blocks are verified with the digests of the file that the arena makes. A rank of the host
-that has a snapshot reads it and sends blocks that other ranks need, as a load from storage does.
+A snapshot buffer outlives its rank in a memfd that the launcher keeps (`checkpoint.memory.snapshot_buffer`). With
+`checkpoint.partner: host` each host also keeps copies of another host's snapshots: in slots or, of a replica, in the
+buffers of its ranks. It serves all of its snapshots to ranks of other hosts (`checkpoint.memory.transport`).
+
+Snapshots are found by run, save and rank. Which host has them does not matter, nor the numbers that ranks and hosts now
+have. A save counts if the snapshots of all ranks that saved it are found. Blocks are verified with the digests of the
+file that the buffer makes. A rank of the host that has a snapshot reads it and sends the blocks that other ranks need,
+as a load from storage does.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from meshwright.checkpoint.memory.source import (
     SnapshotLocation,
     SnapshotSource,
     newest_complete,
-    open_in_arena,
+    open_in_buffer,
     open_on_host,
 )
 from meshwright.checkpoint.memory.transport import SERVER_VARIABLE, SnapshotClient, TransportFailure
@@ -51,7 +53,7 @@ WRITER_SECONDS, POLL_SECONDS = 5.0, 0.02
 LIST_SECONDS = 10.0
 """How long a rank waits for the list of its host's snapshots."""
 MemoryTier = Literal["host memory", "partner memory"]
-"""Whether all snapshots are in arenas of the hosts that made them, or some are copies for a partner host."""
+"""Whether all snapshots are in snapshot buffers of the hosts that made them, or some are copies for a partner host."""
 
 log = logging.getLogger("meshwright")
 
@@ -80,7 +82,7 @@ class MemorySnapshot:
     ) -> dict[str, Any]:
         """Fill `tensors` and return the run's state. Collective over `ranks`; `device_group` as in `load_tensors`.
 
-        Raises Damaged on all ranks if a block on any cannot be read or does not match its digest; then no arena offers it again.
+        Raises Damaged on all ranks if a block on any cannot be read or does not match its digest; then no buffer offers it again.
         """
         blocks = self._blocks()
         opened = OpenCheckpoint(blocks.path, blocks.manifest, decoded_contents(dict(self.contents)), dict(self.state))
@@ -189,18 +191,18 @@ def _open(ranks: RankGroup, activity: str, locations: list[SnapshotLocation]) ->
 
 def _open_source(location: SnapshotLocation) -> SnapshotSource:
     if location.address is None:
-        return open_in_arena(location.name)
+        return open_in_buffer(location.name)
     return open_on_host(location.address, job_token(), location.name)
 
 
 def _own_offer() -> RankOffer:
-    """The snapshots in this rank's arena. Waits for a writer that works."""
-    address, arena = os.environ.get(SERVER_VARIABLE), SnapshotBuffer.of_last_process()
-    if arena is None:
+    """The snapshots in this rank's snapshot buffer. Waits for a writer that works."""
+    address, buffer = os.environ.get(SERVER_VARIABLE), SnapshotBuffer.of_last_process()
+    if buffer is None:
         return RankOffer(None, address)
-    with closing(arena):
-        _await_writer(arena)
-        data = arena.read_record()
+    with closing(buffer):
+        _await_writer(buffer)
+        data = buffer.read_record()
     record = None if data is None else SnapshotRecord.decode(data)
     if record is None:
         return RankOffer(None, address)
@@ -220,10 +222,10 @@ def _with_list(offer: RankOffer) -> RankOffer:
     return replace(offer, listed=tuple(listed), copies=tuple(copies))
 
 
-def _await_writer(arena: SnapshotBuffer) -> None:
+def _await_writer(buffer: SnapshotBuffer) -> None:
     """Return once no writer of an earlier process completes the record of the snapshot, or none makes progress."""
     seen, since = -1, time.monotonic()
-    while (written := arena.saved_bytes) is not None and time.monotonic() - since < WRITER_SECONDS:
+    while (written := buffer.saved_bytes) is not None and time.monotonic() - since < WRITER_SECONDS:
         if written != seen:
             seen, since = written, time.monotonic()
         time.sleep(POLL_SECONDS)

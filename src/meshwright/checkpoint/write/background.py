@@ -1,4 +1,4 @@
-"""Asynchronous saves of one rank: a snapshot is copied to the arena, and the writer process writes it to storage.
+"""Asynchronous saves of one rank: a snapshot is copied to the snapshot buffer, and the writer process writes it to storage.
 
 All ranks begin a save after the same step and agree on nothing else while they train: the attempt's name follows from
 the lease's epoch and the number of the save, and the writers meet on the storage. At most one save is in flight; the
@@ -21,7 +21,7 @@ from meshwright.checkpoint.memory.partner_copy import Partner
 from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer, allocated_bytes, available_host_memory
 from meshwright.checkpoint.ranks import RankGroup
 from meshwright.checkpoint.write.layout import plan_layout
-from meshwright.checkpoint.write.staging import Copies, Stager, StagingBuffer
+from meshwright.checkpoint.write.staging import Copies, PinnedSnapshotBuffer, Stager
 from meshwright.checkpoint.write.writer import Save, WriterSetup, encoded_contents
 from meshwright.checkpoint.write.writer_process import STALLED_SECONDS, WriterProcess
 from meshwright.policies.snapshot_copies import StepTimes, plan_device_copies
@@ -34,11 +34,11 @@ from meshwright.state.parts import StateParts
 from meshwright.state.snapshot import HostState
 
 RESERVED_SHARE = 0.1
-"""Part of the available host memory that arenas leave free."""
+"""Part of the available host memory that snapshot buffers leave free."""
 SLOWEST_RATE = 50e6
 """Bytes a second of the slowest storage on which a flush is waited for."""
 PREPARE_SECONDS = 120.0
-"""How long the first save waits for the arena."""
+"""How long the first save waits for the snapshot buffer."""
 SAVES_PER_START = 1 << 20
 """Numbers of saves that each start of the ranks under one lease has for itself."""
 DEVICE_RESERVE = 0.09
@@ -127,7 +127,7 @@ class BackgroundSaver:
         self._limits = {"stalled_seconds": STALLED_SECONDS + self.layout.bytes / SLOWEST_RATE} | limits
         self.second_buffers = False
         """Whether `prepare` allocates the optimizer's second buffers in host memory."""
-        self._arena: SnapshotBuffer | None = None
+        self._buffer: SnapshotBuffer | None = None
         self.stager: Stager | None = None
         self.writer: WriterProcess | None = None
         self._prepared: threading.Thread | None = None
@@ -136,22 +136,22 @@ class BackgroundSaver:
         self._current: _SaveInFlight | None = None
 
     def prepare(self) -> None:
-        """Allocate the arena and start the writer in a thread; a second call does nothing."""
+        """Allocate the snapshot buffer and start the writer in a thread; a second call does nothing."""
         if self._prepared is None:
-            self._prepared = threading.Thread(target=self._prepare, name="arena", daemon=True)
+            self._prepared = threading.Thread(target=self._prepare, name="snapshot buffer", daemon=True)
             self._prepared.start()
             if self.layout.bytes < ASYNC_BYTES:
                 self._prepared.join()  # milliseconds
 
     def agree_on_readiness(self) -> None:
-        """Wait until the arena and the writer of every rank are ready; raises the same error on all ranks where one is not."""
+        """Wait until the snapshot buffer and the writer of every rank are ready; raises the same error on all ranks where one is not."""
         self.prepare()
 
         def check() -> None:
             assert self._prepared is not None
             self._prepared.join(PREPARE_SECONDS)
             if self._prepared.is_alive():
-                raise OutOfResources(f"the arena was not ready within {PREPARE_SECONDS:.0f} s")
+                raise OutOfResources(f"the snapshot buffer was not ready within {PREPARE_SECONDS:.0f} s")
             if self._failure is not None:
                 raise self._failure
 
@@ -179,7 +179,7 @@ class BackgroundSaver:
         state is first copied within device memory, as far as it has room. A save of this rank that is still in flight has failed elsewhere
         and is given up.
         """
-        assert self.stager is not None and self._arena is not None and self.writer is not None, (
+        assert self.stager is not None and self._buffer is not None and self.writer is not None, (
             "agree_on_readiness first"
         )
         if self._current is not None:
@@ -187,7 +187,7 @@ class BackgroundSaver:
         if times is not None:
             self._fit_device_copies(self.stager, times)
         self._saves += 1
-        generation = self._arena.begin_snapshot()
+        generation = self._buffer.begin_snapshot()
         copies = self.stager.start(self._state.host_state())
         # The part behind the hyphen must be unique too: it names what is set aside.
         attempt = f"{self._lease.epoch}-{self._lease.epoch:x}{self._saves:08x}"
@@ -196,7 +196,7 @@ class BackgroundSaver:
         save = Save(
             step=step, attempt=attempt, generation=generation, staging_seconds=0.0, urgent=urgent, to_partner=to_partner
         )
-        self._current = _SaveInFlight(save, copies, self._arena, self.writer)
+        self._current = _SaveInFlight(save, copies, self._buffer, self.writer)
         return copies
 
     def describe(self, step: int, plain: Callable[[], Mapping[str, bytes]]) -> None:
@@ -248,11 +248,11 @@ class BackgroundSaver:
 
     def _prepare(self) -> None:
         try:
-            self._arena = SnapshotBuffer.create(self.layout.bytes)
-            buffer = StagingBuffer(self._arena, self._device)
-            buffer.prepare()
-            self.stager = Stager(self.layout, buffer, self._state.groups, self._state.parameter_of)
-            self.writer = WriterProcess(self._arena, self._setup, kept_open=self._kept_open, **self._limits)
+            self._buffer = SnapshotBuffer.create(self.layout.bytes)
+            pinned = PinnedSnapshotBuffer(self._buffer, self._device)
+            pinned.prepare()
+            self.stager = Stager(self.layout, pinned, self._state.groups, self._state.parameter_of)
+            self.writer = WriterProcess(self._buffer, self._setup, kept_open=self._kept_open, **self._limits)
             self.writer.start()
             self._warm_up()
             if self.second_buffers:
@@ -274,9 +274,9 @@ def _plain_headers(headers: Sequence[TensorHeader]) -> list[Any]:
 class _SaveInFlight:
     """Save of a rank in progress, followed by a thread from its copies to the writer's last reply."""
 
-    def __init__(self, save: Save, copies: Copies, arena: SnapshotBuffer, writer: WriterProcess) -> None:
+    def __init__(self, save: Save, copies: Copies, buffer: SnapshotBuffer, writer: WriterProcess) -> None:
         self.save = save
-        self._copies, self._arena, self._writer = copies, arena, writer
+        self._copies, self._buffer, self._writer = copies, buffer, writer
         self._described = threading.Event()
         self._plain: Callable[[], Mapping[str, bytes]] = dict
         self._given_up = False
@@ -317,7 +317,7 @@ class _SaveInFlight:
             self._copies.join()
             self.device_seconds = self._copies.device_seconds
             staging, checksums = self._copies.seconds, [list(checksum) for checksum in self._copies.checksums]
-            self._arena.complete_snapshot()
+            self._buffer.complete_snapshot()
             self._described.wait()
             if self._given_up:
                 return
@@ -350,10 +350,11 @@ def memory_obstacle(
         missing = max(0, rank_bytes - allocated_bytes())
         return missing * local_ranks, copies(), int(available_host_memory() * (1 - RESERVED_SHARE))
 
-    for arenas, of_partner, available in ranks.run_on_all("planning checkpoints", look):
-        if arenas + of_partner > available:
+    for buffers, of_partner, available in ranks.run_on_all("planning checkpoints", look):
+        if buffers + of_partner > available:
             partner = f" and {of_partner / 1e9:.1f} GB for a partner host's snapshots (checkpoint.partner)"
-            return f"{arenas / 1e9:.1f} GB of arenas{partner if of_partner else ''} on a host with {available / 1e9:.1f} GB of memory left"
+            needed = f"{buffers / 1e9:.1f} GB of snapshot buffers{partner if of_partner else ''}"
+            return f"{needed} on a host with {available / 1e9:.1f} GB of memory left"
     return None
 
 

@@ -1,8 +1,9 @@
 """Checksums that lead from a rank's state to its file: sums of 8-byte words, which a GPU computes fast. Torch-free.
 
-A rank sums each piece of its state before the copy to the arena (`checkpoint.write.source_checksum`); the writer sums the same piece in the
-arena as it writes it. Words are little-endian, the sum is taken modulo 2^64. A piece may begin within a word, where its memory on the
-device does: `phase` is the number of bytes of its first word that precede it, and these count as zeros.
+A rank sums each piece of its state before it copies the piece to the snapshot buffer (`checkpoint.write.source_checksum`).
+The writer sums the same piece of the buffer as it writes it. Words are little-endian, the sum is taken modulo 2^64. A
+piece may begin within a word, where its memory on the device does: `phase` is the number of bytes of its first word that
+precede it, and these count as zeros.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def word_sum(data: memoryview, phase: int) -> int:
 
 
 class BufferChecksums:
-    """Compares consecutive pieces of an arena with their checksums. `add` may be called by several threads."""
+    """Compares consecutive pieces of a snapshot buffer with their checksums. `add` may be called by several threads."""
 
     def __init__(self, keys: Sequence[str], sizes: Sequence[int], expected: Sequence[Sequence[int]]) -> None:
         """The pieces have these names, sizes in bytes and `expected` checksums (phase, sum)."""
@@ -55,7 +56,7 @@ class BufferChecksums:
         self._lock = threading.Lock()
 
     def add(self, offset: int, data: memoryview) -> None:
-        """Add the bytes of the arena's data from `offset` on; each byte is added once, in any order."""
+        """Add the bytes of the snapshot buffer's data from `offset` on; each byte is added once, in any order."""
         index = bisect_right(self._ends, offset)
         while data:
             part = data[: self._ends[index] - offset]

@@ -92,8 +92,8 @@ def plan_layout(
 ) -> FileLayout:
     """This rank's layout for saves of `tensors`, which must not be reallocated before the save. Collective over `ranks`.
 
-    `replicas` has for each rank another one with the same state, whose pieces its layout has too. Raises BadInput for what cannot be stored,
-    and where the pieces of all ranks do not cover a tensor exactly once.
+    `replicas` has for each rank another one with the same state, whose pieces its layout has too. Raises BadInput for what
+    cannot be stored, and where the pieces of all ranks do not cover a tensor exactly once.
     """
     all_written: list[list[RankPiece]] = []
 

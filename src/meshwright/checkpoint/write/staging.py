@@ -1,12 +1,13 @@
-"""Staging: copies of a rank's state into its arena beside the forward and backward passes of the next step.
+"""Staging: copies of a rank's state into its snapshot buffer beside the forward and backward passes of the next step.
 
-Copies run group by group; the update of the next step waits for each group before it changes the group's state. State on a CUDA device is
-copied on a stream of its own, with one event a group; a thread gives it the copies of a large state. State in host memory (a CPU rank's,
-or an offloaded optimizer's) is copied by a thread, with one flag a group. The groups that are updated first may be copied to a buffer
-beside the state first, and from there to the arena at the end (`policies.snapshot_copies`).
+Copies run group by group. The update of the next step waits for each group before it changes the group's state. State on
+a CUDA device is copied on a stream of its own, with one event a group; a thread gives it the copies of a large state.
+State in host memory (a CPU rank's, or an offloaded optimizer's) is copied by a thread, with one flag a group. The groups
+that are updated first may be copied to memory beside the state first, and from there to the snapshot buffer at the end
+(`policies.snapshot_copies`).
 
-The checksum of each piece is computed from the state before its group is updated (`checkpoint.write.source_checksum`). The writer compares it
-with what it reads from the arena.
+The checksum of each piece is computed from the state before its group is updated (`checkpoint.write.source_checksum`).
+The writer compares it with what it reads from the snapshot buffer.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ COPIES_AHEAD = 128
 """Copies of a larger snapshot that are given to the device before earlier ones have ended."""
 
 Copy = tuple[Tensor, Tensor]
-"""Destination in the arena and source, both as bytes."""
+"""Destination in the snapshot buffer and source, both as bytes."""
 
 
-class StagingBuffer:
-    """The arena as a tensor, page-locked for a CUDA device until the arena is garbage-collected."""
+class PinnedSnapshotBuffer:
+    """The snapshot buffer as a tensor, page-locked for a CUDA device until the buffer is garbage-collected."""
 
-    def __init__(self, arena: SnapshotBuffer, device: torch.device) -> None:
-        self._arena, self._device = arena, device
+    def __init__(self, buffer: SnapshotBuffer, device: torch.device) -> None:
+        self._buffer, self._device = buffer, device
         # Its storage begins with the first locked part: torch may ask the runtime about the address where a tensor's storage begins.
-        self.data = torch.frombuffer(arena.memory, dtype=torch.uint8, offset=DATA_OFFSET)
+        self.data = torch.frombuffer(buffer.memory, dtype=torch.uint8, offset=DATA_OFFSET)
 
     def prepare(self) -> None:
         """Take the pages from the host and lock them; other threads of Python run meanwhile.
@@ -68,7 +69,7 @@ class StagingBuffer:
 
     def _pin(self, part: Tensor) -> None:
         with torch.cuda.device(self._device):
-            pinned = pin_pages(self._arena, part)
+            pinned = pin_pages(self._buffer, part)
         if not pinned:
             raise OutOfResources(
                 f"{self.data.nbytes:,} bytes of host memory for checkpoints could not be pinned; raise the host's limit of "
@@ -99,7 +100,7 @@ def _populate(part: Tensor) -> None:
 
 
 class CopySequence:
-    """The copies of a snapshot from one memory (device or host) into the arena, by groups in the order of the update."""
+    """The copies of a snapshot from one memory (device or host) into the snapshot buffer, by groups in the order of the update."""
 
     def __init__(self, groups: int) -> None:
         self.copies: list[list[Copy]] = [[] for _ in range(groups)]
@@ -174,7 +175,7 @@ class Stager:
     def __init__(
         self,
         layout: FileLayout,
-        buffer: StagingBuffer,
+        buffer: PinnedSnapshotBuffer,
         groups: Sequence[Sequence[str]],
         parameter_of: Mapping[str, str],
     ) -> None:
@@ -354,7 +355,7 @@ class Copies:
 
     @property
     def checksums(self) -> list[Checksum]:
-        """The checksum of each piece in file order, after `join`; computed from the state itself, not from the arena."""
+        """The checksum of each piece in file order, after `join`; computed from the state itself, not from the snapshot buffer."""
         on_device = {} if self._device_checksums is None else self._device_checksums.result()
         by_index = self.host_checksums | on_device
         return [by_index[index] for index in sorted(by_index)]
@@ -384,7 +385,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _within_parts(target: Tensor, source: Tensor, start: int) -> list[Copy]:
-    """A copy to `start` of the arena, split where page-locked parts meet and into copies of at most `COPY_BYTES`."""
+    """A copy to `start` of the snapshot buffer, split where page-locked parts meet and into copies of at most `COPY_BYTES`."""
     copies, done = [], 0
     while done < source.numel():
         count = min(source.numel() - done, COPY_BYTES - (start + done) % COPY_BYTES)

@@ -1,12 +1,14 @@
-"""The writer: a process beside a rank that writes snapshots from the rank's arena to storage and commits them.
+"""The writer process of a rank: it writes snapshots from the rank's snapshot buffer to storage and commits them.
 
 `python -m meshwright.checkpoint.write.writer BUFFER_DESCRIPTOR` reads commands (`WriterSetup`, `Save`, `Discard`) from its
-standard input and writes replies to its standard output, one JSON object per line. It imports no torch, has a session of its own and ignores stop signals. When its
-rank dies, its input ends; it then carries out the commands that it has and exits.
+standard input and writes replies to its standard output, one JSON object per line. It imports no torch, has a session of
+its own and ignores stop signals. When its rank dies, its input ends; it then carries out the commands that it has and
+exits.
 
-Writers of several ranks meet in the attempt's folder on the run's shared storage. Each one makes its file durable and then publishes
-`rank-NNNNN.done`, which holds the file's record, or `rank-NNNNN.failed`. The first rank's writer waits for these files with a deadline,
-removes them and commits as `checkpoint.write.attempt` says. No socket and no process group is involved.
+Writers of several ranks meet in the attempt's folder on the run's shared storage. Each one makes its file durable and
+then publishes `rank-NNNNN.done`, which holds the file's record, or `rank-NNNNN.failed`. The first rank's writer waits for
+these files with a deadline, removes them and commits as `checkpoint.write.attempt` says. No socket and no process group
+is involved.
 """
 
 from __future__ import annotations
@@ -87,13 +89,13 @@ class WriterSetup:
     partner: dict[str, Any] | None = None
     """Destination of the snapshots' copies (`partner_copy.Partner`); None if there is none."""
     replica: int | None = None
-    """The rank on another host whose snapshot follows in the arena, with the headers `replica_headers`."""
+    """The rank on another host whose snapshot follows in the snapshot buffer, with the headers `replica_headers`."""
     replica_headers: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Save:
-    """Write the snapshot of `step` that the arena holds at `generation`.
+    """Write the snapshot of `step` that the snapshot buffer holds at `generation`.
 
     `plain` has the first rank's other files. The rank that keeps the first rank's snapshot too has its state there.
     """
@@ -108,7 +110,7 @@ class Save:
     to_partner: bool = False
     """Whether the partner gets a copy."""
     checksums: list[list[int]] = field(default_factory=list)
-    """Phase and sum of each tensor in the arena, computed before it was copied there (`checkpoint.write.checksum`)."""
+    """Phase and sum of each tensor in the snapshot buffer, computed before it was copied there (`checkpoint.write.checksum`)."""
     plain: dict[str, str] = field(default_factory=dict)
 
 
@@ -164,8 +166,8 @@ class Replies:
 class Writer:
     """Carries out the commands of one rank."""
 
-    def __init__(self, arena: SnapshotBuffer, reply: Callable[..., None]) -> None:
-        self._arena, self._reply = arena, reply
+    def __init__(self, buffer: SnapshotBuffer, reply: Callable[..., None]) -> None:
+        self._buffer, self._reply = buffer, reply
         self._setup: WriterSetup | None = None
         self._contents: Contents = {}
         self._copier: PartnerCopier | None = None
@@ -180,7 +182,7 @@ class Writer:
             self._setup = command
             self._contents = decoded_contents(command.contents)
             if command.partner is not None:
-                self._copier = PartnerCopier(self._arena, Partner(**command.partner), self._copied)
+                self._copier = PartnerCopier(self._buffer, Partner(**command.partner), self._copied)
             return
         assert self._setup is not None, "WriterSetup comes first"
         try:
@@ -202,7 +204,7 @@ class Writer:
     def _save(self, setup: WriterSetup, save: Save) -> None:
         attempt = self._attempt(setup, save)
         attempt.check_owner()  # without the lease no folder appears for which to wait
-        self._arena.begin_saving(save.generation)
+        self._buffer.begin_saving(save.generation)
         if self._copier is not None and save.to_partner:
             self._copy_to_partner(self._copier, setup, save)
         self.phase = "writing"
@@ -251,12 +253,12 @@ class Writer:
     def _write_own(
         self, setup: WriterSetup, save: Save, folder: Path, replica: Callable[[], SnapshotRecord | None]
     ) -> dict[str, FileRecord]:
-        """Write the rank's file; the record in the arena then also has what `replica` returns."""
+        """Write the rank's file; the record in the snapshot buffer then also has what `replica` returns."""
         if not setup.headers:
             self._record(setup, save, None, replica())
             return {}
         self._check_generation(save)
-        name, image = tensor_file(setup.rank), FileImage(setup.headers, self._arena.data)
+        name, image = tensor_file(setup.rank), FileImage(setup.headers, self._buffer.data)
         threads = setup.threads if save.urgent else -(-setup.threads // 2)
         checksums = _checksums(setup.headers, save.checksums[: len(setup.headers)])
 
@@ -280,21 +282,21 @@ class Writer:
             checksums.check()
             return self._record(setup, save, file, None)
 
-        image = FileImage(setup.headers, self._arena.data)
+        image = FileImage(setup.headers, self._buffer.data)
         copier.start(_name(setup, save), image, save.generation, describe, checksums.add)
 
     def _describe_replica(self, setup: WriterSetup, save: Save) -> SnapshotRecord | None:
-        """The record of the replica's snapshot in the arena; None if there is none, or if it is not the state that was copied."""
+        """The record of the replica's snapshot in the snapshot buffer; None if there is none, or if it is not the state that was copied."""
         if setup.replica is None:
             return None
         own = len(setup.headers)
         checksums = _checksums(setup.replica_headers, save.checksums[own:])
-        image, digests = FileImage(setup.replica_headers, self._arena.data[sum(_sizes(setup.headers)) :]), []
+        image, digests = FileImage(setup.replica_headers, self._buffer.data[sum(_sizes(setup.headers)) :]), []
         for index in range(image.blocks):
             block = image.block(index)
             digests.append(block_digest(block))
             checksums.add(*image.data_of_block(index))
-            self._arena.count_saved(len(block))  # a start that waits for the record sees progress
+            self._buffer.count_saved(len(block))  # a start that waits for the record sees progress
         try:
             checksums.check()
         except Damaged as error:
@@ -304,12 +306,12 @@ class Writer:
         return _snapshot_record(setup, save, setup.replica, setup.replica_headers, file)
 
     def _record(self, setup: WriterSetup, save: Save, file: FileRecord | None, replica: SnapshotRecord | None) -> bytes:
-        """Store in the arena what another process needs to load the snapshots from there; returns it."""
+        """Store in the snapshot buffer what another process needs to load the snapshots from there; returns it."""
         own = _snapshot_record(setup, save, setup.rank, setup.headers, file)
         record = replace(own, replica=replica).encode()
         with self._recording:
             self._check_generation(save)
-            self._arena.write_record(record, save.generation)
+            self._buffer.write_record(record, save.generation)
         return record
 
     def _copied(self, step: int, seconds: float) -> None:
@@ -317,11 +319,11 @@ class Writer:
 
     def _count(self, written: int) -> None:
         self.written += written
-        self._arena.count_saved(written)
+        self._buffer.count_saved(written)
 
     def _check_generation(self, save: Save) -> None:
-        """Raise Damaged unless the arena holds the snapshot: a stopped writer may resume during the copy of the next one."""
-        if self._arena.generation != save.generation:
+        """Raise Damaged unless the snapshot buffer holds the snapshot: a stopped writer may resume during the copy of the next one."""
+        if self._buffer.generation != save.generation:
             raise Damaged(f"the snapshot of step {save.step} is no longer in host memory; this writer was stopped")
 
     def _discard(self, setup: WriterSetup, command: Discard) -> None:

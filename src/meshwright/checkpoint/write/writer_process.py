@@ -32,7 +32,7 @@ class WriterProcess:
 
     def __init__(
         self,
-        arena: SnapshotBuffer,
+        buffer: SnapshotBuffer,
         setup: WriterSetup,
         *,
         kept_open: Sequence[int] = (),
@@ -40,7 +40,7 @@ class WriterProcess:
         stalled_seconds: float = STALLED_SECONDS,
     ) -> None:
         """Writers inherit the descriptors `kept_open`, by which others see that one still runs."""
-        self._arena, self._setup, self._kept_open = arena, setup, kept_open
+        self._buffer, self._setup, self._kept_open = buffer, setup, kept_open
         self._silent, self._stalled = silent_seconds, stalled_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._incomplete = b""
@@ -56,12 +56,12 @@ class WriterProcess:
         if self._process is not None and self._process.poll() is None:
             return
         self._release()
-        command = [sys.executable, "-m", "meshwright.checkpoint.write.writer", str(self._arena.descriptor)]
+        command = [sys.executable, "-m", "meshwright.checkpoint.write.writer", str(self._buffer.descriptor)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=[self._arena.descriptor, *self._kept_open],
+            pass_fds=[self._buffer.descriptor, *self._kept_open],
             start_new_session=True,
             env=without_secrets(),
         )

@@ -1,4 +1,4 @@
-"""The arena: one memory for two processes, with a generation that tells whether it holds a complete snapshot."""
+"""The snapshot buffer: one memory for two processes, with a generation that tells whether it holds a complete snapshot."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.memory import snapshot_buffer as arenas
+from meshwright.checkpoint.memory import snapshot_buffer as buffers
 from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer, available_host_memory
 
 
 def test_an_inherited_descriptor_shows_the_same_snapshot() -> None:
-    arena = SnapshotBuffer.create(10_000)
-    inherited = SnapshotBuffer.inherited(os.dup(arena.descriptor))
+    buffer = SnapshotBuffer.create(10_000)
+    inherited = SnapshotBuffer.inherited(os.dup(buffer.descriptor))
     assert (inherited.size, inherited.generation) == (10_000, 0)
-    expected = arena.begin_snapshot()
+    expected = buffer.begin_snapshot()
     assert inherited.generation % 2 == 1, "a snapshot is copied in"
-    arena.data[:5] = b"state"
-    arena.complete_snapshot()
+    buffer.data[:5] = b"state"
+    buffer.complete_snapshot()
     assert inherited.generation == expected == 2 and bytes(inherited.data[:5]) == b"state"
-    arena.begin_snapshot()
-    assert arena.begin_snapshot() == 4, "one that was not completed is begun again"
+    buffer.begin_snapshot()
+    assert buffer.begin_snapshot() == 4, "one that was not completed is begun again"
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_a_containers_limit_bounds_the_host_memory_that_is_left(
         (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
     available = available_host_memory(tmp_path, tmp_path / "no list of groups")
     assert available == expected if expected is not None else available > 1 << 20
-    assert arenas.DATA_OFFSET % 4096 == 0
+    assert buffers.DATA_OFFSET % 4096 == 0
