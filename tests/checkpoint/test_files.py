@@ -34,7 +34,10 @@ def test_record_has_the_xxhash_digests_of_the_blocks(tmp_path: Path, size: int, 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write = os.pwrite
-    short = lambda descriptor, data, offset: write(descriptor, data[: max(1, len(data) // 3)], offset)  # noqa: E731
+
+    def short(descriptor: int, data: memoryview, offset: int) -> int:
+        return write(descriptor, data[: max(1, len(data) // 3)], offset)
+
     monkeypatch.setattr(os, "pwrite", short)
     write_file(tmp_path / "a", [[b"all of this arrives"]])
     assert (tmp_path / "a").read_bytes() == b"all of this arrives"

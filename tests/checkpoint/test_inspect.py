@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from meshwright.checkpoint.format.manifest import COMMITTED
+from meshwright.checkpoint.inspect import describe_checkpoint, prune_checkpoints
 from meshwright.checkpoint.read import diff
 from meshwright.checkpoint.read.diff import compare_checkpoints
-from meshwright.checkpoint.read.inspect import describe_checkpoint, prune_checkpoints
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.cli.checkpoint import app
 from meshwright.durable.lock import locked

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord
+from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord, plain_contents
 from meshwright.checkpoint.format.header import TensorHeader
 from meshwright.checkpoint.format.plain_files import encode_plain
 from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer
 from meshwright.checkpoint.write.source_checksum import host_checksum
-from meshwright.checkpoint.write.writer import Save, Writer, WriterSetup, encoded_contents
+from meshwright.checkpoint.write.writer import Save, Writer, WriterSetup
 from meshwright.spec.run import Lease
 from tests.checkpoint.toy import SIZES, value
 
@@ -81,7 +81,7 @@ class Writers:
                 rank,
                 ranks,
                 entries[rank],
-                encoded_contents(contents) if 0 in (rank, replica) else {},
+                plain_contents(contents) if 0 in (rank, replica) else {},
                 asdict(lease),
                 keep,
                 1,

@@ -119,7 +119,7 @@ def show(
 
         meshwright checkpoint show runs/quickstart 100 --json
     """
-    from meshwright.checkpoint.read.inspect import choose_checkpoint, describe_checkpoint
+    from meshwright.checkpoint.inspect import choose_checkpoint, describe_checkpoint
 
     with _disk_errors("reading a checkpoint"):
         path = choose_checkpoint(folder, step)
@@ -153,7 +153,7 @@ def prune(
 
         meshwright checkpoint prune runs/quickstart --keep 1
     """
-    from meshwright.checkpoint.read.inspect import prune_checkpoints
+    from meshwright.checkpoint.inspect import prune_checkpoints
 
     with _disk_errors("deleting checkpoints"):
         pruned = prune_checkpoints(folder, keep)

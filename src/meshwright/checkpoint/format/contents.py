@@ -1,14 +1,14 @@
 """Reads and writes `metadata.json`: the tensors of a checkpoint, and the file and key of each chunk of them.
 
-A chunk is a box (rectangular part) of a tensor, stored as one entry of a safetensors file. `metadata.json` replaces
-DCP's pickled `.metadata`. The reader checks all names, sizes and offsets, and that the chunks of a tensor cover it
-without overlap. Torch-free.
+A chunk is a box (rectangular part) of a tensor, stored as one entry of a safetensors file. The reader checks all names, sizes
+and offsets, and that the chunks of a tensor cover it without overlap. Torch-free.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,27 @@ Contents = dict[str, TensorRecord]
 
 def encode_contents(contents: Contents) -> bytes:
     """The bytes of `metadata.json`."""
-    tensors = {name: asdict(record) for name, record in contents.items()}
-    return (json.dumps({"format": FORMAT, "tensors": tensors}) + "\n").encode()
+    return (json.dumps({"format": FORMAT, "tensors": plain_contents(contents)}) + "\n").encode()
+
+
+def plain_contents(contents: Contents) -> dict[str, Any]:
+    """`contents` as values of JSON."""
+    return {name: asdict(record) for name, record in contents.items()}
+
+
+def contents_of(plain: Mapping[str, Any]) -> Contents:
+    """The contents from the values of `plain_contents`, which this program wrote: they are not checked."""
+    return {
+        name: TensorRecord(
+            tuple(entry["shape"]),
+            entry["dtype"],
+            tuple(
+                TensorChunk(tuple(chunk["offsets"]), tuple(chunk["sizes"]), chunk["file"], chunk["key"])
+                for chunk in entry["chunks"]
+            ),
+        )
+        for name, entry in plain.items()
+    }
 
 
 def read_checkpoint(path: Path) -> Contents:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.checkpoint.format.contents import contents_of
 from meshwright.checkpoint.format.files import BLOCK_BYTES, FileRecord
 from meshwright.checkpoint.format.manifest import STATE, CheckpointManifest, step_name, tensor_file
 from meshwright.checkpoint.format.plain_files import decode_state
@@ -42,7 +43,6 @@ from meshwright.checkpoint.memory.transport import SERVER_VARIABLE, SnapshotClie
 from meshwright.checkpoint.ranks import RankGroup
 from meshwright.checkpoint.read.block_reader import BlockFiles
 from meshwright.checkpoint.read.load import OpenCheckpoint, load_tensors
-from meshwright.checkpoint.write.writer import decoded_contents
 from meshwright.events.span import Recorder
 from meshwright.spec.errors import Damaged
 from meshwright.spec.job_token import job_token
@@ -85,7 +85,7 @@ class MemorySnapshot:
         Raises Damaged on all ranks if a block on any cannot be read or does not match its digest; then no buffer offers it again.
         """
         blocks = self._blocks()
-        opened = OpenCheckpoint(blocks.path, blocks.manifest, decoded_contents(dict(self.contents)), dict(self.state))
+        opened = OpenCheckpoint(blocks.path, blocks.manifest, contents_of(self.contents), dict(self.state))
         owners = {tensor_file(rank): reader for rank, reader in enumerate(self.readers)}
         try:
             load_tensors(

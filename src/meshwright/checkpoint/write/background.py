@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint.format.contents import plain_contents
 from meshwright.checkpoint.format.header import TensorHeader
 from meshwright.checkpoint.memory.partner_copy import Partner
 from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer, allocated_bytes, available_host_memory
 from meshwright.checkpoint.ranks import RankGroup
 from meshwright.checkpoint.write.layout import plan_layout
 from meshwright.checkpoint.write.staging import Copies, PinnedSnapshotBuffer, Stager
-from meshwright.checkpoint.write.writer import Save, WriterSetup, encoded_contents
+from meshwright.checkpoint.write.writer import Save, WriterSetup
 from meshwright.checkpoint.write.writer_process import STALLED_SECONDS, WriterProcess
 from meshwright.policies.snapshot_copies import StepTimes, plan_device_copies
 from meshwright.spec.errors import MeshwrightError, OutOfResources
@@ -111,7 +112,7 @@ class BackgroundSaver:
             rank=ranks.rank,
             ranks=ranks.size,
             headers=_plain_headers(self.layout.headers),
-            contents=encoded_contents(self.layout.contents),
+            contents=plain_contents(self.layout.contents),
             lease=asdict(lease),
             keep=keep,
             threads=writer_threads(local_ranks),

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.format.contents import Contents, TensorChunk, TensorRecord
+from meshwright.checkpoint.format.contents import Contents, contents_of
 from meshwright.checkpoint.format.digests import block_digest
 from meshwright.checkpoint.format.files import FileRecord
 from meshwright.checkpoint.format.header import TensorHeader
@@ -180,7 +180,7 @@ class Writer:
         """Carry out a command; what fails is a reply."""
         if isinstance(command, WriterSetup):
             self._setup = command
-            self._contents = decoded_contents(command.contents)
+            self._contents = contents_of(command.contents)
             if command.partner is not None:
                 self._copier = PartnerCopier(self._buffer, Partner(**command.partner), self._copied)
             return
@@ -399,26 +399,6 @@ def peer_files(attempt: SaveAttempt, ranks: int, seconds: float) -> dict[str, Fi
 
 def _record(entry: dict[str, Any]) -> FileRecord:
     return FileRecord(entry["bytes"], tuple(entry["blocks"]))
-
-
-def encoded_contents(contents: Contents) -> dict[str, Any]:
-    """`contents` as plain values."""
-    return {name: asdict(record) for name, record in contents.items()}
-
-
-def decoded_contents(plain: dict[str, Any]) -> Contents:
-    """Return the contents from the plain values of `encoded_contents`."""
-    return {
-        name: TensorRecord(
-            tuple(entry["shape"]),
-            entry["dtype"],
-            tuple(
-                TensorChunk(tuple(chunk["offsets"]), tuple(chunk["sizes"]), chunk["file"], chunk["key"])
-                for chunk in entry["chunks"]
-            ),
-        )
-        for name, entry in plain.items()
-    }
 
 
 def _wait_for_folder(attempt: SaveAttempt, seconds: float) -> None:
