@@ -110,7 +110,7 @@ class CheckpointStore:
         """Write the checkpoint of `step` and make it visible, whole and durable, or raise and leave nothing visible.
 
         `state` has plain values (JSON). `texts` has further files by name, such as the resolved configuration. Both are
-        taken from the first rank. `parent` and `finite` go into the manifest (`checkpoint.format.manifest.Manifest`). A good
+        taken from the first rank. `parent` and `finite` go into the manifest (`checkpoint.format.manifest.CheckpointManifest`). A good
         checkpoint of the step is kept unless `overwrite`. Raises OutOfResources when the disk is or becomes full
         (earlier checkpoints stay), BadInput for values that cannot be stored and for a tensor whose pieces on the ranks
         overlap without being the same or leave elements out, and CommunicationFailure when a rank is lost.
@@ -270,10 +270,10 @@ class CheckpointStore:
         """Write this rank's file, durable on return; no file without tensors."""
         if not layout.pieces:
             return {}
-        name, values = tensor_file(self._ranks.rank), (piece.values() for piece in layout.pieces)
-        pinned = device.type == "cuda"
+        name = tensor_file(self._ranks.rank)
+        values = (piece.values() for piece in layout.pieces)
         try:
-            return {name: write_tensors(attempt.folder / name, layout.headers, values, pinned=pinned)}
+            return {name: write_tensors(attempt.folder / name, layout.headers, values, pinned=device.type == "cuda")}
         except FileNotFoundError:  # the start that took the lease has removed the attempt
             attempt.check_owner()
             raise

@@ -42,14 +42,16 @@ def write_file(
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        size, digests = 0, []
+        size = 0
+        digests: list[str] = []
         with ThreadPoolExecutor(threads) as pool:
             pending: Iterator[str] = iter(())
             for window in windows:
                 digests += pending  # waits for the window before
 
                 def write(start: int, window: Window = window, begin: int = size) -> str:
-                    digest, offset = xxhash.xxh3_64(), begin + start
+                    digest = xxhash.xxh3_64()
+                    offset = begin + start
                     for piece in _pieces(window, start, start + BLOCK_BYTES):
                         digest.update(piece)  # brings the piece into the processor's cache for what follows
                         inspect(offset, piece)
@@ -77,8 +79,8 @@ def _pieces(window: Window, start: int, end: int) -> Iterator[memoryview]:
     """Bytes `start` to `end` of a window, at most `PIECE_BYTES` at a time and each from one of its parts."""
     begin = 0
     for part in window:
-        first, last = max(start - begin, 0), min(end - begin, len(part))
-        for offset in range(first, last, PIECE_BYTES):
+        last = min(end - begin, len(part))
+        for offset in range(max(start - begin, 0), last, PIECE_BYTES):
             yield memoryview(part)[offset : min(offset + PIECE_BYTES, last)]
         begin += len(part)
 
@@ -87,5 +89,6 @@ def _write_at(descriptor: int, piece: memoryview, offset: int) -> int:
     """Write all of `piece` to byte `offset`, continuing a short write; returns the offset behind it."""
     while piece:
         count = os.pwrite(descriptor, piece, offset)
-        piece, offset = piece[count:], offset + count
+        piece = piece[count:]
+        offset += count
     return offset

@@ -47,15 +47,18 @@ def _windows(header: bytes, tensors: Iterable[Tensor], size: int, pinned: bool) 
     """The header and the bytes of `tensors`, `size` in all, copied one after another into two buffers in turn."""
     buffer_bytes = min(WINDOW_BLOCKS * BLOCK_BYTES, len(header) + size)
     buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-    turn, used = 0, 0
+    turn = 0
+    used = 0
     for tensor in chain([torch.frombuffer(bytearray(header), dtype=torch.uint8)], tensors):
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         while data.numel():
             part = data[: buffer_bytes - used]
             buffers[turn][used : used + part.numel()].copy_(part)
-            used, data = used + part.numel(), data[part.numel() :]
+            used += part.numel()
+            data = data[part.numel() :]
             if used == buffer_bytes:
                 yield [buffers[turn].numpy().data]
-                turn, used = 1 - turn, 0
+                turn = 1 - turn
+                used = 0
     if used:
         yield [buffers[turn].numpy().data[:used]]

@@ -258,7 +258,8 @@ class Writer:
             self._record(setup, save, None, replica())
             return {}
         self._check_generation(save)
-        name, image = tensor_file(setup.rank), FileImage(setup.headers, self._buffer.data)
+        name = tensor_file(setup.rank)
+        image = FileImage(setup.headers, self._buffer.data)
         threads = setup.threads if save.urgent else -(-setup.threads // 2)
         checksums = _checksums(setup.headers, save.checksums[: len(setup.headers)])
 
