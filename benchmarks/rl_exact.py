@@ -119,7 +119,7 @@ def run_file(folder: Path, options: argparse.Namespace) -> Path:
             "exact": True,
         },
         "cluster": {"gpus_per_node": options.ranks},
-        "plan": {"recompute": "full", "micro_batch": 16} if options.gpu else {"compile": False},
+        "plan": {"compile": False, **({"recompute": "full", "micro_batch": 16} if options.gpu else {})},
         "checkpoint": {"every": 0, "keep": 1},
     }
     if not options.gpu:
