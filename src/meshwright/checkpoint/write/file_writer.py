@@ -34,9 +34,10 @@ def write_file(
 ) -> FileRecord:
     """Write a new file of consecutive `windows`, durable on return; all but the last have whole blocks.
 
-    While `threads` write a window, the next one is taken from `windows`. The memory of a window may change once the one after the next is
-    taken. `progress` is called with the bytes of each block written. `inspect` is called with each piece of data once, between its digest
-    and its write, and with its offset in the file. `digested` is called with the record before the file is durable.
+    While `threads` write a window, the next one is taken from `windows`. When that has come, the threads have ended, and
+    the memory of the first may change. `progress` is called with the bytes of each block written. `inspect` is called
+    with each piece of data once, between its digest and its write, and with its offset in the file. `digested` is called
+    with the record before the file is durable.
 
     Raises FileExistsError when `path` exists, and OSError with its name for what the storage refuses.
     """

@@ -1,8 +1,12 @@
 """The layout of a rank's checkpoint file: which pieces of state it writes, and where each begins. Both kinds of saves use it.
 
 Each rank lists the boxes (rectangular parts) of tensors that it has. The first rank chooses the writer of each
-(`checkpoint.write.assignment`). The layout follows from the distribution of the state alone, so it is the same for all saves of a start. A
-snapshot buffer, the host memory that holds a snapshot for the writer process, has the layout of the file's data section.
+(`checkpoint.write.assignment`). The layout follows from the distribution of the state alone, so it is the same for all
+saves of a start. A snapshot buffer, the host memory that holds a snapshot for the writer process, has the layout of the
+file's data section.
+
+Example: two ranks have rows 0 to 3 and 4 to 7 of `model.w`, shape (8, 2) in F32, and both have `model.b`, shape (2,).
+Rank 0 writes `model.b` (bytes 0 to 7 of its data section) and `model.w[0,0]` (bytes 8 to 39), rank 1 `model.w[4,0]`.
 """
 
 from __future__ import annotations
@@ -55,8 +59,8 @@ class FilePiece:
 class FileLayout:
     """The pieces of this rank's file, in file order.
 
-    With `replica`, those of that rank's file follow: the state is the same on both ranks. `contents` has the file and key of every piece of
-    all ranks. The first rank has them, and the rank whose `replica` it is.
+    With `replica`, those of that rank's file follow: the state is the same on both ranks. `contents` has the file and key
+    of every piece of all ranks. The first rank has them, and the rank whose `replica` it is.
     """
 
     own_pieces: tuple[FilePiece, ...]
@@ -96,6 +100,7 @@ def plan_layout(
     cannot be stored, and where the pieces of all ranks do not cover a tensor exactly once.
     """
     all_written: list[list[RankPiece]] = []
+    """The pieces that each rank writes; on the first rank only."""
 
     def describe() -> _Described:
         check_storable(tensors)
@@ -116,14 +121,12 @@ def plan_layout(
     for piece in own + of_replica:
         pieces.append(FilePiece(piece.name, piece.header, start, *elements[piece.name, piece.offsets, piece.sizes]))
         start = pieces[-1].end
-    contents = _contents(all_written) if ranks.is_first else {}
+    own_pieces = tuple(pieces[: len(own)])
     if replicas is None:
-        return FileLayout(tuple(pieces), contents)
+        return FileLayout(own_pieces, _contents(all_written))
     replica = replicas[ranks.rank]
-    contents = ranks.run_on_first(activity, lambda: contents)
-    return FileLayout(
-        tuple(pieces[: len(own)]), contents if 0 in (replica, ranks.rank) else {}, replica, tuple(pieces[len(own) :])
-    )
+    contents = ranks.run_on_first(activity, lambda: _contents(all_written))
+    return FileLayout(own_pieces, contents if 0 in (replica, ranks.rank) else {}, replica, tuple(pieces[len(own) :]))
 
 
 _Described = tuple[list[RankPiece], list[str]]

@@ -1,6 +1,7 @@
 """State that is written while it does not change: copied from where it is through two small host buffers.
 
-A rank's file may be larger than the free host memory. While one buffer is written to disk, the next is filled from the device.
+A rank's file may be larger than the free host memory. While one buffer is written to disk, the next is filled from the
+device.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def write_tensors(
 ) -> FileRecord:
     """Write a new safetensors file with `tensors`, which `headers` describe; it is durable on return.
 
-    Tensors are on any device. Each is taken when its turn comes, and no reference to it is kept. `pinned` copies through page-locked memory
-    (for CUDA tensors).
+    Tensors are on any device. Each is taken when its turn comes, and no reference to it is kept. `pinned` copies through
+    page-locked memory (for CUDA tensors).
     """
     matching = (_checked(header, tensor) for header, tensor in zip(headers, tensors, strict=True))
     size = sum(header.bytes for header in headers)
