@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from sides import LOG_TAIL, MESHWRIGHT, lines_of, step_records
 
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.config.load import load_run
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
