@@ -116,7 +116,9 @@ def _query(field: str) -> list[str]:
             f"nvidia-smi gave no answer in {NVIDIA_SMI_SECONDS:g} s: a GPU of this host or its driver hangs; see `dmesg`, or "
             "set CUDA_VISIBLE_DEVICES= (empty) for a command that needs no GPU"
         ) from None
-    lines = [line.partition(",") for line in answer.stdout.splitlines() if "," in line] if answer.returncode == 0 else []
+    lines = (
+        [line.partition(",") for line in answer.stdout.splitlines() if "," in line] if answer.returncode == 0 else []
+    )
     values = [value.strip() for _, _, value in lines]
     if visible is not None and visible.startswith("MIG-"):  # a process can use one
         return values[:1]
