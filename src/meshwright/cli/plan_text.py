@@ -383,7 +383,7 @@ def expense_sentences(spent: Expense) -> Iterable[str]:
 
 
 CHIP_HEADS = ("chip", "plan", "step", "tokens/s a GPU", "money / M tokens", "kWh / M tokens")
-SOFTWARE_HEADS = ("software", "step (80%)", "tokens/s a GPU", "memory", "layout")
+SOFTWARE_HEADS = ("software", "format", "step (80%)", "tokens/s a GPU", "memory", "layout")
 
 
 def chip_lines(answer: Answer) -> Iterable[tuple[str, ...]]:
@@ -419,10 +419,11 @@ def software_lines(answer: Answer) -> Iterable[tuple[str, ...]]:
     """A line of the comparison for each software, the fastest first, under `SOFTWARE_HEADS`."""
     for entry in sorted(answer.software, key=lambda entry: entry.seconds or float("inf")):
         if entry.seconds is None or entry.low is None or entry.high is None or entry.memory_bytes is None:
-            yield entry.software, "", "", "", entry.refused
+            yield entry.software, "", "", "", "", entry.refused
             continue
         yield (
             entry.software,
+            entry.precision,
             f"{seconds_text(entry.seconds)} ({seconds_text(entry.low)} to {seconds_text(entry.high)})",
             f"{entry.tokens_per_second_per_gpu:,.0f}",
             bytes_text(entry.memory_bytes),

@@ -66,6 +66,8 @@ Of 8 bytes the product hides all but a tenth: 24 more chunks took 1.1 ms, not 12
 """
 OBJECTIVE_LOGITS = 1 / 3
 """Times that log-probabilities read the logits: a loss with its gradient reads them twice and writes them once."""
+GRAPHS_US = 50.0
+"""Host time of a layer whose forward and backward are one CUDA graph each: two launches of 10 to 20 µs, and what is between; a guess."""
 BIAS_BYTES = 20.0
 """Bytes per element to add a routed expert's bias, one expert after another, in other training stacks.
 
@@ -235,7 +237,8 @@ def layer_times(
     across_nodes = (layout.pipeline > 1) & (layout.ranks > machine.per_node)
     ring_us = np.maximum(layout.sequence, across_nodes) * (tensor_ranks - 1) * k.ring_us
     tensor_us = np.where(tensor_ranks > 1, k.host_tensor_us, 0.0) + ring_us
-    host = shape.layers * (k.host_us + tensor_us) * launches * 1e-6
+    layer_us = np.where(np.asarray(layout.layer_graphs) > 0, GRAPHS_US, k.host_us + tensor_us)
+    host = shape.layers * layer_us * launches * 1e-6
     logits = wide_rate.forward_backward(tokens, shape.hidden, shape.outputs / tensor_ranks, frozen=shape.frozen)
     loss_seconds = tokens * shape.outputs / tensor_ranks * k.logit_bytes / memory_rate
     # The weight gradient of each chunk of logits is added to an fp32 sum, which is rounded at the end (kernels.loss).
