@@ -118,19 +118,15 @@ LIMITS = {
 Rates stay below the peak or the line rate. Shares of time are at most 1. `moe_passes` is at most 100 bytes per routed token and hidden
 element, which software without fused kernels moves for masks, sorts and casts.
 """
-EAGER_US = 2000.0
-"""Guess for `host_us` of software that launches the kernels of a layer one by one: 150 to 200, of 10 µs each."""
 STACK_GUESSES: dict[str, dict[str, float]] = {
-    "nanotron": {"ring_us": 2700.0, "stall_s": 0.6, "host_us": EAGER_US, "net_us": 400.0, "crowd": 2.0},
-    "llm_foundry": {"host_us": EAGER_US},
-    "scaletorch": {"host_us": EAGER_US},
+    "nanotron": {"ring_us": 2700.0, "stall_s": 0.6, "host_us": 4000.0, "net_us": 400.0, "crowd": 2.0},
     "torchtitan": {"scatter_bytes": 4.0},  # FSDP2 reduces in fp32 unless told otherwise
     "bridge": {"reduce_bytes": 2.0},
     "bridge_graphs": {"host_us": 50.0},  # one graph launches the whole step
     "nemo": {"reduce_bytes": 2.0},
     "megatron_tuned": {"reduce_bytes": 2.0},
-    "megatron_deepspeed": {"scores": 12.0, "passes": 100.0, "host_us": EAGER_US},
-    "megatron_lm": {"scores": 10.0, "passes": 90.0, "host_us": EAGER_US},
+    "megatron_deepspeed": {"scores": 12.0, "passes": 100.0},
+    "megatron_lm": {"scores": 10.0, "passes": 90.0},
 }
 """Guesses that differ by stack; stacks of 2021 keep attention scores in memory."""
 
@@ -252,7 +248,7 @@ def _weight(record: dict[str, str], sources: Counter[str]) -> float:
     of five in time.
     """
     noisy = 0.25 if "playbook" in record["source"] and float(record["gpus"]) >= 128 else 1.0
-    return noisy * sources[record["source"]] ** -0.35
+    return noisy * sources[record["source"]] ** -0.6
 
 
 @dataclass

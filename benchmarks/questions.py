@@ -134,9 +134,14 @@ def outcome_of(seed: int) -> dict:
             ]
             checks += change_checks(answer, generator)
     except OutOfResources as refusal:
-        return {**outcome, "end": "does not fit", "faults": [] if str(refusal) else ["no reason"]}
+        return {
+            **outcome,
+            "end": "does not fit",
+            "reason": str(refusal),
+            "faults": [] if str(refusal) else ["no reason"],
+        }
     except MeshwrightError as refusal:
-        return {**outcome, "end": "refused", "faults": [] if str(refusal) else ["no reason"]}
+        return {**outcome, "end": "refused", "reason": str(refusal), "faults": [] if str(refusal) else ["no reason"]}
     except Exception:  # a crash is what this script looks for
         return {**outcome, "end": "crash", "faults": [traceback.format_exc(limit=-4)]}
     utilised = max((share for _, share in uses(answer)), default=0.0)
@@ -255,7 +260,8 @@ def uses(answer: Answer) -> Iterator[tuple[str, float]]:
         if entry.seconds:
             yield entry.software, seconds_at_peak(answer.asked_run, peaks["bf16"], peaks["bf16"]) / entry.seconds
     for entry in answer.features:
-        yield entry.feature, seconds_at_peak(run, wide, peaks[low] if low else wide) / entry.seconds
+        for seconds in (entry.alone, entry.together):
+            yield entry.feature, seconds_at_peak(run, wide, peaks[low] if low else wide) / seconds
     for point in answer.chips:
         if point.point.answer is not None and point.point.seconds:
             other, chosen = CHIPS[point.chip].peak_flops, point.point.answer.best.plan.precision

@@ -26,7 +26,7 @@ RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
 PACKAGE = Path(__file__).parents[2] / "src" / "meshwright"
 OPTIONAL = (
     "cp", "ep", "vpp", "zero/fsdp", "recompute", "interconnect", "params", "ffn", "note", "software", "experts", "top_k", "expert_ffn",
-    "gated", "one_copy", "overlap", "balance", "sequence", "optimizer_sharding", "attention", "layer_graphs",
+    "gated", "one_copy", "overlap", "balance", "sequence", "optimizer_sharding", "attention", "layer_graphs", "eager",
 )  # fmt: skip
 MEASURED = ("iter_time_s", "tokens_per_s", "tflops_per_gpu", "mfu", "mem_gb")
 RECORD = {
@@ -63,6 +63,11 @@ def test_layers_as_graphs_take_launches_from_the_host_and_the_differences_betwee
     assert even.host[1] < 0.2 * even.host[0] and even.seconds[1] < even.seconds[0]
     assert unlike_nodes.seconds[0] > 1.02 * even.seconds[0]
     assert unlike_nodes.seconds[1] == even.seconds[1]
+
+
+def test_eager_operations_move_more_bytes() -> None:
+    plain, eager = (price([case]) for given in ("", "yes") if (case := read_record({**RECORD, "eager": given}).case))
+    assert 1.03 < eager.seconds[0] / plain.seconds[0] < 1.3
 
 
 def test_every_row_is_answered(runs: list[dict[str, str]]) -> None:

@@ -390,7 +390,7 @@ def _recipe_experts(model_shape: Shape, machine: Machine, layout: Layouts) -> fl
     return float(next(count for count in range(limit, 0, -1) if ranks % count == 0 and experts % count == 0))
 
 
-_SWITCHES = {"one_copy": "one_copy", "overlap": "exchange_overlaps", "layer_graphs": "layer_graphs"}
+_SWITCHES = {"one_copy": "one_copy", "overlap": "exchange_overlaps", "layer_graphs": "layer_graphs", "eager": "eager"}
 """Column → the field of `Layouts` that it switches."""
 
 

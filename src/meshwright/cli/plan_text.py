@@ -374,6 +374,12 @@ def expense_sentences(spent: Expense) -> Iterable[str]:
         whole += [f"{price.unit}{two_digits(spent.money)}"] if spent.money is not None else []
         whole += [f"{two_digits(spent.kwh)} kWh"] if spent.kwh is not None else []
         yield f"{spent.tokens:.3g} tokens: {', '.join(whole)}"
+        if spent.low is not None and spent.high is not None:
+            ends = [f"{two_digits(spent.days * spent.low)} to {two_digits(spent.days * spent.high)} days"]
+            if spent.money is not None:
+                money_ends = (two_digits(spent.money * end) for end in (spent.low, spent.high))
+                ends.append(f"{price.unit}{' to '.join(money_ends)}")
+            yield f"80% band of the step: {', '.join(ends)}"
     if spent.training_share < 1:
         yield f"the run trains in {spent.training_share:.2%} of this time: failures, restarts, checkpoints and validations take the rest"
     priced = price.source if price.value is None else f"{price.unit}{price.value:g} ({price.source})"

@@ -64,7 +64,6 @@ SOFTWARE: tuple[TrainingSoftware, ...] = (
     TrainingSoftware(
         name="maxtext",
         constants="jax",
-        parent="default",
         date=2024.9,
         pattern="maxtext|paxml",
         fully_sharded=True,
@@ -97,7 +96,7 @@ SOFTWARE: tuple[TrainingSoftware, ...] = (
     TrainingSoftware(
         name="deepspeed-2021",
         constants="deepspeed_2021",
-        parent="megatron_deepspeed",
+        parent="default",
         date=2021.3,
         fully_sharded=True,
         virtual_stages=False,

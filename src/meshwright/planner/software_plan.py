@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from meshwright.costs.bands import RunClass, band_of
-from meshwright.costs.constants import OWN, at_release, constants, table
+from meshwright.costs.constants import OWN, at_release, constants, known_software, table
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.machine_rates import chip_of, machine_of
 from meshwright.costs.plan_costs import as_nodes
@@ -225,12 +225,11 @@ def _expert_ranks(experts: int, stage_ranks: int, software: TrainingSoftware) ->
 
 
 def _run_class(run: RunSpec, software: TrainingSoftware, generation: str) -> RunClass:
-    measured = table()["measured_with"]
     return RunClass(
         several_hosts=as_nodes(run.cluster).nodes > 1,
         mixture=bool(run.model.experts),
-        measured_generation=generation in measured,
-        measured_software=software.constants in measured,
+        measured_generation=generation in table()["measured_with"],
+        software=known_software(software.constants),
     )
 
 
