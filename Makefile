@@ -166,7 +166,7 @@ bench-plan: $(VENV)/.installed
 # 500 random questions to the planner, half an hour of a processor; build/questions.jsonl keeps the answered ones.
 bench-questions: $(VENV)/.installed
 	@mkdir -p build
-	$(BIN)/python benchmarks/questions.py --log build/questions.jsonl
+	$(BIN)/python benchmarks/questions.py --workers $$(nproc) --log build/questions.jsonl
 
 bench-own: $(VENV)/.installed
 	$(BIN)/python benchmarks/accuracy.py

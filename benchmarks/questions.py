@@ -1,4 +1,4 @@
-"""Asks the planner random questions over all chips and checks its answers: `make bench-questions` (500 questions, 40 minutes on one core).
+"""Asks the planner random questions over all chips and checks its answers: `make bench-questions` (500 questions, half an hour on one core).
 
     python benchmarks/questions.py --first 500 --questions 20
     python benchmarks/questions.py --log questions.jsonl        # continues an earlier run
@@ -26,6 +26,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from math import inf, isclose, prod
 from pathlib import Path
@@ -82,21 +83,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--questions", type=int, default=500)
+    parser.add_argument("--workers", type=int, default=1, help="processes that ask")
     parser.add_argument("--minutes", type=float, default=inf, help="start no further question after this time")
     parser.add_argument("--log", type=Path, help="file of JSON lines; seeds that it has are not asked again")
     options = parser.parse_args()
     start, found = time.monotonic(), read_log(options.log)
-    for seed in range(options.first, options.first + options.questions):
-        if seed in found:
-            continue
-        if time.monotonic() - start > 60 * options.minutes:
-            break
-        found[seed] = outcome_of(seed)
-        for fault in found[seed]["faults"]:
-            print(f"{seed}: {fault}\n    {found[seed]['question']}", flush=True)
-        if options.log:
-            with options.log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"seed": seed, **found[seed]}) + "\n")
+    seeds = [seed for seed in range(options.first, options.first + options.questions) if seed not in found]
+    with ProcessPoolExecutor(options.workers) as pool:
+        answers = {pool.submit(outcome_of, seed): seed for seed in seeds}
+        for answer in as_completed(answers):
+            if answer.cancelled():
+                continue
+            seed = answers[answer]
+            found[seed] = answer.result()
+            for fault in found[seed]["faults"]:
+                print(f"{seed}: {fault}\n    {found[seed]['question']}", flush=True)
+            if options.log:
+                with options.log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"seed": seed, **found[seed]}) + "\n")
+            if time.monotonic() - start > 60 * options.minutes:
+                for other in answers:
+                    other.cancel()
     faulty = sum(bool(entry["faults"]) for entry in found.values())
     utilised = max((entry["utilised"] for entry in found.values()), default=0.0)
     ends = {end: sum(entry["end"] == end for entry in found.values()) for end in ("plan", "refused", "does not fit")}
