@@ -1,4 +1,4 @@
-"""Asks the planner random questions over all chips and checks its answers: `make bench-questions` (500 questions, half an hour on one core).
+"""Asks the planner random questions over all chips and checks its answers: `make bench-questions` (500 questions, half an hour of a core).
 
     python benchmarks/questions.py --first 500 --questions 20
     python benchmarks/questions.py --log questions.jsonl        # continues an earlier run
@@ -160,6 +160,9 @@ def question_of(seed: int) -> Asked:
     generator = Random(f"question {seed}")
     words = random_run(generator, {**CHOICES, **ALL})
     chip = CHIPS[words[1].removeprefix("cluster.gpu=")]
+    length = next(int(word.removeprefix("train.seq_len=")) for word in words if word.startswith("train.seq_len="))
+    if MODEL_PRESETS[words[0].removeprefix("model=")].get("max_seq_len", 0) < length:
+        words.append(f"model.max_seq_len={length}")
     words += [
         f"plan.{key}={generator.choice(PINS[key])}"
         for key in generator.sample(list(PINS), generator.choice((0, 0, 0, 1)))
@@ -169,7 +172,7 @@ def question_of(seed: int) -> Asked:
     if generator.random() < 0.15:
         words += [f"model.adapter.rank={generator.choice((8, 64))}", "model.adapter.targets=[all-linear]"]
     if generator.random() < 0.2:
-        words.append(f"train.optimizer.name={generator.choice(('adamw8bit', 'lion', 'muon', 'sgd'))}")
+        words.append(f"train.optimizer.name={generator.choice(('lamb', 'muon', 'sgd'))}")
     options: dict[str, str | bool] = {}
     if generator.random() < 0.25:
         names = [software.name for software in SOFTWARE if software.name != "meshwright"]

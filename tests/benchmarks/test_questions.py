@@ -23,8 +23,20 @@ def test_an_answer_to_a_random_question_is_without_faults(seed: int) -> None:
     assert 0 < outcome["utilised"] <= asking.MOST_UTILISED
 
 
-def test_a_question_without_an_answer_has_a_reason() -> None:
-    assert asking.outcome_of(3)["end"] == "refused"
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (("train.global_batch=7", "plan.replicate=8", "plan.shard=1"), "refused"),
+        (("train.global_batch=8", "cluster.memory_gib=1"), "does not fit"),
+        (("train.global_batch=8", "cluster.gpu=H10"), "refused"),
+    ],
+)
+def test_a_question_without_an_answer_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], end: str
+) -> None:
+    monkeypatch.setattr(asking, "question_of", lambda seed: asking.Asked((*SMALL, *words), {}))
+    outcome = asking.outcome_of(0)
+    assert outcome["end"] == end and outcome["reason"] and not outcome["faults"]
 
 
 @pytest.fixture(scope="module")
