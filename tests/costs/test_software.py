@@ -1,4 +1,4 @@
-"""TrainingSoftware of published runs: found by name and by source, each with constants that exist."""
+"""Software of published runs: found by name and by source, each with constants that exist."""
 
 from __future__ import annotations
 

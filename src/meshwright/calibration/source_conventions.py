@@ -140,7 +140,7 @@ CONVENTIONS = (
         source="training_results_v5.1 university-of-florida",
         blanks={"dtype": "fp8"},
         layout={"layer_graphs": 1},
-        because="runs of 8B and 405B source configurations without fp4 that include config_common_cg.sh (run_1n.sub to run_32n.sub)",
+        because="its scripts source configurations without fp4, which include config_common_cg.sh (run_1n.sub, run_16n.sub, run_32n.sub)",
     ),
     Convention(
         source="automodel docs/performance-summary",

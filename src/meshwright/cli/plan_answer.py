@@ -80,7 +80,7 @@ class PlanQuestion:
     chips: tuple[str, ...] = ()
     """Chips to compare for the job."""
     software: tuple[TrainingSoftware, ...] = ()
-    """TrainingSoftware to compare for the job."""
+    """Software to compare for the job."""
     features: bool = False
     """Whether to show what features of other systems' expert parallelism would change."""
     precision: ProductFormat | None = None

@@ -68,7 +68,7 @@ SOFTWARE: tuple[TrainingSoftware, ...] = (
         pattern="maxtext|paxml",
         fully_sharded=True,
         formats=("fp8-tensor",),
-        about="MaxText and PaxML in NVIDIA's benchmarks of 2024",
+        about="MaxText and PaxML in NVIDIA's benchmarks of 2024, which share the constants of all software",
     ),
     TrainingSoftware(
         name="megatron-lm-2021",
