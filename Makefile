@@ -20,7 +20,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples dashboards features golden test-golden bench-plan bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
+.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples dashboards features golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -63,7 +63,7 @@ test-faults: $(VENV)/.installed-test
 # Debian's packages slurmctld, slurmd, slurm-client and munge are installed.
 test-hosts: $(VENV)/.installed-test
 	$(PYTEST) tests/hosts
-	$(BIN)/python benchmarks/faults.py kill-rank lose-host lose-host-partner cut-link partition kill-coordinator lost-gpu drain-host \
+	$(BIN)/python benchmarks/faults.py kill-rank lose-host lose-host-partner cut-link partition kill-coordinator lose-coordinator lost-gpu drain-host \
 		--rate 400mbit --out build/hosts.json
 
 test-soak: $(VENV)/.installed-test
@@ -98,7 +98,8 @@ test-bench: $(VENV)/.installed-bench
 	$(PYTEST) tests/cli/test_bench.py
 
 test-storage: $(VENV)/.installed-storage
-	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py tests/data/streams/test_s3.py
+	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py tests/data/streams/test_s3.py \
+		tests/launch/test_lease_s3.py
 
 # Load generators and evaluations have many dependencies: they get an environment of their own.
 test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
@@ -162,6 +163,11 @@ test-golden: $(VENV)/.installed-test
 
 bench-plan: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_plan.py
+
+# 500 random questions to the planner, half an hour of a processor; build/questions.jsonl keeps the answered ones.
+bench-questions: $(VENV)/.installed
+	@mkdir -p build
+	$(BIN)/python benchmarks/questions.py --workers $$(nproc) --log build/questions.jsonl
 
 bench-own: $(VENV)/.installed
 	$(BIN)/python benchmarks/accuracy.py
