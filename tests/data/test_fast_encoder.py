@@ -37,6 +37,11 @@ def fast_of(tokenizer: LoadedTokenizer) -> FastEncoder:
     return FastEncoder(tokenizer.content, tokenizer.tokenizer, workers=1)
 
 
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BATCH_CHARACTERS", "FAST_BATCH_CHARACTERS"):
+        monkeypatch.setattr(encode, name, 500)
+
+
 def expected(tokenizer: LoadedTokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [tokenizer.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
@@ -57,7 +62,7 @@ def test_ids_are_those_of_tokenizers(tokenizer: LoadedTokenizer) -> None:
 def test_documents_have_the_same_tokens_with_both(
     tokenizer: LoadedTokenizer, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 500)
+    small_batches(monkeypatch)
     monkeypatch.setattr(encode, "LONGEST_PIECE", 300)
     long = "".join(story(i) + "\n  indented\n" for i in range(60))
     documents = [Document("file", i, "key", text, 0) for i, text in enumerate([*TEXTS, long, long.replace("\n", " ")])]
@@ -187,7 +192,7 @@ def test_a_corpus_on_which_the_encoders_differ_is_that_of_tokenizers(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 500)
+    small_batches(monkeypatch)
     source = tmp_path / "stories.jsonl"
     source.write_text("".join(json.dumps({"text": story(i)}) + "\n" for i in range(200)))
     arguments: Any = {"held_out": 0.1, "shard_tokens": 400, "workers": 1}
@@ -214,7 +219,7 @@ def test_a_corpus_on_which_the_encoders_differ_is_that_of_tokenizers(
 def test_a_continued_preparation_remembers_that_the_encoders_differ(
     tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 500)
+    small_batches(monkeypatch)
     source = tmp_path / "stories.jsonl"
     source.write_text("".join(json.dumps({"text": story(i)}) + "\n" for i in range(200)))
     arguments: Any = {"shard_tokens": 400, "workers": 1}
