@@ -26,7 +26,7 @@ KERNELS = {
         "_sum",
         "_weighted_backward",
     },
-    "test_paged_triton.py": {"_decode", "_prefill", "_rotate_write"},
+    "test_paged_triton.py": {"_decode", "_prefill", "_rotate_write", "combine_splits"},
     "../optim/test_packing.py": {"_adamw", "_packed_adamw"},
     "test_expert_decode.py": {"_copies_product", "_route"},
     "test_int8_products.py": {
@@ -40,7 +40,7 @@ KERNELS = {
     "test_block_products.py": {"_product", "_round_add_rms_norm", "_round_gated", "_round_rows"},
     "test_range_copies.py": {"_copy_ranges"},
     "test_router.py": {"_choose", "_choose_backward", "_count", "_order", "_scan"},
-    "test_latent_attention.py": {"_chunks", "_combine_splits", "_decode", "_rotate_write"},
+    "test_latent_attention.py": {"_chunks", "_decode", "_rotate_write", "combine_splits"},
 }
 """Some of each file's kernels."""
 

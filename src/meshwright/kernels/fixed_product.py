@@ -69,9 +69,10 @@ def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     from meshwright.kernels.fixed_product_triton import product
 
     rows = x.flatten(0, -2).contiguous()
-    splits = inner_splits(*weight.shape, weight.element_size())
+    columns, inner = weight.shape
+    splits = inner_splits(columns, inner, weight.element_size())
     splits = splits if len(rows) <= LONE_ROWS else max(1, splits // 2)
-    return product(rows, weight, None, None, bias, x.dtype, splits=splits).view(*x.shape[:-1], weight.shape[0])
+    return product(rows, weight, None, None, bias, x.dtype, splits=splits).view(*x.shape[:-1], columns)
 
 
 def fp8_linear(

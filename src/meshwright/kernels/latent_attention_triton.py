@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.dependent_launch_triton import await_previous, options
-from meshwright.kernels.paged_decode_triton import Launch, fp8_queries, split_tiles, tile_blocks
+from meshwright.kernels.dependent_launch_triton import options
+from meshwright.kernels.paged_decode_triton import Launch, combine_splits, fp8_queries, split_tiles, tile_blocks
 from meshwright.kernels.paged_prefill_triton import MIN_SEQUENCES, find_chunk
 
 
@@ -71,7 +71,7 @@ def latent_decode(
     )
     if splits > 1:
         dims = triton.next_power_of_2(rank)
-        _combine_splits[(heads, 1, sequences)](
+        combine_splits[(heads, 1, sequences)](
             partial,
             logarithms,
             context_lengths,
@@ -262,7 +262,7 @@ def _decode(
     head = part * PAIRS + tl.arange(0, PAIRS)
     used, long_sequence = head < HEADS, sequence.to(tl.int64)
     length = tl.load(lengths + sequence)
-    begin, end, _ = split_tiles(length, split, splits, 1, 1, 0, TILE)
+    begin, end = split_tiles(length, split, splits, 1, 1, 0, TILE)
     offsets = long_sequence * q_stride + head.to(tl.int64) * q_head_stride
     rotary_offsets = long_sequence * rotary_stride + head.to(tl.int64) * rotary_head_stride
     queries = _load_queries(q, offsets, used, RANK, DIMS, SCALED)
@@ -367,37 +367,3 @@ def _chunks(
     )
     target = (source * HEADS + head)[:, None] * RANK + dim[None, :]
     tl.store(out + target, mean.to(out.dtype.element_ty), mask=used[:, None] & (dim < RANK)[None, :])
-
-
-@triton.jit(do_not_specialize=["splits", "least"], do_not_specialize_on_alignment=["lengths"])
-def _combine_splits(
-    partial,
-    logarithms,
-    lengths,
-    out,
-    splits,
-    least,
-    QUERIES: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-) -> None:
-    """The sum of the splits' results, weighted by the sums of their exponentials, of one query head."""
-    await_previous(DEPENDENT)
-    row, head, sequence, heads = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, DIMS)
-    begin, end, _ = split_tiles(tl.load(lengths + sequence), split, splits, least, QUERIES, WINDOW, TILE)
-    full = (split < splits) & (begin < end)
-    source = ((sequence * heads + head).to(tl.int64) * splits + split) * (QUERIES * GROUP) + row
-    logarithm = tl.load(logarithms + source, mask=full, other=-1.0e30)
-    weight = tl.where(full, tl.exp2(logarithm - tl.max(logarithm, 0)), 0.0)
-    used = full[:, None] & (dim < HEAD_DIM)[None, :]
-    sums = tl.load(partial + source[:, None] * HEAD_DIM + dim[None, :], mask=used, other=0.0) * weight[:, None]
-    total = tl.sum(weight, 0)
-    result = tl.sum(sums, 0) / tl.where(total > 0, total, 1.0)
-    target = (sequence * QUERIES + row // GROUP).to(tl.int64) * (heads * GROUP) + head * GROUP + row % GROUP
-    tl.store(out + target * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)

@@ -1,8 +1,7 @@
 """The Triton kernels of `paged_attention` for sequences with few queries; imported only with a CUDA device.
 
-One program computes all query heads of one key/value head over a part (split) of a sequence's tokens; the program of a sequence's head
-that is the last to end sums the parts. The grid depends on the number of sequences and splits only, so that a CUDA graph can replay it for
-other lengths.
+One program computes all query heads of one key/value head over a part (split) of a sequence's tokens; a second kernel combines the
+splits. The grid depends on the number of sequences and splits only, so that a CUDA graph can replay it for other lengths.
 Sizes: PAIRS is the number of pairs (query, query head of the group), at least 16 for the tensor cores; TILE is a number of tokens;
 DIMS is head_dim rounded up to a power of two.
 """
@@ -10,14 +9,14 @@ DIMS is head_dim rounded up to a power of two.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.dependent_launch_triton import MOST_ARRIVALS, arrivals, await_previous, options
+from meshwright.kernels.dependent_launch_triton import await_previous, options
 
 TILE_BYTES = 16384
 """Bytes of a tile of keys, of an fp8 cache half as many.
@@ -38,8 +37,8 @@ class Launch(NamedTuple):
 def decode_launch(head_dim: int, itemsize: int, block_tokens: int, *, small: bool = False) -> Launch:
     """Launch parameters for a cache of numbers of `itemsize` bytes; tiles that lie in one block need no gather.
 
-    Found by trial on an H200: with `small` tiles more programs of bf16 fit on a multiprocessor. They are faster if it has more than three
-    in all, or less than one, so that contexts are divided.
+    Found by trial on an H200: with `small` tiles more programs of bf16 fit on a multiprocessor; `paged_attention.LARGE_TILES` says where
+    they are slower.
     """
     narrow = itemsize == 1 or (small and itemsize == 2)
     tile = min(128, max(16, TILE_BYTES // (triton.next_power_of_2(head_dim) * max(itemsize, 2))))
@@ -67,14 +66,20 @@ def paged_decode(
 ) -> None:
     """Attention of q `(sequences · queries, heads, head_dim)` into `out`; see `paged_attention.paged_attention`.
 
-    Contexts are divided into `splits` parts at most, which have at least `least` tokens. Not for several streams at a time: parts count
-    their arrivals in one buffer of the device.
+    Contexts are divided into `splits` parts at most, which have at least `least` tokens.
     """
     sequences, (heads, head_dim), kv_heads = len(context_lengths), q.shape[1:], cache_layer.shape[2]
     block_tokens, rows = cache_layer.shape[3], queries * heads // kv_heads
     launch = launch or decode_launch(head_dim, cache_layer.element_size(), block_tokens)
+    shape: dict[str, Any] = {
+        "QUERIES": queries,
+        "GROUP": heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "DIMS": triton.next_power_of_2(head_dim),
+        "WINDOW": window or 0,
+        "TILE": launch.tile,
+    }
     least = triton.cdiv(least, launch.tile)
-    splits = splits if sequences * kv_heads <= MOST_ARRIVALS else 1
     partial, logarithms = out, out
     if splits > 1:
         partial = q.new_empty(sequences * kv_heads * splits * rows, head_dim, dtype=torch.float32)
@@ -87,31 +92,37 @@ def paged_decode(
         context_lengths,
         q if scales is None else scales,
         q if sinks is None else sinks,
-        out,
         partial,
         logarithms,
-        arrivals(q.device),
         math.log2(math.e) / math.sqrt(head_dim),
         q.stride(0),
         block_tables.stride(0),
         *cache_layer.stride()[:3],
         least,
-        QUERIES=queries,
-        GROUP=heads // kv_heads,
-        HEAD_DIM=head_dim,
-        DIMS=triton.next_power_of_2(head_dim),
-        WINDOW=window or 0,
-        TILE=launch.tile,
+        **shape,
         PAIRS=max(launch.pairs, triton.next_power_of_2(rows)),
         BLOCK=block_tokens,
         SCALED=scales is not None,
         SINKS=sinks is not None,
         CAP=cap or 0.0,
-        SPLITS=splits if splits == 1 else max(8, triton.next_power_of_2(splits)),  # few variants to compile
+        SPLIT=splits > 1,
         num_warps=launch.warps,
         num_stages=launch.stages,
         **options(q.device),
     )
+    if splits > 1:
+        combine_splits[(rows, kv_heads, sequences)](
+            partial,
+            logarithms,
+            context_lengths,
+            out,
+            splits,
+            least,
+            **shape,
+            SPLITS=8 if splits <= 8 else triton.next_power_of_2(splits),  # few variants to compile
+            num_warps=2,
+            **options(q.device),
+        )
 
 
 @triton.jit
@@ -190,8 +201,8 @@ def capped_scores(scores, scale, CAP: tl.constexpr) -> tl.tensor:
 @triton.jit
 def split_tiles(
     length, split, splits, least, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """First tile of a split, the first behind it, and the number of parts: visible tiles in equal parts of at least `least` tiles.
+) -> tuple[tl.tensor, tl.tensor]:
+    """First tile of a split, and the first behind it: visible tiles in equal parts of at least `least` tiles.
 
     Splits behind the last part are empty.
     """
@@ -200,11 +211,7 @@ def split_tiles(
         first = tl.maximum(length - QUERIES - WINDOW + 1, 0) // TILE
     tiles = (length + TILE - 1) // TILE - first
     parts = tl.maximum(tl.minimum(tiles // least, splits), 1)
-    begin, end = (
-        first + tiles * tl.minimum(split, parts) // parts,
-        first + tiles * tl.minimum(split + 1, parts) // parts,
-    )
-    return begin, end, parts
+    return first + tiles * tl.minimum(split, parts) // parts, first + tiles * tl.minimum(split + 1, parts) // parts
 
 
 @triton.jit(do_not_specialize=["table_stride", "least"], do_not_specialize_on_alignment=["tables", "lengths"])
@@ -216,9 +223,7 @@ def _decode(
     scales,
     sinks,
     out,
-    partial,
     logarithms,
-    arrivals,
     scale,
     q_stride,
     table_stride,
@@ -237,14 +242,14 @@ def _decode(
     SCALED: tl.constexpr,
     SINKS: tl.constexpr,
     CAP: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     await_previous(DEPENDENT)
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, splits = tl.num_programs(0), tl.num_programs(2)
     length = tl.load(lengths + sequence)
-    begin, end, parts = split_tiles(length, split, splits, least, QUERIES, WINDOW, TILE)
+    begin, end = split_tiles(length, split, splits, least, QUERIES, WINDOW, TILE)
     row, dim, token = tl.arange(0, PAIRS), tl.arange(0, DIMS), tl.arange(0, TILE)
     used = (row < QUERIES * GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     source = (sequence * QUERIES + row // GROUP).to(tl.int64) * q_stride + (head * GROUP + row % GROUP) * HEAD_DIM
@@ -292,65 +297,44 @@ def _decode(
     sums = sums / divisor[:, None]
     if SCALED:
         sums = sums * tl.load(scales + heads + head)
-    target = (sequence * QUERIES + row // GROUP).to(tl.int64) * (heads * GROUP) + head * GROUP + row % GROUP
-    out += target[:, None] * HEAD_DIM + dim[None, :]
-    if SPLITS == 1:
-        tl.store(out, sums.to(out.dtype.element_ty), mask=used)
-    elif parts == 1:
-        tl.store(out, sums.to(out.dtype.element_ty), mask=used & (split == 0))
+    if SPLIT:
+        target = ((sequence * heads + head).to(tl.int64) * splits + split) * (QUERIES * GROUP) + row
+        used = used & (begin < end)
+        tl.store(logarithms + target, highest + tl.log2(divisor), mask=(row < QUERIES * GROUP) & (begin < end))
     else:
-        # Rows of a part are behind those of the part before.
-        first = ((sequence * heads + head).to(tl.int64) * splits) * (QUERIES * GROUP) + row
-        stored = first + split * (QUERIES * GROUP)
-        tl.store(logarithms + stored, highest + tl.log2(divisor), mask=(row < QUERIES * GROUP) & (split < parts))
-        tl.store(partial + stored[:, None] * HEAD_DIM + dim[None, :], sums, mask=used & (split < parts))
-        # All threads have stored their numbers before one of them says so.
-        tl.debug_barrier()
-        if split < parts:
-            arrived = arrivals + sequence * heads + head
-            if tl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1:
-                tl.store(arrived, 0)
-                logarithms += first
-                partial += first[:, None] * HEAD_DIM + dim[None, :]
-                merged = _sum_parts(
-                    partial, logarithms, parts, row, used, QUERIES * GROUP, HEAD_DIM, PAIRS, DIMS, SPLITS
-                )
-                tl.store(out, merged.to(out.dtype.element_ty), mask=used)
+        target = (sequence * QUERIES + row // GROUP).to(tl.int64) * (heads * GROUP) + head * GROUP + row % GROUP
+    tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=used)
 
 
-@triton.jit
-def _sum_parts(
+@triton.jit(do_not_specialize=["splits", "least"], do_not_specialize_on_alignment=["lengths"])
+def combine_splits(
     partial,
     logarithms,
-    parts,
-    row,
-    used,
-    ROWS: tl.constexpr,
+    lengths,
+    out,
+    splits,
+    least,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
     DIMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
     SPLITS: tl.constexpr,
-) -> tl.tensor:
-    """The sum `(PAIRS, DIMS)` of the parts' results, weighted by the sums of their exponentials.
-
-    Numbers come from the L2 cache: what the first level has may be older than the other programs' stores.
-    """
-    split = tl.arange(0, SPLITS)
-    exists = (row < ROWS)[:, None] & (split < parts)[None, :]
-    all_logarithms = tl.load(
-        logarithms[:, None] + split[None, :] * ROWS, mask=exists, other=-1.0e30, cache_modifier=".cg"
-    )
-    highest = tl.max(all_logarithms, 1)
-    total = tl.zeros([PAIRS], tl.float32)
-    sums = tl.zeros([PAIRS, DIMS], tl.float32)
-    for first in range(0, parts, 4):
-        for index in tl.static_range(4):  # four loads are under way at a time
-            here = first + index < parts
-            place = (first + index) * ROWS
-            logarithm = tl.load(logarithms + place, mask=(row < ROWS) & here, other=-1.0e30, cache_modifier=".cg")
-            numbers = tl.load(partial + place * HEAD_DIM, mask=used & here, other=0.0, cache_modifier=".cg")
-            # One part behind the other, so that the bits do not depend on SPLITS.
-            weight = tl.exp2(logarithm - highest)
-            total += weight
-            sums += numbers * weight[:, None]
-    return sums / tl.where(total > 0, total, 1.0)[:, None]
+    DEPENDENT: tl.constexpr,
+) -> None:
+    """The sum of the splits' results, weighted by the sums of their exponentials, of one query head."""
+    await_previous(DEPENDENT)
+    row, head, sequence, heads = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, DIMS)
+    begin, end = split_tiles(tl.load(lengths + sequence), split, splits, least, QUERIES, WINDOW, TILE)
+    full = (split < splits) & (begin < end)
+    source = ((sequence * heads + head).to(tl.int64) * splits + split) * (QUERIES * GROUP) + row
+    logarithm = tl.load(logarithms + source, mask=full, other=-1.0e30)
+    weight = tl.where(full, tl.exp2(logarithm - tl.max(logarithm, 0)), 0.0)
+    used = full[:, None] & (dim < HEAD_DIM)[None, :]
+    sums = tl.load(partial + source[:, None] * HEAD_DIM + dim[None, :], mask=used, other=0.0) * weight[:, None]
+    total = tl.sum(weight, 0)
+    result = tl.sum(sums, 0) / tl.where(total > 0, total, 1.0)
+    target = (sequence * QUERIES + row // GROUP).to(tl.int64) * (heads * GROUP) + head * GROUP + row % GROUP
+    tl.store(out + target * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)

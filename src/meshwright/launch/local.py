@@ -418,11 +418,12 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
 
 
 def _torch_defaults(threads: int) -> dict[str, str]:
-    """Defaults of environment variables that torch reads.
+    """Defaults of environment variables that torch and CUDA read.
 
-    Without them every rank computes with a thread, and its compiler with a process, for each core of the host.
+    Without them every rank computes with a thread, and its compiler with a process, for each core of the host; and CUDA
+    numbers unequal GPUs by their speed, nvidia-smi and NVML by their place.
     """
-    defaults = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    defaults = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     defaults |= {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
     cache = compiler_cache()
     return defaults | ({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {})
