@@ -41,16 +41,18 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Container:
-    """Image and storage of the pods."""
+    """Image and storage of the pods, or of SkyPilot's machines."""
 
     image: str
-    claim: str
-    """PersistentVolumeClaim that all pods mount; data and run folders lie on it."""
+    claim: str | None
+    """PersistentVolumeClaim, or SkyPilot's volume, that all mount; data and run folders lie on it. Pods need one."""
 
     def __post_init__(self) -> None:
         """Raises BadInput for values that Kubernetes would refuse."""
         if not _IMAGE.fullmatch(self.image):
             raise BadInput(f"--image {self.image!r}: expected an image such as registry.example/meshwright:1")
+        if self.claim is None:
+            return
         if len(self.claim) > LONGEST_DNS_NAME or not _DNS_NAME.fullmatch(self.claim):
             raise BadInput(
                 f"--claim {self.claim!r}: expected lower-case letters, digits, '-' and '.', as in shared-data"
@@ -261,19 +263,19 @@ def _config_map(job: SchedulerJob, name: str) -> str:
             "ConfigMap; leave out cluster.profile"
         )
     head = dump_yaml({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-run"}})
-    return "".join([head, "data:\n", *(_block(file, text) for file, text in files.items())])
+    return "".join([head, "data:\n", *(block(file, text, depth=1) for file, text in files.items())])
 
 
-def _block(file: str, text: str) -> str:
-    """A file of a ConfigMap as a literal block; in quotes where YAML would read a block as other text."""
-    body = text.removesuffix("\n")
+def block(key: str, text: str, depth: int) -> str:
+    """An entry of a mapping as a literal block, two spaces for each level; in quotes where YAML would read other text."""
+    body, margin = text.removesuffix("\n"), " " * 2 * depth
     if (
         body
         and all(line.isprintable() and (line.strip() or not line) for line in body.split("\n"))
         and body[-1] != "\n"
     ):
-        return f"  {file}: |2{'-' if body == text else ''}\n{indent(body, ' ' * 4)}\n"
-    return indent(dump_yaml({file: text}), "  ")
+        return f"{margin}{key}: |2{'-' if body == text else ''}\n{indent(body, margin + '  ')}\n"
+    return indent(dump_yaml({key: text}), margin)
 
 
 def _network_policy(name: str) -> Object:

@@ -1,0 +1,110 @@
+"""Agents of a job on Ray without Ray: which start again, and the code of the job. `tests/hosts/test_ray_runs.py` has a cluster."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.launch.scheduler import job_of
+
+from meshwright.launch.ray_agents import SETTLE_SECONDS, Agents, RayJob, run_on_ray
+from meshwright.launch.ray_script import ray_script
+from meshwright.launch.scheduler_job import AGENT_STARTS, REQUEUE_CODES, STOP_CODES
+
+
+def placed(count: int = 3) -> Agents:
+    """Agents that all run."""
+    agents = Agents()
+    for bundle in range(count):
+        agents.placed(bundle, 0.0)
+    assert agents.due(0.0) == list(range(count)) and agents.head == 0
+    return agents
+
+
+def rendered(*overrides: str) -> RayJob:
+    """The job that the rendered program starts."""
+    text = ray_script(job_of(*overrides))
+    names: dict[str, object] = {"__name__": "rendered"}
+    exec(compile(text, "run_ray.py", "exec"), names)
+    job = names["job"]
+    assert isinstance(job, RayJob)
+    return job
+
+
+def test_the_program_has_the_job() -> None:
+    job = rendered("supervision.spares=1", "supervision.restarts=2")
+    assert (job.hosts, job.restarts, job.resources) == (5, 2, {"CPU": 8, "GPU": 8})
+    assert job.words[0] == "train" and job.words[-3:] == ["--runs", "runs", "--agent"]
+    assert rendered("cluster.gpu=cpu").resources == {"CPU": 8}
+    assert rendered("checkpoint.grace_seconds=300").stop_seconds == 350
+
+
+def test_words_are_literal_text() -> None:
+    words = ('data.mix={"it\'s {x}": 1}', "data.mix={'a\\\\b': 1}")
+    assert set(words) <= set(rendered(*words).words)
+
+
+def test_the_first_placed_bundle_has_the_coordinator() -> None:
+    agents = Agents()
+    agents.placed(2, 5.0)
+    agents.placed(0, 6.0)
+    assert agents.head == 2 and agents.due(5.5) == [2] and agents.due(6.0) == [0]
+
+
+@pytest.mark.parametrize("code", [0, *STOP_CODES, *REQUEUE_CODES])
+def test_the_end_of_the_job_is_the_end_of_its_agents(code: int) -> None:
+    agents = placed(2)
+    agents.ended(0, code, 10.0)
+    assert not agents.is_over(10.0) and agents.due(100.0) == [], "the other one runs, and no one takes its place"
+    agents.ended(1, code, 11.0)
+    assert agents.is_over(11.0) and agents.code == code
+
+
+def test_an_agent_that_a_signal_killed_starts_again_at_once_a_few_times() -> None:
+    agents = placed(1)
+    for number in range(1, AGENT_STARTS):
+        agents.ended(0, -9, 10.0 * number)
+        assert not agents.is_over(10.0 * number) and agents.due(10.0 * number) == [0]
+    agents.ended(0, -9, 100.0)
+    assert agents.is_over(100.0) and agents.code == 5
+
+
+def test_an_agent_that_failed_alone_starts_again_while_the_others_train() -> None:
+    agents = placed()
+    agents.ended(1, 5, 10.0)
+    assert agents.due(10.0) == [] and agents.due(10.0 + SETTLE_SECONDS) == [1]
+
+
+def test_if_all_agents_fail_none_starts_again_before_the_job_does() -> None:
+    agents = placed()
+    for bundle in range(3):
+        agents.ended(bundle, 5, 10.0 + bundle)
+    assert agents.is_over(12.0) and agents.code == 5
+
+
+def test_a_lost_node_is_no_end_unless_it_was_the_last() -> None:
+    agents = placed()
+    agents.lost(1)
+    assert not agents.is_over(1.0) and not agents.lost_head
+    agents.placed(1, 20.0)
+    assert agents.due(20.0) == [1]
+    agents.lost(0)
+    assert agents.lost_head and not agents.is_over(30.0)
+    for bundle in (1, 2):
+        agents.ended(bundle, 5, 60.0)
+    assert agents.is_over(60.0)
+
+
+def test_the_code_of_the_job_is_that_of_most_weight() -> None:
+    for codes, expected in (((-9, 0, 5), 0), ((5, 2, 75), 2), ((1, 75), 75), ((-9, 1), 1), ((), 5)):
+        agents = Agents(codes=dict(enumerate(codes)))
+        assert agents.code == expected
+
+
+def test_without_ray_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run_on_ray(rendered(), Path()) == 2
+    assert "pip install 'meshwright[ray]'" in capfd.readouterr().err
