@@ -59,7 +59,7 @@ from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job_token import TOKEN_VARIABLE, job_token
 from meshwright.spec.listen_address import address_text
-from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, machine_name
 from meshwright.spec.run import RunSpec
 from meshwright.spec.secrets import without_own_keys
 
@@ -296,8 +296,7 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     ):
         variables = {} if server is None else {SERVER_VARIABLE: server.address}
         start = rank_starter(run.cluster, runs / run.name, own_address, arenas, variables)
-        machine = os.environ.get(HOST_VARIABLE) or socket.gethostname()
-        host = f"{machine.replace('/', '-')[:200]}/{os.getpid()}"
+        host = f"{machine_name().replace('/', '-')[:200]}/{os.getpid()}"
         agent = Agent(
             host,
             start,
