@@ -21,7 +21,7 @@ from meshwright.observe.metrics import read_metrics
 from tests.training.tiny import make_tiny
 
 pytestmark = pytest.mark.slow
-STEPS = 200
+STEPS = 60
 
 
 def parent(pid: int) -> int:
@@ -61,7 +61,7 @@ class Nodes:
                 text=True,
             )
 
-    def until(self, reached: Callable[[], bool], seconds: float = 120.0) -> None:
+    def until(self, reached: Callable[[], bool], seconds: float = 240.0) -> None:
         deadline = time.monotonic() + seconds
         while not reached():
             assert time.monotonic() < deadline, self.log()
@@ -122,7 +122,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def words(steps: int = STEPS, *more: str) -> list[str]:
-    return ["cluster.nodes=2", "cluster.gpus_per_node=1", f"train.steps={steps}", "checkpoint.every=20", *more]
+    return ["cluster.nodes=2", "cluster.gpus_per_node=1", f"train.steps={steps}", "checkpoint.every=10", *more]
 
 
 def test_a_run_on_two_nodes_ends_with_code_0_and_leaves_no_token(nodes: Nodes) -> None:
@@ -134,7 +134,7 @@ def test_a_run_on_two_nodes_ends_with_code_0_and_leaves_no_token(nodes: Nodes) -
 
 def test_an_agent_on_another_node_takes_the_place_of_one_whose_node_is_killed(nodes: Nodes) -> None:
     nodes.submit(*words())
-    nodes.until(lambda: len(nodes.steps()) > 25)
+    nodes.until(lambda: len(nodes.steps()) > 12)
     head, other = nodes.members()
     nodes.kill_node_of(other)
     nodes.add()
@@ -145,7 +145,7 @@ def test_an_agent_on_another_node_takes_the_place_of_one_whose_node_is_killed(no
 
 def test_a_run_goes_on_with_the_nodes_that_are_left(nodes: Nodes) -> None:
     nodes.submit(*words(STEPS, "supervision.wait_seconds=1"))
-    nodes.until(lambda: len(nodes.steps()) > 25)
+    nodes.until(lambda: len(nodes.steps()) > 12)
     head, other = nodes.members()
     nodes.kill_node_of(other)
     assert nodes.code() == 0, nodes.log()
@@ -154,7 +154,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(nodes: Nodes) -> None:
 
 def test_all_agents_start_again_if_the_node_of_the_coordinator_is_lost(nodes: Nodes) -> None:
     nodes.submit(*words())
-    nodes.until(lambda: len(nodes.steps()) > 25)
+    nodes.until(lambda: len(nodes.steps()) > 12)
     head, _ = nodes.members()
     os.kill(nodes.coordinator(), signal.SIGKILL)
     nodes.kill_node_of(head)
@@ -166,7 +166,7 @@ def test_all_agents_start_again_if_the_node_of_the_coordinator_is_lost(nodes: No
 
 def test_a_killed_agent_starts_again_on_its_node(nodes: Nodes) -> None:
     nodes.submit(*words())
-    nodes.until(lambda: len(nodes.steps()) > 25)
+    nodes.until(lambda: len(nodes.steps()) > 12)
     os.kill(nodes.members()[1], signal.SIGKILL)
     assert nodes.code() == 0, nodes.log()
     assert nodes.steps() == list(range(1, STEPS + 1))
@@ -174,7 +174,7 @@ def test_a_killed_agent_starts_again_on_its_node(nodes: Nodes) -> None:
 
 def test_a_stop_signal_ends_the_run_with_a_checkpoint_and_code_75(nodes: Nodes) -> None:
     nodes.submit(*words())
-    nodes.until(lambda: len(nodes.steps()) > 25)
+    nodes.until(lambda: len(nodes.steps()) > 12)
     nodes.stop(signal.SIGTERM)
     assert nodes.code() == 75, nodes.log()
     stopped = nodes.steps()[-1]

@@ -39,6 +39,8 @@ SAID_SECONDS = 60.0
 """Seconds between two lines about nodes that are missing."""
 SETTLE_SECONDS = 10.0
 """Seconds after an agent's failure before another takes its place: if the job is over, the other agents end until then."""
+PLACE_SECONDS = 1.0
+"""Seconds until a lost actor is placed again, twice as long after each one that died at once."""
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 
@@ -242,6 +244,8 @@ class _Driver:
         """What actors have been asked: the method, and the bundle."""
         self._unplaced: Counter[int] = Counter()
         """Actors of a bundle in a row that died before they answered."""
+        self._place_at: dict[int, float] = {}
+        """When the actor of a lost bundle is created again."""
         self._told: set[int] = set()
         """Bundles whose agents know of the stop request."""
 
@@ -286,20 +290,21 @@ class _Driver:
             for bundle in range(self._job.hosts):
                 self._place(bundle)
             while not self._agents.is_over(time.monotonic()):
-                done, _ = self._ray.wait(list(self._pending), timeout=POLL_SECONDS)
-                for answer in done:
-                    self._take(answer, *self._pending.pop(answer))
+                self._take_answers()
                 self._pass_stop_on()
                 if self._stop.number and self._is_stopped():
                     break
-                for bundle in self._agents.due(time.monotonic()):
+                now = time.monotonic()
+                for bundle in [bundle for bundle, at in self._place_at.items() if at <= now]:
+                    self._place(bundle)
+                for bundle in () if self._stop.number else self._agents.due(now):
                     self._run_agent(bundle)
             return self._agents
         finally:
             for actor in self._actors.values():
                 self._ray.kill(actor)
-            self._actors.clear()
-            self._pending.clear()
+            for kept in (self._actors, self._pending, self._place_at, self._unplaced):
+                kept.clear()
 
     def _is_stopped(self) -> bool:
         """Whether no agent runs after a stop request, or its time is over."""
@@ -309,11 +314,21 @@ class _Driver:
         """Create the actor of a bundle. It answers once Ray has placed the bundle on a node."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        self._place_at.pop(bundle, None)
         options = {"num_cpus": self._job.resources.get("CPU", 0), "num_gpus": self._job.resources.get("GPU", 0)}
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         actor = self._ray.remote(NodeAgent).options(scheduling_strategy=strategy, **options).remote()
         self._actors[bundle] = actor
         self._pending[actor.place.remote(self._folder)] = ("place", bundle)
+
+    def _take_answers(self) -> None:
+        """Take what actors have answered, for `POLL_SECONDS` at most."""
+        if not self._pending:
+            time.sleep(POLL_SECONDS)  # all wait to be placed again
+            return
+        done, _ = self._ray.wait(list(self._pending), timeout=POLL_SECONDS)
+        for answer in done:
+            self._take(answer, *self._pending.pop(answer))
 
     def _take(self, answer: Any, method: str, bundle: int) -> None:
         """Take the answer of an actor, or its loss."""
@@ -337,23 +352,24 @@ class _Driver:
         self._agents.placed(bundle, now)
 
     def _lose(self, bundle: int, method: str, text: str) -> None:
-        """Have an actor placed again that was lost with its node; raises BadInput for one that never begins."""
+        """Have an actor placed again that was lost with its node; raises BadInput for one that never begins.
+
+        Ray needs some seconds to notice that a node is lost, and places actors on it until then.
+        """
         self._ray.kill(self._actors.pop(bundle))  # Ray may have lost sight of it only
-        self._unplaced[bundle] += method == "place"
-        if self._unplaced[bundle] >= AGENT_STARTS:
+        if method == "run":
+            write_line(f"meshwright: the agent of bundle {bundle} is lost with its node; Ray places it on another one")
+        else:
+            self._unplaced[bundle] += 1
+        if self._unplaced[bundle] > AGENT_STARTS:
             raise BadInput(f"Ray cannot start an agent: {text}")
         self._agents.lost(bundle)
-        write_line(
-            f"meshwright: the agent of bundle {bundle} is lost with its node or by Ray; it starts again on the next free node"
-        )
         if not self._agents.lost_head:
-            self._place(bundle)
+            self._place_at[bundle] = time.monotonic() + PLACE_SECONDS * 2 ** self._unplaced[bundle]
 
     def _run_agent(self, bundle: int) -> None:
-        self._pending[self._actors[bundle].run.remote(self._job.words, self._folder, self._environment)] = (
-            "run",
-            bundle,
-        )
+        answer = self._actors[bundle].run.remote(self._job.words, self._folder, self._environment)
+        self._pending[answer] = ("run", bundle)
 
     def _pass_stop_on(self) -> None:
         """Tell agents that run of the stop request, once."""
