@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tests.launch.fake_ray import FakeRay, RayError
 from tests.launch.scheduler import job_of
 
-from meshwright.launch.ray_agents import SETTLE_SECONDS, Agents, RayJob, run_on_ray
+from meshwright.launch import ray_agents
+from meshwright.launch.ray_agents import SETTLE_SECONDS, Agents, RayJob, _Driver, _Stop, run_on_ray
 from meshwright.launch.ray_script import ray_script
 from meshwright.launch.scheduler_job import AGENT_STARTS, REQUEUE_CODES, STOP_CODES
+from meshwright.spec.errors import BadInput
 
 
 def placed(count: int = 3) -> Agents:
@@ -108,3 +114,91 @@ def test_without_ray_one_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "ray", None)
     assert run_on_ray(rendered(), Path()) == 2
     assert "pip install 'meshwright[ray]'" in capfd.readouterr().err
+
+
+Drive = Callable[[FakeRay], int]
+
+
+@pytest.fixture
+def stop() -> _Stop:
+    return _Stop()
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stop: _Stop) -> Drive:
+    """Run the driver of a job on two nodes; returns its exit code."""
+    for name in ("POLL_SECONDS", "SETTLE_SECONDS", "PLACE_SECONDS"):
+        monkeypatch.setattr(ray_agents, name, 0.001)
+    strategies = SimpleNamespace(
+        PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: SimpleNamespace(
+            placement_group_bundle_index=placement_group_bundle_index
+        )
+    )
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    job = RayJob(("train", "--agent"), hosts=2, resources={"CPU": 1}, restarts=2, stop_seconds=0.05)
+    return lambda ray: _Driver(ray, job, tmp_path, "token", stop).run()
+
+
+def test_one_agent_starts_on_each_node_of_one_group(drive: Drive) -> None:
+    ray = FakeRay(lambda bundle, number: 0)
+    assert drive(ray) == 0
+    assert ray.groups == [([{"CPU": 1}] * 2, "STRICT_SPREAD")]
+    assert ray.runs == [(0, "10.0.0.0:29400"), (1, "10.0.0.0:29400")]
+
+
+def test_a_lost_node_is_replaced_within_the_same_start(drive: Drive) -> None:
+    def behave(bundle: int, number: int) -> object:
+        if bundle == 1:
+            return RayError("node died") if number == 1 else 0
+        return lambda: 0 if len(ray.runs) == 3 else None  # trains until the other one is back
+
+    ray = FakeRay(behave)
+    assert drive(ray) == 0
+    assert ray.runs == [(bundle, "10.0.0.0:29400") for bundle in (0, 1, 1)]
+
+
+def test_all_start_again_with_another_coordinator_if_its_node_is_lost(drive: Drive) -> None:
+    outcomes = {(0, 1): RayError("node died"), (1, 1): 5}
+    ray = FakeRay(lambda bundle, number: outcomes.get((bundle, number), 0))
+    ray.placed = lambda bundle, number: (f"10.0.{number}.{bundle}", 29400, "")
+    assert drive(ray) == 0
+    assert ray.runs == [(0, "10.0.1.0:29400"), (1, "10.0.1.0:29400"), (0, "10.0.2.0:29400"), (1, "10.0.2.0:29400")]
+
+
+@pytest.mark.parametrize(("code", "starts"), [(5, 3), (2, 1)])
+def test_failures_of_all_agents_are_counted(drive: Drive, code: int, starts: int) -> None:
+    ray = FakeRay(lambda bundle, number: code)
+    assert drive(ray) == code
+    assert len(ray.runs) == 2 * starts
+
+
+def test_preemptions_are_not_counted(drive: Drive) -> None:
+    ray = FakeRay(lambda bundle, number: 75 if number < 6 else 0)
+    assert drive(ray) == 0 and len(ray.runs) == 12
+
+
+def test_a_stop_is_passed_on_once_and_has_its_time(drive: Drive, stop: _Stop) -> None:
+    ray = FakeRay(lambda bundle, number: None)
+
+    def run(bundle: int, number: int) -> None:
+        if bundle == 1:
+            stop._take(signal.SIGTERM, None)
+
+    ray.behave = run
+    assert drive(ray) == 75
+    assert sorted(ray.stops) == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
+
+
+def test_a_node_without_the_folder_ends_the_job_with_its_message(drive: Drive) -> None:
+    ray = FakeRay(lambda bundle, number: 0)
+    ray.placed = lambda bundle, number: ("10.0.0.1", 1, "node 10.0.0.1 has no folder /shared")
+    with pytest.raises(BadInput, match="has no folder /shared"):
+        drive(ray)
+
+
+def test_an_actor_that_never_begins_ends_the_job(drive: Drive) -> None:
+    ray = FakeRay(lambda bundle, number: 0)
+    ray.placed = lambda bundle, number: RayError("No module named meshwright") if bundle else ("10.0.0.0", 1, "")
+    ray.behave = lambda bundle, number: None
+    with pytest.raises(BadInput, match="Ray cannot start an agent: No module named meshwright"):
+        drive(ray)
