@@ -26,7 +26,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE
+from meshwright.checkpoint.memory.transport import SERVER_VARIABLE
 from meshwright.connections.accept import listen_at
 from meshwright.connections.limits import raise_file_limit
 from meshwright.connections.proof import WrongProof
@@ -43,7 +43,7 @@ from meshwright.launch.coordinator import SILENT_SECONDS, Coordinator, exit_dire
 from meshwright.launch.defect_report import DefectReporter
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.health_monitor import health_monitor
-from meshwright.launch.local import POLL_SECONDS, empty_arenas, forward_signals, rank_starter
+from meshwright.launch.local import POLL_SECONDS, empty_snapshot_buffers, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
 from meshwright.launch.metrics_endpoint import metrics_endpoint
 from meshwright.launch.orphans import end_orphans
@@ -286,16 +286,16 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     words = [*words, "--runs", str(runs)]
     coordinator = partial(_start_coordinator, address, words)
     own_address = _reach(address, coordinator)
-    arenas = empty_arenas(run.cluster.gpus_per_node)
+    buffers = empty_snapshot_buffers(run.cluster.gpus_per_node)
     endpoint_of_host = metrics_endpoint(run.observe.prometheus, runs / run.name)
     with (
         endpoint_of_host as endpoint,
-        snapshot_server(run, own_address, arenas) as server,
+        snapshot_server(run, own_address, buffers) as server,
         health_monitor(run) as health,
         closing(DefectReporter(run)) as report_defect,
     ):
         variables = {} if server is None else {SERVER_VARIABLE: server.address}
-        start = rank_starter(run.cluster, runs / run.name, own_address, arenas, variables)
+        start = rank_starter(run.cluster, runs / run.name, own_address, buffers, variables)
         host = f"{machine_name().replace('/', '-')[:200]}/{os.getpid()}"
         agent = Agent(
             host,

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.checkpoint.inventory import describe_continuation
+from meshwright.checkpoint.format.inventory import describe_continuation
 from meshwright.connections.limits import raise_file_limit
 from meshwright.events.messages import Message
 from meshwright.events.terminal import write_line
