@@ -64,7 +64,7 @@ test-faults: $(VENV)/.installed-test
 # Debian's packages slurmctld, slurmd, slurm-client and munge are installed; Ray is installed, and SkyPilot beside it.
 test-hosts: $(VENV)/.installed-hosts $(SKY)/.installed
 	SKY_PYTHON=$(SKY)/bin/python $(PYTEST) tests/hosts tests/data/test_ray.py
-	$(BIN)/python benchmarks/faults.py kill-rank lose-host lose-host-partner cut-link partition kill-coordinator lost-gpu drain-host \
+	$(BIN)/python benchmarks/faults.py kill-rank lose-host lose-host-partner cut-link partition kill-coordinator lose-coordinator lost-gpu drain-host \
 		--rate 400mbit --out build/hosts.json
 
 # SkyPilot wants another click than typer does: it gets an environment of its own.
@@ -105,7 +105,8 @@ test-bench: $(VENV)/.installed-bench
 	$(PYTEST) tests/cli/test_bench.py
 
 test-storage: $(VENV)/.installed-storage
-	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py tests/data/streams/test_s3.py
+	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py tests/data/streams/test_s3.py \
+		tests/launch/test_lease_s3.py
 
 # Load generators and evaluations have many dependencies: they get an environment of their own.
 test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed

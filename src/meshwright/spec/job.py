@@ -299,6 +299,9 @@ class SupervisionSpec:
     """Hosts beside `cluster.nodes` that wait to replace a host."""
     wait_seconds: Annotated[float, Bound(at_least=0)] | None = None
     """Seconds to wait for a lost host or its replacement before the run continues on the remaining hosts; none waits on."""
+    lease: str | None = None
+    """Folder, or URL such as `s3://bucket/prefix` of an object store, which all hosts reach, for the lease of the coordinator
+    of several hosts; none takes the run's folder. A folder needs hard links, a store conditional writes."""
     health: bool | None = None
     """Read the health of the host and its GPUs every 3 s, and go on without a host that is not healthy; none reads it
     where ranks use GPUs. GPUs are read by the package `nvidia-ml-py`."""
