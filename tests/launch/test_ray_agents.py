@@ -24,7 +24,7 @@ def placed(count: int = 3) -> Agents:
     agents = Agents()
     for bundle in range(count):
         agents.placed(bundle, 0.0)
-    assert agents.due(0.0) == list(range(count)) and agents.head == 0
+    assert agents.due(0.0) == list(range(count))
     return agents
 
 
@@ -51,11 +51,11 @@ def test_words_are_literal_text() -> None:
     assert set(words) <= set(rendered(*words).words)
 
 
-def test_the_first_placed_bundle_has_the_coordinator() -> None:
+def test_agents_run_once_their_bundle_is_placed() -> None:
     agents = Agents()
     agents.placed(2, 5.0)
     agents.placed(0, 6.0)
-    assert agents.head == 2 and agents.due(5.5) == [2] and agents.due(6.0) == [0]
+    assert agents.due(5.5) == [2] and agents.due(6.0) == [0]
 
 
 @pytest.mark.parametrize("code", [0, *STOP_CODES, *REQUEUE_CODES])
@@ -89,17 +89,15 @@ def test_if_all_agents_fail_none_starts_again_before_the_job_does() -> None:
     assert agents.is_over(12.0) and agents.code == 5
 
 
-def test_a_lost_node_is_no_end_unless_it_was_the_last() -> None:
+def test_lost_nodes_are_no_end_and_begin_anew() -> None:
     agents = placed()
-    agents.lost(1)
-    assert not agents.is_over(1.0) and not agents.lost_head
+    for bundle in range(3):
+        agents.lost(bundle)
+    assert not agents.is_over(1.0)
     agents.placed(1, 20.0)
     assert agents.due(20.0) == [1]
-    agents.lost(0)
-    assert agents.lost_head and not agents.is_over(30.0)
-    for bundle in (1, 2):
-        agents.ended(bundle, 5, 60.0)
-    assert agents.is_over(60.0)
+    agents.ended(1, 0, 30.0)
+    assert agents.is_over(30.0) and agents.code == 0
 
 
 def test_the_code_of_the_job_is_that_of_most_weight() -> None:
@@ -157,9 +155,8 @@ def test_a_lost_node_is_replaced_within_the_same_start(drive: Drive) -> None:
     assert ray.runs == [(bundle, "10.0.0.0:29400") for bundle in (0, 1, 1)]
 
 
-def test_all_start_again_with_another_coordinator_if_its_node_is_lost(drive: Drive) -> None:
-    outcomes = {(0, 1): RayError("node died"), (1, 1): 5}
-    ray = FakeRay(lambda bundle, number: outcomes.get((bundle, number), 0))
+def test_after_a_failure_of_all_the_first_placed_node_has_the_coordinator(drive: Drive) -> None:
+    ray = FakeRay(lambda bundle, number: 5 if number == 1 else 0)
     ray.placed = lambda bundle, number: (f"10.0.{number}.{bundle}", 29400, "")
     assert drive(ray) == 0
     assert ray.runs == [(0, "10.0.1.0:29400"), (1, "10.0.1.0:29400"), (0, "10.0.2.0:29400"), (1, "10.0.2.0:29400")]

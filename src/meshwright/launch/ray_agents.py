@@ -1,9 +1,9 @@
 """A run on a Ray cluster: an agent on each node, in one placement group.
 
 The program of `meshwright launch --to ray` calls `run_on_ray`. Each bundle of the group is a node's devices, and has an
-actor whose only child is the agent. The node of the first actor that Ray places has the coordinator. If a node is lost,
-Ray places its bundle on another one as soon as there is one, and an agent joins the run from there. After the loss of
-the coordinator's node, or a failure that ends all agents, all of them start again.
+actor whose only child is the agent. The node of the first actor that Ray places has the coordinator, which moves to
+another one if that node is lost. Ray places the bundle of a lost node on another one as soon as there is one, and an
+agent joins the run from there. After a failure that ends all agents all of them start again.
 
 Agents find token and run in a folder that all nodes share. Nothing of the run enters Ray's object store.
 """
@@ -63,19 +63,15 @@ class RayJob:
 class Agents:
     """The agents of one start of the job, by the numbers of their bundles: which run, and which start again."""
 
-    head: int | None = None
-    """The bundle whose node has the coordinator; None before the first is placed."""
     running: set[int] = field(default_factory=set)
     codes: dict[int, int] = field(default_factory=dict)
     """Exit codes of agents that have ended; below 0 after a signal."""
-    lost_head: bool = False
     again: dict[int, float] = field(default_factory=dict)
     """When agents start again."""
     _starts: Counter[int] = field(default_factory=Counter)
 
     def placed(self, bundle: int, now: float) -> None:
         """Ray has placed a bundle on a node; its agent is due."""
-        self.head = bundle if self.head is None else self.head
         self.again[bundle] = now
 
     def due(self, now: float) -> list[int]:
@@ -99,12 +95,10 @@ class Agents:
         self.running.discard(bundle)
         self.again.pop(bundle, None)
         self._starts[bundle] = 0
-        self.lost_head |= bundle == self.head
 
     def is_over(self, now: float) -> bool:
         """Whether no agent runs, and none is about to run in place of one that a signal ended."""
-        began = self.codes or self.lost_head
-        return bool(began) and not self.running and not any(at <= now for at in self.again.values())
+        return bool(self.codes) and not self.running and not any(at <= now for at in self.again.values())
 
     @property
     def code(self) -> int:
@@ -262,12 +256,10 @@ class _Driver:
                 return STOP_EXIT_CODES[self._stop.number]
             if self._stop.number or code == EXIT_DONE or code in STOP_CODES:
                 return code
-            if not agents.lost_head and code not in REQUEUE_CODES:
-                failures += 1
+            failures += code not in REQUEUE_CODES
             if failures > self._job.restarts:
                 return code
-            reason = "the node of the coordinator is lost" if agents.lost_head else f"the agents ended with code {code}"
-            write_line(f"meshwright: {reason}; all of them start again")
+            write_line(f"meshwright: the agents ended with code {code}; all of them start again")
 
     def _place_group(self) -> Any:
         """The placement group once Ray has nodes for it; None if the job is stopped before."""
@@ -286,6 +278,7 @@ class _Driver:
     def _start(self) -> Agents:
         """Run agents on all bundles that Ray can place, until all have ended; returns them."""
         self._agents, self._told = Agents(), set()
+        self._environment.pop(COORDINATOR_VARIABLE, None)
         try:
             for bundle in range(self._job.hosts):
                 self._place(bundle)
@@ -347,8 +340,7 @@ class _Driver:
         if obstacle:
             raise BadInput(obstacle)
         self._unplaced[bundle] = 0
-        if self._agents.head is None:
-            self._environment[COORDINATOR_VARIABLE] = address_text(address, port)
+        self._environment.setdefault(COORDINATOR_VARIABLE, address_text(address, port))
         self._agents.placed(bundle, now)
 
     def _lose(self, bundle: int, method: str, text: str) -> None:
@@ -364,8 +356,7 @@ class _Driver:
         if self._unplaced[bundle] > AGENT_STARTS:
             raise BadInput(f"Ray cannot start an agent: {text}")
         self._agents.lost(bundle)
-        if not self._agents.lost_head:
-            self._place_at[bundle] = time.monotonic() + PLACE_SECONDS * 2 ** self._unplaced[bundle]
+        self._place_at[bundle] = time.monotonic() + PLACE_SECONDS * 2 ** self._unplaced[bundle]
 
     def _run_agent(self, bundle: int) -> None:
         answer = self._actors[bundle].run.remote(self._job.words, self._folder, self._environment)
