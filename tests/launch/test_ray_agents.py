@@ -91,6 +91,8 @@ def test_if_all_agents_fail_none_starts_again_before_the_job_does() -> None:
 
 def test_lost_nodes_are_no_end_and_begin_anew() -> None:
     agents = placed()
+    agents.ended(0, -9, 0.5)
+    assert agents.due(0.5) == [0]
     for bundle in range(3):
         agents.lost(bundle)
     assert not agents.is_over(1.0)

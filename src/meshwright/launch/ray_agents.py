@@ -28,7 +28,14 @@ from meshwright.events.parent import COMMAND_LINE, PARENT
 from meshwright.events.terminal import write_line
 from meshwright.launch.scheduler_job import AGENT_STARTS, REQUEUE_CODES, STOP_CODES
 from meshwright.policies.job_end import STOP_EXIT_CODES
-from meshwright.spec.errors import EXIT_BAD_INPUT, EXIT_COMMUNICATION, EXIT_DONE, BadInput, MeshwrightError
+from meshwright.spec.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_COMMUNICATION,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    BadInput,
+    MeshwrightError,
+)
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.job_token import TOKEN_VARIABLE
 from meshwright.spec.listen_address import address_text
@@ -65,7 +72,7 @@ class Agents:
 
     running: set[int] = field(default_factory=set)
     codes: dict[int, int] = field(default_factory=dict)
-    """Exit codes of agents that have ended; below 0 after a signal."""
+    """Exit codes of agents that have ended, and have not started again; below 0 after a signal."""
     again: dict[int, float] = field(default_factory=dict)
     """When agents start again."""
     _starts: Counter[int] = field(default_factory=Counter)
@@ -75,10 +82,11 @@ class Agents:
         self.again[bundle] = now
 
     def due(self, now: float) -> list[int]:
-        """The agents to start now; they count as running. While all agents have failed, only those that a signal ended are."""
+        """The agents to start now; they count as running."""
         found = [bundle for bundle, at in self.again.items() if at <= now]
         for bundle in found:
             del self.again[bundle]
+            self.codes.pop(bundle, None)
             self._starts[bundle] += 1
         self.running |= set(found)
         return found
@@ -185,9 +193,12 @@ def run_on_ray(job: RayJob, folder: Path) -> int:
     try:
         with _Stop() as stop, _token_file(folder) as token:
             return _Driver(ray, job, folder, token, stop).run()
-    except MeshwrightError as error:
-        write_line(f"meshwright: {error}")
-        return error.exit_code
+    except (MeshwrightError, OSError) as error:
+        failure = as_meshwright_error(error)
+        write_line(f"meshwright: {failure}")
+        return failure.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED  # agents end with this process
     finally:
         ray.shutdown()
 
