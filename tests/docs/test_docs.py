@@ -35,6 +35,7 @@ from meshwright.config.reference import reference_markdown
 from meshwright.config.schema import all_keys
 from meshwright.data.stdlib import VOCABULARY, stdlib_folder
 from meshwright.events.start import PHASES
+from meshwright.launch.scheduler_job import REQUEUE_CODES, STOP_CODES
 from meshwright.observe.metrics import OPTIONAL_STEP_KEYS, STEP_KEYS
 from meshwright.server.reference import serve_markdown
 from meshwright.spec import errors
@@ -352,6 +353,12 @@ def test_keys_of_sweeps_are_those_of_the_code() -> None:
 def test_exit_codes_are_those_of_the_code() -> None:
     shown = {int(row["code"]) for row in table("docs/reference/exit-codes.md", "code")}
     assert shown == {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+
+
+def test_exit_codes_of_schedulers_are_those_of_the_code() -> None:
+    again, never, *_ = (row["exit code"] for row in table("docs/how-to/schedulers.md", "exit code"))
+    assert tuple(map(int, again.split(", "))) == REQUEUE_CODES
+    assert sorted(map(int, never.split(", "))) == sorted(STOP_CODES)
 
 
 def test_phases_of_a_start_are_those_of_the_code() -> None:
