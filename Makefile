@@ -21,7 +21,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples dashboards features golden test-golden bench-plan bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
+.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples dashboards features golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -170,6 +170,11 @@ test-golden: $(VENV)/.installed-test
 
 bench-plan: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_plan.py
+
+# 500 random questions to the planner, half an hour of a processor; build/questions.jsonl keeps the answered ones.
+bench-questions: $(VENV)/.installed
+	@mkdir -p build
+	$(BIN)/python benchmarks/questions.py --workers $$(nproc) --log build/questions.jsonl
 
 bench-own: $(VENV)/.installed
 	$(BIN)/python benchmarks/accuracy.py
