@@ -7,6 +7,7 @@ AGENTS := .venv-agents
 INTEROP := .venv-interop
 MODELS := .venv-models
 OLDEST := .venv-oldest
+SKY := .venv-sky
 CONSTRAINTS := constraints.txt
 # Of ten thousand installed files a few thousand are imported: these are compiled then.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
@@ -60,11 +61,17 @@ test-faults: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/effective_time.py --failures 5 --every 40 --out build/effective-time.json
 
 # As root: agents, coordinator, Gloo and snapshots on hosts with a network of their own, whose links have 400 Mbit/s. Slurm runs too where
-# Debian's packages slurmctld, slurmd, slurm-client and munge are installed.
-test-hosts: $(VENV)/.installed-test
-	$(PYTEST) tests/hosts
+# Debian's packages slurmctld, slurmd, slurm-client and munge are installed; Ray is installed, and SkyPilot beside it.
+test-hosts: $(VENV)/.installed-hosts $(SKY)/.installed
+	SKY_PYTHON=$(SKY)/bin/python $(PYTEST) tests/hosts tests/data/test_ray.py
 	$(BIN)/python benchmarks/faults.py kill-rank lose-host lose-host-partner cut-link partition kill-coordinator lose-coordinator lost-gpu drain-host \
 		--rate 400mbit --out build/hosts.json
+
+# SkyPilot wants another click than typer does: it gets an environment of its own.
+$(SKY)/.installed: tests/hosts/requirements.txt tests/hosts/constraints.txt
+	$(PYTHON) -m venv $(SKY)
+	$(SKY)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $< --constraint $(word 2,$^)
+	@touch $@
 
 test-soak: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/serve_deployment_soak.py --minutes $(SOAK_MINUTES) --out build/deployment-soak.json
@@ -215,10 +222,15 @@ $(VENV)/.installed-storage: pyproject.toml constraints.txt
 	$(call install,'.[test-storage]')
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
+# Ray is installed for the tests of several hosts alone.
+$(VENV)/.installed-hosts: pyproject.toml constraints.txt
+	$(call install,'.[test-hosts]')
+	@touch $(VENV)/.installed $(VENV)/.installed-test $@
+
 # lm-eval and its many dependencies are installed for its tests alone.
 $(VENV)/.installed-bench: pyproject.toml constraints.txt
 	$(call install,'.[test-bench]')
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(MODELS) $(OLDEST) build dist .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MODELS) $(OLDEST) $(SKY) build dist .ruff_cache
