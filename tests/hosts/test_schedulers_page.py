@@ -60,10 +60,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables of a shell on a host. The hosts are not behind a proxy, to which Ray's gRPC would go."""
-    found = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    """Variables of a shell on a host, with a home folder that all hosts share."""
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
-    return {**found, "PATH": path, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PATH": path, "HOME": str(folder), "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
 
 
 def bash(block: Block) -> list[str]:
