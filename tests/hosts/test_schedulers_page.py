@@ -116,7 +116,7 @@ def background() -> Iterator[list[subprocess.Popen[bytes]]]:
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
 def test_ray(folder: Path, background: list[subprocess.Popen[bytes]]) -> None:
     env = environment(folder)
-    with closing(Hosts(2, folder)) as hosts:
+    with closing(Hosts(2, folder, shared=(folder,))) as hosts:  # Ray finds its cluster by files in /tmp
         for block in transcript("ray"):
             if (host := block.option("at")) is None:
                 run(hosts.prefix(0), block, folder, env)
