@@ -98,7 +98,7 @@ def test_without_a_file_all_that_is_assumed_is_said() -> None:
     assert (run.model.preset, run.cluster.gpu, run.cluster.ranks) == ("llama-nano", "H200", 8)
     assert notes == [
         "no cluster.gpu: cluster=auto assumed, gpu=H200 nodes=1 gpus_per_node=8 on this machine",
-        "no run file: name=quickstart model.preset=llama-nano data.mix=stdlib data.validation_tokens=32768 train.global_batch=16 "
+        "no run file: name=llama-nano model.preset=llama-nano data.mix=stdlib data.validation_tokens=32768 train.global_batch=16 "
         "train.seq_len=256 train.learning_rate=0.003 train.warmup_steps=2 train.validate_every=50 assumed",
     ]
     (output,) = notes_of(None, "model=llama3-8b", "cluster.gpu=H100")[1]
