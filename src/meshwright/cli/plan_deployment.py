@@ -44,7 +44,8 @@ def answer_deployment(
 
         write_durable(html, page(plan))
     if as_json:
-        print(json.dumps(as_plain(plan.answer)))
+        fewest = {"fewest": to_plain(plan.fewest.instances)} if plan.rate else {}
+        print(json.dumps({**as_plain(plan.answer), **fewest}))
     else:
         show(plan)
 
