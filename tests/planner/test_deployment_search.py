@@ -185,7 +185,11 @@ def test_rates_below_one_that_all_requests_meet_are_not_simulated() -> None:
             return RatePoint(rate, 1.0 if rate <= 6.0 else 0.95, 1.0, 1.0)
 
     search = Loaded(lambda deployment, requests, sought: pytest.fail("no simulation"), LIMITS, [])
-    met, missed, cut = RatePoint(10.0, 0.9, 0.9, 1.0), RatePoint(10.1, 0.89, 0.89, 1.0), RatePoint(11.0, 0.8, 0.8, 1.0, cut=True)
+    met, missed, cut = (
+        RatePoint(10.0, 0.9, 0.9, 1.0),
+        RatePoint(10.1, 0.89, 0.89, 1.0),
+        RatePoint(11.0, 0.8, 0.8, 1.0, cut=True),
+    )
     around = [RatePoint(7.5, 0.95, 1.0, 1.0), RatePoint(10.0, 0.9, 0.9, 1.0), RatePoint(13.0, 0.2, 0.2, 1.0)]
     curve = deployment_search._curve(search, PAIR, Goodput(10.0, "ttft", (met, missed, cut)), around)
     assert [(point.rate, point.attainment) for point in curve] == [

@@ -6,6 +6,7 @@ import random
 from typing import Any, get_args
 
 import pytest
+from tests.slow import quick_first
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.serve_costs import ServeCosts
@@ -19,7 +20,6 @@ from meshwright.spec.deployment import InstanceSpec, PricedFormat, Quantisation,
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
-from tests.slow import quick_first
 
 MODELS = ("llama3-8b", "llama3-70b", "qwen3-32b", "qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v3")
 LARGEST_SHARE = 0.75
@@ -56,11 +56,14 @@ def test_no_step_is_faster_than_its_device() -> None:
         read += work.attended(decodes, decodes * length) * work.cache_bytes / expert
         assert read / chip.hbm <= times.seconds(decodes, decodes * length), seed
         peak, expert_peak = (
-            chip.peak_flops[product_format(chip, name)] for name in (formats.weights, formats.experts or formats.weights)
+            chip.peak_flops[product_format(chip, name)]
+            for name in (formats.weights, formats.experts or formats.weights)
         )
         local = 2048 / expert
         ideal = local * (work.dense_flops / peak + work.expert_flops / expert_peak)
-        ideal += work.pairs([Chunk(0, 2048)]) * work.attention_flops / expert / chip.peak_flops[product_format(chip, None)]
+        ideal += (
+            work.pairs([Chunk(0, 2048)]) * work.attention_flops / expert / chip.peak_flops[product_format(chip, None)]
+        )
         assert ideal <= LARGEST_SHARE * times.seconds(0, 0, [Chunk(0, 2048)]), seed
     assert priced > QUESTIONS / 3
 

@@ -210,7 +210,9 @@ def test_attainment_is_joint_and_leaves_out_both_ends() -> None:
 def test_a_simulation_is_cut_where_the_sought_attainment_is_out_of_reach(deployment: Deployment) -> None:
     requests, costs = random_requests(60, 7, every=8.0), costs_of(simple_times(0.5))
     times = simulate(deployment, requests, costs, LIMITS)
-    limits = replace(LIMITS, ttft_seconds=float(np.median(times.ttft)), tpot_seconds=float(np.quantile(times.tpot, 0.8)))
+    limits = replace(
+        LIMITS, ttft_seconds=float(np.median(times.ttft)), tpot_seconds=float(np.quantile(times.tpot, 0.8))
+    )
     whole = simulate(deployment, requests, costs, limits)
     assert 0.2 < whole.attainment < 0.9 and not whole.cut
     kept = simulate(deployment, requests, costs, limits, sought=whole.attainment)

@@ -299,9 +299,7 @@ def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
     return plain if best_of_kind[best].rate < (1 + TIE) * best_of_kind[plain].rate else best
 
 
-def _curve(
-    search: GoodputSearch, chosen: Deployment, goodput: Goodput, around: Sequence[RatePoint]
-) -> list[RatePoint]:
+def _curve(search: GoodputSearch, chosen: Deployment, goodput: Goodput, around: Sequence[RatePoint]) -> list[RatePoint]:
     """Attainment by rate, ascending from low load to the first rate that no request's latencies meet, or that cannot be sustained.
 
     `around` are points at `BAND_RATES`. Rates below one that all requests meet are not simulated.
@@ -321,9 +319,10 @@ def _band(
 ) -> tuple[float, float]:
     """The band of goodputs over samples of the requests; it contains the goodput, and ends where a higher rate fails.
 
-    `around` are points of the first sample at `BAND_RATES`. Another sample is simulated at the goodput alone. The rate at which the first sample has the same attainment says by which
-    factor the new one is harder; with more requests the logarithm of the factor is smaller. Where all requests meet the limits
-    up to a rate and few do above it, all factors are 1, and the goodput is known as exactly as the bisection is.
+    `around` are points of the first sample at `BAND_RATES`. Another sample is simulated at the goodput alone. The rate at which the first
+    sample has the same attainment says by which factor the new one is harder; with more requests the logarithm of the factor is smaller.
+    Where all requests meet the limits up to a rate and few do above it, all factors are 1, and the goodput is known as exactly as the
+    bisection is.
     """
     first = around[BAND_RATES.index(1.0)].attainment
     points = (*(point for point in goodput.points if point.rate != goodput.rate and not point.cut), *around)

@@ -23,7 +23,9 @@ def counted_requests(total: int) -> range:
 def spare_misses(total: int, sought: float) -> int:
     """How many of the counted requests may miss a limit while the attainment is at least `sought`."""
     counted = len(counted_requests(total))
-    return next(missed - 1 for missed in range(1, counted + 2) if missed > counted or (counted - missed) / counted < sought)
+    return next(
+        missed - 1 for missed in range(1, counted + 2) if missed > counted or (counted - missed) / counted < sought
+    )
 
 
 @dataclass(slots=True)
