@@ -110,7 +110,8 @@ def points_of(rows: Iterable[Row]) -> tuple[list[Point], list[tuple[Row, str]]]:
         try:
             point = _point(row)
             costs_of(point)  # raises what does not fit
-            points.append(_with_enough_prefills(point) if point.assumed else point)
+            open_count = point.assumed and point.devices > _largest_degree(row)
+            points.append(_with_enough_prefills(point) if open_count else point)
         except Refused as reason:
             refused.append((row, str(reason)))
     return points, refused
@@ -154,13 +155,15 @@ def _costs(
     return ServeCosts(replace(_model(name), max_seq_len=context), cluster, formats, settings, software=software)
 
 
+def _largest_degree(row: Row) -> int:
+    return max(_count(row.get(key, "")) for key in ("tp_size", "decode_tp_size"))
+
+
 def _with_enough_prefills(point: Point) -> Point:
-    """A point without numbers of workers, with as many prefill instances as compute the prompts of full decode instances.
+    """A point without numbers of workers or devices, with as many prefill instances as compute the prompts of full decode instances.
 
     That is what the rows do that state them: 7 for 8.1 of so much work, 10 for 10.4, 5 for 4.6. No measured value is used.
     """
-    if point.deployment.colocated:
-        return point
     prefill, decode = point.deployment.instances
     costs = costs_of(point)
     needed = busy_prefills(prefill, decode, point.load, costs.of(prefill), costs.of(decode))

@@ -87,6 +87,13 @@ def test_a_preset_and_a_chip_bring_their_own_to_a_question_without_a_file() -> N
     assert load_run(QUICKSTART, ["model=llama3-8b"]).train.seq_len == 8192
 
 
+def test_a_question_without_a_file_does_not_take_the_quick_start_s_name() -> None:
+    assert load_run(None, ["model=llama3-8b", "train.optimizer.name=lamb"]).name == "llama3-8b"
+    assert load_run(None, ["model={family: llama, layers: 2, hidden: 64, heads: 2, vocab_size: 512}"]).name == "unnamed"
+    assert load_run(None, ["model=llama3-8b", "name=mine"]).name == "mine"
+    assert load_run(QUICKSTART, ["model=llama3-8b"]).name == "quickstart"
+
+
 def notes_of(path: Path | None, *overrides: str, **options: Any) -> tuple[RunSpec, list[str]]:
     """The run, and what was assumed for it."""
     notes: list[str] = []
