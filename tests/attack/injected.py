@@ -170,17 +170,16 @@ def fork_coordinators(injector: Injector, part: str) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         run_command(["coordinate", *words])
 
-    def start_coordinator(address: tuple[str, int], words: Sequence[str]) -> OSError | None:
-        try:
-            listener = hosts.listen_at(address, hosts.COORDINATOR_BACKLOG)
-        except OSError as error:
-            return error
-        with listener:
-            variables = {**os.environ, hosts.LISTEN_DESCRIPTOR: str(listener.fileno())}
-            Forked(partial(coordinate, words), variables, [listener.fileno(), injector.descriptor])
-        return None
+    def start_coordinator(address: tuple[str, int], words: Sequence[str], seen: str = "") -> Forked:
+        with hosts.listen_at(address, hosts.COORDINATOR_BACKLOG) as listener:
+            place = {
+                hosts.COORDINATOR_VARIABLE: f"{address[0]}:{listener.getsockname()[1]}",
+                hosts.LISTEN_DESCRIPTOR: str(listener.fileno()),
+                hosts.SEEN_VARIABLE: seen,
+            }
+            return Forked(partial(coordinate, words), {**os.environ, **place}, [listener.fileno(), injector.descriptor])
 
-    hosts._start_coordinator = start_coordinator
+    hosts._start_coordinator = start_coordinator  # type: ignore[assignment]
 
 
 def run_command(words: Sequence[str]) -> None:

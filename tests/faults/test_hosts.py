@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.manifest import steps_in
+from meshwright.chaos.processes import command
+from meshwright.checkpoint.format.manifest import steps_in
 from meshwright.observe.metrics import read_metrics
 from tests.training.test_processes import Job, alive, last_step, until
 from tests.training.tiny import make_tiny
@@ -117,6 +118,29 @@ def test_a_spare_host_replaces_a_lost_one_and_the_losses_are_those_of_an_undistu
     while any(alive(pid) for pid in children):
         assert time.monotonic() < deadline
         threading.Event().wait(0.05)
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_was_stopped_finds_another_one_in_its_place(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its process is suspended and continues: it ends, the ranks train on, and the losses are those of an undisturbed run."""
+    tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+    calm = Hosts(tmp_path / "calm", tiny, 2, "plan.shard=2")
+    assert calm.codes() == [0, 0], calm.output
+    hosts = Hosts(tmp_path / "stopped", tiny, 2, "plan.shard=2", "supervision.hang_seconds=100")
+    until(lambda: last_step(hosts.run) >= 5, hosts.agents[0])
+    (coordinator,) = [pid for pid in hosts.children() if "coordinate" in command(pid)]
+    ranks = {pid: number for agent in hosts.agents for number, pid in agent.ranks().items()}
+    for pid in (coordinator, *ranks):
+        os.kill(pid, signal.SIGSTOP)
+    until(lambda: "has not renewed the coordinator's lease for 6 s" in hosts.output, hosts.agents[0])
+    for pid in (*ranks, coordinator):
+        os.kill(pid, signal.SIGCONT)
+    assert hosts.codes() == [0, 0], hosts.output
+    assert not alive(coordinator) and "coordinates now; this process ends" in hosts.output
+    assert "the coordinator answers again, at 127.0.0.1:" in hosts.output and "restart" not in hosts.output
+    assert losses(hosts.run) == losses(calm.run)
 
 
 def copy_at(run: Path, step: int, folder: Path) -> None:

@@ -128,7 +128,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lose-host-partner", "partition", "lost-gpu", "drain-host"])
+@pytest.mark.parametrize("name", ["lose-host-partner", "lose-coordinator", "partition", "lost-gpu", "drain-host"])
 def test_a_promise_is_kept_over_slow_links(suite: Suite, name: str) -> None:
     """Agents, coordinator, store, Gloo and snapshots of partners share links of 400 Mbit/s."""
     verdict = suite.run(scenario_named(name))

@@ -53,7 +53,6 @@ class Silence:
         error: OSError | None = None,
         blocks: float = 0.0,
         answers: Callable[[float], bool] = lambda seconds: False,
-        start: Callable[[], OSError | None] = lambda: NOT_HERE,
         suspended_at: float | None = None,
     ) -> None:
         self.clock, self.lines = Clock(), list[str]()
@@ -77,13 +76,18 @@ class Silence:
             close_attempt=lambda: None,
             prepare_restart=lambda: self.prepared_at.append(self.clock.now - self.last_answer),
         )
-        client = SimpleNamespace(report=self._ask)
-        self.link = hosts._Link(cast(Any, agent), cast(Any, client), start, ("10.0.0.1", 29400), COMMAND, lambda: None)
+        self.client = SimpleNamespace(report=self._ask, address=("10.0.0.1", 29400), move=self._move)
+        self.watch = SimpleNamespace(asked=None, unanswered=True, standby=False)
+        values = agent, self.client, self.watch
+        self.link = hosts._Link(*(cast(Any, value) for value in values), COMMAND, lambda: None)
 
     @property
     def seconds(self) -> float:
         """Seconds since the silence began."""
         return self.clock.now - 110.0
+
+    def _move(self, address: tuple[str, int]) -> None:
+        self.client.address = address
 
     def _poll(self, seconds: float) -> None:
         self.clock.now += seconds
@@ -140,18 +144,21 @@ def test_the_time_in_which_an_agent_was_suspended_does_not_count(monkeypatch: py
     assert silence.link.follow() == 0
 
 
-def test_an_agent_that_starts_the_coordinator_again_gives_it_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[float] = []
+def test_an_agent_asks_where_the_coordinator_is_now_and_where_it_was_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its watch moves the client; where nothing answers the first address is tried again."""
+    first, other, asked = ("10.0.0.1", 29400), ("10.0.0.2", 5000), list[tuple[str, int]]()
 
-    def start() -> OSError | None:
-        if started:
-            return OSError(errno.EADDRINUSE, "Address already in use")
-        started.append(silence.seconds)
-        return None
+    def answers(seconds: float) -> bool:
+        asked.append(silence.client.address)
+        if silence.watch.unanswered and asked[-1] == first:
+            silence.client.address = other
+        return seconds > 8 and asked[-1] == other
 
-    refused = ConnectionRefusedError("refused")
-    silence = Silence(monkeypatch, error=refused, answers=lambda seconds: seconds > 24, start=start)
+    silence = Silence(monkeypatch, answers=answers)
     assert silence.link.follow() == 0
+    assert asked[:4] == [first, first, other, first] and asked[-1] == other
+    assert silence.lines[-1] == "meshwright: the coordinator answers again, at 10.0.0.2:5000"
+    assert not silence.watch.unanswered and silence.watch.asked is None
 
 
 @pytest.mark.parametrize(
@@ -183,11 +190,14 @@ def test_a_coordinator_that_cannot_be_reached_is_said_within_10_s(
     def fail(*values: object, **settings: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
+    def start() -> None:
+        raise obstacle
+
     monkeypatch.setattr(hosts, "time", clock)
     monkeypatch.setattr(hosts, "write_line", lambda text: said.append((clock.now - 100, text)))
     monkeypatch.setattr(socket, "create_connection", fail)
     with pytest.raises(BadInput, match="nonode:29400 cannot be reached: .*Name or service not known"):
-        hosts._reach(("nonode", 29400), lambda: obstacle)
+        hosts._reach(lambda: ("nonode", 29400), start)
     assert 300 < clock.now - 100 < 310
     ((seconds, text),) = said
     assert seconds < 10 and "nonode:29400 cannot be reached" in text and "tries for 300 s" in text
@@ -240,7 +250,7 @@ def test_everything_that_supervision_and_transfers_listen_at_may_be_ipv6() -> No
     listener = listen_at(("::1", 0))
     address = listener.getsockname()[:2]
     with closing(ControlServer(listener, "a token", {}, "run")):
-        assert hosts._reach(address, lambda: NOT_HERE) == "::1"
+        assert hosts._reach(lambda: address, lambda: None) == "::1"
     with listening_socket("::1") as store:
         assert store.family == socket.AF_INET6
     with listen_for_transfers("[::1]:0") as transfers:

@@ -173,7 +173,7 @@ def test_agents_of_a_finished_job_learn_its_end_and_those_of_the_next_do_not(tmp
     assert answer == Directive("exit", 3, code=EXIT_PREEMPTED, job="before")
     assert coordinator.hosts == ()
     assert coordinator.receive(Report("a/2")).order == "wait"
-    assert coordinator.receive(Report("b/2", job="now")) == Directive("wait", job="now", heartbeat=0.2)
+    assert coordinator.receive(Report("b/2", job="now")) == Directive("wait", job="now", heartbeat=0.2, standby=True)
     assert coordinator.hosts == ("a/2", "b/2")
     coordinator.close()
 

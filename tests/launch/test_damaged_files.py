@@ -102,6 +102,17 @@ def test_the_record_before_a_damaged_one_counts(
     assert not capsys.readouterr().err
 
 
+def test_a_record_that_an_earlier_coordinator_writes_late_does_not_count(tmp_path: Path) -> None:
+    first, second = StateFile(tmp_path), StateFile(tmp_path)
+    assert first.append(State("preparing", attempt=1), 0.0)
+    assert second.append(RUNNING, 0.0)
+    assert first.append(State("preparing", attempt=2), 1.0)
+    assert read_state(tmp_path) == RUNNING
+    third = StateFile(tmp_path)
+    assert third.append(State("preparing", attempt=3), 0.0) and second.append(RUNNING, 1.0)
+    assert read_state(tmp_path) == State("preparing", attempt=3)
+
+
 def test_records_of_an_earlier_release_have_no_digest(tmp_path: Path) -> None:
     assert StateFile(tmp_path).append(RUNNING, 0.0)
     record = json.loads((tmp_path / STATE_FILE).read_text())

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import xxhash
@@ -29,6 +29,7 @@ from meshwright.server.instances import Instances
 from meshwright.server.router import ClientConnection
 from meshwright.server.router_state import Router
 from meshwright.server.staging import Staging, memory_file
+from meshwright.server.store_client import StoreClient
 from meshwright.server.transfers import TransferFigures
 from meshwright.spec.errors import BadInput
 from meshwright.spec.route import RouteSpec
@@ -284,7 +285,7 @@ def test_engines_share_blocks_through_a_store(
     settings = {"block_cache": address, "transfer_key": "right"}
     with running_store(address) as store, ExitStack() as stack:
         first, second = (stack.enter_context(running_server(folder, **settings)) for _ in range(2))
-        wait_until(lambda: sum(connection.identity is not None for connection in store.connections) == 2)
+        wait_until(lambda: figures(first).store_connected and figures(second).store_connected)
         assert texts(first) == expected
         wait_until(lambda: store.store is not None and len(store.store) == figures(first).stored_blocks > 40)
         assert texts(second) == expected
@@ -301,13 +302,13 @@ def test_damaged_blocks_of_a_store_are_computed(folder: Path, tmp_path: Path, ex
     address = f"unix:{tmp_path}/store"
     with running_store(address, key="") as store:
         with running_server(folder, block_cache=address) as first:
-            wait_until(lambda: sum(connection.identity is not None for connection in store.connections) == 1)
+            wait_until(lambda: figures(first).store_connected)
             assert texts(first) == expected
             wait_until(lambda: store.store is not None and len(store.store) == figures(first).stored_blocks > 40)
         for slot in range(0, 40, 4):
             store.store.content(slot)[5] ^= 1
         with running_server(folder, block_cache=address) as second:
-            wait_until(lambda: sum(connection.identity is not None for connection in store.connections) == 1)
+            wait_until(lambda: figures(second).store_connected)
             assert texts(second) == expected
             wait_until(lambda: figures(second).damaged_blocks > 0)
             second.settle()
@@ -371,7 +372,7 @@ def test_salts_divide_a_store(folder: Path, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/store"
     with running_store(address, key="") as store:
         with running_server(folder, block_cache=address) as first:
-            wait_until(lambda: sum(connection.identity is not None for connection in store.connections) == 1)
+            wait_until(lambda: figures(first).store_connected)
             for count, salt in enumerate(["", "a"], 1):
                 first.run(news_of(first, salt))
                 wait_until(lambda count=count: store.store is not None and len(store.store) == 12 * count)
@@ -381,6 +382,36 @@ def test_salts_divide_a_store(folder: Path, tmp_path: Path) -> None:
                 second.run(news_of(second, salt))
                 wait_until(lambda fetched=fetched: figures(second).fetched_blocks == fetched)
             wait_until(lambda: store.store is not None and len(store.store) == 36)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_prompt_that_began_without_the_store_is_stored(folder: Path, tmp_path: Path, lost: bool) -> None:
+    """The store answers for the first time, or again, before the prompt has been computed."""
+    address = f"unix:{tmp_path}/store"
+    with running_server(folder) as server, running_store(address, key="") as store:
+        blocks = server.engine.prefix_blocks()
+        client = StoreClient(blocks, address, "")
+        client.use_identity(blocks.identity())
+        if lost:
+            connect(client)
+        client.hand_in(3, TOKENS, "")
+        if lost:
+            client._lose(retry=0.0)
+        server.run(news_of(server, ""))
+        connect(client)
+        client.after_step([cast("Any", SimpleNamespace(number=3, reason=None))])
+        wait_until(lambda: store.store is not None and len(store.store) == client.stored_blocks == 12)
+        client.close()
+        server.settle()
+
+
+def connect(client: StoreClient) -> None:
+    """Connect an engine's client to its store, as the engine does between two steps."""
+    while not client.usable:
+        client.tick(time.monotonic())
+        if client.frames is not None:
+            select.select([client.frames], [], [], 1.0)
+            client.serve(readable=True)
 
 
 @contextmanager

@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 from meshwright.chaos.hosts import host_name, namespace_obstacle
 from meshwright.chaos.process_faults import CONTINUES, RESTART_SECONDS, after, middle
-from meshwright.chaos.processes import children, command, processes_with, send
+from meshwright.chaos.processes import children, command, processes_with, send, training_ranks
 from meshwright.chaos.scenario import Scenario, Stage
 
 LOST_SECONDS, REPLACED_SECONDS = 10.0, 25.0
 """Most seconds from the loss of a host to its detection, and to the next step."""
+FAILOVER_SECONDS = 20.0
+"""Most seconds from the loss of the coordinator's host to the next step."""
 HEALED_SECONDS = 5.0
 """Most seconds from the end of a partition to the next step."""
 FLAP_SECONDS, PARTITION_SECONDS = 3.0, 20.0
@@ -46,10 +48,8 @@ def kill_agent(stage: Stage) -> None:
 
 
 def kill_coordinator(stage: Stage) -> None:
-    """Kill the process of the coordinator, which an agent starts again."""
-    coordinators = [pid for pid in children(stage.job.processes[0].pid) if "coordinate" in command(pid)]
-    stage.require(len(coordinators) == 1, f"there are {len(coordinators)} coordinators")
-    stage.signal(coordinators[0], signal.SIGKILL)
+    """Kill the process of the coordinator, whose place another one takes."""
+    stage.signal(coordinator_of(stage), signal.SIGKILL)
     stage.job.until_printed("the coordinator answers again", seconds=60)
 
 
@@ -65,6 +65,28 @@ def lose_host(stage: Stage) -> None:
     for pid in [agent.pid, *children(agent.pid)]:
         send(pid, signal.SIGKILL)
     stage.job.forget(agent)
+
+
+def lose_coordinator(stage: Stage) -> None:
+    """End all processes of the coordinator's host at once, and cut its link where there is one."""
+    assert stage.hosts is not None
+    job, agent = stage.job, stage.job.processes[0]
+    coordinator = coordinator_of(stage)
+    stage.require(training_ranks(agent.pid) != {}, "the coordinator's host does not train")
+    stage.mark()
+    stage.expect_incident("failure", host=host_name(0))
+    if namespace_obstacle() is None:
+        stage.hosts.set_link(0, False)
+    for pid in [agent.pid, *children(agent.pid), coordinator]:
+        send(pid, signal.SIGKILL)
+    job.forget(agent)
+
+
+def coordinator_of(stage: Stage) -> int:
+    """The process that coordinates the job, on the first host."""
+    found = [pid for pid in children(stage.job.processes[0].pid) if "coordinate" in command(pid)]
+    stage.require(len(found) == 1, f"there are {len(found)} coordinators")
+    return found[0]
 
 
 def lose_host_and_checkpoints(stage: Stage) -> None:
@@ -122,7 +144,7 @@ HOST_FAULTS = (
     ),
     Scenario(
         name="kill-coordinator",
-        promise="After SIGKILL of the coordinator training goes on; it is started again, continues the job, and the losses are the same.",
+        promise="After SIGKILL of the coordinator training goes on; another one takes its place, and the losses are the same.",
         play=after(middle, kill_coordinator),
         hosts=2,
         overrides=TWO_HOSTS,
@@ -136,6 +158,16 @@ HOST_FAULTS = (
         overrides=TWO_HOSTS,
         detect_within=LOST_SECONDS,
         recover_within=REPLACED_SECONDS,
+    ),
+    Scenario(
+        name="lose-coordinator",
+        promise="When the first host is lost, which trains and coordinates, another host coordinates, a spare one trains, and "
+        f"{CONTINUES}.",
+        play=after(middle, lose_coordinator),
+        hosts=3,
+        overrides=TWO_HOSTS,
+        detect_within=FAILOVER_SECONDS,
+        recover_within=FAILOVER_SECONDS,
     ),
     Scenario(
         name="lose-host-partner",

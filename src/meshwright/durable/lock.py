@@ -20,6 +20,22 @@ OPEN_ATTEMPTS = 1000
 log = logging.getLogger("meshwright")
 
 
+def this_process(pid: int | None = None) -> str:
+    """This process, or another one of this host, as its locks name it."""
+    return f"process {pid or os.getpid()} on {socket.gethostname()}"
+
+
+def break_lock(directory: Path, process: str) -> None:
+    """Take the lock of `directory` away from `process` (`this_process`), which must not write there any more.
+
+    A file system may hold the lock of a lost host for minutes. Another process keeps its lock.
+    """
+    path = directory / LOCK
+    with suppress(FileNotFoundError):
+        if path.read_text(encoding="utf-8", errors="replace").strip() == process:
+            path.unlink()
+
+
 @contextmanager
 def locked(directory: Path, wait: bool, alternative: str = "choose another --out") -> Iterator[bool]:
     """Hold the lock of `directory` for a `with` block; yields False where the file system has no locks.
@@ -70,7 +86,7 @@ def _acquire(path: Path, wait: bool, alternative: str) -> tuple[TextIO, bool]:
         if _has_name(file, path):
             with suppress(OSError):  # on a full disk the lock holds without a name
                 file.truncate(0)
-                os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                os.write(file.fileno(), f"{this_process()}\n".encode())
             return file, True
         file.close()
 

@@ -12,6 +12,7 @@ import http.client
 import json
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from meshwright.connections.limits import COORDINATOR
@@ -109,6 +110,8 @@ class ControlClient:
     def __init__(self, address: tuple[str, int], token: str, run: str = "") -> None:
         """`run` is the name of the run; the coordinator of another run is not believed."""
         self._address, self._token, self._run = address, token, run
+        self._connected = address
+        """The address of the connection."""
         self._connection: http.client.HTTPConnection | None = None
         self._session: Session | None = None
 
@@ -123,7 +126,10 @@ class ControlClient:
     def request(self, method: str, path: str, value: Any = None) -> Any:
         """The answer to a request. Raises like `report`."""
         try:
+            if self._connected != self._address:
+                self.close()
             if self._connection is None or self._connection.sock is None or self._session is None:
+                self._connected = self._address
                 self._connection, self._session = self._connect()
             status, body = self._exchange(self._connection, self._session, method, path, value)
         except OSError:
@@ -135,6 +141,21 @@ class ControlClient:
         if status != 200:
             raise BadInput(f"the coordinator at {self._name} answers {status}: {(body or {}).get('error')}")
         return body
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it asks for the coordinator."""
+        return self._address
+
+    def move(self, address: tuple[str, int]) -> None:
+        """Ask at another address from now on; a request that waits for its answer fails. Another thread may call it."""
+        connection = self._connection
+        if address == self._address:
+            return
+        self._address = address
+        if connection is not None and connection.sock is not None:
+            with suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
     @property
     def _name(self) -> str:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from meshwright.checkpoint.inventory import present_steps
+from meshwright.checkpoint.format.inventory import present_steps
 from meshwright.diagnosis.culprit import Culprit
 from meshwright.events.messages import Corruption, Progress
 from meshwright.events.terminal import write_line
@@ -25,7 +25,7 @@ from meshwright.launch.progress_file import JobProgress, rank_snapshot
 from meshwright.launch.reports import Directive, Evidence, Report
 from meshwright.launch.state_file import StateFile
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
-from meshwright.policies.host_tests import seconds_of_test
+from meshwright.policies.host_tests import machine_of, seconds_of_test
 from meshwright.policies.job_end import GRACE_SECONDS, STOP_EXIT_CODES, culprit, next_action
 from meshwright.policies.job_events import (
     AttemptReported,
@@ -67,6 +67,10 @@ STOPPED_SECONDS = 2.0
 """A longer time between two calls of `tick` means that this process was stopped."""
 IMPORTS = Progress("start", 0)
 """Progress of a rank that has not said any yet."""
+RETURN_SECONDS = 4.0
+"""Seconds in which agents on the host of a coordinator that is lost have to report to the next one, or are lost too."""
+STANDBY_HOSTS = 4
+"""Members of an attempt that stand by to coordinate, besides spare hosts."""
 RESTART_GRACE_SECONDS = 2.0
 """Seconds that ranks may take to end before a restart; their reports are not needed then."""
 
@@ -110,6 +114,7 @@ class Coordinator:
         *,
         state: State | None = None,
         finished: State | None = None,
+        lost_machine: str = "",
         hang_seconds: float = GPU_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -117,7 +122,8 @@ class Coordinator:
 
         The assignment is the file that tells the ranks of an attempt what to run. A training rank without progress for
         `hang_seconds` or more, depending on its usual step time, counts as hung (policies/hang.py). `finished` is the
-        state of the job before in this folder: its agents that ask late learn that it is over.
+        state of the job before in this folder: its agents that ask late learn that it is over. `lost_machine` is that of a
+        coordinator before, if it was lost.
         """
         self.state = state or State()
         self._finished = finished
@@ -134,7 +140,12 @@ class Coordinator:
         self._reports: dict[str, Report] = {}
         self._newest: dict[str, int] = {}
         """The number of the newest report of each host that answers."""
-        self._seen: dict[str, float] = dict.fromkeys(self.state.members, clock()) if state is not None else {}
+        self._seen: dict[str, float] = {}
+        if state is not None:
+            silent = SILENT_SECONDS - RETURN_SECONDS
+            self._seen = {
+                host: clock() - (silent if machine_of(host) == lost_machine else 0.0) for host in self.state.members
+            }
         self._file = StateFile(folder)
         self._preparation: Future[Path] | None = None
         self._thread = ThreadPoolExecutor(1, "prepare")
@@ -177,7 +188,9 @@ class Coordinator:
         self._reports[report.host], self._seen[report.host] = report, now
         for event in self._events_of(report, now):
             self._apply(event, now)
-        return replace(self._directive(report.host), job=self.state.job, evidence=self._evidence)
+        position = self._position(report.host)
+        standby = position is None or position < STANDBY_HOSTS
+        return replace(self._directive(report.host), job=self.state.job, evidence=self._evidence, standby=standby)
 
     def tick(self) -> None:
         """Apply the events that the passing of time causes. Called several times a second."""

@@ -1,8 +1,9 @@
 """A supervised run on several hosts: the process of the coordinator, and the agent process of each host.
 
 Agents find the coordinator at `MESHWRIGHT_COORDINATOR`. If nothing listens there and the address is this host's, an
-agent starts the coordinator in a process of its own, which survives the agent, and starts it again if it dies. The hosts
-share the folder of the run.
+agent starts the coordinator in a process of its own, which survives the agent. The coordinator has a lease
+(`policies.coordinator_lease`). If it or its host is lost, agents start others; one of them takes the lease, and the agents
+find it there. The hosts share the folder of the run.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE
+from meshwright.checkpoint.memory.transport import SERVER_VARIABLE
 from meshwright.connections.accept import listen_at
 from meshwright.connections.limits import raise_file_limit
 from meshwright.connections.proof import WrongProof
+from meshwright.durable.lock import break_lock, this_process
 from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent, starts_spares
 from meshwright.launch.control import (
@@ -40,10 +42,20 @@ from meshwright.launch.control import (
     coordinator_address,
 )
 from meshwright.launch.coordinator import SILENT_SECONDS, Coordinator, exit_directive
+from meshwright.launch.coordinator_lease import (
+    SEEN_VARIABLE,
+    CoordinatorWatch,
+    HeldLease,
+    LeaseTaken,
+    lease_clock,
+    own_machine,
+    take_coordinator_lease,
+)
 from meshwright.launch.defect_report import DefectReporter
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.health_monitor import health_monitor
-from meshwright.launch.local import POLL_SECONDS, empty_arenas, forward_signals, rank_starter
+from meshwright.launch.lease_store import lease_store
+from meshwright.launch.local import POLL_SECONDS, empty_snapshot_buffers, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
 from meshwright.launch.metrics_endpoint import metrics_endpoint
 from meshwright.launch.orphans import end_orphans
@@ -51,6 +63,8 @@ from meshwright.launch.outcome import RankState
 from meshwright.launch.progress_file import ProgressFile
 from meshwright.launch.reports import Directive, Report
 from meshwright.launch.snapshot_server import snapshot_server
+from meshwright.launch.state_file import STATE_FILE
+from meshwright.policies.coordinator_lease import LEASE_SECONDS, CoordinatorLease
 from meshwright.policies.host_health import Finding, is_rule
 from meshwright.policies.restart import Stop
 from meshwright.policies.supervision import State
@@ -59,7 +73,7 @@ from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job_token import TOKEN_VARIABLE, job_token
 from meshwright.spec.listen_address import address_text
-from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 from meshwright.spec.run import RunSpec
 from meshwright.spec.secrets import without_own_keys
 
@@ -109,14 +123,24 @@ def run_coordinator(
     from meshwright.launch.prepare import prepare_run
 
     raise_file_limit()
-    token = job_token()
+    token, folder = job_token(), runs / run.name
     descriptor = os.environ.pop(LISTEN_DESCRIPTOR, None)
     listener = listen_at(address, COORDINATOR_BACKLOG) if descriptor is None else socket.socket(fileno=int(descriptor))
-    folder = runs / run.name
+    reachable = socket.gethostname() if address[0] in ("", "0.0.0.0", "::") else address[0]
+    own_address = address_text(reachable, listener.getsockname()[1])
     handlers: dict[str, Handler] = {}
     server = ControlServer(listener, token, handlers, run.name)
     with closing(server), ExitStack() as stack:
+        lost: CoordinatorLease | None = None
         try:
+            take_lease = partial(take_coordinator_lease, lease_store(run, folder), own_address)
+            lease = stack.enter_context(closing(_while_agents_wait(server, handlers, take_lease)))
+            if (lost := lease.lost) is not None:
+                write_line(
+                    f"meshwright: {lost.process} has not renewed the coordinator's lease for {LEASE_SECONDS:g} s; "
+                    f"{this_process()} coordinates, at {own_address}, by the journal {folder / STATE_FILE}"
+                )
+                break_lock(folder, lost.process)
             _lock_folder(folder, stack, server, handlers)
             finished = finished_state(folder)
             if finished is not None and dismiss_agents(server, handlers, finished, until_another=True):
@@ -129,6 +153,10 @@ def run_coordinator(
                 if prepared is None:
                     dismiss_agents(server, handlers, State("finished", stop=Stop(EXIT_DONE)))
                     return EXIT_DONE
+        except LeaseTaken:
+            if descriptor is None:
+                raise
+            return EXIT_DONE  # the agents find the coordinator
         except (MeshwrightError, OSError) as error:  # another coordinator would meet it too
             failure = as_meshwright_error(error)
             dismiss_agents(server, handlers, State("finished", stop=Stop(failure.exit_code, str(failure))))
@@ -142,13 +170,22 @@ def run_coordinator(
             partial(write_attempt, prepared or partial(prepare_run, run, runs, profile=None, note=note)),
             state=state,
             finished=finished,
+            lost_machine="" if lost is None or lost.host == own_machine() else lost.host,
             hang_seconds=hang_seconds(run),
         )
-        handlers["POST /report"] = lambda value: to_plain(coordinator.receive(checked_report(value)))
+
+        def answer(value: object) -> object:
+            report = checked_report(value)
+            return to_plain(coordinator.receive(report) if lease.acts else Directive("wait", heartbeat=0.5))
+
+        handlers["POST /report"] = answer
         handlers["GET /state"] = lambda _: to_plain(coordinator.state)
         progress = ProgressFile(folder, coordinator.progress)
         with closing(coordinator), closing(progress), forward_signals(coordinator.request_stop, lambda: None):
-            _coordinate(coordinator, server, progress)
+            _coordinate(coordinator, server, progress, lease)
+    if lease.taken is not None:
+        write_line(f"meshwright: {lease.taken.process}, at {lease.taken.address}, coordinates now; this process ends")
+        return EXIT_COMMUNICATION
     for line in coordinator.outcome(folder / "logs"):
         write_line(line if line.startswith("  ") else f"meshwright: {line}")
     return EXIT_COMMUNICATION if coordinator.code is None else coordinator.code
@@ -224,10 +261,13 @@ def dismiss_agents(
     return bool(dismissed) and not others
 
 
-def _coordinate(coordinator: Coordinator, server: ControlServer, progress: ProgressFile) -> None:
-    """Serve agents until the job is over and they know it, or until there are none."""
+def _coordinate(coordinator: Coordinator, server: ControlServer, progress: ProgressFile, lease: HeldLease) -> None:
+    """Serve agents, while the lease is held, until the job is over and they know it, there are none, or the lease is taken."""
     last_report = ticked = time.monotonic()
-    while coordinator.code is None:
+    while coordinator.code is None and lease.taken is None:
+        if not lease.acts:
+            time.sleep(POLL_SECONDS)
+            continue
         server.serve(POLL_SECONDS)
         if time.monotonic() - ticked < POLL_SECONDS:  # reports arrive more often in a large job
             continue
@@ -240,7 +280,7 @@ def _coordinate(coordinator: Coordinator, server: ControlServer, progress: Progr
             write_line(f"meshwright: no agent has answered for {ABANDONED_SECONDS:g} s; the coordinator ends")
             return
     deadline = time.monotonic() + FAREWELL_SECONDS
-    while coordinator.uninformed and time.monotonic() < deadline:
+    while coordinator.uninformed and lease.acts and time.monotonic() < deadline:
         server.serve(POLL_SECONDS)
 
 
@@ -284,34 +324,40 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     check_devices(run.cluster)
     end_orphans(runs / run.name)
     words = [*words, "--runs", str(runs)]
-    coordinator = partial(_start_coordinator, address, words)
-    own_address = _reach(address, coordinator)
-    arenas = empty_arenas(run.cluster.gpus_per_node)
-    endpoint_of_host = metrics_endpoint(run.observe.prometheus, runs / run.name)
+    folder, client = runs / run.name, ControlClient(address, token, run.name)
+    with closing(client), closing(CoordinatorWatch(lease_store(run, folder), client)) as watch:
+        own_address = _reach(lambda: client.address, partial(_start_coordinator, address, words))
+        watch.start = partial(_start_coordinator, (own_address, 0), words)
+        return _follow_coordinator(run, words, folder, own_address, client, watch)
+
+
+def _follow_coordinator(
+    run: RunSpec, words: Sequence[str], folder: Path, own_address: str, client: ControlClient, watch: CoordinatorWatch
+) -> int:
+    """Start the agent's processes and let them do what the coordinator says; returns the exit code."""
+    buffers = empty_snapshot_buffers(run.cluster.gpus_per_node)
+    endpoint_of_host = metrics_endpoint(run.observe.prometheus, folder)
     with (
         endpoint_of_host as endpoint,
-        snapshot_server(run, own_address, arenas) as server,
+        snapshot_server(run, own_address, buffers) as server,
         health_monitor(run) as health,
         closing(DefectReporter(run)) as report_defect,
     ):
         variables = {} if server is None else {SERVER_VARIABLE: server.address}
-        start = rank_starter(run.cluster, runs / run.name, own_address, arenas, variables)
-        machine = os.environ.get(HOST_VARIABLE) or socket.gethostname()
-        host = f"{machine.replace('/', '-')[:200]}/{os.getpid()}"
+        start = rank_starter(run.cluster, folder, own_address, buffers, variables)
         agent = Agent(
-            host,
+            f"{own_machine()}/{os.getpid()}",
             start,
-            runs / run.name,
+            folder,
             address=own_address,
             spares=starts_spares(run),
             health=health,
             report_defect=report_defect,
         )
-        client = ControlClient(address, token, run.name)
-        with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):
+        with closing(agent), forward_signals(agent.stop, agent.kill_at_once):
             revive = server.revive if server else lambda: None
             command = shlex.join(["meshwright", "train", *words, "--agent"])
-            return _Link(agent, client, coordinator, address, command, revive, endpoint.update).follow()
+            return _Link(agent, client, watch, command, revive, endpoint.update).follow()
 
 
 class _Link:
@@ -321,19 +367,18 @@ class _Link:
         self,
         agent: Agent,
         client: ControlClient,
-        start_coordinator: Callable[[], OSError | None],
-        address: tuple[str, int],
+        watch: CoordinatorWatch,
         command: str,
         revive: Callable[[], object],
         observe: Callable[[Sequence[RankState], Sequence[Finding]], object] = lambda ranks, findings: None,
     ) -> None:
-        """`start_coordinator` returns None if it started one. `command` starts an agent, for people.
+        """`watch` moves the client to another coordinator. `command` starts an agent, for people.
 
         `revive` is called regularly: it starts processes beside the agent again that have died. `observe` receives the
         states of this host's ranks, and what is wrong with the host, as often.
         """
-        self._agent, self._client, self._start_coordinator, self._revive = agent, client, start_coordinator, revive
-        self._address, self._command, self._observe = address, command, observe
+        self._agent, self._client, self._watch, self._revive = agent, client, watch, revive
+        self._first_address, self._command, self._observe = client.address, command, observe
         self._sent: Report | None = None
         self._number = 0
         self._due = 0.0
@@ -387,53 +432,61 @@ class _Link:
             return None
         still = "" if self._sent is None else ", and no rank of this host makes progress"
         return (
-            f"the coordinator at {address_text(*self._address)} has not answered for {now - self._answered:.0f} s "
-            f"({self._error}){still}; this agent ends. To continue from the newest checkpoint, start `{self._command}` "
-            f"on all hosts, {self._address[0]} too; if it is lost, with {COORDINATOR_VARIABLE} naming another of them"
+            f"the coordinator at {address_text(*self._client.address)} has not answered for {now - self._answered:.0f} s "
+            f"({self._error}), and no other host has taken its place{still}; this agent ends. To continue from the newest "
+            f"checkpoint, start `{self._command}` on all hosts, {self._first_address[0]} too; if it is lost, with "
+            f"{COORDINATOR_VARIABLE} naming another of them"
         )
 
     def _exchange(self, report: Report, now: float) -> Directive | None:
         """The answer to a report; None if there is none, and the next try has to wait."""
+        address = self._client.address
         try:
             self._number += 1
+            self._watch.asked = lease_clock()
             directive = self._client.report(replace(report, number=self._number))
         except OSError as error:
-            if (
-                isinstance(error, WrongProof | NoCoordinator) and self._sent is None
-            ):  # later it may have taken its place
+            first = self._sent is None and address == self._first_address
+            if isinstance(error, WrongProof | NoCoordinator) and first:  # later it may have taken its place
                 hint = f"{TOKEN_VARIABLE} needs the same token on all hosts" if isinstance(error, WrongProof) else ""
                 raise BadInput(f"{COORDINATOR_VARIABLE}: {error}; {hint or 'choose another port'}") from None
             self._failures, self._error = self._failures + 1, error
             if self._failures == 1:
                 then = "this agent waits" if self._sent is None else "its ranks train on"
-                write_line(
-                    f"meshwright: the coordinator at {address_text(*self._address)} does not answer ({error}); {then}"
-                )
-            if isinstance(error, ConnectionRefusedError) and self._start_coordinator() is None:
-                self._silent = 0.0
+                write_line(f"meshwright: the coordinator at {address_text(*address)} does not answer ({error}); {then}")
+            self._watch.unanswered = True
+            if self._client.address == address:  # not moved meanwhile
+                self._client.move(self._first_address)
             self._due = now + min(LONGEST_BACK_OFF, 0.1 * 2 ** min(self._failures, 5)) * random.uniform(0.5, 1.0)
             return None
+        finally:
+            self._watch.asked = None
         if self._failures:
-            write_line("meshwright: the coordinator answers again")
+            where = "" if address == self._first_address else f", at {address_text(*address)}"
+            write_line(f"meshwright: the coordinator answers again{where}")
         self._sent, self._failures, self._answered, self._silent = report, 0, now, 0.0
+        self._watch.unanswered, self._watch.standby = False, directive.standby
         self._due = now + directive.heartbeat
         return directive
 
 
-def _reach(address: tuple[str, int], start_coordinator: Callable[[], OSError | None]) -> str:
-    """This host's address as the coordinator's host sees it.
+def _reach(place: Callable[[], tuple[str, int]], start_coordinator: Callable[[], object]) -> str:
+    """This host's address as the coordinator's host sees it; `place` returns the address where the coordinator may be.
 
     Waits until a coordinator listens, and starts it if its address is this host's.
     """
     began, said = time.monotonic(), False
     while True:
+        address = place()
         try:
             with socket.create_connection(address, timeout=SAID_SECONDS) as connection:
                 return connection.getsockname()[0]
         except OSError as error:
-            obstacle = start_coordinator()
-            if obstacle is None:
+            try:
+                start_coordinator()
                 continue
+            except OSError as failure:
+                obstacle = failure
             seconds = time.monotonic() - began
             text = f"{COORDINATOR_VARIABLE}: {address_text(*address)} cannot be reached: {error}"
             if not _is_elsewhere(obstacle):
@@ -451,20 +504,19 @@ def _is_elsewhere(error: OSError) -> bool:
     return isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
 
 
-def _start_coordinator(address: tuple[str, int], words: Sequence[str]) -> OSError | None:
-    """Start a coordinator if the address is this host's and free; returns None, or why none was started."""
-    try:
-        listener = listen_at(address, COORDINATOR_BACKLOG)
-    except OSError as error:
-        return error
-    with listener:
-        descriptor = listener.fileno()
-        subprocess.Popen(
+def _start_coordinator(address: tuple[str, int], words: Sequence[str], seen: str = "") -> subprocess.Popen[bytes]:
+    """Start a coordinator at an address of this host, port 0 for any; `seen` says what is known of the lease (`SEEN_VARIABLE`).
+
+    Raises OSError if it cannot listen there.
+    """
+    with listen_at(address, COORDINATOR_BACKLOG) as listener:
+        descriptor, port = listener.fileno(), listener.getsockname()[1]
+        place = {COORDINATOR_VARIABLE: address_text(address[0], port), LISTEN_DESCRIPTOR: str(descriptor)}
+        return subprocess.Popen(
             [sys.executable, "-m", "meshwright", "coordinate", *words],
-            env={**without_own_keys(), LISTEN_DESCRIPTOR: str(descriptor)},
+            env={**without_own_keys(), **place, SEEN_VARIABLE: seen},
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=partial(signal.pthread_sigmask, signal.SIG_SETMASK, ()),
         )
-    return None

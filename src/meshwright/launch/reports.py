@@ -115,3 +115,5 @@ class Directive:
     """Seconds until the next report, unless something happens."""
     job: str = ""
     """Identity of the job (`policies.supervision.State.job`)."""
+    standby: bool = False
+    """Whether this agent watches the lease of the coordinator, to take its place."""

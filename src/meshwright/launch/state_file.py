@@ -1,4 +1,8 @@
-"""`RUN/supervision.jsonl`: the states of a supervised job, one line for each change."""
+"""`RUN/supervision.jsonl`: the states of a supervised job, one line for each change.
+
+Each process that coordinates writes a term one above that of the processes before. A line that a process whose lease has
+ended writes late, as from a storage that hung, is of an earlier term, and does not count.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,8 @@ AGAIN_SECONDS = 10.0
 """Seconds within which an event whose state could not be written comes again; longer than any heartbeat."""
 UNWRITABLE_SECONDS = 300.0
 """Seconds that a job which cannot go on before waits for a disk that does not take its state; then it ends."""
+LATE_LINES = 8
+"""Last undamaged lines that are read: more than processes can have written late."""
 GONE_SECONDS = 10.0
 """The same for a folder that no longer exists; a network file system may not show it for a moment."""
 
@@ -34,6 +40,8 @@ class StateFile:
         self._retry_at = 0.0
         self._held: tuple[float, float] | None = None
         """First and last time at which an event was held up."""
+        self._term: int | None = None
+        """The term of this process; None before its first record."""
 
     def append(self, state: State, now: float) -> bool:
         """Append a state; False if that is not possible now. `now` is in seconds of any monotonic clock, here and below."""
@@ -75,7 +83,10 @@ class StateFile:
         )
 
     def _append(self, state: State) -> None:
-        line = to_sealed_json({"time": time.time(), **to_plain(state)})
+        if self._term is None:
+            newest = _newest_record(self._folder / STATE_FILE)
+            self._term = 1 if newest is None else newest[0] + 1
+        line = to_sealed_json({"time": time.time(), "term": self._term, **to_plain(state)})
         append_durable(self._path, line.encode() + b"\n")
 
     def _is_gone(self) -> bool:
@@ -94,23 +105,31 @@ def read_state(folder: Path) -> State | None:
 
     A last line that a crash cut off is ignored; other damage is said in one line. Raises OSError if the file cannot be read.
     """
-    file = folder / STATE_FILE
+    newest = _newest_record(folder / STATE_FILE, say_damage=True)
+    return None if newest is None else newest[1]
+
+
+def _newest_record(file: Path, *, say_damage: bool = False) -> tuple[int, State] | None:
+    """Term and state of the last undamaged line of the highest term among the last `LATE_LINES`; None without one."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
         return None
-    state, damaged = None, 0
+    records: list[tuple[int, State]] = []
+    damaged = 0
     for number in range(len(lines), 0, -1):
         if not lines[number - 1].strip():
             continue
         try:
             record = from_sealed_json(lines[number - 1])
             record.pop("time", None)
-            state = from_checked_plain(State, record)
-            break
+            term = record.pop("term", 0)  # earlier releases wrote none
+            records.append((term, from_checked_plain(State, record)))
         except (ValueError, TypeError):
-            damaged = number if number < len(lines) else damaged
-    if damaged:
-        then = "an earlier record counts" if state is not None else "it has no other, so attempts are counted anew"
+            damaged = number if number < len(lines) and not records else damaged
+        if len(records) == LATE_LINES:
+            break
+    if damaged and say_damage:
+        then = "an earlier record counts" if records else "it has no other, so attempts are counted anew"
         write_line(f"meshwright: {file}:{damaged}: this record is damaged; {then}")
-    return state
+    return max(records, key=lambda record: record[0], default=None)  # of equal terms the first, which is the last line

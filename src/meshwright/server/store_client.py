@@ -1,7 +1,7 @@
 """Client of a store of cache blocks: fetches the beginnings of prompts, and hands in the blocks that the engine computes.
 
-Nothing waits for the store longer than `FETCH_SECONDS`, and what it does not have is computed. Blocks that find no room in staging memory
-are not handed in.
+Nothing waits for the store longer than `FETCH_SECONDS`, and what it does not have is computed. Blocks that find no room in staging memory,
+or no store that answers when they have been computed, are not handed in.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class StoreClient:
     def use_identity(self, identity: str) -> None:
         """Exchange blocks of these weights from now on."""
         self._lose(retry=0.0)
+        self._forget()
         self._identity = identity
 
     def fetch(self, prompt: Sequence[int], salt: str, done: Callable[[], None]) -> None:
@@ -85,7 +86,7 @@ class StoreClient:
         """Hand in the blocks of a prompt that are not cached yet, once the request `number` of the engine has computed them."""
         digests = self._blocks.digests(prompt, salt)
         missing = self._blocks.missing(digests)
-        if self.usable and missing:
+        if missing:  # also without a store: it may answer by then
             unsent = self._blocks.unsent(digests, len(digests) - missing)
             self._computing[number] = unsent, [key.hex() for key in self._blocks.keys(prompt, salt)]
 
@@ -103,15 +104,13 @@ class StoreClient:
                 while unsent and self._send_run(unsent, names):
                     pass
             except EOFError:
-                unsent.release()
                 self._lose()
-                return
             unsent.release()  # what staging memory has no room for
 
     def _send_run(self, unsent: UnsentBlocks, names: Sequence[str]) -> bool:
         """Send some blocks; returns whether there was room for any."""
         staging, frames, size = self._staging, self.frames, self._blocks.block_bytes
-        if staging is None or frames is None:
+        if not self.usable or staging is None or frames is None:
             return False
         start, count = staging.take(min(len(unsent), max(1, MESSAGE_BYTES // size)))
         if not count:
@@ -213,9 +212,10 @@ class StoreClient:
             reserved.release()
 
     def close(self) -> None:
-        """End the connection; prompts that wait for it are forgotten."""
+        """End the connection; prompts that wait for it, and blocks to be handed in, are forgotten."""
         self._fetches.clear()
         self._lose()
+        self._forget()
 
     def _lose(self, retry: float | None = None) -> None:
         """End the connection; prompts that wait for it go on."""
@@ -226,9 +226,12 @@ class StoreClient:
         self.frames, self._staging, self._memory, self.usable = None, None, None, False
         self._retry = time.monotonic() + RETRY_SECONDS if retry is None else retry
         fetches, self._fetches = list(self._fetches.values()), {}
-        for unsent, _ in self._computing.values():
-            unsent.release()
-        self._computing.clear()
         with ExitStack() as stack:  # calls all, in order, even if one raises
             for fetch in reversed(fetches):
                 stack.callback(fetch.done)
+
+    def _forget(self) -> None:
+        """Hand in nothing of the prompts that are computed now."""
+        for unsent, _ in self._computing.values():
+            unsent.release()
+        self._computing.clear()

@@ -135,28 +135,35 @@ def _check_same(file: StoredFile, size: int, tag: str | None) -> None:
         )
 
 
+def open_object_store(url: str) -> tuple[Any, Any, str]:
+    """The client library of object stores, its store for the bucket or host of `url`, and the URL of that bucket or host.
+
+    Raises BadInput if the library is not installed or does not know such a store.
+    """
+    check_url(url)
+    try:
+        import obstore
+        from obstore.store import from_url
+    except ImportError as error:
+        raise BadInput(f"{url}: {error}; pip install 'meshwright[stream]'") from error
+    root = "/".join(url.split("/", 3)[:3])
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+        "read_timeout": timedelta(seconds=READ_SECONDS),
+        "allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"),
+    }
+    try:
+        return obstore, from_url(root, client_options=client, retry_config={"max_retries": 2}), root
+    except Exception as error:  # the library has errors of its own
+        raise BadInput(f"{root}: {_words(error)}") from None
+
+
 class ObjectStore:
     """The objects of one bucket or host. Credentials come from the environment, where the store's own tools look for them."""
 
     def __init__(self, url: str, patience: float = PATIENCE) -> None:
-        check_url(url)
-        try:
-            import obstore
-            from obstore.store import from_url
-        except ImportError as error:
-            raise BadInput(f"{url}: {error}; pip install 'meshwright[stream]'") from error
-        self._calls, self._patience = obstore, patience
-        self._root = "/".join(url.split("/", 3)[:3])
-        endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
-        client: dict[str, Any] = {
-            "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
-            "read_timeout": timedelta(seconds=READ_SECONDS),
-            "allow_http": endpoint.startswith("http://"),
-        }
-        try:
-            self._store = from_url(self._root, client_options=client, retry_config={"max_retries": 2})
-        except Exception as error:  # the library has errors of its own
-            raise BadInput(f"{self._root}: {_words(error)}") from None
+        self._calls, self._store, self._root = open_object_store(url)
+        self._patience = patience
 
     def list(self, files: str) -> list[StoredFile]:
         folder, pattern = split_pattern(files)

@@ -1,0 +1,196 @@
+"""The lease of the coordinator, in its process and in agents: it coordinates while it holds the lease, and another one follows it.
+
+Times are seconds of a clock of this host that goes on while the host is suspended; a process and those that it starts
+share it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from meshwright.durable.lock import this_process
+from meshwright.events.terminal import write_line
+from meshwright.launch.control import ControlClient, coordinator_address
+from meshwright.launch.lease_store import LeaseStore
+from meshwright.policies.coordinator_lease import (
+    CONTEND_SECONDS,
+    LEASE_SECONDS,
+    RENEW_SECONDS,
+    CoordinatorLease,
+    LeaseWatch,
+    acts,
+)
+from meshwright.spec.errors import BadInput
+from meshwright.spec.rank_environment import machine_name
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the lease."""
+UNREACHABLE_SECONDS = 30.0
+"""Seconds for which a process tries to take the lease although the store fails."""
+PENDING_SECONDS = 2.0
+"""Seconds for which a report waits for its answer after which its agent looks whether the coordinator is elsewhere."""
+SEEN_VARIABLE = "MESHWRIGHT_LEASE_SEEN"
+"""Environment variable with the version of the lease that an agent has seen, and since when: its coordinator waits no longer."""
+
+
+def lease_clock() -> float:
+    """Seconds for leases."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def own_machine() -> str:
+    """The name of this machine, as the names of its agents begin."""
+    return machine_name().replace("/", "-")[:200]
+
+
+class LeaseTaken(BadInput):
+    """Another process coordinates the run."""
+
+
+class HeldLease:
+    """The lease of this process, which a thread renews; `close` releases it."""
+
+    def __init__(
+        self, store: LeaseStore, lease: CoordinatorLease, renewed: float, before: CoordinatorLease | None
+    ) -> None:
+        """`renewed` is the time before the lease was written, `before` what it replaced."""
+        self._store, self._lease, self._renewed = store, lease, renewed
+        self.lost = None if before is None or before.released else before
+        """The lease that ended without a release, as its holder or that one's host was lost."""
+        self.taken: CoordinatorLease | None = None
+        """The lease of another process that has taken it."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
+        self._thread.start()
+
+    @property
+    def acts(self) -> bool:
+        """Whether this process may coordinate now."""
+        return self.taken is None and acts(self._renewed, lease_clock())
+
+    def close(self) -> None:
+        """Release the lease, so that the next process need not wait for its end."""
+        self._closing.set()
+        self._thread.join(LEASE_SECONDS)
+        if self._thread.is_alive() or self.taken is not None:
+            return
+        with suppress(OSError, BadInput):
+            self._store.replace(self._lease, replace(self._lease, version=self._lease.version + 1, released=True))
+
+    def _renew_regularly(self) -> None:
+        while self.taken is None and not self._closing.wait(RENEW_SECONDS):
+            with suppress(OSError, BadInput):  # then the lease ends, unless a later renewal succeeds
+                self._renew()
+
+    def _renew(self) -> None:
+        began, new = lease_clock(), replace(self._lease, version=self._lease.version + 1)
+        if self._store.replace(self._lease, new):
+            self._lease, self._renewed = new, began
+            return
+        newest = self._store.read()
+        if newest is None:  # someone has deleted it with the run; that its state cannot be written ends the job
+            self._renewed = began
+        elif newest.holder == self._lease.holder:  # a renewal that succeeded without an answer
+            self._lease = newest
+        else:
+            self.taken = newest
+
+
+def take_coordinator_lease(store: LeaseStore, address: str) -> HeldLease:
+    """Wait until the lease is free, and take it; agents reach this process at `address`.
+
+    Raises LeaseTaken if its holder is alive, BadInput if the store cannot hold a lease, and OSError if it cannot be reached
+    for `UNREACHABLE_SECONDS`.
+    """
+    version, _, since = os.environ.pop(SEEN_VARIABLE, "").partition(":")
+    watch = LeaseWatch(int(version), float(since)) if version else LeaseWatch()
+    own = CoordinatorLease(0, secrets.token_hex(8), this_process(), own_machine(), address)
+    before: CoordinatorLease | None = None
+    reached = lease_clock()
+    while True:
+        try:
+            seen = store.read()
+            reached = lease_clock()
+            watch.see(seen, reached)
+            written = seen is not None and seen.holder == own.holder  # by a write whose answer was lost
+            if written or watch.is_free(reached):
+                before = before if written else seen
+                new = replace(own, version=1 if seen is None else seen.version + 1)
+                if store.replace(seen, new):
+                    return HeldLease(store, new, reached, before)
+            elif watch.renewed and seen is not None:
+                raise LeaseTaken(f"{seen.process}, at {seen.address}, coordinates this run; stop it first")
+        except OSError:
+            if lease_clock() - reached > UNREACHABLE_SECONDS:
+                raise
+        time.sleep(LOOK_SECONDS / 4)
+
+
+class CoordinatorWatch:
+    """A thread of an agent: finds the coordinator where the lease says, and starts one where the lease has ended.
+
+    It looks while this agent is one of those that stand by, or while it gets no answer.
+    """
+
+    def __init__(self, store: LeaseStore, client: ControlClient) -> None:
+        """`client` is the agent's; it is moved to the coordinator's address."""
+        self._store, self._client, self._watch = store, client, LeaseWatch()
+        self.start: Callable[[str], subprocess.Popen[bytes]] | None = None
+        """Starts a process that waits for the lease, with the value of `SEEN_VARIABLE`; None before that is possible."""
+        self.standby = False
+        """Whether the coordinator wants this agent to look although it gets answers."""
+        self.unanswered = True
+        """Whether the last report was not answered."""
+        self.asked: float | None = None
+        """Time at which a report was sent that waits for its answer."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._next_start = 0.0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._look_regularly, name="coordinator watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and a started process that does not coordinate."""
+        self._closing.set()
+        self._thread.join(LOOK_SECONDS)
+        if self._process is not None and self._process.poll() is None and not self._coordinates(self._process):
+            self._process.terminate()
+            self._process.wait()
+
+    def _coordinates(self, process: subprocess.Popen[bytes]) -> bool:
+        try:
+            lease = self._store.read()
+        except (OSError, BadInput):
+            return True
+        return lease is not None and not lease.released and lease.process == this_process(process.pid)
+
+    def _look_regularly(self) -> None:
+        while not self._closing.wait(LOOK_SECONDS):
+            asked = self.asked
+            late = self.unanswered or (asked is not None and lease_clock() - asked > PENDING_SECONDS)
+            if late or self.standby:
+                with suppress(OSError, BadInput):  # the next look may succeed; who takes the lease says what is wrong
+                    self._look(late)
+
+    def _look(self, late: bool) -> None:
+        lease, now = self._store.read(), lease_clock()
+        self._watch.see(lease, now)
+        if lease is None:
+            return
+        if late and self._watch.renewed and not lease.released:
+            self._client.move(coordinator_address(lease.address))
+        ended = late if lease.released else self._watch.silent(now) > CONTEND_SECONDS
+        idle = self._process is None or self._process.poll() is not None
+        if ended and idle and now >= self._next_start and self.start is not None:
+            self._next_start = now + LEASE_SECONDS
+            try:
+                self._process = self.start(f"{lease.version}:{self._watch.since}")
+            except OSError as error:
+                write_line(f"meshwright: no coordinator can be started here: {error}")

@@ -1,0 +1,206 @@
+"""Registers for the lease of a coordinator: in a folder that all hosts share, or in an object store.
+
+A register is replaced by the next version of what its writer has seen, or not at all if another writer was first. A
+folder does that by the name of a file: `os.link` makes it on one host only. An object store does it by conditional writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.data.streams.stores import open_object_store
+from meshwright.durable.writes import PARTIAL, sync_folder, write_durable
+from meshwright.policies.coordinator_lease import CoordinatorLease
+from meshwright.spec.errors import BadInput
+from meshwright.spec.fields import from_checked_plain, to_plain
+from meshwright.spec.run import RunSpec
+
+KEY = "supervision.lease"
+KEPT_VERSIONS = 8
+"""Files of the newest versions that a folder keeps. A writer that saw an older one, and makes a name again that was
+deleted, finds newer files."""
+LEASE_FOLDER, LEASE_OBJECT = "coordinator", "coordinator.json"
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class LeaseStore(Protocol):
+    """A register. Methods raise OSError if it cannot be reached, and BadInput if it cannot hold a lease."""
+
+    def read(self) -> CoordinatorLease | None:
+        """The newest content; None if there is none."""
+        ...
+
+    def replace(self, seen: CoordinatorLease | None, new: CoordinatorLease) -> bool:
+        """Replace `seen`, the content as it was read, by `new`, the next version; False if it is another one now.
+
+        After an OSError it may be replaced or not.
+        """
+        ...
+
+
+class FolderLeases:
+    """The files `1`, `2`, … in a folder, one for each version. A renewal is a further name of the file before: it needs no space."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self) -> CoordinatorLease | None:
+        for version in reversed(self._versions()):
+            try:
+                text = (self._folder / str(version)).read_text(encoding="utf-8")
+            except FileNotFoundError:  # it was replaced since, and deleted
+                return self.read()
+            with suppress(ValueError, TypeError):
+                return from_checked_plain(CoordinatorLease, {**json.loads(text), "version": version})
+        return None
+
+    def replace(self, seen: CoordinatorLease | None, new: CoordinatorLease) -> bool:
+        if seen is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        if seen is not None and new == replace(seen, version=new.version):
+            won = self._link(self._folder / str(seen.version), new.version)
+        else:
+            source = self._folder / f"{new.version}.{new.holder}{PARTIAL}"
+            write_durable(source, json.dumps(to_plain(new)) + "\n")
+            try:
+                won = self._link(source, new.version)
+                sync_folder(self._folder)
+            finally:
+                source.unlink(missing_ok=True)
+        versions = self._versions()
+        for version in versions[:-KEPT_VERSIONS]:
+            (self._folder / str(version)).unlink(missing_ok=True)
+        return won and versions[-1] == new.version
+
+    def _link(self, source: Path, version: int) -> bool:
+        try:
+            os.link(source, self._folder / str(version))
+        except (FileExistsError, FileNotFoundError):  # another writer was first, once or more often
+            return False
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise BadInput(
+                    f"{self._folder}: its file system has no hard links ({error.strerror}), so it cannot hold the lease of the "
+                    f"coordinator; expected a folder with hard links, or an object store with conditional writes, in {KEY}",
+                    key=KEY,
+                ) from None
+            raise
+        return True
+
+    def _versions(self) -> list[int]:
+        """The versions that have a file, ascending."""
+        with suppress(FileNotFoundError):
+            return sorted(int(name) for name in os.listdir(self._folder) if name.isdecimal())
+        return []
+
+
+class ObjectLeases:
+    """One object, which is written if its tag is that of the content that was read."""
+
+    def __init__(self, url: str) -> None:
+        """`url` names the object, such as `s3://bucket/prefix/run/coordinator.json`."""
+        self._url = url
+        self._calls, self._store, root = open_object_store(url)
+        self._path = url.removeprefix(root).strip("/")
+        self._tag: dict[str, Any] = {}
+        """Tag of the content of the version that was read or written last."""
+        self._version = 0
+        self._checked = False
+
+    def read(self) -> CoordinatorLease | None:
+        answer = self._call(lambda: self._calls.get(self._store, self._path))
+        if answer is None:
+            return None
+        content = bytes(answer.bytes())
+        try:
+            lease = from_checked_plain(CoordinatorLease, json.loads(content))
+        except (ValueError, TypeError):
+            raise BadInput(f"{self._url}: this object is no lease of a coordinator; delete it", key=KEY) from None
+        self._tag, self._version = _tag_of(answer.meta), lease.version
+        return lease
+
+    def replace(self, seen: CoordinatorLease | None, new: CoordinatorLease) -> bool:
+        if seen is None and not self._checked:
+            self._check()
+        if seen is not None and seen.version != self._version:
+            return False
+        answer = self._put(self._path, json.dumps(to_plain(new)), "create" if seen is None else self._tag)
+        if answer is None:
+            return False
+        self._tag, self._version = _tag_of(answer), new.version
+        return True
+
+    def _check(self) -> None:
+        """Raise BadInput unless the store refuses writes whose condition does not hold; some accept and ignore conditions."""
+        path = f"{self._path}.{secrets.token_hex(4)}"
+        try:
+            created, again = (self._put(path, text, "create") for text in "12")
+            changed = None if created is None else self._put(path, "3", _tag_of(created))
+            stale = None if created is None else self._put(path, "4", _tag_of(created))
+        finally:
+            self._call(lambda: self._calls.delete(self._store, path))
+        if created is None or again is not None or changed is None or stale is not None:
+            raise self._refusal("it ignores the conditions of writes")
+        self._checked = True
+
+    def _put(self, path: str, text: str, mode: Any) -> Any:
+        """The tags of what was written; None if the condition does not hold."""
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            return self._call(lambda: self._calls.put(self._store, path, text.encode(), mode=mode))
+        except (AlreadyExistsError, PreconditionError):
+            return None
+
+    def _call(self, work: Any) -> Any:
+        """The result of a request; None if there is no such object."""
+        from obstore import exceptions
+
+        try:
+            return work()
+        except (exceptions.NotFoundError, FileNotFoundError):
+            return None
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            raise
+        except (exceptions.NotSupportedError, NotImplementedError) as error:
+            raise self._refusal(_first_line(error)) from None
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise BadInput(f"{self._url}: {_first_line(error)}", key=KEY) from None
+        except exceptions.BaseError as error:
+            raise OSError(f"{self._url}: {_first_line(error)}") from None
+
+    def _refusal(self, reason: str) -> BadInput:
+        return BadInput(
+            f"{self._url}: this store has no conditional writes ({reason}), so it cannot hold the lease of the coordinator; "
+            f"expected one that has, or a folder with hard links, in {KEY}",
+            key=KEY,
+        )
+
+
+def _tag_of(meta: Any) -> dict[str, Any]:
+    """Tag and version of an object, by which a write names it."""
+    return {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+def lease_store(run: RunSpec, folder: Path) -> LeaseStore:
+    """The register of a run whose folder is `folder`. Raises BadInput for what is neither a folder nor an object store."""
+    place = run.supervision.lease
+    if place is None:
+        return FolderLeases(folder / LEASE_FOLDER)
+    place = place.removeprefix("file://")
+    if "://" in place:
+        return ObjectLeases(f"{place.rstrip('/')}/{run.name}/{LEASE_OBJECT}")
+    if not os.path.isdir(place):
+        raise BadInput(f"{KEY} {place}: there is no such folder; all hosts need it", key=KEY)
+    return FolderLeases(Path(place) / run.name / LEASE_FOLDER)

@@ -1,0 +1,67 @@
+"""When a process may coordinate a job, and when another one may take its place. Pure: times are given by the callers.
+
+One register, which all hosts reach, holds the lease. It can only be replaced by the next version of what its writer has
+seen. The holder replaces it every `RENEW_SECONDS`, and acts for `ACTING_SECONDS` from the begin of its last successful
+renewal. Another process takes the lease when it has seen the same version for `LEASE_SECONDS`. It sees a version after the
+renewal began, so the holder has stopped by then, if no clock runs a third faster than another one. No process compares
+its time with another host's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RENEW_SECONDS = 1.0
+ACTING_SECONDS, LEASE_SECONDS = 4.5, 6.0
+CONTEND_SECONDS = 2.5
+"""Seconds without a renewal after which an agent starts a process that waits for the lease: it loads its program meanwhile."""
+
+
+@dataclass(frozen=True)
+class CoordinatorLease:
+    """Content of the register."""
+
+    version: int
+    """Grows by one with each replacement."""
+    holder: str
+    """Identity of the holding process, of no other one."""
+    process: str
+    """The process for people, as a lock names it (`durable.lock.this_process`)."""
+    host: str
+    """Its machine, as the names of agents begin."""
+    address: str
+    """HOST:PORT at which agents reach it."""
+    released: bool = False
+    """Whether the holder has ended by itself."""
+
+
+class LeaseWatch:
+    """What one process has seen of the lease. Its times are seconds of a clock of this host that never goes back."""
+
+    def __init__(self, version: int | None = None, since: float = 0.0) -> None:
+        """Continue the watch of another process of this host, which has seen `version` since the time `since`."""
+        self.lease: CoordinatorLease | None = None
+        self.version, self.since = version, since
+        self.renewed = False
+        """Whether the lease was renewed while it was watched, so that its holder is alive."""
+
+    def see(self, lease: CoordinatorLease | None, now: float) -> None:
+        """Take the register's content, which was read before `now`."""
+        version = None if lease is None else lease.version
+        self.lease = lease
+        if version != self.version:
+            self.renewed = lease is not None and not lease.released and self.version is not None
+            self.version, self.since = version, now
+
+    def silent(self, now: float) -> float:
+        """Seconds for which the lease has not been renewed."""
+        return now - self.since
+
+    def is_free(self, now: float) -> bool:
+        """Whether the lease may be taken, by a replacement of the version that was seen."""
+        return self.lease is None or self.lease.released or self.silent(now) >= LEASE_SECONDS
+
+
+def acts(renewed: float, now: float) -> bool:
+    """Whether the holder, whose last successful renewal began at `renewed`, may act."""
+    return now - renewed < ACTING_SECONDS
