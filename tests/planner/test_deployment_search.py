@@ -121,7 +121,7 @@ def test_groups_that_cannot_be_served_are_shown_and_never_chosen() -> None:
     assert set(finalists) == {COLOCATED, PAIR, grouped(2), grouped(2, 1024)}
     compared = {deployment: goodput(estimates[deployment]) for deployment in finalists}
     search = SimpleNamespace(goodput=lambda deployment, *_, **__: compared[deployment])
-    refined = deployment_search._refine(cast(GoodputSearch, search), compared, {COLOCATED, PAIR})
+    refined = deployment_search._refine(cast(GoodputSearch, search), compared, estimates, {COLOCATED, PAIR})
     assert set(refined) == {COLOCATED, PAIR} and deployment_search._choose(refined) == COLOCATED
     options = [Option(deployment, rate.rate, rate) for deployment, rate in compared.items()]
     best = options[finalists.index(COLOCATED)]
@@ -155,12 +155,13 @@ def test_the_band_spans_samples_that_are_harder_and_easier() -> None:
         def point(self, deployment: Deployment, rate: float, count: int, seed: int | None = None) -> RatePoint:
             return RatePoint(rate, 1.0 - 0.1 * log(harder[seed] * rate / 10.0), 1.0, 1.0)
 
-    search = Curve(lambda deployment, requests: pytest.fail("no simulation"), LIMITS, [])
+    search = Curve(lambda deployment, requests, sought: pytest.fail("no simulation"), LIMITS, [])
     chosen = Goodput(10.0, "tpot", (search.point(PAIR, 10.0, 1), search.point(PAIR, 10.1, 1)))
     narrower = sqrt(deployment_search.BAND_REQUESTS / deployment_search.FINE_REQUESTS)
     rates = sorted(10.0 / factor**narrower for factor in harder.values())
     low, high = rates[0] + 0.4 * (rates[1] - rates[0]), rates[3] + 0.6 * (rates[4] - rates[3])
-    assert deployment_search._band(search, PAIR, chosen) == pytest.approx((low, high))
+    around = [search.point(PAIR, factor * 10.0, 1) for factor in deployment_search.BAND_RATES]
+    assert deployment_search._band(search, PAIR, chosen, around) == pytest.approx((low, high))
 
 
 def test_the_band_of_a_cliff_ends_at_the_rate_that_fails() -> None:
@@ -169,9 +170,32 @@ def test_the_band_of_a_cliff_ends_at_the_rate_that_fails() -> None:
             share = float(rate <= 10.0)
             return RatePoint(rate, share, share, 1.0)
 
-    search = Cliff(lambda deployment, requests: pytest.fail("no simulation"), LIMITS, [])
+    search = Cliff(lambda deployment, requests, sought: pytest.fail("no simulation"), LIMITS, [])
     chosen = Goodput(10.0, "ttft", tuple(search.point(PAIR, rate, 1) for rate in (9.0, 10.0, 10.15, 10.5)))
-    assert deployment_search._band(search, PAIR, chosen) == (10.0, 10.15)
+    around = [search.point(PAIR, factor * 10.0, 1) for factor in deployment_search.BAND_RATES]
+    assert deployment_search._band(search, PAIR, chosen, around) == (10.0, 10.15)
+
+
+def test_rates_below_one_that_all_requests_meet_are_not_simulated() -> None:
+    asked: list[float] = []
+
+    class Loaded(GoodputSearch):
+        def point(self, deployment: Deployment, rate: float, count: int, seed: int | None = None) -> RatePoint:
+            asked.append(rate)
+            return RatePoint(rate, 1.0 if rate <= 6.0 else 0.95, 1.0, 1.0)
+
+    search = Loaded(lambda deployment, requests, sought: pytest.fail("no simulation"), LIMITS, [])
+    met, missed, cut = (
+        RatePoint(10.0, 0.9, 0.9, 1.0),
+        RatePoint(10.1, 0.89, 0.89, 1.0),
+        RatePoint(11.0, 0.8, 0.8, 1.0, cut=True),
+    )
+    around = [RatePoint(7.5, 0.95, 1.0, 1.0), RatePoint(10.0, 0.9, 0.9, 1.0), RatePoint(13.0, 0.2, 0.2, 1.0)]
+    curve = deployment_search._curve(search, PAIR, Goodput(10.0, "ttft", (met, missed, cut)), around)
+    assert [(point.rate, point.attainment) for point in curve] == [
+        (1.0, 1.0), (3.0, 1.0), (6.0, 1.0), (7.5, 0.95), (10.0, 0.9), (10.1, 0.89), (13.0, 0.2),
+    ]  # fmt: skip
+    assert asked == [6.0]
 
 
 @pytest.mark.slow
@@ -187,7 +211,7 @@ def test_the_choice_is_near_the_best_of_all_deployments(
     again = plan_deployment(RUN.model, RUN.cluster, requests, limits, Quantisation())
     assert replace(answer, search_seconds=0.0) == replace(again, search_seconds=0.0)
     costs = ServeCosts(RUN.model, RUN.cluster)
-    search = GoodputSearch(lambda d, r: simulate(d, r, costs, limits), limits, requests)
+    search = GoodputSearch(lambda d, r, _: simulate(d, r, costs, limits), limits, requests)
     space = deployment_space(RUN.model, RUN.cluster, Quantisation(), costs.of)
     best = max(search.goodput(deployment, 20.0, 400, tolerance=0.03).rate for deployment in space.deployments)
     assert answer.chosen.goodput_per_gpu * RUN.cluster.ranks > 0.93 * best

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -203,6 +204,23 @@ def test_attainment_is_joint_and_leaves_out_both_ends() -> None:
     assert (served.attainment_within(0.8), served.attainment_within(2.0)) == (0.0, 1.0)
     assert served.rate == pytest.approx(0.01)
     assert served.good_rate_per_gpu == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("deployment", [COLOCATED, DIVIDED])
+def test_a_simulation_is_cut_where_the_sought_attainment_is_out_of_reach(deployment: Deployment) -> None:
+    requests, costs = random_requests(60, 7, every=8.0), costs_of(simple_times(0.5))
+    times = simulate(deployment, requests, costs, LIMITS)
+    limits = replace(
+        LIMITS, ttft_seconds=float(np.median(times.ttft)), tpot_seconds=float(np.quantile(times.tpot, 0.8))
+    )
+    whole = simulate(deployment, requests, costs, limits)
+    assert 0.2 < whole.attainment < 0.9 and not whole.cut
+    kept = simulate(deployment, requests, costs, limits, sought=whole.attainment)
+    assert not kept.cut and kept.requests == whole.requests
+    for sought in (whole.attainment + 1e-9, 0.9, 1.0):
+        cut = simulate(deployment, requests, costs, limits, sought=sought)
+        assert cut.cut and not cut.instances
+        assert whole.attainment <= cut.attainment < sought
 
 
 def test_a_watched_simulation_has_what_each_instance_held() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.options import check_writable, say, split_words
-from meshwright.cli.plan_deployment_html import page
 from meshwright.cli.plan_deployment_text import show
 from meshwright.cli.planned_deployment import ServePlan
 from meshwright.cli.quantised_folder import with_stored_formats
@@ -41,9 +40,12 @@ def answer_deployment(
     if out is not None:
         write_durable(out, deployment_yaml(plan.answer.deployment))
     if html is not None:
+        from meshwright.cli.plan_deployment_html import page
+
         write_durable(html, page(plan))
     if as_json:
-        print(json.dumps(as_plain(plan.answer)))
+        fewest = {"fewest": to_plain(plan.fewest.instances)} if plan.rate else {}
+        print(json.dumps({**as_plain(plan.answer), **fewest}))
     else:
         show(plan)
 

@@ -531,7 +531,8 @@ def _trainings(console: Console, answer: Answer) -> None:
         )
     console.print(Padding(table, (0, 0, 0, 1)))
     console.print(
-        f"  (steps by McCandlish et al. 2018 with a critical batch of {answer.question.critical_batch:.3g} tokens)",
+        f"  (steps by McCandlish et al. 2018 with a critical batch of {answer.question.critical_batch:.3g} tokens: a larger batch needs "
+        "more tokens for the same loss. The days in other tables are those of the run's own batch and tokens.)",
         style="dim",
     )
 

@@ -19,6 +19,8 @@ from meshwright.spec.errors import nearest_file
 COMMAND_LINE = "command line"
 QUICKSTART = Path(__file__).with_name("defaults") / "quickstart.yaml"
 EMBEDDED = "quickstart.yaml (embedded)"
+UNNAMED = "unnamed"
+"""Name of a run without a file and without a model's name."""
 Detect = Callable[[], dict[str, Any]]
 _SECTIONS = ("model", "data", "train", "cluster", "plan", "checkpoint", "observe", "supervision")
 
@@ -32,7 +34,8 @@ def gather(path: Path | None, overrides: Sequence[str], detect: Detect) -> Docum
     """The merged sources of the run whose file is at `path`; see `merge` for the rules.
 
     Without a path the overrides are applied to the quick start's run without its cluster, and without its model if an
-    override sets any key of the model: `model.family=gpt2` must not train a model with the dimensions of another.
+    override sets any key of the model: `model.family=gpt2` must not train a model with the dimensions of another. The run then
+    has the name of its model's preset, or `UNNAMED`: the folder of the quick start belongs to that alone.
     """
     document = _with_base(path or QUICKSTART, shown_name(path), (), detect)
     if path is None:
@@ -40,9 +43,12 @@ def gather(path: Path | None, overrides: Sequence[str], detect: Detect) -> Docum
         if any(text.removeprefix("--").partition("=")[0].partition(".")[0] == "model" for text in overrides):
             _drop(document, "model")
             document.put(("model",), {}, Position(COMMAND_LINE))
+        document.put(("name",), UNNAMED, document.value_position(("name",)))
     # Another name replaces the section, so it must not follow other keys of the section.
     for text in sorted(overrides, key=lambda text: text.removeprefix("--").partition("=")[0] != "train.optimizer.name"):
         document = _overridden(document, text, detect)
+    if path is None and document.data.get("name") == UNNAMED and document.get(("model", "preset")) in MODEL_PRESETS:
+        document.put(("name",), document.get(("model", "preset")), document.value_position(("name",)))
     return document
 
 

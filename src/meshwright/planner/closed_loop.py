@@ -96,6 +96,15 @@ def _with_roles(
     return _latencies(load, max(first, load.users / busiest - load.output_tokens * step), step)
 
 
+def busy_prefills(
+    prefill: InstanceSpec, decode: InstanceSpec, load: Load, prefill_costs: InstanceCosts, decode_costs: InstanceCosts
+) -> float:
+    """Prefill instances that are always busy with the prompts of decode instances which never wait for one."""
+    running = min(load.users / decode.count, _most_running(load, decode_costs))
+    requests_per_s = decode.count * running / (load.output_tokens * _step_seconds(running, load, decode_costs))
+    return requests_per_s * _prompt_seconds(prefill, load, prefill_costs) / prefill_costs.groups
+
+
 def _most_running(load: Load, costs: InstanceCosts) -> float:
     """Requests of which the cache holds the positions, by their mean size, if it has room for all that may run."""
     held = (costs.blocks - 1) * costs.tokens_per_block / load.positions

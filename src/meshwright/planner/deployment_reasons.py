@@ -143,4 +143,5 @@ def _binding_reason(chosen: Option, limits: ServeLimits) -> str:
     if not missed.attainment:
         return f"{text}: {missed.rate / goodput.rate - 1:.0%} above that rate the queue grows without end"
     share = missed.ttft_share if goodput.binding == "ttft" else missed.tpot_share
-    return f"{text}: {missed.rate / goodput.rate - 1:.0%} above that rate {1 - share:.0%} of requests take longer than {limit:g} s"
+    least = "at least " if missed.cut else ""
+    return f"{text}: {missed.rate / goodput.rate - 1:.0%} above that rate {least}{1 - share:.0%} of requests take longer than {limit:g} s"

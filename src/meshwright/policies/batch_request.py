@@ -212,6 +212,8 @@ class Step:
     """Requests that reach their number of new tokens."""
     drafts: bool = False
     """Whether a part has draft tokens."""
+    released: int = 0
+    """`RunningBatch.released` when it was planned."""
 
 
 class Ended(NamedTuple):

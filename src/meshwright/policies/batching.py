@@ -170,7 +170,7 @@ class BatchPolicy(Generic[Cache]):
         if not (batch.current_decodes() or batch.prefills or self._queue.head()):
             self._preempted = False
             return None
-        step = Step(self._steps)
+        step = Step(self._steps, released=batch.released)
         self._plan_decodes(step)
         chunks: list[Part] = []
         joining: list[Part] = []
@@ -288,11 +288,15 @@ class BatchPolicy(Generic[Cache]):
         if step.drafts or (step.repeat > 1 and tokens is not None):
             raise ValueError("a step with drafts is completed by complete_drafts, a repeated one without tokens")
         values = bytes(len(step.sampling)) if tokens is None else tokens
-        for part, token in zip(step.sampling, values, strict=True):
-            if part.progress.live:
-                part.tokens.append(token)
-            else:
-                self._deliver(part.progress, (token,))
+        if tokens is None and step.released == self._batch.released:
+            for part in step.sampling:  # all of them are live
+                part.tokens.append(0)
+        else:
+            for part, token in zip(step.sampling, values, strict=True):
+                if part.progress.live:
+                    part.tokens.append(token)
+                else:
+                    self._deliver(part.progress, (token,))
         self._finish(step, stopped)
 
     def complete_drafts(self, step: Step, tokens: Sequence[Sequence[int]], stopped: Collection[int] = ()) -> None:

@@ -24,6 +24,8 @@ class RunningBatch:
         self.stale = False
         """Whether `decodes` has parts of requests that do not decode any more."""
         self.preemptions = self.cached_tokens = self.looked_up_tokens = self.generation = 0
+        self.released = 0
+        """How often a request has left the batch."""
         self._refused: Progress | None = None
         """The request that was last refused; it is tried again after a release, be it one of reserved or sent blocks."""
         self._refused_releases = 0
@@ -267,6 +269,7 @@ class RunningBatch:
 
     def free(self, progress: Progress) -> None:
         """Remove a request from the batch and release its blocks."""
+        self.released += 1
         self.register(progress)
         self.cache.release(progress.tables)
         del self.requests[progress.request.number]
