@@ -102,8 +102,8 @@ class FastEncoder:
             else:
                 del encoder
                 return_memory()
-        others = iter(self._right([text for text, is_known in zip(texts, known, strict=True) if not is_known]))
-        return [next(rows) if is_known else np.array(next(others), dtype=np.uint32) for is_known in known]
+        others = iter(self._right([text for text, kept in zip(texts, known, strict=True) if not kept]))
+        return [next(rows) if kept else np.array(next(others), dtype=np.uint32) for kept in known]
 
     def _right(self, texts: list[str]) -> list[list[int]]:
         if not texts:
