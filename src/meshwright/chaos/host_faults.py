@@ -6,7 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable
 
-from meshwright.chaos.hosts import host_name, namespace_obstacle
+from meshwright.chaos.hosts import Links, host_name, namespace_obstacle
 from meshwright.chaos.process_faults import CONTINUES, RESTART_SECONDS, after, middle
 from meshwright.chaos.processes import children, command, processes_with, send, training_ranks
 from meshwright.chaos.scenario import Scenario, Stage
@@ -22,6 +22,8 @@ FLAP_SECONDS, PARTITION_SECONDS = 3.0, 20.0
 FLAP_HANG_SECONDS = 10.0
 """Limit of a hang for the short cut: TCP doubles its waits between retransmissions, so ranks exchange nothing for up to
 6.4 s, which is more than the usual limit on a CPU."""
+EXCHANGES = 100
+"""Most exchanges between hosts that follow each other until a restarted run has trained a step."""
 TWO_HOSTS = ("cluster.nodes=2",)
 
 
@@ -177,6 +179,20 @@ HOST_FAULTS = (
         overrides=(*TWO_HOSTS, "checkpoint.partner=host"),
         detect_within=LOST_SECONDS,
         recover_within=REPLACED_SECONDS,
+    ),
+    *(
+        Scenario(
+            name=name,
+            promise=f"Over {links} a lost host costs no step that its partner has, also without storage, and {CONTINUES}.",
+            play=after(middle, lose_host_and_checkpoints),
+            hosts=3,
+            overrides=(*TWO_HOSTS, "checkpoint.partner=host"),
+            detect_within=LOST_SECONDS + links.seconds * EXCHANGES,
+            recover_within=REPLACED_SECONDS + links.seconds * EXCHANGES,
+            links=links,
+            unavailable=namespace_obstacle,
+        )
+        for name, links in (("far-hosts", Links(seconds=0.03)), ("lossy-links", Links(loss=0.01)))
     ),
     Scenario(
         name="store-loss",
