@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import meshwright
@@ -42,12 +43,16 @@ exec cat
 """Script of the process that keeps a host's namespaces, until its standard input ends. Folders of /tmp may stay shared."""
 
 
+@cache
 def namespace_obstacle() -> str | None:
     """Return why this process cannot make network namespaces; None if it can."""
     if os.geteuid() != 0:
         return "needs root to make network namespaces"
     missing = [name for name in ("ip", "tc", "bridge", "nsenter", "unshare") if shutil.which(name) is None]
-    return f"there is no command {missing[0]}" if missing else None
+    if missing:
+        return f"there is no command {missing[0]}"
+    made = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, check=False)
+    return f"this root may not make namespaces: {made.stderr.strip()}" if made.returncode else None
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Stage:
 
         `show` receives lines of progress.
         """
-        self._show, self._links = show, links
+        self._show, self.links = show, links
         self.template, self.folder = template, folder
         self.run = folder / template.name
         """Folder of the run."""
@@ -125,7 +125,7 @@ class Stage:
         if self._host_count > 1:
             arguments.append("--agent")
             if self.hosts is None:
-                self.hosts = Hosts(self._host_count, self.folder, self._links)
+                self.hosts = Hosts(self._host_count, self.folder, self.links)
                 self.on_close(self.hosts.close)
                 self.notes.append(f"{self._host_count} hosts as {self.hosts.emulation}")
         longest, output = (
