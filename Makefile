@@ -67,7 +67,7 @@ test-hosts: $(VENV)/.installed-test
 	$(PYTEST) tests/hosts
 	$(BIN)/python benchmarks/faults.py kill-rank lose-host lose-host-partner cut-link partition kill-coordinator lose-coordinator lost-gpu drain-host \
 		--rate 400mbit --out build/hosts.json
-	$(BIN)/python benchmarks/faults.py far-hosts lossy-links --out build/hosts-far.json
+	$(BIN)/python benchmarks/faults.py far-hosts lossy-links --steps 36 --out build/hosts-far.json
 	$(BIN)/python benchmarks/effective_time.py --failures 7 --every 80 --rate 400mbit --least 0.985 --out build/hosts-effective-time.json
 
 # Two hours, as root: a run on emulated hosts with a fault every 36 s.

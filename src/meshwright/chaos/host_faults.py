@@ -186,7 +186,7 @@ HOST_FAULTS = (
             promise=f"Over {links} a lost host costs no step that its partner has, also without storage, and {CONTINUES}.",
             play=after(middle, lose_host_and_checkpoints),
             hosts=3,
-            overrides=(*TWO_HOSTS, "checkpoint.partner=host"),
+            overrides=(*TWO_HOSTS, "cluster.gpus_per_node=1", "checkpoint.partner=host"),
             detect_within=LOST_SECONDS + links.seconds * EXCHANGES,
             recover_within=REPLACED_SECONDS + links.seconds * EXCHANGES,
             links=links,
