@@ -7,6 +7,7 @@ AGENTS := .venv-agents
 INTEROP := .venv-interop
 MODELS := .venv-models
 OLDEST := .venv-oldest
+SKY := .venv-sky
 CONSTRAINTS := constraints.txt
 # Of ten thousand installed files a few thousand are imported: these are compiled then.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
@@ -22,7 +23,7 @@ HOSTS_SOAK_MINUTES ?= 120
 HOSTS_SOAK_FAULTS ?= 200
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts soak-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples dashboards features golden test-golden bench-plan bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
+.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts soak-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples dashboards features golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -62,9 +63,9 @@ test-faults: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/effective_time.py --failures 5 --every 40 --out build/effective-time.json
 
 # As root: agents, coordinator, Gloo and snapshots on hosts with a network of their own, whose links have 400 Mbit/s. Slurm runs too where
-# Debian's packages slurmctld, slurmd, slurm-client and munge are installed.
-test-hosts: $(VENV)/.installed-test
-	$(PYTEST) tests/hosts
+# Debian's packages slurmctld, slurmd, slurm-client and munge are installed; Ray is installed, and SkyPilot beside it.
+test-hosts: $(VENV)/.installed-hosts $(SKY)/.installed
+	SKY_PYTHON=$(SKY)/bin/python $(PYTEST) tests/hosts tests/data/test_ray.py
 	$(BIN)/python benchmarks/faults.py kill-rank lose-host lose-host-partner cut-link partition kill-coordinator lose-coordinator lost-gpu drain-host \
 		--rate 400mbit --out build/hosts.json
 	$(BIN)/python benchmarks/faults.py far-hosts lossy-links --steps 36 --out build/hosts-far.json
@@ -73,6 +74,12 @@ test-hosts: $(VENV)/.installed-test
 # Two hours, as root: a run on emulated hosts with a fault every 36 s.
 soak-hosts: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/hosts_soak.py --minutes $(HOSTS_SOAK_MINUTES) --faults $(HOSTS_SOAK_FAULTS) --out build/hosts-soak.json
+
+# SkyPilot wants another click than typer does: it gets an environment of its own.
+$(SKY)/.installed: tests/hosts/requirements.txt tests/hosts/constraints.txt
+	$(PYTHON) -m venv $(SKY)
+	$(SKY)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $< --constraint $(word 2,$^)
+	@touch $@
 
 test-soak: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/serve_deployment_soak.py --minutes $(SOAK_MINUTES) --out build/deployment-soak.json
@@ -172,6 +179,11 @@ test-golden: $(VENV)/.installed-test
 bench-plan: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_plan.py
 
+# 500 random questions to the planner, half an hour of a processor; build/questions.jsonl keeps the answered ones.
+bench-questions: $(VENV)/.installed
+	@mkdir -p build
+	$(BIN)/python benchmarks/questions.py --workers $$(nproc) --log build/questions.jsonl
+
 bench-own: $(VENV)/.installed
 	$(BIN)/python benchmarks/accuracy.py
 
@@ -218,10 +230,15 @@ $(VENV)/.installed-storage: pyproject.toml constraints.txt
 	$(call install,'.[test-storage]')
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
+# Ray is installed for the tests of several hosts alone.
+$(VENV)/.installed-hosts: pyproject.toml constraints.txt
+	$(call install,'.[test-hosts]')
+	@touch $(VENV)/.installed $(VENV)/.installed-test $@
+
 # lm-eval and its many dependencies are installed for its tests alone.
 $(VENV)/.installed-bench: pyproject.toml constraints.txt
 	$(call install,'.[test-bench]')
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(MODELS) $(OLDEST) build dist .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MODELS) $(OLDEST) $(SKY) build dist .ruff_cache

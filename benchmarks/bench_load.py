@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.block_reader import READ_THREADS
-from meshwright.checkpoint.files import BLOCK_BYTES
+from meshwright.checkpoint.format.files import BLOCK_BYTES
+from meshwright.checkpoint.read.block_reader import READ_THREADS
 from meshwright.checkpoint.store import CheckpointStore
 
 LIMIT, GOAL = 1.3, 1.1

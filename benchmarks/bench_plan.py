@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def main() -> None:
         *scale_criteria(records, arrays, predictions),
         *regret_criteria(records, fitted, folds),
         *memory_criteria(runs, predictions),
-        *source_criteria(arrays, sources),
+        *source_criteria(arrays, sources, classes),
         *band_criteria(arrays, sources, classes),
         *speed_criteria(),
     ]
@@ -331,36 +331,55 @@ def memory_criteria(runs: list[dict[str, str]], predictions: list[Prediction]) -
     ]
 
 
-def source_criteria(arrays: RunArrays, seconds: np.ndarray) -> list[Criterion]:
-    """Criteria for the errors on sources that were left out of the fit."""
-    names = np.array([source_of(name) for name in arrays.names])
+def source_criteria(arrays: RunArrays, seconds: np.ndarray, classes: list[RunClass]) -> list[Criterion]:
+    """Criteria for the errors on sources that were left out of the fit, by what remains known of their software.
+
+    A source's runs of one software count as a source; those with less than `MIN_RECORDS` runs are left out. Software is unknown if the
+    other sources have less than `costs.bands.LEAST_RUNS` runs of it, and it has no related one: no fact of the row then says what it takes
+    to launch kernels, for example. These sources are listed, and have no limit but in the median over all.
+    """
+    names = np.array(
+        [f"{source_of(name)} / {stack}" for name, (_, stack) in zip(arrays.names, arrays.pairs, strict=True)]
+    )
     error = np.abs(seconds / arrays.measured - 1)
     mixture, hybrid = np.asarray(arrays.shape.moe_layers) > 0, np.asarray(arrays.shape.mixer_layers) > 0
-    groups = {"all": ~hybrid, "dense": ~mixture & ~hybrid, "mixtures": mixture & ~hybrid}
-    medians: dict[str, dict[str, float]] = {
-        group: {
+    is_known = np.array([run.software != "unknown" for run in classes])
+
+    def medians(selected: np.ndarray) -> dict[str, float]:
+        counts = Counter(names[selected].tolist())
+        return {
             name: float(np.median(error[selected & (names == name)]))
-            for name in dict.fromkeys(names[selected].tolist())
-            if (names == name).sum() >= MIN_RECORDS
+            for name, count in counts.items()
+            if count >= MIN_RECORDS
         }
-        for group, selected in groups.items()
+
+    groups = {
+        "dense": medians(~mixture & ~hybrid & is_known),
+        "mixtures": medians(mixture & ~hybrid & is_known),
+        "unknown software": medians(~hybrid & ~is_known),
     }
-    for group in ("dense", "mixtures"):
-        worst = sorted(medians[group].items(), key=lambda entry: -entry[1])[:5]
-        print(f"\nsources left out, {group}: {len(medians[group])} sources, the worst medians")
-        for name, median in worst:
-            print(f"  {median:6.1%}  {name[:100]}")
+    for group, by_source in groups.items():
+        middle = np.median(list(by_source.values()))
+        print(f"\nsources left out, {group}: {len(by_source)} sources, median {middle:.1%}; the worst medians")
+        for name, median in sorted(by_source.items(), key=lambda entry: -entry[1])[:6]:
+            print(f"  {median:6.1%}  {name[:110]}")
+    known_medians = [*groups["dense"].values(), *groups["mixtures"].values()]
     return [
         Criterion(
-            "median of the sources' medians, sources left out", float(np.median(list(medians["all"].values()))), 0.04
+            "median of the sources' medians, sources left out", float(np.median(list(medians(~hybrid).values()))), 0.04
         ),
-        Criterion("worst dense source, left out", max(medians["dense"].values()), 0.12),
+        Criterion("the same, without sources of unknown software", float(np.median(known_medians)), 0.04),
+        Criterion("worst dense source of known software, left out", max(groups["dense"].values()), 0.12),
         Criterion(
             "mixtures, median of the sources' medians, left out",
-            float(np.median(list(medians["mixtures"].values()))),
+            float(np.median(list(groups["mixtures"].values()))),
             0.1,
         ),
-        Criterion("worst source of mixtures without Mamba, left out", max(medians["mixtures"].values()), 0.25),
+        Criterion(
+            "worst source of mixtures without Mamba and of known software, left out",
+            max(groups["mixtures"].values()),
+            0.25,
+        ),
     ]
 
 

@@ -28,7 +28,7 @@ Line = dict[str, Any]
 WARM_STEPS = 6
 """First steps of a run, which are ignored."""
 WATCH_SECONDS = 0.5
-"""Time between two looks at the memory of arenas."""
+"""Time between two looks at the memory of snapshot buffers."""
 
 
 def our_save_figures(records: list[Line], save_interval: int, mode: str) -> Line:
@@ -176,7 +176,7 @@ def predictions(folder: Path, line: Line, rates: SaveRates, host_bytes: int | No
 
     `relative_error` is predicted / measured - 1; that of the stall is the difference as a share of the median step, as no stall is a usual
     prediction. The stall is the longest of all saves, other figures are means over committed saves. The prediction takes the plan's step
-    time, or the measured median where the plan has none (CPU ranks without a profile). `host_bytes` is the measured memory of the arenas.
+    time, or the measured median where the plan has none (CPU ranks without a profile). `host_bytes` is the measured memory of snapshots.
     """
     run = load_resolved(folder / "config.yaml")
     plan = load_plan(folder / "plan.yaml", run.cluster)
@@ -224,7 +224,7 @@ def _mean(values: Iterator[float]) -> float | None:
 
 
 class MemoryWatch:
-    """Samples the host memory that checkpoints take while a run is under way: arenas of ours, staged state of torchtitan.
+    """Samples the host memory that checkpoints take while a run is under way: snapshot buffers of ours, staged state of torchtitan.
 
     Both are files without a name that processes keep open. Only files that did not exist before are counted.
     """

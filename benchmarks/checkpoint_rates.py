@@ -1,4 +1,4 @@
-"""Rates of the parts of a save and a load on this machine: writes from an arena, copies into it, reads to the device."""
+"""Rates of the parts of a save and a load on this machine: writes from a snapshot buffer, copies into it, reads to the device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.arena import Arena
-from meshwright.checkpoint.background import writer_threads
-from meshwright.checkpoint.block_file import write_blocks
-from meshwright.checkpoint.block_reader import READ_THREADS
-from meshwright.checkpoint.source_checksum import host_checksum
+from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer
+from meshwright.checkpoint.read.block_reader import READ_THREADS
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.write.background import writer_threads
+from meshwright.checkpoint.write.file_writer import write_file
+from meshwright.checkpoint.write.source_checksum import host_checksum
 
 Line = dict[str, Any]
 BLOCK_BYTES = 16 << 20
@@ -31,15 +31,15 @@ PIECE_BYTES = 64 << 20
 def write_rates(options: argparse.Namespace) -> Iterator[Line]:
     """Write rates of the writer process's save and of a plain copy of the same memory, measured alternately."""
     size = int((0.2 if options.cpu else options.gigabytes) * 1e9) // mmap.PAGESIZE * mmap.PAGESIZE
-    arena, threads = Arena.create(size), writer_threads(1)
+    buffer, threads = SnapshotBuffer.create(size), writer_threads(1)
     sample = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
-    data = torch.frombuffer(arena.memory, dtype=torch.uint8)
+    data = torch.frombuffer(buffer.memory, dtype=torch.uint8)
     for start in range(0, len(data), len(sample)):
         data[start : start + len(sample)] = sample[: len(data) - start]
     path = options.runs / "written"
     calls: dict[str, Callable[[], object]] = {
-        "save": lambda: write_blocks(path, [arena.data[:size]], threads),
-        "copy": lambda: plain_copy(path, arena.data[:size], threads),
+        "save": lambda: write_file(path, [[buffer.data[:size]]], threads),
+        "copy": lambda: plain_copy(path, buffer.data[:size], threads),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(3):
@@ -54,7 +54,7 @@ def write_rates(options: argparse.Namespace) -> Iterator[Line]:
 
 
 def host_copy_rate(count: int = 32 << 20) -> float:
-    """Bytes per second of a CPU rank's copy of its state into an arena, with the checksums that are computed before."""
+    """Bytes per second of a CPU rank's copy of its state into a snapshot buffer, with the checksums that are computed before."""
     source, target = torch.ones(count // 4), torch.empty(count // 4)
     seconds = []
     for _ in range(3):

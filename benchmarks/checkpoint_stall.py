@@ -12,12 +12,12 @@ Prints JSON lines (and appends them to --out):
          `copy_step_percent` is that of the steps beside the copies (the first of each save), `writing_percent` that of the others, so the
          first has the stall and the second the writer. `predictions` (ours, async): what `meshwright plan` predicts, the measured value and
          the relative error.
-  write  bytes per second from an arena to the folder --runs with digests and fsync, and of a plain copy with as many threads.
+  write  bytes per second from a snapshot buffer to the folder --runs with digests and fsync, and of a plain copy with as many threads.
   load   seconds to load a checkpoint to the device, and to read its files in pieces with as many threads and copy them there.
 
 The planner knows the rate of writes to tmpfs on GPU hosts. For another folder and on a CPU the prediction uses the rates that this command
 measures; `rates` says which. A run has its own folder, which is deleted afterwards; the text is Python's standard library. The folder
-must hold two checkpoints of a model (llama3-1b: 15 GB each; llama3-3b, whose runs save once: 39 GB), and the host's memory an arena
+must hold two checkpoints of a model (llama3-1b: 15 GB each; llama3-3b, whose runs save once: 39 GB), and the host's memory a snapshot
 beside it. A run of torchtitan needs two checkpoints, its last weights and its staged state in /dev/shm (llama3-1b: 50 GB; llama3-3b, with
 one checkpoint: 90 GB).
 """

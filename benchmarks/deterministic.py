@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.inventory import newest_checkpoint
-from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.format.inventory import newest_checkpoint
+from meshwright.checkpoint.format.manifest import read_manifest
 
 RUN = """\
 model: {{{model}}}

@@ -248,7 +248,7 @@ def _weight(record: dict[str, str], sources: Counter[str]) -> float:
     of five in time.
     """
     noisy = 0.25 if "playbook" in record["source"] and float(record["gpus"]) >= 128 else 1.0
-    return noisy * sources[record["source"]] ** -0.35
+    return noisy * sources[record["source"]] ** -0.6
 
 
 @dataclass

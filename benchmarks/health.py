@@ -14,15 +14,14 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from meshwright.launch.health_monitor import HealthMonitor
 from meshwright.launch.health_reader import ALL, readings
-from meshwright.policies.host_health import READING_SECONDS, HealthWatch
+from meshwright.policies.host_health import READING_SECONDS, HealthWatch, Reading
 
 TURN_SECONDS = 10.0
 """Length of a turn with, or without, reading."""
@@ -46,8 +45,37 @@ def read(seconds: float) -> dict[str, Any]:
         "cpu_share": round(cpu / wall, 6),
         "findings": sorted(found),
         "quantities": {reading.part: sorted(reading.values) for reading in kept[-1]},
-        "kept": [[asdict(reading) for reading in each] for each in kept],
+        "series": series_of(kept),
     }
+
+
+def series_of(kept: Sequence[Sequence[Reading]]) -> dict[str, dict[str, Any]]:
+    """Each part's quantities over all readings: one number where it never changed, else a list with None where it was not read.
+
+    XIDs are lists of a reading's, under "xids", of parts that had any.
+    """
+    series: dict[str, dict[str, Any]] = {}
+    for number, found in enumerate(kept):
+        for reading in found:
+            quantities = series.setdefault(reading.part, {})
+            for name, value in {**reading.values, **({"xids": list(reading.xids)} if reading.xids else {})}.items():
+                quantities.setdefault(name, [None] * len(kept))[number] = value
+    for quantities in series.values():
+        for name, values in quantities.items():
+            if all(value == values[0] for value in values):
+                quantities[name] = values[0]
+    return series
+
+
+def readings_of(series: Mapping[str, Mapping[str, Any]], count: int) -> Iterator[list[Reading]]:
+    """The readings that `series_of` was made of."""
+    for number in range(count):
+        found = []
+        for part, quantities in series.items():
+            values = {name: v[number] if isinstance(v, list) else v for name, v in quantities.items() if name != "xids"}
+            xids = quantities.get("xids", [None] * count)[number] or ()
+            found.append(Reading(part, {name: v for name, v in values.items() if v is not None}, tuple(xids)))
+        yield found
 
 
 def compare(turns: int) -> dict[str, Any]:
@@ -92,12 +120,12 @@ def main() -> None:
     given = parser.parse_args()
     answer = {"host": platform.machine(), "python": platform.python_version(), **read(given.seconds)}
     if not given.keep:
-        del answer["kept"]
+        del answer["series"]
     if given.load:
         answer["product"] = compare(given.load)
     if given.out:
         given.out.write_text(json.dumps(answer) + "\n")
-    print(json.dumps({name: value for name, value in answer.items() if name != "kept"}, indent=1))
+    print(json.dumps({name: value for name, value in answer.items() if name != "series"}, indent=1))
 
 
 if __name__ == "__main__":

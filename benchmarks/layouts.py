@@ -246,6 +246,15 @@ def show(name: str, result: dict[str, Any]) -> None:
         f"loss {result['loss_first']:.4f} {result['loss_last']:.4f}  {phases} {traffic}",
         flush=True,
     )
+    if predicted := result.get("predicted"):
+        # Torch does not allocate the framework's share.
+        needed = sum(size for part, size in predicted["memory_bytes"].items() if part != "framework") / 2**30
+        time_error, memory_error = predicted["step_seconds"] / result["step_seconds"] - 1, needed / memory - 1
+        print(
+            " " * 24,
+            f"predicted {predicted['step_seconds']:.3f} s ({time_error:+.1%}), {needed:.1f} GiB ({memory_error:+.1%})",
+            flush=True,
+        )
     if timeline := result.get("timeline"):
         bubbles = {side: timeline[side]["bubble"] for side in ("measured", "predicted") if timeline.get(side)}
         print(" " * 24, "bubble", ", ".join(f"{value:.1%} {side}" for side, value in bubbles.items()), flush=True)

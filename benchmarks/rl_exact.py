@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from sides import LOG_TAIL, MESHWRIGHT, lines_of, step_records
 
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.config.load import load_run
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
@@ -119,7 +119,7 @@ def run_file(folder: Path, options: argparse.Namespace) -> Path:
             "exact": True,
         },
         "cluster": {"gpus_per_node": options.ranks},
-        "plan": {"recompute": "full", "micro_batch": 16} if options.gpu else {"compile": False},
+        "plan": {"compile": False, **({"recompute": "full", "micro_batch": 16} if options.gpu else {})},
         "checkpoint": {"every": 0, "keep": 1},
     }
     if not options.gpu:

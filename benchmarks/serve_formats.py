@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from serve_offline import decode, finish
 from torch import Tensor
 
-from meshwright.checkpoint.single_device import device_and_dtype
+from meshwright.checkpoint.models.single_device import device_and_dtype
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise

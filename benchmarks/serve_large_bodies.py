@@ -53,7 +53,7 @@ def write_model(folder: Path, text: str) -> None:
     """A Hugging Face folder with a tiny model and the tokenizer."""
     import torch
 
-    from meshwright.checkpoint.hf import export_hf
+    from meshwright.checkpoint.models.hf import export_hf
     from meshwright.data.tokenizer import train_tokenizer
     from meshwright.models.decoder import Decoder
     from meshwright.models.initial_values import initialise

@@ -26,7 +26,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.single_device import device_and_dtype
+from meshwright.checkpoint.models.single_device import device_and_dtype
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.kernels.expert_decode import Choices
 from meshwright.kernels.linear import Linear

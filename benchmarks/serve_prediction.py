@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.checkpoint.single_device import device_and_dtype
+from meshwright.checkpoint.models.single_device import device_and_dtype
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.trace_file import read_trace
 from meshwright.costs.serve_costs import ServeCosts

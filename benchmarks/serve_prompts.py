@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.single_device import device_and_dtype
+from meshwright.checkpoint.models.single_device import device_and_dtype
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.serve.engine_profile import random_model
 from meshwright.serve.prompt_graphs import prompt_graph_sizes

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from serve_offline import TINY, nano_vllm_requests, offline
 from torch import Tensor
 
-from meshwright.checkpoint.single_device import device_and_dtype
+from meshwright.checkpoint.models.single_device import device_and_dtype
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.families.folder import HFTensor, hf_tensors, to_hf_config
 from meshwright.serve.engine import Engine

@@ -28,7 +28,7 @@ def write_model(folder: Path, seed: int) -> None:
     """A Hugging Face folder with a tiny random model whose tokens are characters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from meshwright.checkpoint.hf import export_hf
+    from meshwright.checkpoint.models.hf import export_hf
 
     model = _model(seed)
     tokenizer: Any = Tokenizer(models.BPE({chr(33 + token): token for token in range(VOCAB)}, []))

@@ -125,8 +125,8 @@ def train(
 
 
 def _result(run: RunSpec, folder: Path, *, finished: bool) -> TrainResult:
-    from meshwright.checkpoint.inventory import newest_step
-    from meshwright.checkpoint.manifest import step_name
+    from meshwright.checkpoint.format.inventory import newest_step
+    from meshwright.checkpoint.format.manifest import step_name
     from meshwright.observe.metrics import scan_metrics
 
     step = max((line["step"] for line in scan_metrics(folder / "metrics.jsonl")[0]), default=0)

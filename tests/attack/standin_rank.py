@@ -8,8 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
-from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt
-from meshwright.checkpoint.inventory import choose_newest
+from meshwright.checkpoint.format.inventory import choose_newest
+from meshwright.checkpoint.write.attempt import Provenance, SaveAttempt, new_attempt
 from meshwright.events.messages import Begin, Channel, Checkpoint, Failure, Step, decode
 from meshwright.spec.errors import BadInput
 from meshwright.spec.failures import as_meshwright_error
@@ -49,7 +49,7 @@ def train(assignment: Assignment, rank: int, channel: Channel) -> None:
 
 
 def save(checkpoints: Path, step: int, value: int, assignment: Assignment) -> Path:
-    attempt = Attempt(checkpoints, step, new_attempt(assignment.lease), assignment.lease)
+    attempt = SaveAttempt(checkpoints, step, new_attempt(assignment.lease), assignment.lease)
     attempt.create()
     state = {"step": step, "samples": step}
     plain = {"state.json": json.dumps(state).encode(), VALUE: json.dumps([step, value]).encode()}

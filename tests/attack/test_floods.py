@@ -133,7 +133,7 @@ def test_the_snapshot_servers_of_two_hosts(tiny: Path, tmp_path: Path) -> None:
         Command(*words, output=tmp_path / f"{n}.txt", environment=environment, files=HARD_LIMIT) for n in range(2)
     ]
     try:
-        ports = [wait_for_port(agent, "meshwright.checkpoint.snapshot_server") for agent in agents]
+        ports = [wait_for_port(agent, "meshwright.checkpoint.memory.server") for agent in agents]
         with flood(ports[0]), flood(ports[1], SENT[1]), flood(ports[0], SENT[2], 100):
             codes = [agent.wait() for agent in agents]
     finally:

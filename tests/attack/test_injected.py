@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.inventory import choose_newest
+from meshwright.checkpoint.format.inventory import choose_newest
 from meshwright.connections.accept import listen_at
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.job_token import TOKEN_VARIABLE

@@ -135,9 +135,9 @@ def test_a_run_on_two_hosts(tmp_path: Path) -> None:
     output = "\n".join(agent.output for agent in agents)
     assert codes == [0, 0], output
     assert {
-        "meshwright.checkpoint.snapshot_server",
+        "meshwright.checkpoint.memory.server",
         "meshwright.training.rank",
-        "meshwright.checkpoint.writer",
+        "meshwright.checkpoint.write.writer",
     } <= kinds
     assert MARK not in output
     assert not in_files(tmp_path, [token])

@@ -147,7 +147,7 @@ def test_predictions_stand_beside_measurements(tmp_path: Path) -> None:
     assert answer["stall_seconds"]["relative_error"] == pytest.approx(0.2)
 
 
-def test_memory_of_arenas_is_measured_from_their_pages() -> None:
+def test_memory_of_buffers_is_measured_from_their_pages() -> None:
     with MemoryWatch(("/memfd:watched",)) as memory:
         descriptor = os.memfd_create("watched")
         os.pwrite(descriptor, bytes(3 << 20), 0)

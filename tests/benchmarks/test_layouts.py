@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILES = sorted((BENCHMARKS / "layouts").glob("*.yaml"))
 PINNED = {"plan.pipeline", "plan.tensor", "plan.context_ring", "plan.context_ulysses", "plan.schedule"}
 """Pins that determine the mesh up to one axis, and the order of work."""
-WITHOUT_PINS = {"planned-2", "own-1", "offload"}
+WITHOUT_PINS = {"planned-2", "own-1", "offload", "named"}
 """Files that compare the planner's choices, or run on one GPU."""
 
 

@@ -18,14 +18,15 @@ from meshwright.calibration.published_records import (
     read_record,
     release_of,
 )
-from meshwright.calibration.record_predictions import predict_records
+from meshwright.calibration.record_predictions import predict_records, price
+from meshwright.costs.constants import table
 from tests.slow import examples
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
 PACKAGE = Path(__file__).parents[2] / "src" / "meshwright"
 OPTIONAL = (
     "cp", "ep", "vpp", "zero/fsdp", "recompute", "interconnect", "params", "ffn", "note", "software", "experts", "top_k", "expert_ffn",
-    "gated", "one_copy", "overlap", "balance", "sequence", "optimizer_sharding", "attention",
+    "gated", "one_copy", "overlap", "balance", "sequence", "optimizer_sharding", "attention", "layer_graphs", "eager",
 )  # fmt: skip
 MEASURED = ("iter_time_s", "tokens_per_s", "tflops_per_gpu", "mfu", "mem_gb")
 RECORD = {
@@ -49,6 +50,24 @@ RECORD = {
 def runs() -> list[dict[str, str]]:
     with RUNS.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_layers_as_graphs_take_launches_from_the_host_and_the_differences_between_nodes_with_them() -> None:
+    """MLPerf training 4.0 on 10,752 GPUs: LAYER_CUDA_GRAPH=1."""
+    small = {**RECORD, "gpus": "16", "seq": "256"}
+    plain, graphs = (read_record({**small, "layer_graphs": given}).case for given in ("", "yes"))
+    assert plain is not None and graphs is not None
+    values = table()
+    uneven = {**values, "stacks": {**values["stacks"], "default": {**values["stacks"]["default"], "jitter": 0.1}}}
+    even, unlike_nodes = (price([plain, graphs], given) for given in (values, uneven))
+    assert even.host[1] < 0.2 * even.host[0] and even.seconds[1] < even.seconds[0]
+    assert unlike_nodes.seconds[0] > 1.02 * even.seconds[0]
+    assert unlike_nodes.seconds[1] == even.seconds[1]
+
+
+def test_eager_operations_move_more_bytes() -> None:
+    plain, eager = (price([case]) for given in ("", "yes") if (case := read_record({**RECORD, "eager": given}).case))
+    assert 1.03 < eager.seconds[0] / plain.seconds[0] < 1.3
 
 
 def test_every_row_is_answered(runs: list[dict[str, str]]) -> None:

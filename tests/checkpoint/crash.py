@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+CALLS = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 FILE_OPEN = "io.open"
 """Python's own `open` of a file to write, under both of its names; not among CALLS."""
 KILLED = 42
@@ -58,12 +58,14 @@ def die_at(k: int, work: Callable[[], object], names: tuple[str, ...] = CALLS) -
     """
     child = os.fork()
     if child == 0:
-        write, open_file = os.write, io.open
+        write, pwrite, open_file = os.write, os.pwrite, io.open
 
         def act(number: int, name: str, arguments: tuple[Any, ...]) -> None:
             if number == k:
                 if name == "write":
                     write(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                if name == "pwrite":
+                    pwrite(arguments[0], arguments[1][: len(arguments[1]) // 2], arguments[2])
                 if name == FILE_OPEN:
                     open_file(arguments[0], arguments[1])
                 os._exit(KILLED)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.checkpoint.crash import CALLS, FILE_OPEN, intercept_calls
 
-RECORDED = (*CALLS, "pwrite", FILE_OPEN)
+RECORDED = (*CALLS, FILE_OPEN)
 Keeps = Callable[[int], bool]
 """Whether the unflushed changes of the file or folder with this inode number survive the crash."""
 

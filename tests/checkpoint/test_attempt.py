@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint.manifest import COMMITTED, MANIFEST, step_name
+from meshwright.checkpoint.format.manifest import COMMITTED, MANIFEST, step_name
+from meshwright.checkpoint.format.verify import verify
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.verify import verify
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
 from tests.checkpoint.crash import count, die_at, intercept_calls
 from tests.checkpoint.made import TEXTS, holds, save, tensors
@@ -32,7 +32,7 @@ def test_death_at_any_call_of_a_save_leaves_the_previous_checkpoint_the_newest_g
     save(tmp_path / "count", 1)
     calls = count(lambda: save(tmp_path / "count", 2))
     published = len(calls) - calls[::-1].index("rename")
-    assert {"open", "write", "fsync", "rename", "mkdir"} == set(calls)
+    assert {"open", "pwrite", "fsync", "rename", "mkdir"} == set(calls)
     for k in range(len(calls)):
         folder = tmp_path / str(k)
         shutil.copytree(tmp_path / "count", folder, ignore=shutil.ignore_patterns(step_name(2)))
@@ -89,8 +89,8 @@ def test_death_at_any_call_of_retention_leaves_the_newest_good(tmp_path: Path):
 @pytest.mark.parametrize(
     ("number", "error_class", "names"),
     [
-        (errno.ENOSPC, OutOfResources, ("write", "mkdir", "open")),
-        (errno.EIO, Damaged, ("write", "fsync")),
+        (errno.ENOSPC, OutOfResources, ("pwrite", "mkdir", "open")),
+        (errno.EIO, Damaged, ("pwrite", "fsync")),
         (errno.EROFS, BadInput, ("mkdir", "rename")),
     ],
 )
@@ -125,22 +125,22 @@ def test_all_files_are_durable_before_the_rename_and_the_manifest_is_written_las
     events: list[tuple[str, str]] = []
 
     def note(_: int, name: str, arguments: tuple[Any, ...]) -> None:
-        path = os.readlink(f"/proc/self/fd/{arguments[0]}") if name in ("write", "fsync") else str(arguments[0])
+        path = os.readlink(f"/proc/self/fd/{arguments[0]}") if name in ("pwrite", "fsync") else str(arguments[0])
         events.append((name, Path(path).name))
 
-    with intercept_calls(note, ("write", "fsync", "rename")):
+    with intercept_calls(note, ("pwrite", "fsync", "rename")):
         save(tmp_path, 2)
     renamed = next(index for index, (name, _) in enumerate(events) if name == "rename")
     partial = events[renamed][1]
     assert partial.endswith(".partial")
     assert events[renamed - 1 :] == [("fsync", partial), events[renamed], ("fsync", tmp_path.name)]
     files = [path.name for path in (tmp_path / step_name(2)).iterdir()]
-    writes, syncs = _last(events[:renamed], "write"), _last(events[:renamed], "fsync")
+    writes, syncs = _last(events[:renamed], "pwrite"), _last(events[:renamed], "fsync")
     assert set(writes) == set(files) and all(writes[file] < syncs[file] for file in files)
     order = sorted(files, key=lambda file: syncs[file])
     assert order[-2:] == [MANIFEST, COMMITTED]
     assert writes[COMMITTED] > syncs[MANIFEST]
-    first_of_manifest = events.index(("write", MANIFEST))
+    first_of_manifest = events.index(("pwrite", MANIFEST))
     assert all(syncs[file] < first_of_manifest for file in files if file not in (MANIFEST, COMMITTED))
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import staging
-from meshwright.checkpoint.manifest import read_manifest, step_name
+from meshwright.checkpoint.format.manifest import read_manifest, step_name
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.write import staging
 from meshwright.durable.lease import LeaseLost
 from meshwright.launch.folder import take_over
 from tests.checkpoint.toy import GROUPS, ToyRank, newest
@@ -179,20 +179,20 @@ def test_a_save_without_its_description_is_not_committed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("position", [0, 37, -1])
-def test_an_arena_that_changes_behind_the_copies_fails_that_save(tmp_path: Path, position: int) -> None:
-    """One bit flips after staging and before the writer process reads the arena: nothing is committed, and training goes on."""
+def test_a_snapshot_buffer_that_changes_behind_the_copies_fails_that_save(tmp_path: Path, position: int) -> None:
+    """One bit flips after staging and before the writer process reads the snapshot buffer: nothing is committed, and training goes on."""
     rank = ToyRank(tmp_path, scale=400)
     assert rank.save(1).failure is None
     rank.update(2)
     rank.saver.begin(2).join()
-    arena = rank.saver._arena
-    assert arena is not None
-    arena.data[position] ^= 16
+    buffer = rank.saver._buffer
+    assert buffer is not None
+    buffer.data[position] ^= 16
     rank.saver.describe(2, dict)
     assert rank.saver.wait(60)
     result = rank.saver.result()
     assert result is not None and "changed in host memory after it was copied there" in str(result.failure)
-    assert arena.read_record() is None, "the memory tier does not offer it either"
+    assert buffer.read_record() is None, "the memory tier does not offer it either"
     assert newest(tmp_path, 400) == 1
     assert rank.save(3).failure is None and newest(tmp_path, 400) == 3
     assert rank.saver.writer is not None and rank.saver.writer.starts == 1

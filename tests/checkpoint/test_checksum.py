@@ -1,4 +1,4 @@
-"""Checksums of state: the sum of 8-byte words is the same by device, by host and by arena, wherever a piece begins."""
+"""Checksums of state: the sum of 8-byte words is the same by device, by host and by snapshot buffer, wherever a piece begins."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from meshwright.checkpoint.checksum import ArenaChecksums, Checksum, word_sum
-from meshwright.checkpoint.source_checksum import DeviceChecksums, host_checksum
+from meshwright.checkpoint.write.checksum import BufferChecksums, Checksum, word_sum
+from meshwright.checkpoint.write.source_checksum import DeviceChecksums, host_checksum
 from meshwright.spec.errors import Damaged
 
 PIECES = [(0, 0), (0, 5), (0, 8), (0, 1000), (3, 2), (3, 5), (4, 4), (4, 20), (7, 1001), (12, 4096)]
@@ -50,21 +50,21 @@ def test_a_device_sums_all_pieces_of_a_snapshot(memory: torch.Tensor) -> None:
         assert checksums.result() == {index: host_checksum(source) for index, source in numbered}
 
 
-def test_an_arena_is_compared_in_parts_of_any_size(memory: torch.Tensor) -> None:
+def test_a_snapshot_buffer_is_compared_in_parts_of_any_size(memory: torch.Tensor) -> None:
     """Every flipped bit is found and named, whatever the order and the borders of the parts."""
     chance = random.Random(2)
     sources = [memory[offset : offset + size] for offset, size in PIECES]
     keys, sizes = [f"tensor {index}" for index in range(len(sources))], [source.numel() for source in sources]
     expected = [list(host_checksum(source)) for source in sources]
-    arena = bytearray(b"".join(source.numpy().tobytes() for source in sources))
+    buffer = bytearray(b"".join(source.numpy().tobytes() for source in sources))
 
     def check() -> None:
-        borders = sorted({0, len(arena), *(chance.randrange(len(arena)) for _ in range(chance.randrange(20)))})
+        borders = sorted({0, len(buffer), *(chance.randrange(len(buffer)) for _ in range(chance.randrange(20)))})
         parts = list(pairwise(borders))
         chance.shuffle(parts)
-        checksums = ArenaChecksums(keys, sizes, expected)
+        checksums = BufferChecksums(keys, sizes, expected)
         for start, end in parts:
-            checksums.add(start, memoryview(arena)[start:end])
+            checksums.add(start, memoryview(buffer)[start:end])
         checksums.check()
 
     check()
@@ -72,10 +72,10 @@ def test_an_arena_is_compared_in_parts_of_any_size(memory: torch.Tensor) -> None
     for index in (index for index, size in enumerate(sizes) if size):
         for _ in range(20):
             position, bit = tensor_starts[index] + chance.randrange(sizes[index]), 1 << chance.randrange(8)
-            arena[position] ^= bit
+            buffer[position] ^= bit
             with pytest.raises(Damaged, match=f"'tensor {index}' changed in host memory after it was copied there"):
                 check()
-            arena[position] ^= bit
+            buffer[position] ^= bit
     check()
 
 
@@ -83,6 +83,6 @@ def test_sums_beyond_64_bits_wrap_around() -> None:
     source = torch.full((64,), 255, dtype=torch.uint8)
     data = memoryview(source.numpy())
     assert word_sum(data, 0) == 2**64 - 8 == host_checksum(source).total % 2**64
-    checksums = ArenaChecksums(["a"], [64], [Checksum(0, -8)])
+    checksums = BufferChecksums(["a"], [64], [Checksum(0, -8)])
     checksums.add(0, data)
     checksums.check()

@@ -11,19 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.contents import Chunk, TensorRecord, check_record, read_checkpoint
-from meshwright.checkpoint.files import FileRecord, write_file
-from meshwright.checkpoint.manifest import (
+from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord, check_record, read_checkpoint
+from meshwright.checkpoint.format.files import FileRecord
+from meshwright.checkpoint.format.manifest import (
     COMMITTED,
     CONTENTS,
     MANIFEST,
-    Manifest,
+    CheckpointManifest,
     NewerFormat,
     commit_line,
     read_manifest,
 )
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.write.file_writer import write_file
 from meshwright.spec.errors import BadInput, Damaged
 from tests.checkpoint.made import blank, save
 from tests.slow import examples
@@ -35,10 +36,10 @@ def forge(path: Path, contents: Any = None, files: dict[str, Any] | None = None)
     if contents is not None:
         (path / CONTENTS).unlink()
         data = contents if isinstance(contents, bytes) else json.dumps(contents).encode()
-        manifest.files[CONTENTS] = write_file(path / CONTENTS, data)
+        manifest.files[CONTENTS] = write_file(path / CONTENTS, [[data]])
     entries: dict[str, FileRecord] = {**manifest.files, **(files or {})}
     versions = (manifest.world_size, manifest.attempt, manifest.written, manifest.versions)
-    data = Manifest(manifest.step, *versions, entries).encode()
+    data = CheckpointManifest(manifest.step, *versions, entries).encode()
     (path / MANIFEST).write_bytes(data)
     (path / COMMITTED).write_bytes(commit_line(data))
     return path
@@ -166,10 +167,10 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def grid(cuts: list[list[int]]) -> tuple[Chunk, ...]:
+def grid(cuts: list[list[int]]) -> tuple[TensorChunk, ...]:
     spans = [list(itertools.pairwise(dimension_cuts)) for dimension_cuts in cuts]
     return tuple(
-        Chunk(tuple(a for a, _ in box), tuple(b - a for a, b in box), "f", str(box))
+        TensorChunk(tuple(a for a, _ in box), tuple(b - a for a, b in box), "f", str(box))
         for box in itertools.product(*spans)
     )
 
@@ -184,7 +185,7 @@ def test_exact_cover_agrees_with_counting_elements(data: st.DataObject):
     if data.draw(st.booleans()):
         index = data.draw(st.integers(0, len(chunks) - 1))
         shifted_offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
-        chunks[index] = Chunk(shifted_offsets, chunks[index].sizes, "f", "moved")
+        chunks[index] = TensorChunk(shifted_offsets, chunks[index].sizes, "f", "moved")
     count = torch.zeros(shape, dtype=torch.int64)
     inside = all(
         a + n <= size for chunk in chunks for a, n, size in zip(chunk.offsets, chunk.sizes, shape, strict=True)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from meshwright.checkpoint import hf
-from meshwright.checkpoint.convert import export_checkpoint, import_checkpoint
-from meshwright.checkpoint.hf import import_hf
-from meshwright.checkpoint.manifest import step_name
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.format.manifest import step_name
+from meshwright.checkpoint.format.verify import verify
+from meshwright.checkpoint.models import hf
+from meshwright.checkpoint.models.convert import export_checkpoint, import_checkpoint
+from meshwright.checkpoint.models.hf import import_hf
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.verify import verify
 from meshwright.cli.checkpoint import app
 from meshwright.config.load import load_run, resolved_yaml
 from meshwright.data.tokenizer import END_OF_TEXT, train_tokenizer

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt
-from meshwright.checkpoint.contents import Chunk, TensorRecord
-from meshwright.checkpoint.header import TensorHeader
-from meshwright.checkpoint.shards import write_shard
-from meshwright.checkpoint.state import encode_plain
+from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord
+from meshwright.checkpoint.format.header import TensorHeader
+from meshwright.checkpoint.format.plain_files import encode_plain
+from meshwright.checkpoint.format.verify import verify
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.verify import verify
+from meshwright.checkpoint.write.attempt import Provenance, SaveAttempt, new_attempt
+from meshwright.checkpoint.write.live_state import write_tensors
 from meshwright.launch.folder import take_over
 from meshwright.spec.run import Lease
 from tests.checkpoint.made import TEXTS
@@ -40,7 +40,7 @@ def values(seed: int) -> torch.Tensor:
 
 def write(folder: Path, step: int, seed: int, lease: Lease | None) -> Path:
     """A checkpoint as two ranks write it: files of the same sizes whatever the seed."""
-    attempt = Attempt(folder, step, new_attempt(lease), lease)
+    attempt = SaveAttempt(folder, step, new_attempt(lease), lease)
     attempt.create()
     files, chunks, rows_per_rank = {}, [], SHAPE[0] // RANKS
     for rank in range(RANKS):
@@ -49,8 +49,8 @@ def write(folder: Path, step: int, seed: int, lease: Lease | None) -> Path:
             values(seed)[rank * rows_per_rank : (rank + 1) * rows_per_rank],
         )
         entry = TensorHeader(f"x[{rank * rows_per_rank},0]", "F32", tuple(local_rows.shape))
-        files[name] = write_shard(attempt.folder / name, [entry], lambda _, local_rows=local_rows: local_rows)
-        chunks.append(Chunk((rank * rows_per_rank, 0), tuple(local_rows.shape), name, entry.key))
+        files[name] = write_tensors(attempt.folder / name, [entry], [local_rows])
+        chunks.append(TensorChunk((rank * rows_per_rank, 0), tuple(local_rows.shape), name, entry.key))
     contents = {"x": TensorRecord(SHAPE, "F32", tuple(chunks))}
     encoded_entries = encode_plain({"step": step, "samples": seed}, TEXTS)
     attempt.commit(files, contents, encoded_entries, Provenance(RANKS, "any"))

@@ -7,43 +7,46 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from meshwright.checkpoint import files
-from meshwright.checkpoint.files import (
+from meshwright.checkpoint.format import files
+from meshwright.checkpoint.format.files import (
     BLOCK_BYTES,
-    FileWriter,
     open_regular,
     read_range,
     read_small,
-    write_file,
 )
+from meshwright.checkpoint.write.file_writer import write_file
 from meshwright.spec.errors import Damaged
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 5])
-def test_record_has_the_xxhash_digest_of_the_file(tmp_path: Path, size: int):
+@pytest.mark.parametrize(("window", "threads"), [(BLOCK_BYTES, 1), (2 * BLOCK_BYTES, 3), (1 << 40, 2)])
+def test_record_has_the_xxhash_digests_of_the_blocks(tmp_path: Path, size: int, window: int, threads: int):
+    """A file in windows of one or two blocks, or in a single one, each of two parts; the parts meet within a block."""
     data = os.urandom(size)
-    with FileWriter(tmp_path / "a") as out:
-        for start in range(0, size, 5_000_011):
-            out.write(data[start : start + 5_000_011])
-        record = out.finish()
+    windows = [data[start : start + window] for start in range(0, size, window)]
+    parts = [[view[:7], memoryview(view)[7:]] for view in windows]
+    record = write_file(tmp_path / "a", parts, threads)
     assert (tmp_path / "a").read_bytes() == data
     assert record.bytes == size
-    assert record.digest == xxhash.xxh3_128(data).hexdigest()
     blocks = [data[start : start + BLOCK_BYTES] for start in range(0, size, BLOCK_BYTES)]
     assert record.blocks == tuple(xxhash.xxh3_64(block).hexdigest() for block in blocks)
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[: max(1, len(data) // 3)]))
-    write_file(tmp_path / "a", b"all of this arrives")
+    write = os.pwrite
+
+    def short(descriptor: int, data: memoryview, offset: int) -> int:
+        return write(descriptor, data[: max(1, len(data) // 3)], offset)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    write_file(tmp_path / "a", [[b"all of this arrives"]])
     assert (tmp_path / "a").read_bytes() == b"all of this arrives"
 
 
 def test_an_existing_file_is_never_overwritten(tmp_path: Path):
-    write_file(tmp_path / "a", b"first")
+    write_file(tmp_path / "a", [[b"first"]])
     with pytest.raises(FileExistsError):
-        write_file(tmp_path / "a", b"second")
+        write_file(tmp_path / "a", [[b"second"]])
 
 
 def test_only_regular_files_are_opened(tmp_path: Path):

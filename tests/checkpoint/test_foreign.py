@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.inventory import newest_checkpoint, newest_step
-from meshwright.checkpoint.manifest import DamagedCheckpoint, read_manifest, read_own_manifest
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.format.inventory import newest_checkpoint, newest_step
+from meshwright.checkpoint.format.manifest import DamagedCheckpoint, read_manifest, read_own_manifest
+from meshwright.checkpoint.format.verify import list_checkpoints, verify
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.verify import list_checkpoints, verify
 from meshwright.launch.folder import take_over
 from tests.checkpoint.made import save, tensors
 

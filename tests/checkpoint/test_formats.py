@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.manifest import COMMITTED, FORMAT, MANIFEST, NewerFormat, commit_line, read_manifest
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.format.manifest import COMMITTED, FORMAT, MANIFEST, NewerFormat, commit_line, read_manifest
+from meshwright.checkpoint.format.verify import verify
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.verify import verify
 from tests.checkpoint.made import TEXTS, save
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -8,11 +8,22 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.header import HEADER_LIMIT, ITEM_BYTES, TensorHeader, encode_header
-from meshwright.checkpoint.shards import DTYPES, ShardFile, write_shard
+from meshwright.checkpoint.format.header import (
+    HEADER_LIMIT,
+    ITEM_BYTES,
+    TensorHeader,
+    encode_header,
+    find_entry,
+    read_entries,
+)
+from meshwright.checkpoint.local_tensors import DTYPES
+from meshwright.checkpoint.read.fill import Destination
+from meshwright.checkpoint.write import file_writer, live_state
+from meshwright.checkpoint.write.live_state import write_tensors
 from meshwright.spec.errors import Damaged
 
 GOOD: dict[str, Any] = {
@@ -28,8 +39,7 @@ def raw(table: Any, data: int = 29) -> bytes:
 
 def entries(tmp_path: Path, content: bytes) -> dict[str, Any]:
     (tmp_path / "a.safetensors").write_bytes(content)
-    with ShardFile(tmp_path / "a.safetensors") as file:
-        return file.entries
+    return read_entries(tmp_path / "a.safetensors")
 
 
 def test_other_programs_read_what_we_write_in_every_dtype(tmp_path: Path):
@@ -37,7 +47,7 @@ def test_other_programs_read_what_we_write_in_every_dtype(tmp_path: Path):
     tensors = {f"{name}.x": torch.arange(6).reshape(2, 3).to(DTYPES[name]) for name in names}
     tensors["empty"], tensors["scalar"] = torch.empty(0, 4, dtype=torch.int8), torch.tensor(3, dtype=torch.int8)
     headers = [TensorHeader(name, _name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
-    write_shard(tmp_path / "a.safetensors", headers, lambda index: tensors[headers[index].key])
+    write_tensors(tmp_path / "a.safetensors", headers, tensors.values())
     loaded = safetensors.torch.load_file(tmp_path / "a.safetensors")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -49,44 +59,52 @@ def test_other_programs_read_what_we_write_in_every_dtype(tmp_path: Path):
         )
 
 
+def read_box(path: Path, key: str, offsets: tuple[int, ...], target: torch.Tensor) -> None:
+    """Fill `target` with the box of an entry that begins at `offsets`, from blocks of 40 bytes in reverse order."""
+    destination, content = Destination(read_entries(path)[key], offsets, target), path.read_bytes()
+    for start in reversed(range(0, len(content), 40)):
+        destination.fill(torch.frombuffer(bytearray(content[start : start + 40]), dtype=torch.uint8), start)
+
+
 def test_we_read_what_other_programs_write(tmp_path: Path):
     tensors = {"x": torch.randn(6, 5), "y": torch.randn(3).half(), "z": torch.tensor(2.0)}
     safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
-    with ShardFile(tmp_path / "a.safetensors") as file:
-        for name, tensor in tensors.items():
-            target = torch.zeros_like(tensor)
-            file.read_box(file.entries[name], (0,) * tensor.dim(), target)
-            assert torch.equal(target, tensor)
+    for name, tensor in tensors.items():
+        target = torch.zeros_like(tensor)
+        read_box(tmp_path / "a.safetensors", name, (0,) * tensor.dim(), target)
+        assert torch.equal(target, tensor)
 
 
-def test_a_box_is_read_into_any_stride_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 40)
-    stored = torch.arange(6 * 5 * 2, dtype=torch.float32).reshape(6, 5, 2)
-    write_shard(
-        tmp_path / "a.safetensors",
-        [TensorHeader("x", "F32", (6, 5, 2))],
-        lambda _: stored.transpose(0, 1).transpose(0, 1),
-    )
-    with ShardFile(tmp_path / "a.safetensors") as file:
-        target = torch.zeros(3, 2, 4, dtype=torch.float64).permute(2, 0, 1)
-        file.read_box(file.entry("x", "F32", (6, 5, 2)), (1, 2, 0), target)
-        assert torch.equal(target, stored[1:5, 2:5, 0:2].double())
-        with pytest.raises(Damaged, match="holds F32"):
-            file.entry("x", "F16", (6, 5, 2))
-        with pytest.raises(Damaged, match="holds nothing"):
-            file.entry("y", "F32", (6, 5, 2))
+def test_a_box_is_read_into_any_stride_and_dtype(tmp_path: Path):
+    path, stored = tmp_path / "a.safetensors", torch.arange(6 * 5 * 2, dtype=torch.float32).reshape(6, 5, 2)
+    write_tensors(path, [TensorHeader("x", "F32", (6, 5, 2))], [stored.transpose(0, 1).contiguous().transpose(0, 1)])
+    target = torch.zeros(3, 2, 4, dtype=torch.float64).permute(2, 0, 1)
+    read_box(path, "x", (1, 2, 0), target)
+    assert torch.equal(target, stored[1:5, 2:5, 0:2].double())
+    entries = read_entries(path)
+    assert find_entry(entries, "x", "F32", (6, 5, 2), path) == entries["x"]
+    with pytest.raises(Damaged, match="holds F32"):
+        find_entry(entries, "x", "F16", (6, 5, 2), path)
+    with pytest.raises(Damaged, match="holds nothing"):
+        find_entry(entries, "y", "F32", (6, 5, 2), path)
 
 
-def test_pieces_smaller_than_a_tensor_and_larger_than_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 33)
-    tensors = [torch.randn(n) for n in (1, 40, 2, 3, 17)]
-    progress: list[int] = []
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_windows_smaller_than_a_tensor_and_larger_than_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+):
+    """The two buffers are filled again and again; each block's digest is of what is on the disk."""
+    for module in (live_state, file_writer):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 33)
+    monkeypatch.setattr(live_state, "WINDOW_BLOCKS", blocks)
+    tensors, path = [torch.randn(n) for n in (1, 40, 2, 3, 17)], tmp_path / "a.safetensors"
     headers = [TensorHeader(str(index), "F32", tuple(tensor.shape)) for index, tensor in enumerate(tensors)]
-    record = write_shard(tmp_path / "a.safetensors", headers, lambda index: tensors[index], progress=progress.append)
-    loaded = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    record = write_tensors(path, headers, (tensor.clone() for tensor in tensors))
+    loaded = safetensors.torch.load_file(path)
     assert all(torch.equal(loaded[str(index)], tensor) for index, tensor in enumerate(tensors))
-    assert sum(progress) == 4 * 63 and max(progress) <= 33
-    assert record.bytes == (tmp_path / "a.safetensors").stat().st_size
+    content = path.read_bytes()
+    digests = [xxhash.xxh3_64(content[start : start + 33]).hexdigest() for start in range(0, len(content), 33)]
+    assert (record.bytes, list(record.blocks)) == (len(content), digests)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +155,7 @@ def test_a_huge_header_is_refused_without_reading_it(tmp_path: Path):
         file.write((200 << 20).to_bytes(8, "little"))
         file.truncate(400 << 20)
     with pytest.raises(Damaged, match="does not fit"):
-        ShardFile(path)
+        read_entries(path)
 
 
 @settings(max_examples=150, deadline=None)
@@ -150,9 +168,8 @@ def test_mutated_files_never_crash_the_reader(tmp_path_factory: pytest.TempPathF
     path.write_bytes(content)
     open_descriptors = set(os.listdir("/proc/self/fd"))
     try:
-        with ShardFile(path) as file:
-            for entry in file.entries.values():
-                assert 8 <= entry.start <= entry.end <= len(content)
+        for entry in read_entries(path).values():
+            assert 8 <= entry.start <= entry.end <= len(content)
     except Damaged:
         pass
     assert set(os.listdir("/proc/self/fd")) == open_descriptors

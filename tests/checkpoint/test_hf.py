@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from meshwright.checkpoint.hf import export_hf, import_hf
+from meshwright.checkpoint.models.hf import export_hf, import_hf
 from meshwright.data.text_format import derive
 from meshwright.kernels.rope import rotary_tables
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint import staging
-from meshwright.checkpoint.arena import Arena
-from meshwright.checkpoint.layout import plan_layout
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.staging import Stager, StagingBuffer
+from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer
+from meshwright.checkpoint.ranks import RankGroup
+from meshwright.checkpoint.write import staging
+from meshwright.checkpoint.write.layout import plan_layout
+from meshwright.checkpoint.write.staging import PinnedSnapshotBuffer, Stager
 from meshwright.optim.chunks import ALIGNED
 from meshwright.optim.fused import MOMENTS, StepInputs
 from meshwright.optim.host import HostAdamW
@@ -38,9 +38,9 @@ class Snapshots:
         self._optimizer = optimizer
         state = {f"{state}.{name}": optimizer.part(state, name) for state in (*MOMENTS, MASTER) for name in SHAPES}
         parts = {name: replace(StateParts.of_whole(name, part), encoded=optimizer) for name, part in state.items()}
-        layout = plan_layout(Ranks(None), {name: entry for name, entry in parts.items() if entry.local.numel()})
+        layout = plan_layout(RankGroup(None), {name: entry for name, entry in parts.items() if entry.local.numel()})
         self._names = [(piece.name, piece.start, piece.end) for piece in layout.pieces]
-        self._buffer = StagingBuffer(Arena.create(layout.bytes), torch.device("cpu"))
+        self._buffer = PinnedSnapshotBuffer(SnapshotBuffer.create(layout.bytes), torch.device("cpu"))
         self._stager = Stager(layout, self._buffer, GROUPS, {name: name.partition(".")[2] for name in state})
         self.copies = len(layout.pieces)
         self._made, self._stop_before, self._go_on = 0, 0, threading.Event()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshwright.checkpoint import diff
-from meshwright.checkpoint.diff import compare_checkpoints
+from meshwright.checkpoint.format.manifest import COMMITTED
 from meshwright.checkpoint.inspect import describe_checkpoint, prune_checkpoints
-from meshwright.checkpoint.manifest import COMMITTED
+from meshwright.checkpoint.read import diff
+from meshwright.checkpoint.read.diff import compare_checkpoints
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.cli.checkpoint import app
 from meshwright.durable.lock import locked

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint.manifest import (
+from meshwright.checkpoint.format.manifest import (
     COMMITTED,
     MANIFEST,
     DamagedCheckpoint,
@@ -36,7 +36,7 @@ def damage_of(path: Path) -> tuple[str, str]:
     return damage.file, damage.kind
 
 
-RECORD = {"bytes": 3, "digest": "0" * 32, "blocks": ["0" * 16]}
+RECORD = {"bytes": 3, "blocks": ["0" * 16]}
 
 
 def test_step_folder_names_and_step_numbers_are_inverse():
@@ -116,7 +116,7 @@ def test_a_commit_file_with_a_wrong_or_invalid_digest_is_damage(tmp_path: Path):
         {"files": {"a": {**RECORD, "bytes": 1 << 70}}},
         {"files": {"a": {**RECORD, "blocks": []}}},
         {"files": {"a": {**RECORD, "blocks": [5]}}},
-        {"files": {"a": {**RECORD, "digest": "zz"}}},
+        {"files": {"a": {**RECORD, "blocks": ["zz"]}}},
     ],
 )
 def test_hostile_manifests_are_damage(tmp_path: Path, change: dict[str, Any]):

@@ -10,14 +10,14 @@ import pytest
 import torch
 import xxhash
 
-from meshwright.checkpoint.arena import ARENA, Arena, empty_memory
-from meshwright.checkpoint.file_image import FileImage
-from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord
-from meshwright.checkpoint.memory_tier import MemorySnapshot, find_snapshot
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.snapshot_memory import SnapshotMemory
-from meshwright.checkpoint.snapshot_record import SnapshotRecord
-from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE, SnapshotClient
+from meshwright.checkpoint.format.files import BLOCK_BYTES, FileRecord
+from meshwright.checkpoint.memory.file_image import FileImage
+from meshwright.checkpoint.memory.record import SnapshotRecord
+from meshwright.checkpoint.memory.snapshot_buffer import BUFFER_VARIABLE, SnapshotBuffer, empty_memory
+from meshwright.checkpoint.memory.snapshots import SnapshotMemory
+from meshwright.checkpoint.memory.tier import MemorySnapshot, find_snapshot
+from meshwright.checkpoint.memory.transport import SERVER_VARIABLE, SnapshotClient
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.events.span import NullRecorder
 from meshwright.spec.errors import Damaged
 from meshwright.spec.job_token import TOKEN_VARIABLE
@@ -57,19 +57,19 @@ def image(rank: int) -> FileImage:
 def complete_record(rank: int) -> SnapshotRecord:
     snapshot = image(rank)
     blocks = tuple(xxhash.xxh3_64(snapshot.block(index)).hexdigest() for index in range(snapshot.blocks))
-    return record(rank, FileRecord(snapshot.bytes, "", blocks))
+    return record(rank, FileRecord(snapshot.bytes, blocks))
 
 
-def fill_arena(rank: int, replica: int | None = None) -> str:
-    """The path of an arena with the snapshot of `rank`, and that of `replica` behind it."""
+def fill_buffer(rank: int, replica: int | None = None) -> str:
+    """The path of a snapshot buffer with the snapshot of `rank`, and that of `replica` behind it."""
     path, written = f"/proc/self/fd/{empty_memory()}", [rank] if replica is None else [rank, replica]
     data = b"".join(image(each).data for each in written)
-    with closing(Arena.create(len(data), {ARENA: path})) as arena:
-        generation = arena.begin_snapshot()
-        arena.data[: len(data)] = data
-        arena.complete_snapshot()
+    with closing(SnapshotBuffer.create(len(data), {BUFFER_VARIABLE: path})) as buffer:
+        generation = buffer.begin_snapshot()
+        buffer.data[: len(data)] = data
+        buffer.complete_snapshot()
         of_replica = None if replica is None else complete_record(replica)
-        arena.write_record(replace(complete_record(rank), replica=of_replica).encode(), generation)
+        buffer.write_record(replace(complete_record(rank), replica=of_replica).encode(), generation)
     return path
 
 
@@ -77,12 +77,12 @@ def fill_arena(rank: int, replica: int | None = None) -> str:
 def test_one_rank_loads_its_own_snapshot_and_the_copy_of_a_lost_host(
     own: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The rank that is left is rank 0 now, whichever it was; it has its own snapshot in its arena, and a copy of the other."""
+    """The rank that is left is rank 0 now, whichever it was; it has its own snapshot in its snapshot buffer, and a copy of the other."""
     (tmp_path / "token").touch(mode=0o600)
     (tmp_path / "token").write_text(TOKEN)
     monkeypatch.setenv(TOKEN_VARIABLE, str(tmp_path / "token"))
-    monkeypatch.setenv(ARENA, fill_arena(own))
-    ranks, other = Ranks(None), 1 - own
+    monkeypatch.setenv(BUFFER_VARIABLE, fill_buffer(own))
+    ranks, other = RankGroup(None), 1 - own
     with host() as (address, slots):
         monkeypatch.setenv(SERVER_VARIABLE, address)
         assert find_snapshot(ranks, "run") is None, "the other rank's snapshot is missing"
@@ -96,7 +96,7 @@ def test_one_rank_loads_its_own_snapshot_and_the_copy_of_a_lost_host(
             snapshot.verify(ranks)
             assert snapshot.load(ranks, tensors, NullRecorder()) == {"step": 10}
         assert torch.equal(tensors["weight"], WHOLE)
-        copy = Arena.of_last_process({ARENA: slots[0]})
+        copy = SnapshotBuffer.of_last_process({BUFFER_VARIABLE: slots[0]})
         assert copy is not None
         copy.data[BLOCK_BYTES + 5] ^= 1
         with (
@@ -104,35 +104,35 @@ def test_one_rank_loads_its_own_snapshot_and_the_copy_of_a_lost_host(
             pytest.raises(Damaged, match=f"tensors-{other:05d}.*byte {BLOCK_BYTES:,}"),
         ):
             snapshot.load(ranks, tensors, NullRecorder())
-        assert find_snapshot(ranks, "run") is None, "the arena is not offered again"
+        assert find_snapshot(ranks, "run") is None, "the snapshot buffer is not offered again"
 
 
 @pytest.mark.parametrize("own", [0, 1])
-def test_one_rank_loads_its_own_snapshot_and_that_of_its_replica_from_its_arena(
+def test_one_rank_loads_its_own_snapshot_and_that_of_its_replica_from_its_buffer(
     own: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, ranks, other = fill_arena(own, replica=1 - own), Ranks(None), 1 - own
+    path, ranks, other = fill_buffer(own, replica=1 - own), RankGroup(None), 1 - own
     names = [record(rank, None).name for rank in (own, other)]
     memory = SnapshotMemory([path], [])
     assert memory.names() == ([names[0]], [names[1]]) and memory.path(names[1]) == path
     for name in names:
         opened = memory.open(name)
         assert opened is not None and opened.record.name == name and opened.image.data == image(name.rank).data
-    monkeypatch.setenv(ARENA, path)
+    monkeypatch.setenv(BUFFER_VARIABLE, path)
     tensors = {"weight": torch.zeros_like(WHOLE)}
     with closing(open_snapshot_of_run(ranks)) as snapshot:
         assert (snapshot.tier, snapshot.step, snapshot.readers) == ("partner memory", 10, (0, 0))
         assert snapshot.load(ranks, tensors, NullRecorder()) == {"step": 10}
     assert torch.equal(tensors["weight"], WHOLE)
-    arena = Arena.of_last_process()
-    assert arena is not None
-    arena.data[arena.size - 5] ^= 1
+    buffer = SnapshotBuffer.of_last_process()
+    assert buffer is not None
+    buffer.data[buffer.size - 5] ^= 1
     with closing(open_snapshot_of_run(ranks)) as snapshot, pytest.raises(Damaged, match=f"tensors-{other:05d}"):
         snapshot.verify(ranks)
-    assert find_snapshot(ranks, "run") is None, "the arena is not offered again"
+    assert find_snapshot(ranks, "run") is None, "the snapshot buffer is not offered again"
 
 
-def open_snapshot_of_run(ranks: Ranks) -> MemorySnapshot:
+def open_snapshot_of_run(ranks: RankGroup) -> MemorySnapshot:
     snapshot = find_snapshot(ranks, "run")
     assert snapshot is not None
     return snapshot

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint import object_store
-from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.mirror import INDEX, fetch_newest, read_index, upload_checkpoint
-from meshwright.checkpoint.mirror_process import MirrorUploader
-from meshwright.checkpoint.object_store import ObjectStore, check_url
+from meshwright.checkpoint.format.manifest import read_manifest
+from meshwright.checkpoint.mirror import store as object_store
+from meshwright.checkpoint.mirror.copies import INDEX, fetch_newest, read_index, upload_checkpoint
+from meshwright.checkpoint.mirror.process import MirrorUploader
+from meshwright.checkpoint.mirror.store import MirrorStore, check_url
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.launch.folder import take_over
 from meshwright.spec.errors import BadInput, CommunicationFailure, Damaged
@@ -30,8 +30,8 @@ def mirror_of(tmp_path: Path) -> str:
     return f"file://{tmp_path / 'mirror'}"
 
 
-def store_of(tmp_path: Path) -> ObjectStore:
-    return ObjectStore(f"{mirror_of(tmp_path)}/run", patience=1.0)
+def store_of(tmp_path: Path) -> MirrorStore:
+    return MirrorStore(f"{mirror_of(tmp_path)}/run", patience=1.0)
 
 
 def test_a_start_elsewhere_continues_from_the_mirror_as_the_same_run(tmp_path: Path) -> None:
@@ -54,10 +54,10 @@ def test_the_index_is_written_after_everything_else(tmp_path: Path, monkeypatch:
     first, second = run_with_steps(tmp_path / "a" / "run", 1, 2)
     upload_checkpoint(store_of(tmp_path), first, keep=3)
     names: list[str] = []
-    put, put_bytes = ObjectStore.put, ObjectStore.put_bytes
-    monkeypatch.setattr(ObjectStore, "put", lambda self, path, name: (names.append(name), put(self, path, name)))
+    put, put_bytes = MirrorStore.put, MirrorStore.put_bytes
+    monkeypatch.setattr(MirrorStore, "put", lambda self, path, name: (names.append(name), put(self, path, name)))
     monkeypatch.setattr(
-        ObjectStore, "put_bytes", lambda self, data, name: (names.append(name), put_bytes(self, data, name))
+        MirrorStore, "put_bytes", lambda self, data, name: (names.append(name), put_bytes(self, data, name))
     )
     upload_checkpoint(store_of(tmp_path), second, keep=3)
     assert [name.rpartition("/")[2] for name in names[-3:]] == ["manifest.json", "COMMITTED", INDEX]
@@ -144,7 +144,7 @@ def test_requests_are_repeated_with_growing_pauses(tmp_path: Path, monkeypatch: 
 
     # Not in the module `time`, which threads of other tests use.
     monkeypatch.setattr(object_store, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
-    store = ObjectStore(f"{mirror_of(tmp_path)}/run", patience=100.0)
+    store = MirrorStore(f"{mirror_of(tmp_path)}/run", patience=100.0)
     failing = [OSError("503 Slow Down")] * 4
 
     def cat_file(path: str) -> bytes:
@@ -161,9 +161,9 @@ def test_requests_are_repeated_with_growing_pauses(tmp_path: Path, monkeypatch: 
 
 
 class FailingStore:
-    """Makes every call of an `ObjectStore` fail until its clock, which only its pauses advance, has reached `seconds`."""
+    """Makes every call of an `MirrorStore` fail until its clock, which only its pauses advance, has reached `seconds`."""
 
-    def __init__(self, store: ObjectStore, fault: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, store: MirrorStore, fault: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self._fault, self._seconds, self.clock, self.failures = fault, seconds, 0.0, 0
         monkeypatch.setattr(object_store, "time", SimpleNamespace(sleep=self._pause, monotonic=lambda: self.clock))
         for name in ("put_file", "pipe_file", "cat_file", "info", "makedirs"):
@@ -198,7 +198,7 @@ def test_a_store_that_fails_for_a_minute_gets_the_checkpoint_later(
     """Without a server and by a clock of its own; `test_mirror_s3` has the real ones."""
     paths = run_with_steps(tmp_path / "a" / "run", 1, 2)
     upload_checkpoint(store_of(tmp_path), paths[0], keep=3)
-    store = ObjectStore(f"{mirror_of(tmp_path)}/run", patience=3600.0)
+    store = MirrorStore(f"{mirror_of(tmp_path)}/run", patience=3600.0)
     with monkeypatch.context() as context:
         failing = FailingStore(store, fault, 60.0, context)
         upload_checkpoint(store, paths[1], keep=3)
@@ -213,7 +213,7 @@ def test_a_store_that_does_not_recover_keeps_its_last_checkpoint(
 ) -> None:
     paths = run_with_steps(tmp_path / "a" / "run", 1, 2)
     upload_checkpoint(store_of(tmp_path), paths[0], keep=3)
-    store = ObjectStore(f"{mirror_of(tmp_path)}/run", patience=300.0)
+    store = MirrorStore(f"{mirror_of(tmp_path)}/run", patience=300.0)
     with monkeypatch.context() as context:
         FailingStore(store, fault, float("inf"), context)
         with pytest.raises(CommunicationFailure, match="tried for 300 s"):

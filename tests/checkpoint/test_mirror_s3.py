@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import object_store
-from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.mirror import INDEX, fetch_newest, read_index, upload_checkpoint
-from meshwright.checkpoint.mirror_process import MirrorUploader
-from meshwright.checkpoint.object_store import ObjectStore
+from meshwright.checkpoint.format.manifest import read_manifest
+from meshwright.checkpoint.mirror import store as object_store
+from meshwright.checkpoint.mirror.copies import INDEX, fetch_newest, read_index, upload_checkpoint
+from meshwright.checkpoint.mirror.process import MirrorUploader
+from meshwright.checkpoint.mirror.store import MirrorStore
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.launch.folder import take_over
 from meshwright.spec.errors import CommunicationFailure
@@ -49,8 +49,8 @@ def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProx
     proxy.close()
 
 
-def store(patience: float = 60.0, answer_seconds: float = 2.0, name: str = "run") -> ObjectStore:
-    return ObjectStore(f"{MIRROR}/{name}", patience=patience, answer_seconds=answer_seconds, part_bytes=5 << 20)
+def store(patience: float = 60.0, answer_seconds: float = 2.0, name: str = "run") -> MirrorStore:
+    return MirrorStore(f"{MIRROR}/{name}", patience=patience, answer_seconds=answer_seconds, part_bytes=5 << 20)
 
 
 def values(step: int) -> dict[str, torch.Tensor]:

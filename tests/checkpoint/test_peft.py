@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint.adapters import base_digest
-from meshwright.checkpoint.hf import export_hf, import_hf
-from meshwright.checkpoint.peft import CONFIG, WEIGHTS, read_peft, write_peft
-from meshwright.checkpoint.stored_model import open_model
+from meshwright.checkpoint.models.adapters import base_digest
+from meshwright.checkpoint.models.hf import export_hf, import_hf
+from meshwright.checkpoint.models.peft import CONFIG, WEIGHTS, read_peft, write_peft
+from meshwright.checkpoint.models.stored_model import open_model
 from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.model import ModelSpec, parameters, without_adapter

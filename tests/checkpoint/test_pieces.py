@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.pieces import RankPiece, assign_writers
+from meshwright.checkpoint.write.assignment import RankPiece, assign_writers
 from meshwright.spec.errors import BadInput
 from tests.slow import examples
 

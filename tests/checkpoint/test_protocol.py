@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from meshwright.checkpoint.manifest import has_commit, step_of, steps_in
+from meshwright.checkpoint.format.manifest import has_commit, step_of, steps_in
 from meshwright.launch.folder import take_over
 from tests.checkpoint.crash import CALLS, intercept_calls
 from tests.checkpoint.toy import newest
@@ -80,13 +80,13 @@ class Protocol(RuleBasedStateMachine):
                 call_count[0] += 1
                 if call_count[0] > call:
                     dead.set()
-                    # What it wrote to a file before is lost. An arena, which has no name, is not on the disk.
+                    # What it wrote to a file before is lost. A snapshot buffer, which has no name, is not on the disk.
                     if name in ("write", "pwrite") and os.fstat(arguments[0]).st_nlink:
                         os.ftruncate(arguments[0], 1)
                     raise Crash
 
         try:
-            with intercept_calls(act, (*CALLS, "pwrite", *WAITING)):
+            with intercept_calls(act, (*CALLS, *WAITING)):
                 self.writers.carry_out(save)
         except Crash:
             pass

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from meshwright.checkpoint.hf import export_hf, import_hf
-from meshwright.checkpoint.quantized import Stored, StoredWeight, find_weight
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.hf import export_hf, import_hf
+from meshwright.checkpoint.models.quantized import Stored, StoredWeight, find_weight
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.families.quantization import read_quantization
 from meshwright.kernels.block_products import Fp8Blocks, block_values
 from meshwright.models.decoder import Decoder

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint import staging
-from meshwright.checkpoint.staging import Copies
+from meshwright.checkpoint.write import staging
+from meshwright.checkpoint.write.staging import Copies
 
 
 def test_the_update_of_a_group_waits_for_its_copies_to_be_queued(monkeypatch: pytest.MonkeyPatch) -> None:

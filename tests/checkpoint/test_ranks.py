@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.spec.errors import CommunicationFailure, MeshwrightError, OutOfResources
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"
@@ -35,5 +35,5 @@ def test_a_failure_inside_a_collective_gets_the_class_of_its_cause(
         raise error
 
     with pytest.raises(MeshwrightError, match=text) as caught:
-        Ranks(None).run_collective("saving", work)
+        RankGroup(None).run_communication("saving", work)
     assert type(caught.value) is error_class

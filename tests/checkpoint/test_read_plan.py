@@ -9,11 +9,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint import digests
-from meshwright.checkpoint.files import BLOCK_BYTES
-from meshwright.checkpoint.fill import Destination
-from meshwright.checkpoint.header import Entry
-from meshwright.checkpoint.read_plan import assign_header_readers, merge_ranges, plan_transfers
+from meshwright.checkpoint.format import digests
+from meshwright.checkpoint.format.files import BLOCK_BYTES
+from meshwright.checkpoint.format.header import TensorEntry
+from meshwright.checkpoint.read.fill import Destination
+from meshwright.checkpoint.read.read_plan import assign_header_readers, merge_ranges, plan_transfers
 from tests.slow import examples
 
 BLOCKS = 12
@@ -83,7 +83,7 @@ def test_any_cut_of_an_entry_fills_any_box_of_it(data: st.DataObject) -> None:
     box = full
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         box = box.narrow(dim, offset, size)
-    destination = Destination(Entry(name, shape, start, start + len(stored)), offsets, target)
+    destination = Destination(TensorEntry(name, shape, start, start + len(stored)), offsets, target)
     cuts = sorted({0, len(stored), *(item * data.draw(st.integers(0, len(stored) // item)) for _ in range(3))})
     pieces = list(itertools.pairwise(cuts))
     for first, last in data.draw(st.permutations(pieces)):

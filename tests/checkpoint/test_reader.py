@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt
-from meshwright.checkpoint.contents import Chunk, TensorRecord
-from meshwright.checkpoint.header import TensorHeader
-from meshwright.checkpoint.reader import CheckpointReader
-from meshwright.checkpoint.shards import write_shard
-from meshwright.checkpoint.state import encode_plain
+from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord
+from meshwright.checkpoint.format.header import TensorHeader
+from meshwright.checkpoint.format.plain_files import encode_plain
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.write.attempt import Provenance, SaveAttempt, new_attempt
+from meshwright.checkpoint.write.live_state import write_tensors
 from meshwright.spec.errors import BadInput, Damaged
 from tests.checkpoint.made import save, tensors
 from tests.slow import examples
@@ -24,16 +24,14 @@ WHOLE = torch.arange(7 * 6 * 2, dtype=torch.int32).reshape(7, 6, 2)
 
 def save_grid(folder: Path, row_cuts: list[int], column_cuts: list[int]) -> Path:
     """A checkpoint of WHOLE cut into boxes, one file each: what a two-dimensional layout would write."""
-    attempt = Attempt(folder, 1, new_attempt())
+    attempt = SaveAttempt(folder, 1, new_attempt())
     attempt.create()
     files, chunks = {}, []
     cuts = itertools.product(itertools.pairwise(row_cuts), itertools.pairwise(column_cuts))
     for index, ((top, bottom), (left, right)) in enumerate(cuts):
         box, name, key = WHOLE[top:bottom, left:right], f"tensors-{index:05d}.safetensors", f"x[{top},{left}]"
-        files[name] = write_shard(
-            attempt.folder / name, [TensorHeader(key, "I32", tuple(box.shape))], lambda _, box=box: box
-        )
-        chunks.append(Chunk((top, left, 0), tuple(box.shape), name, key))
+        files[name] = write_tensors(attempt.folder / name, [TensorHeader(key, "I32", tuple(box.shape))], [box])
+        chunks.append(TensorChunk((top, left, 0), tuple(box.shape), name, key))
     contents = {"x": TensorRecord(tuple(WHOLE.shape), "I32", tuple(chunks))}
     attempt.commit(files, contents, encode_plain({}, {}), Provenance(len(files), "any"))
     return attempt.target

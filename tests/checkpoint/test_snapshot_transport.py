@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import background
-from meshwright.checkpoint import snapshot_transport as transport
-from meshwright.checkpoint.arena import ARENA, Arena, empty_memory
-from meshwright.checkpoint.file_image import FileImage
-from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.snapshot_memory import SnapshotMemory
-from meshwright.checkpoint.snapshot_record import SnapshotName, SnapshotRecord
-from meshwright.checkpoint.snapshot_source import (
+from meshwright.checkpoint.format.files import BLOCK_BYTES, FileRecord
+from meshwright.checkpoint.memory import transport
+from meshwright.checkpoint.memory.file_image import FileImage
+from meshwright.checkpoint.memory.record import SnapshotName, SnapshotRecord
+from meshwright.checkpoint.memory.snapshot_buffer import BUFFER_VARIABLE, SnapshotBuffer, empty_memory
+from meshwright.checkpoint.memory.snapshots import SnapshotMemory
+from meshwright.checkpoint.memory.source import (
     HostSource,
     RankOffer,
     ServerSource,
@@ -27,7 +25,9 @@ from meshwright.checkpoint.snapshot_source import (
     newest_complete,
     open_on_host,
 )
-from meshwright.checkpoint.snapshot_transport import Pace, SnapshotClient, SnapshotServer, TransportFailure
+from meshwright.checkpoint.memory.transport import Pace, SnapshotClient, SnapshotServer, TransportFailure
+from meshwright.checkpoint.ranks import RankGroup
+from meshwright.checkpoint.write import background
 from meshwright.connections.limits import SNAPSHOTS
 from meshwright.spec.errors import Damaged
 from meshwright.spec.job_token import TOKEN_VARIABLE
@@ -57,10 +57,10 @@ def describe(snapshot: SnapshotName) -> Callable[[FileRecord | None], bytes]:
 @contextmanager
 def host(ranks: int = 1) -> Iterator[tuple[str, list[str]]]:
     """A snapshot server in threads: its address, and the paths of its slots."""
-    arenas, slots = ([f"/proc/self/fd/{empty_memory()}" for _ in range(count)] for count in (ranks, 2 * ranks))
+    buffers, slots = ([f"/proc/self/fd/{empty_memory()}" for _ in range(count)] for count in (ranks, 2 * ranks))
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = SnapshotServer(listener, TOKEN, SnapshotMemory(arenas, slots))
+        server = SnapshotServer(listener, TOKEN, SnapshotMemory(buffers, slots))
 
         def serve() -> None:
             while not ended.is_set():
@@ -114,12 +114,12 @@ def test_memory_for_copies_is_checked_at_the_start_without_what_the_slots_alread
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(background, "available_host_memory", lambda: 10**9)
-    rank_bytes, ranks = 250 * 10**6, Ranks(None)
+    rank_bytes, ranks = 250 * 10**6, RankGroup(None)
     assert background.memory_obstacle(rank_bytes, ranks, 2) is None  # 500 of 900 MB
     obstacle = background.memory_obstacle(rank_bytes, ranks, 2, lambda: missing_copy_bytes(rank_bytes, 2))
     assert obstacle is not None
     assert obstacle.startswith(
-        "0.5 GB of arenas and 1.0 GB for a partner host's snapshots (checkpoint.partner) on a host"
+        "0.5 GB of snapshot buffers and 1.0 GB for a partner host's snapshots (checkpoint.partner) on a host"
     )
     (tmp_path / "token").touch(mode=0o600)
     (tmp_path / "token").write_text(TOKEN)
@@ -184,7 +184,7 @@ def test_a_sender_that_dies_or_whose_memory_changes_leaves_the_copies_before() -
 
 
 def test_a_copy_that_is_not_newer_or_meets_another_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.checkpoint.snapshot_memory.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("meshwright.checkpoint.memory.snapshots.BUSY_SECONDS", 0.1)
     with host() as (address, _):
         store(address, 2)
         for save in (1, 2):
@@ -197,7 +197,7 @@ def test_a_copy_that_is_not_newer_or_meets_another_one_is_refused(monkeypatch: p
 
 
 def test_a_copy_without_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.checkpoint.snapshot_memory.available_host_memory", lambda: 1 << 20)
+    monkeypatch.setattr("meshwright.checkpoint.memory.snapshots.available_host_memory", lambda: 1 << 20)
     with host() as (address, _), pytest.raises(TransportFailure, match="host memory has no space"):
         store(address, 1)
 
@@ -301,9 +301,9 @@ def test_a_copy_takes_the_time_of_its_rate(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_slot_whose_snapshot_changes_is_offered_no_more() -> None:
     with host() as (address, slots):
         store(address, 1)
-        arena = Arena.of_last_process({ARENA: slots[0]})
-        assert arena is not None
-        arena.begin_snapshot()
+        buffer = SnapshotBuffer.of_last_process({BUFFER_VARIABLE: slots[0]})
+        assert buffer is not None
+        buffer.begin_snapshot()
         assert names(address) == []
 
 
@@ -313,7 +313,7 @@ RUN = "run"
 @pytest.mark.parametrize(
     ("own", "copies", "expected"),
     [
-        ([1, 1], [[], []], [(1, 0, None), (1, 1, None)]),  # all arenas survive
+        ([1, 1], [[], []], [(1, 0, None), (1, 1, None)]),  # all snapshot buffers survive
         (
             [1, None],
             [[(1, 0), (1, 1)], []],
@@ -325,7 +325,7 @@ RUN = "run"
             [[(1, 0), (1, 1)], []],
             [(1, 0, "a"), (1, 0, "a")],
         ),  # the newest save is not complete, the one before is
-        ([None, None], [[(3, 0)], [(3, 1)]], [(3, 0, "a"), (3, 1, "b")]),  # both arenas are lost
+        ([None, None], [[(3, 0)], [(3, 1)]], [(3, 0, "a"), (3, 1, "b")]),  # both snapshot buffers are lost
         ([2, 2], [[(3, 1)], [(3, 0)]], [(3, 1, "b"), (3, 0, "a")]),
         ([2, None], [[(2, 1)], [(2, 1)]], [(2, 0, None), (2, 1, "b")]),  # its own host first
     ],

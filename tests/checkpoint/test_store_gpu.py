@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.write import live_state
 from tests.checkpoint.made import same, tensors
 
 pytestmark = pytest.mark.gpu
 
 
 def test_gpu_tensors_come_back_bit_for_bit_wherever_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 100_000)
+    monkeypatch.setattr(live_state, "WINDOW_BLOCKS", 1)  # the large tensor passes through both buffers
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     saved = {name: tensor.to(device) for name, tensor in tensors(3).items()}
-    saved |= {"large": torch.randn(700, 333, device=device), "strided": torch.randn(50, 70, device=device).t()}
+    saved |= {"large": torch.randn(3000, 3333, device=device), "strided": torch.randn(50, 70, device=device).t()}
     saved |= {
         "on.host": torch.arange(5),
         "fp8": torch.randn(64, device=device).to(torch.float8_e4m3fn).view(torch.uint8),

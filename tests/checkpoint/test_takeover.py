@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint.manifest import MANIFEST, commit_line, read_manifest, step_name
+from meshwright.checkpoint.format.manifest import MANIFEST, commit_line, read_manifest, step_name
+from meshwright.checkpoint.format.verify import newest_commit, verify
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.verify import newest_commit, verify
 from meshwright.durable.lease import LEASE, take_lease
 from meshwright.launch.folder import take_over
 from meshwright.spec.errors import BadInput

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from meshwright.checkpoint.convert import export_checkpoint, import_checkpoint, merge_adapter
-from meshwright.checkpoint.hf import import_hf
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.convert import export_checkpoint, import_checkpoint, merge_adapter
+from meshwright.checkpoint.models.hf import import_hf
+from meshwright.checkpoint.models.single_device import load_model
+from meshwright.checkpoint.models.towers import read_towers
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.towers import read_towers
 from meshwright.cli.checkpoint import app
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families.folder import folder_spec, to_whole_config

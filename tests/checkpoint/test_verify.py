@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint.files import BLOCK_BYTES
-from meshwright.checkpoint.inventory import newest_checkpoint
-from meshwright.checkpoint.manifest import COMMITTED, MANIFEST, has_commit
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.format.files import BLOCK_BYTES
+from meshwright.checkpoint.format.inventory import newest_checkpoint
+from meshwright.checkpoint.format.manifest import COMMITTED, MANIFEST, has_commit
+from meshwright.checkpoint.format.verify import list_checkpoints, verify
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.verify import list_checkpoints, verify
 from meshwright.spec.errors import BadInput, Damaged
 from tests.checkpoint.made import save
 
@@ -221,7 +221,8 @@ def test_verifying_needs_no_torch(tmp_path: Path):
     program = (
         "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
         "from pathlib import Path\n"
-        "from meshwright.checkpoint import attempt, contents, manifest, state, verify\n"
+        "from meshwright.checkpoint.format import contents, manifest, plain_files, verify\n"
+        "from meshwright.checkpoint.write import attempt\n"
         f"assert verify.verify(Path({str(path)!r})) == [] and contents.read_checkpoint(Path({str(path)!r}))"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": ":".join(sys.path)})

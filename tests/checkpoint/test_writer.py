@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint import block_file
-from meshwright.checkpoint import writer as writing
-from meshwright.checkpoint.attempt import await_writers
-from meshwright.checkpoint.manifest import read_manifest, step_name
-from meshwright.checkpoint.snapshot_record import SnapshotRecord
-from meshwright.checkpoint.writer import Discard, decode, encode
+from meshwright.checkpoint.format.manifest import read_manifest, step_name
+from meshwright.checkpoint.memory.record import SnapshotRecord
+from meshwright.checkpoint.write import file_writer
+from meshwright.checkpoint.write import writer as writing
+from meshwright.checkpoint.write.attempt import await_writers
+from meshwright.checkpoint.write.writer import Discard, decode, encode
 from meshwright.launch.folder import take_over
 from tests.checkpoint.crash import CALLS, intercept_calls
 from tests.checkpoint.toy import newest
@@ -79,20 +79,20 @@ def test_writers_of_several_ranks_meet_in_the_folder(tmp_path: Path) -> None:
 
 
 def records(writers: Writers) -> list[SnapshotRecord]:
-    found = [SnapshotRecord.decode(arena.read_record() or b"") for arena in writers.arenas]
+    found = [SnapshotRecord.decode(buffer.read_record() or b"") for buffer in writers.buffers]
     return [record for record in found if record is not None]
 
 
-def test_a_record_describes_the_replica_in_the_arena_unless_its_memory_changed(tmp_path: Path) -> None:
+def test_a_record_describes_the_replica_in_the_buffer_unless_its_memory_changed(tmp_path: Path) -> None:
     writers = new_writers(tmp_path, 2, replicas=(1, 0))
     assert writers.save(5)["event"] == "committed" and newest(tmp_path) == 5
     both = records(writers)
     assert both[0].state and both[0].contents and not both[1].contents
     for own, other in zip(both, reversed(both), strict=True):
         assert own.replica is not None and own.replica.file is not None and other.file is not None
-        assert own.replica == replace(other, file=replace(other.file, digest=""), replica=None)
+        assert own.replica == replace(other, replica=None)
     save = writers.stage(6)
-    writers.arenas[0].data[writers.arenas[0].size - 1] ^= 1
+    writers.buffers[0].data[writers.buffers[0].size - 1] ^= 1
     assert writers.carry_out(save)["event"] == "committed", "storage gets the rank's own part"
     assert [record.replica is None for record in records(writers)] == [True, False]
 
@@ -101,7 +101,7 @@ def test_a_rank_that_fails_ends_the_save_for_all(tmp_path: Path) -> None:
     writers = new_writers(tmp_path, 3)
     writers.save(1)
     save = writers.stage(2)
-    writers.arenas[2].begin_snapshot()  # as if this rank's writer had been stopped and the next snapshot had begun
+    writers.buffers[2].begin_snapshot()  # as if this rank's writer had been stopped and the next snapshot had begun
     assert writers.carry_out(save) == {
         "event": "failed",
         "step": 2,
@@ -111,7 +111,7 @@ def test_a_rank_that_fails_ends_the_save_for_all(tmp_path: Path) -> None:
     }
     reply = writers.replies[2].last("failed")
     assert reply is not None and "the snapshot of step 2 is no longer in host memory" in reply["message"]
-    writers.arenas[2].complete_snapshot()
+    writers.buffers[2].complete_snapshot()
     assert names(tmp_path) == {step_name(1)} and newest(tmp_path) == 1
 
 
@@ -156,7 +156,7 @@ def test_commands_are_equal_after_encoding_and_decoding(tmp_path: Path) -> None:
 
 
 def test_the_writer_imports_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None\nimport meshwright.checkpoint.writer, meshwright.checkpoint.writer_process"
+    code = "import sys; sys.modules['torch'] = None\nimport meshwright.checkpoint.write.writer, meshwright.checkpoint.write.writer_process"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
 
@@ -166,14 +166,14 @@ def test_a_start_waits_for_a_writer_that_outlived_its_job(tmp_path: Path, monkey
     writers = new_writers(tmp_path, keep=5)
     writers.save(1)
     inside, go_on = threading.Event(), threading.Event()
-    real = writing.write_blocks
+    real = writing.write_file
 
-    def slowly(*arguments: Any) -> Any:
+    def slowly(*arguments: Any, **options: Any) -> Any:
         inside.set()
         assert go_on.wait(60)
-        return real(*arguments)
+        return real(*arguments, **options)
 
-    monkeypatch.setattr(writing, "write_blocks", slowly)
+    monkeypatch.setattr(writing, "write_file", slowly)
     saving = threading.Thread(target=writers.save, args=(2,))
     saving.start()
     assert inside.wait(60)
@@ -205,26 +205,28 @@ def test_host_memory_that_changes_while_it_is_written_is_never_loaded(
     """The digest is of what was staged; what is on the disk differs, so the step before is loaded."""
     writers = new_writers(tmp_path, ranks, keep=5)
     writers.save(1)
-    real = block_file._write_at
+    real = file_writer._write_at
 
     def corrupted(descriptor: int, piece: memoryview, offset: int) -> int:
         return real(descriptor, memoryview(bytes([piece[0] ^ 1]) + bytes(piece[1:])), offset)
 
-    monkeypatch.setattr(block_file, "_write_at", corrupted)
+    monkeypatch.setattr(file_writer, "_write_at", corrupted)
     assert writers.save(2)["event"] == "committed" and newest(tmp_path) == 1
 
 
 @pytest.mark.parametrize("byte", range(8))
-def test_an_arena_whose_header_is_corrupted_before_it_is_written_costs_that_save(tmp_path: Path, byte: int) -> None:
+def test_a_snapshot_buffer_whose_header_is_corrupted_before_it_is_written_costs_that_save(
+    tmp_path: Path, byte: int
+) -> None:
     """The writer finds another generation than the save names; the next snapshot sets a new one."""
     writers = new_writers(tmp_path, 2, keep=5)
     writers.save(1)
     save = writers.stage(2)
-    writers.arenas[byte % 2].memory[byte] ^= 0x10
+    writers.buffers[byte % 2].memory[byte] ^= 0x10
     reply = writers.carry_out(save)
     assert reply["event"] == "failed" and reply["step"] == 2
     assert newest(tmp_path) == 1
-    writers.arenas[byte % 2].memory[byte] ^= 0x10
+    writers.buffers[byte % 2].memory[byte] ^= 0x10
     assert writers.save(3)["event"] == "committed" and newest(tmp_path) == 3
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.background import BackgroundSaver, RankState, SaveResult
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.state import encode_plain
+from meshwright.checkpoint.format.plain_files import encode_plain
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.write.background import BackgroundSaver, LiveState, SaveResult
 from meshwright.launch.folder import take_over
 from meshwright.spec.run import Lease
 from meshwright.state.parts import StateParts
@@ -35,9 +35,16 @@ class ToyRank:
             for name, shape in SIZES.items()
         }
         parts = {name: StateParts.of_whole(name, tensor) for name, tensor in self.tensors.items()}
-        state = RankState(parts, GROUPS, {name: name.rpartition(".")[2] for name in parts})
+        state = LiveState(parts, GROUPS, {name: name.rpartition(".")[2] for name in parts})
         self.saver = BackgroundSaver(
-            self.checkpoints, Ranks(None), state, torch.device("cpu"), lease=lease, keep=keep, local_ranks=1, **limits
+            self.checkpoints,
+            RankGroup(None),
+            state,
+            torch.device("cpu"),
+            lease=lease,
+            keep=keep,
+            local_ranks=1,
+            **limits,
         )
 
     def update(self, step: int) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.arena import Arena
-from meshwright.checkpoint.contents import Chunk, TensorRecord
-from meshwright.checkpoint.header import TensorHeader
-from meshwright.checkpoint.source_checksum import host_checksum
-from meshwright.checkpoint.state import encode_plain
-from meshwright.checkpoint.writer import Save, Setup, Writer, encoded_contents
+from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord, plain_contents
+from meshwright.checkpoint.format.header import TensorHeader
+from meshwright.checkpoint.format.plain_files import encode_plain
+from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer
+from meshwright.checkpoint.write.source_checksum import host_checksum
+from meshwright.checkpoint.write.writer import Save, Writer, WriterSetup
 from meshwright.spec.run import Lease
 from tests.checkpoint.toy import SIZES, value
 
@@ -38,7 +38,7 @@ class Replies:
 class Writers:
     """One writer a rank, under a lease of `run`. Rank r writes every tensor whose number is r modulo `ranks`.
 
-    With `replicas` the arena of rank r also has what rank `replicas[r]` writes.
+    With `replicas` the snapshot buffer of rank r also has what rank `replicas[r]` writes.
     """
 
     def __init__(
@@ -62,26 +62,26 @@ class Writers:
             header.key: TensorRecord(
                 header.shape,
                 "F32",
-                (Chunk((0,) * len(header.shape), header.shape, f"tensors-{rank:05d}.safetensors", header.key),),
+                (TensorChunk((0,) * len(header.shape), header.shape, f"tensors-{rank:05d}.safetensors", header.key),),
             )
             for rank, rank_headers in enumerate(headers)
             for header in rank_headers
         }
         self.checksums: list[list[list[int]]] = []
         """Of each rank's tensors, as staged last."""
-        self.arenas = [Arena.create(sum(header.bytes for header in rank_headers)) for rank_headers in staged]
-        self.writers = [Writer(arena, reply) for arena, reply in zip(self.arenas, self.replies, strict=True)]
+        self.buffers = [SnapshotBuffer.create(sum(header.bytes for header in rank_headers)) for rank_headers in staged]
+        self.writers = [Writer(buffer, reply) for buffer, reply in zip(self.buffers, self.replies, strict=True)]
         entries = [
             [[header.key, header.dtype, list(header.shape)] for header in rank_headers] for rank_headers in headers
         ]
         for rank, writer in enumerate(self.writers):
             replica = replicas[rank] if replicas else None
-            setup = Setup(
+            setup = WriterSetup(
                 str(run / "checkpoints"),
                 rank,
                 ranks,
                 entries[rank],
-                encoded_contents(contents) if 0 in (rank, replica) else {},
+                plain_contents(contents) if 0 in (rank, replica) else {},
                 asdict(lease),
                 keep,
                 1,
@@ -94,19 +94,19 @@ class Writers:
             writer.do(setup)
 
     def stage(self, step: int) -> Save:
-        """Bring the values of `step` into the arenas; returns the command that saves them."""
+        """Bring the values of `step` into the snapshot buffers; returns the command that saves them."""
         self.saves += 1
         self.checksums = []
-        for arena, names in zip(self.arenas, self.names, strict=True):
-            arena.begin_snapshot()
+        for buffer, names in zip(self.buffers, self.names, strict=True):
+            buffer.begin_snapshot()
             tensors = [value(name, step, torch.Size(SIZES[name.rpartition(".")[2]])).view(-1) for name in names]
             data = torch.cat(tensors).view(torch.uint8).numpy().tobytes()
-            arena.data[: len(data)] = data
+            buffer.data[: len(data)] = data
             self.checksums.append([list(host_checksum(tensor.view(torch.uint8))) for tensor in tensors])
-            arena.complete_snapshot()
+            buffer.complete_snapshot()
         texts = {name: text.decode() for name, text in encode_plain({"step": step}, {}).items()}
         return Save(
-            step, f"{self.lease.epoch}-{self.saves:08x}", self.arenas[0].generation, 0.0, finite=True, plain=texts
+            step, f"{self.lease.epoch}-{self.saves:08x}", self.buffers[0].generation, 0.0, finite=True, plain=texts
         )
 
     def save(self, step: int) -> dict[str, Any]:
@@ -129,9 +129,9 @@ class Writers:
         return replies[-1]
 
     def close(self) -> None:
-        """Free the arenas; no writer may work any more."""
-        for arena in self.arenas:
-            arena.close()
+        """Free the snapshot buffers; no writer may work any more."""
+        for buffer in self.buffers:
+            buffer.close()
 
     def do(self, rank: int, save: Save) -> None:
         """Have one rank's writer carry out its part of a save of what is staged."""

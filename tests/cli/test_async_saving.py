@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from meshwright.checkpoint.staging import StagingBuffer
-from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.checkpoint.format.verify import list_checkpoints
+from meshwright.checkpoint.write.staging import PinnedSnapshotBuffer
 from tests.cli.command import train_here
 from tests.cli.conftest import ONE_RANK
 
@@ -27,13 +27,13 @@ def test_checkpoints_are_written_beside_training(tiny: Path, tmp_path: Path) -> 
 
 def test_training_waits_where_host_memory_does_not_hold_a_snapshot(tiny: Path, tmp_path: Path) -> None:
     with (
-        mock.patch("meshwright.checkpoint.background.available_host_memory", lambda: 1000),
+        mock.patch("meshwright.checkpoint.write.background.available_host_memory", lambda: 1000),
         mock.patch("meshwright.training.saving.ASYNC_BYTES", 0),
     ):
         answer = train_here(tiny, *WORDS, "checkpoint.mode=auto", "--runs", tmp_path)
         refused = train_here(tiny, *WORDS, "name=refused", "--runs", tmp_path)
     assert answer.code == 0 and steps(tmp_path / "tiny") == [3, 6]
-    reason = "0.0 GB of arenas on a host with 0.0 GB of memory left"
+    reason = "0.0 GB of snapshot buffers on a host with 0.0 GB of memory left"
     assert (
         f"checkpoints are written while training waits: {reason}" in answer.out and "beside training" not in answer.out
     )
@@ -42,10 +42,13 @@ def test_training_waits_where_host_memory_does_not_hold_a_snapshot(tiny: Path, t
     )
 
 
-def test_training_waits_where_the_arena_cannot_be_made(tiny: Path, tmp_path: Path) -> None:
+def test_training_waits_where_the_buffer_cannot_be_made(tiny: Path, tmp_path: Path) -> None:
     """The first save finds out, on all ranks."""
     with (
-        mock.patch("meshwright.checkpoint.arena.empty_memory", side_effect=OSError(28, "No space left on device")),
+        mock.patch(
+            "meshwright.checkpoint.memory.snapshot_buffer.empty_memory",
+            side_effect=OSError(28, "No space left on device"),
+        ),
         mock.patch("meshwright.training.saving.ASYNC_BYTES", 0),
     ):
         answer = train_here(tiny, *WORDS, "checkpoint.mode=auto", "--runs", tmp_path)
@@ -55,17 +58,17 @@ def test_training_waits_where_the_arena_cannot_be_made(tiny: Path, tmp_path: Pat
     assert refused.code == 3 and "No space left on device" in refused.err and not steps(tmp_path / "refused")
 
 
-def test_a_save_that_is_due_before_the_arena_is_ready_begins_later(tiny: Path, tmp_path: Path) -> None:
+def test_a_save_that_is_due_before_the_buffer_is_ready_begins_later(tiny: Path, tmp_path: Path) -> None:
     """No step waits for the preparation; the last one does."""
-    prepare = StagingBuffer.prepare
+    prepare = PinnedSnapshotBuffer.prepare
 
-    def slowly(buffer: StagingBuffer) -> None:
+    def slowly(buffer: PinnedSnapshotBuffer) -> None:
         time.sleep(0.5)
         prepare(buffer)
 
     with (
-        mock.patch.object(StagingBuffer, "prepare", slowly),
-        mock.patch("meshwright.checkpoint.background.ASYNC_BYTES", 0),
+        mock.patch.object(PinnedSnapshotBuffer, "prepare", slowly),
+        mock.patch("meshwright.checkpoint.write.background.ASYNC_BYTES", 0),
     ):
         answer = train_here(
             tiny, *WORDS, "train.steps=120", "checkpoint.every=50", "checkpoint.keep=9", "--runs", tmp_path

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.cli.chat import Conversation, _first_interrupt, read_line
 from meshwright.cli.chat_prompts import ChatPrompts, messages_of
 from meshwright.serve.engine import Engine

@@ -10,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.inventory import FIRST_COMMIT, describe_continuation, take_inventory
-from meshwright.checkpoint.manifest import step_name
-from meshwright.checkpoint.mirror import COPIED, INDEX, describe_copies, fetch_newest, read_index, upload_checkpoint
-from meshwright.checkpoint.object_store import ObjectStore
+from meshwright.checkpoint.format.inventory import FIRST_COMMIT, describe_continuation, take_inventory
+from meshwright.checkpoint.format.manifest import step_name
+from meshwright.checkpoint.mirror.copies import (
+    COPIED,
+    INDEX,
+    describe_copies,
+    fetch_newest,
+    read_index,
+    upload_checkpoint,
+)
+from meshwright.checkpoint.mirror.store import MirrorStore
 from meshwright.cli.incidents import incident_lines
 from meshwright.config.load import load_cluster, load_plan, load_resolved
 from meshwright.data.text_format import recorded_text_format
@@ -97,7 +104,7 @@ def files_of_a_run(run: Path) -> list[Case]:
 
 def files_of_a_mirror(run: Path) -> list[Case]:
     mirror = f"file://{run.parent / 'mirror'}"
-    store = ObjectStore(f"{mirror}/{run.name}", patience=0.0)
+    store = MirrorStore(f"{mirror}/{run.name}", patience=0.0)
     upload_checkpoint(store, run / "checkpoints" / step_name(6), keep=2)
 
     def read() -> None:

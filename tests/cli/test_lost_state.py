@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import meshwright as api
-from meshwright.checkpoint.manifest import COMMITTED, FORMAT
+from meshwright.checkpoint.format.manifest import COMMITTED, FORMAT
 from meshwright.config.load import load_run
 from meshwright.durable.writes import publish_folder
 from tests.cli.command import meshwright, train_here
@@ -111,7 +111,7 @@ def test_lines_of_the_metrics_are_durable_before_the_checkpoint_of_their_steps(
         publish_folder(partial, path, displaced)
 
     monkeypatch.setattr("meshwright.observe.metrics.sync_open_file", sync)
-    monkeypatch.setattr("meshwright.checkpoint.attempt.publish_folder", publish)
+    monkeypatch.setattr("meshwright.checkpoint.write.attempt.publish_folder", publish)
     answer = train_here(tiny, ONE_RANK, "checkpoint.every=3", "checkpoint.mode=sync", "--runs", tmp_path)
     assert answer.code == 0 and committed == {3: 3, 6: 6}, answer.err
 

@@ -32,7 +32,7 @@ def test_json_answers_every_row(tmp_path: Path) -> None:
     error = abs(first["predicted_step_seconds"] / 3.0 - 1)
     assert summary["median_error"] == summary["median_of_sources"] == summary["worst_source"]["worst_error"] == error
     (run_class,) = summary["classes"]
-    assert run_class["class"] == first["class"] == "one host, dense, unmeasured software, measured generation"
+    assert run_class["class"] == first["class"] == "one host, dense, unknown software, measured generation"
     assert (
         run_class["inside_band"]
         == summary["inside_band"]

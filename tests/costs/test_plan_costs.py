@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.bands import RunClass
+from meshwright.costs.bands import Known, RunClass
 from meshwright.costs.bands import band_of as class_band
 from meshwright.costs.collective_costs import rank_group
 from meshwright.costs.compute import QUERY_BLOCK_KEYS, layer_times
@@ -273,7 +273,8 @@ def test_the_band_is_narrow_only_for_plans_similar_to_own_runs() -> None:
     assert band_of(replace(NODE, emulate_nodes=2), {"pipeline": 2, "shard": 4}) == band_of(NODE, {"shard": 8})
 
     def of_class(*, several_hosts: bool, measured_software: bool) -> tuple[float, float]:
-        run_class = RunClass(several_hosts, False, measured_generation=True, measured_software=measured_software)
+        known: Known = "measured" if measured_software else "related"
+        run_class = RunClass(several_hosts, False, measured_generation=True, software=known)
         low, high = class_band(run_class, table()["bands"])
         return float(np.exp(low)), float(np.exp(high))
 

@@ -7,11 +7,11 @@ import re
 import pytest
 
 from meshwright.costs.constants import constants, table
-from meshwright.costs.software import OTHER, SOFTWARE, Software, parent_of, software_named, software_of
+from meshwright.costs.software import OTHER, SOFTWARE, TrainingSoftware, parent_of, software_named, software_of
 
 
 @pytest.mark.parametrize("software", SOFTWARE, ids=lambda software: software.name)
-def test_constants_of_each_software_exist_or_are_its_parents(software: Software) -> None:
+def test_constants_of_each_software_exist_or_are_its_parents(software: TrainingSoftware) -> None:
     stacks = table()["stacks"]
     assert software.constants in stacks or software.parent in stacks or software is software_named("maxtext")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt
-from meshwright.checkpoint.state import encode_plain
+from meshwright.checkpoint.format.plain_files import encode_plain
+from meshwright.checkpoint.format.verify import verify as verify_checkpoint
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.verify import verify as verify_checkpoint
+from meshwright.checkpoint.write.attempt import Provenance, SaveAttempt, new_attempt
 from meshwright.config.load import load_run
 from meshwright.data.chat import read_chat_files
 from meshwright.data.manifest import verify
@@ -91,7 +91,7 @@ def run_folder(folder: Path) -> list[Case]:
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True)
     lease = take_lease(folder)
-    attempt = Attempt(checkpoints, 1, new_attempt(lease), lease)
+    attempt = SaveAttempt(checkpoints, 1, new_attempt(lease), lease)
     attempt.create()
     attempt.commit({}, {}, encode_plain({"step": 1, "samples": 4}, {"config.yaml": "name: a\n"}), Provenance(1, "any"))
     cases: list[Case] = [

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 import meshwright
-from meshwright.checkpoint.convert import export_checkpoint
+from meshwright.checkpoint.models.convert import export_checkpoint
 from meshwright.cli.evaluate import _evaluate
 from meshwright.cli.generate import sample
 from meshwright.data.indexed import IndexedFile

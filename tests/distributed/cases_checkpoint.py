@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from meshwright.checkpoint.block_exchange import DeviceExchange, HostExchange
-from meshwright.checkpoint.reader import CheckpointReader
-from meshwright.checkpoint.storage import PiecePlanner
+from meshwright.checkpoint.read.block_exchange import DeviceExchange, HostExchange
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.write import layout as layouts
 from meshwright.parallel.world import World, world_group
 from meshwright.spec.errors import MeshwrightError
 from tests.checkpoint.reads import counted_reads
@@ -128,7 +128,7 @@ def failing_save(
     """A save in which one rank meets `failure` as it writes, or as it lists its tensors: the error every rank raises."""
     store = CheckpointStore(Path(folder), group=world.control)
     tensors = local_pieces("rows2", values(2))
-    owner, name = (PiecePlanner, "create_local_plan") if planning else (os, "write")
+    owner, name = (layouts, "_describe") if planning else (os, "pwrite")
     with patch.object(owner, name, side_effect=failure) if world.rank == rank else nullcontext():
         try:
             store.save(2, tensors, {"seed": 2}, {})

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from meshwright.checkpoint.manifest import step_of
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.format.manifest import step_of
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.optim.shards import local
 from meshwright.parallel.world import World
@@ -233,17 +233,17 @@ BREAKAGES: dict[str, Callable[[int, dict[str, torch.Tensor]], None]] = {
 
 def failing_save(world: World, folder: str) -> str:
     """A save in which the disk of the last stage's last rank is full."""
-    tensors, real = shard_over_stage(world, "pipeline2_shard2", values(2)), os.write
+    tensors, real = shard_over_stage(world, "pipeline2_shard2", values(2)), os.pwrite
 
-    def refuse(descriptor: int, data: Any) -> int:
+    def refuse(descriptor: int, data: Any, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if world.rank == world.ranks - 1:
-        os.write = refuse
+        os.pwrite = refuse
     try:
         return _error(lambda: CheckpointStore(Path(folder), group=world.control).save(2, tensors, {}, {}))
     finally:
-        os.write = real
+        os.pwrite = real
 
 
 def load_other_names(world: World, path: str, rank: int, missing_name: str | None, omitted_name: str | None) -> str:

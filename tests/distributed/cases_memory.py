@@ -1,4 +1,4 @@
-"""Cases of the memory tier: ranks train with arenas that outlive them, and start again in the same process."""
+"""Cases of the memory tier: ranks train with snapshot buffers that outlive them, and start again in the same process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from unittest import mock
 
 import torch
 
-from meshwright.checkpoint.arena import ARENA, Arena, empty_memory
-from meshwright.checkpoint.inventory import FIRST_COMMIT
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.shards import ShardFile
-from meshwright.checkpoint.snapshot_memory import SnapshotMemory, open_snapshot
-from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE, SnapshotServer
+from meshwright.checkpoint.format.header import read_entries
+from meshwright.checkpoint.format.inventory import FIRST_COMMIT
+from meshwright.checkpoint.memory.snapshot_buffer import BUFFER_VARIABLE, SnapshotBuffer, empty_memory
+from meshwright.checkpoint.memory.snapshots import SnapshotMemory, open_snapshot
+from meshwright.checkpoint.memory.transport import SERVER_VARIABLE, SnapshotServer
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.observe.metrics import MetricsWriter
 from meshwright.parallel.world import World
 from meshwright.spec.job_token import TOKEN_VARIABLE
@@ -39,7 +39,7 @@ TOKEN = "0123456789abcdef"
 
 
 def nothing(world: World, session: Session) -> None:
-    """The arenas stay as they are."""
+    """The snapshot buffers stay as they are."""
 
 
 def delete_checkpoints(world: World, session: Session) -> None:
@@ -52,30 +52,30 @@ def delete_checkpoints(world: World, session: Session) -> None:
 
 
 def corrupt_byte(world: World, session: Session) -> None:
-    """One byte of the last rank's arena changes."""
+    """One byte of the last rank's snapshot buffer changes."""
     if world.rank == world.ranks - 1:
-        arena = _arena()
-        arena.data[arena.size // 2] ^= 4
+        buffer = _buffer()
+        buffer.data[buffer.size // 2] ^= 4
 
 
 def corrupt_record(world: World, session: Session) -> None:
     """One byte of the last rank's record changes."""
     if world.rank == world.ranks - 1:
-        arena = _arena()
-        offset = os.fstat(arena.descriptor).st_size - 9
-        os.pwrite(arena.descriptor, bytes([os.pread(arena.descriptor, 1, offset)[0] ^ 1]), offset)
+        buffer = _buffer()
+        offset = os.fstat(buffer.descriptor).st_size - 9
+        os.pwrite(buffer.descriptor, bytes([os.pread(buffer.descriptor, 1, offset)[0] ^ 1]), offset)
 
 
 def begin_next_snapshot(world: World, session: Session) -> None:
     """One rank has begun to copy the next snapshot."""
     if world.rank == 0:
-        _arena().begin_snapshot()
+        _buffer().begin_snapshot()
 
 
-def lose_arena(world: World, session: Session) -> None:
+def lose_buffer(world: World, session: Session) -> None:
     """The last rank's host was replaced."""
     if world.rank == world.ranks - 1:
-        os.environ[ARENA] = f"/proc/self/fd/{empty_memory()}"
+        os.environ[BUFFER_VARIABLE] = f"/proc/self/fd/{empty_memory()}"
 
 
 def corrupt_and_delete(world: World, session: Session) -> None:
@@ -83,32 +83,32 @@ def corrupt_and_delete(world: World, session: Session) -> None:
     delete_checkpoints(world, session)
 
 
-def exchange_arenas(world: World, session: Session) -> None:
-    """Hosts change places: each rank finds the arena of the next one."""
-    ranks, path = Ranks(world.control), os.environ[ARENA].replace("self", str(os.getpid()))
+def exchange_buffers(world: World, session: Session) -> None:
+    """Hosts change places: each rank finds the snapshot buffer of the next one."""
+    ranks, path = RankGroup(world.control), os.environ[BUFFER_VARIABLE].replace("self", str(os.getpid()))
     paths = ranks.run_on_all("exchanging", lambda: path)
-    os.environ[ARENA] = paths[(world.rank + 1) % world.ranks]
+    os.environ[BUFFER_VARIABLE] = paths[(world.rank + 1) % world.ranks]
     delete_checkpoints(world, session)
 
 
-def _arena() -> Arena:
-    arena = Arena.of_last_process()
-    assert arena is not None
-    return arena
+def _buffer() -> SnapshotBuffer:
+    buffer = SnapshotBuffer.of_last_process()
+    assert buffer is not None
+    return buffer
 
 
 def restarted(world: World, assignment: Assignment, starts: Sequence[tuple[Change, int | None]]) -> list[Start]:
     """Train once; of each (change, newest step to resume from), start from what the run left, after the change.
 
-    Each start has copies of the arenas and of the checkpoints.
+    Each start has copies of the snapshot buffers and of the checkpoints.
     """
-    with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{empty_memory()}"}):
+    with mock.patch.dict(os.environ, {BUFFER_VARIABLE: f"/proc/self/fd/{empty_memory()}"}):
         session = open_session(assignment, world)
         initial = {name: parts.read().clone() for name, parts in session.state().items()}
         _train(session)
         trained = {name: parts.read().clone() for name, parts in session.state().items()}
-        Ranks(world.control).run_on_all("training", lambda: None)
-        memory = Path(os.environ[ARENA]).read_bytes()
+        RankGroup(world.control).run_on_all("training", lambda: None)
+        memory = Path(os.environ[BUFFER_VARIABLE]).read_bytes()
     if world.leads:
         (session.folder / "checkpoints").rename(session.folder.parent / "stored")
     results: list[Start] = []
@@ -122,12 +122,12 @@ def restarted(world: World, assignment: Assignment, starts: Sequence[tuple[Chang
 
 def _start_after(change: Change, world: World, session: Session, memory: bytes, assignment: Assignment) -> Session:
     """The start of `assignment` after a `change` to copies of this rank's `memory` and of the stored checkpoints."""
-    ranks, descriptor = Ranks(world.control), empty_memory()
+    ranks, descriptor = RankGroup(world.control), empty_memory()
     os.write(descriptor, memory)
     if world.leads:
         shutil.rmtree(session.folder / "checkpoints", ignore_errors=True)
         shutil.copytree(session.folder.parent / "stored", session.folder / "checkpoints")
-    with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{descriptor}"}):
+    with mock.patch.dict(os.environ, {BUFFER_VARIABLE: f"/proc/self/fd/{descriptor}"}):
         ranks.run_on_all("copying", lambda: None)
         change(world, session)
         ranks.run_on_all("changing", lambda: None)
@@ -141,12 +141,12 @@ class Host:
     """One rank as a host: the memory that its agent keeps, and its snapshot server, in a thread."""
 
     def __init__(self) -> None:
-        self.arena = f"/proc/self/fd/{empty_memory()}"
+        self.buffer = f"/proc/self/fd/{empty_memory()}"
         self.slots = [f"/proc/self/fd/{empty_memory()}" for _ in range(2)]
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         pid = os.getpid()
-        paths = [path.replace("self", str(pid)) for path in (self.arena, *self.slots)]
+        paths = [path.replace("self", str(pid)) for path in (self.buffer, *self.slots)]
         server = SnapshotServer(self.listener, TOKEN, SnapshotMemory(paths[:1], paths[1:]))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(server,))
@@ -157,12 +157,12 @@ class Host:
             server.serve(0.05)
 
     def environment(self, token: Path) -> dict[str, str]:
-        return {ARENA: self.arena, SERVER_VARIABLE: self.address, TOKEN_VARIABLE: str(token)}
+        return {BUFFER_VARIABLE: self.buffer, SERVER_VARIABLE: self.address, TOKEN_VARIABLE: str(token)}
 
-    def slot_arena(self) -> Arena:
+    def slot_buffer(self) -> SnapshotBuffer:
         """The slot that has a copy."""
         snapshot = next(filter(None, map(open_snapshot, self.slots)))
-        return snapshot.arena
+        return snapshot.buffer
 
     def close(self) -> None:
         self._ended.set()
@@ -180,7 +180,7 @@ def keep_hosts(world: World, host: Host) -> None:
 def corrupt_copy(world: World, host: Host) -> None:
     """One byte of the copy on the first host changes."""
     if world.rank == 0:
-        data = host.slot_arena().data
+        data = host.slot_buffer().data
         data[len(data) // 2] ^= 4
 
 
@@ -195,7 +195,7 @@ def after_lost_host(world: World, assignment: Assignment, token: Path, change: H
 
     `equal` tells whether the state is what storage has. Before the start `change` is made and storage is emptied.
     """
-    ranks, hosts = Ranks(world.control), [Host()]
+    ranks, hosts = RankGroup(world.control), [Host()]
     try:
         with (
             mock.patch.dict(os.environ, hosts[0].environment(token)),
@@ -229,7 +229,7 @@ def after_lost_replica(world: World, assignment: Assignment, lost: int) -> tuple
 
     No server can take a copy. `equal` tells whether the state is the trained one; in storage each byte was once.
     """
-    ranks, memory = Ranks(world.control), {ARENA: f"/proc/self/fd/{empty_memory()}"}
+    ranks, memory = RankGroup(world.control), {BUFFER_VARIABLE: f"/proc/self/fd/{empty_memory()}"}
     with mock.patch.dict(os.environ, memory):
         session = open_session(assignment, world)
         with mock.patch.dict(os.environ, {SERVER_VARIABLE: "127.0.0.1:1"}):
@@ -237,15 +237,15 @@ def after_lost_replica(world: World, assignment: Assignment, lost: int) -> tuple
         trained = {name: parts.read().clone() for name, parts in session.state().items()}
         sizes = ranks.run_on_all("training", lambda: sum(parts.local.nbytes for parts in session.state().values()))
         files = list((session.folder / "checkpoints" / "step-00000008").glob("*.safetensors"))
-        stored = sum(entry.end - entry.start for path in files for entry in ShardFile(path).entries.values())
+        stored = sum(entry.end - entry.start for path in files for entry in read_entries(path).values())
         assert (len(files), stored) == (world.ranks, sum(sizes) // 2)
-        arena = _arena()
-        assert arena.size == sizes[world.rank], "the rank's part and its replica's are the whole shard"
-        arena.close()
+        buffer = _buffer()
+        assert buffer.size == sizes[world.rank], "the rank's part and its replica's are the whole shard"
+        buffer.close()
         ranks.run_on_all("reading", lambda: None)
         delete_checkpoints(world, session)
     if world.rank // 2 == lost:
-        memory[ARENA] = f"/proc/self/fd/{empty_memory()}"
+        memory[BUFFER_VARIABLE] = f"/proc/self/fd/{empty_memory()}"
     ranks.run_on_all("changing", lambda: None)
     with mock.patch.dict(os.environ, memory):
         session = open_session(_resume_assignment(assignment, None), world)
@@ -275,15 +275,15 @@ def _resume_assignment(assignment: Assignment, at_most: int | None) -> Assignmen
 
 
 def resumed_losses(world: World, assignment: Assignment) -> list[tuple[Any, ...]]:
-    """(tier, step) of a second start in the same arenas, after which it trains to its end and saves there."""
-    with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{empty_memory()}"}):
+    """(tier, step) of a second start in the same snapshot buffers, after which it trains to its end and saves there."""
+    with mock.patch.dict(os.environ, {BUFFER_VARIABLE: f"/proc/self/fd/{empty_memory()}"}):
         shorter_run = replace(assignment, run=replace(assignment.run, train=replace(assignment.run.train, steps=4)))
         _train(open_session(shorter_run, world))
-        Ranks(world.control).run_on_all("training", lambda: None)
+        RankGroup(world.control).run_on_all("training", lambda: None)
         session = open_session(_resume_assignment(assignment, None), world)
         begins = session.resumed_from, session.step
         _train(session)
-        Ranks(world.control).run_on_all("training", lambda: None)
+        RankGroup(world.control).run_on_all("training", lambda: None)
         session = open_session(_resume_assignment(assignment, None), world)
         return [begins, (session.resumed_from, session.step)]
 

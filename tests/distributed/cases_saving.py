@@ -35,10 +35,10 @@ def full_for_metrics(session: Session) -> None:
 def full(session: Session) -> None:
     """The disk is full."""
     full_for_metrics(session)
-    os.write = _refuse
+    os.pwrite = _refuse
 
 
-def _refuse(descriptor: int, data: Any) -> int:
+def _refuse(descriptor: int, data: Any, offset: int) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -68,13 +68,13 @@ def disturbed(
         return play(*arguments)
 
     session.engine.executor.play = play_on
-    write, append = os.write, MetricsWriter._append
+    write, append = os.pwrite, MetricsWriter._append
     try:
         _train(session)
     except MeshwrightError as error:
         return session.step, type(error).__name__, error.exit_code, str(error)
     finally:
-        os.write, MetricsWriter._append = write, append
+        os.pwrite, MetricsWriter._append = write, append
     return session.step, "nothing", 0, ""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.stored_model import StoredModel
+from meshwright.checkpoint.models.stored_model import StoredModel
 from meshwright.parallel.world import World
 from meshwright.serve.engine import Engine
 from meshwright.serve.expert_group import ExpertEngine

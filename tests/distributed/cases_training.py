@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.manifest import CONTENTS
+from meshwright.checkpoint.format.manifest import CONTENTS
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.models.decoder import Decoder
 from meshwright.observe.metrics import MetricsWriter
@@ -128,8 +128,8 @@ def opened(world: World, assignment: Assignment) -> tuple[int, dict[str, torch.T
 
 def initial(world: World, assignment: Assignment) -> tuple[Seen, list[tuple[str, int, int]]]:
     """Run with initial weights from a folder; returns the results and (tensor, first row, last row) of each read of this rank."""
-    from meshwright.checkpoint.hf import HFReader
-    from meshwright.checkpoint.reader import CheckpointReader
+    from meshwright.checkpoint.models.hf import HFReader
+    from meshwright.checkpoint.read.reader import CheckpointReader
 
     read: list[tuple[str, int, int]] = []
     originals = {reader_class: reader_class.read_rows for reader_class in (HFReader, CheckpointReader)}

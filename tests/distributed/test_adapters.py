@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.convert import export_adapter, export_checkpoint, merge_adapter
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.convert import export_adapter, export_checkpoint, merge_adapter
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.config.load import load_resolved
 from meshwright.data.loader import open_data
 from meshwright.spec.errors import BadInput

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.checkpoint.format.verify import list_checkpoints
 from meshwright.observe.metrics import read_metrics
 from tests.distributed.pool import Pool
 from tests.distributed.test_training import merge_tensors, same_bits, steps_on_disk, trained

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.contents import read_checkpoint
-from meshwright.checkpoint.files import BLOCK_BYTES
+from meshwright.checkpoint.format.contents import read_checkpoint
+from meshwright.checkpoint.format.files import BLOCK_BYTES
 from tests.distributed import cases_checkpoint as cases
 from tests.distributed.pool import Pool
 from tests.slow import quick_first

@@ -9,10 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshwright.checkpoint.contents import read_checkpoint
-from meshwright.checkpoint.convert import export_checkpoint
-from meshwright.checkpoint.hf import import_hf
-from meshwright.checkpoint.verify import verify
+from meshwright.checkpoint.format.contents import read_checkpoint
+from meshwright.checkpoint.format.verify import verify
+from meshwright.checkpoint.models.convert import export_checkpoint
+from meshwright.checkpoint.models.hf import import_hf
 from meshwright.cli.checkpoint import app
 from meshwright.config.load import resolved_yaml
 from meshwright.models.decoder import Decoder

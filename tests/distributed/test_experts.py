@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint.convert import export_checkpoint
-from meshwright.checkpoint.hf import import_hf
+from meshwright.checkpoint.models.convert import export_checkpoint
+from meshwright.checkpoint.models.hf import import_hf
 from meshwright.models.initial_values import initial_values
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.errors import BadConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.checkpoint.convert import export_adapter, export_checkpoint, merge_adapter
+from meshwright.checkpoint.models.convert import export_adapter, export_checkpoint, merge_adapter
 from meshwright.cli.generate import sample
 from meshwright.data.prepare import prepare
 from meshwright.data.request import ChatRequest

@@ -1,4 +1,4 @@
-"""Resume from host memory: what is loaded from the arenas equals the trained state, and damage leads to storage."""
+"""Resume from host memory: what is loaded from the snapshot buffers equals the trained state, and damage leads to storage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.checkpoint.format.verify import list_checkpoints
 from meshwright.spec.plan import MeshAxis
 from tests.distributed import cases_memory as cases
 from tests.distributed.pool import Pool
@@ -38,11 +38,11 @@ def test_a_restart_loads_the_newest_snapshot_without_storage(
 
 STARTS = {
     "unchanged": (cases.nothing, None, ("host memory", 6, True)),
-    "exchanged": (cases.exchange_arenas, None, ("host memory", 6, True)),
+    "exchanged": (cases.exchange_buffers, None, ("host memory", 6, True)),
     "corrupt byte": (cases.corrupt_byte, None, ("storage", 6, True)),
     "next snapshot begun": (cases.begin_next_snapshot, None, ("storage", 6, True)),
     "corrupt record": (cases.corrupt_record, None, ("storage", 6, True)),
-    "lost arena": (cases.lose_arena, None, ("storage", 6, True)),
+    "lost snapshot buffer": (cases.lose_buffer, None, ("storage", 6, True)),
     "beyond the step": (cases.nothing, 5, ("storage", 3, False)),
     "nothing intact": (cases.corrupt_and_delete, None, (None, 0, True)),
 }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.checkpoint.format.verify import list_checkpoints
 from meshwright.launch.corpus import skipped_samples
 from meshwright.observe.metrics import read_metrics
 from tests.distributed import cases_numerics as cases

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.observe.metrics import read_metrics
 from meshwright.training.evaluate import Evaluation
 from meshwright.training.stop import INTERRUPT

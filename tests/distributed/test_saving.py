@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.contents import read_checkpoint
-from meshwright.checkpoint.files import add_reserve
-from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.checkpoint.format.contents import read_checkpoint
+from meshwright.checkpoint.format.files import add_reserve
+from meshwright.checkpoint.format.verify import list_checkpoints
 from meshwright.launch.disk import checkpoint_bytes
 from meshwright.observe.metrics import read_metrics
 from meshwright.optim.schedule import learning_rate

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.parallel.world import World
 from meshwright.spec.layout import token_exchanges
 from meshwright.spec.model import ModelSpec

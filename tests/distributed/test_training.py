@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.checkpoint.convert import export_checkpoint
-from meshwright.checkpoint.single_device import load_model
-from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.checkpoint.format.verify import list_checkpoints
+from meshwright.checkpoint.models.convert import export_checkpoint
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.config.load import load_resolved
 from meshwright.data.loader import MicroBatch, open_data
 from meshwright.data.prepare import prepare

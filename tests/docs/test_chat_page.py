@@ -17,7 +17,7 @@ from tests.docs.pages import blocks
 from tests.models.tiny import LLAMA, built
 from tests.server.test_process import served
 
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.models.hf import export_hf
 from meshwright.data.source import open_data
 from meshwright.spec.job import DataSpec
 

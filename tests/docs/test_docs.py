@@ -35,6 +35,7 @@ from meshwright.config.reference import reference_markdown
 from meshwright.config.schema import all_keys
 from meshwright.data.stdlib import VOCABULARY, stdlib_folder
 from meshwright.events.start import PHASES
+from meshwright.launch.scheduler_job import REQUEUE_CODES, STOP_CODES
 from meshwright.observe.metrics import OPTIONAL_STEP_KEYS, STEP_KEYS
 from meshwright.server.reference import serve_markdown
 from meshwright.spec import errors
@@ -63,6 +64,11 @@ NOT_RUN = {
     ("docs/getting-started.md", "python3 -m venv --system-site-packages .venv"),
     ("docs/getting-started.md", "meshwright train run.yaml cluster=auto"),
     ("docs/getting-started.md", "meshwright train benchmarks/llama3-8b.yaml"),
+    ("docs/how-to/schedulers.md", "sbatch --wait --time=00:10:00 first.sbatch"),
+    ("docs/how-to/schedulers.md", "ray start --head --port=6379 --num-cpus=1 --block"),
+    ("docs/how-to/schedulers.md", "ray start --address=FIRST:6379 --num-cpus=1 --block"),
+    ("docs/how-to/schedulers.md", "python first_ray.py"),
+    ("docs/how-to/schedulers.md", "export MESHWRIGHT_TOKEN=$(openssl rand -hex 32)"),
     (
         "docs/how-to/several-hosts.md",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
@@ -106,7 +112,9 @@ NOT_RUN = {
     ("docs/how-to/preferences.md", "meshwright serve order-scores &"),
     ("docs/how-to/diagnose.md", "meshwright chaos run.yaml plan.shard=2 --scenario slow-rank --steps 40"),
 }
-"""Blocks marked `norun`, by page and first line: they need GPUs, several hosts, the network, or a longer run."""
+"""Blocks marked `norun`, by page and first line: they need GPUs, several hosts, the network, or a longer run.
+
+tests/hosts/test_schedulers_page.py runs those of the page of schedulers."""
 LANGUAGES = {"", "bash", "console", "diff", "python", "text", "yaml"}
 TEXT_FILES, MAX_FILE_BYTES = 24, 32_000
 """Enough text for the vocabulary, and little to evaluate where one file is held out."""
@@ -345,6 +353,12 @@ def test_keys_of_sweeps_are_those_of_the_code() -> None:
 def test_exit_codes_are_those_of_the_code() -> None:
     shown = {int(row["code"]) for row in table("docs/reference/exit-codes.md", "code")}
     assert shown == {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+
+
+def test_exit_codes_of_schedulers_are_those_of_the_code() -> None:
+    again, never, *_ = (row["exit code"] for row in table("docs/how-to/schedulers.md", "exit code"))
+    assert tuple(map(int, again.split(", "))) == REQUEUE_CODES
+    assert sorted(map(int, never.split(", "))) == sorted(STOP_CODES)
 
 
 def test_phases_of_a_start_are_those_of_the_code() -> None:

@@ -26,7 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.checkpoint.hf import export_hf, from_stacked, import_hf
+from meshwright.checkpoint.models.hf import export_hf, from_stacked, import_hf
 from meshwright.families.folder import from_hf_config, hf_tensors, to_hf_config
 from meshwright.families.registry import FAMILIES, MODEL_PRESETS
 from meshwright.models.decoder import Decoder

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 from transformers.utils import logging
 
-from meshwright.checkpoint.hf import export_hf, import_hf
+from meshwright.checkpoint.models.hf import export_hf, import_hf
 from meshwright.families.folder import to_hf_config
 from meshwright.families.registry import FAMILIES
 from meshwright.models.decoder import Decoder

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.chaos.processes import command
-from meshwright.checkpoint.manifest import steps_in
+from meshwright.checkpoint.format.manifest import steps_in
 from meshwright.observe.metrics import read_metrics
 from tests.training.test_processes import Job, alive, last_step, until
 from tests.training.tiny import make_tiny

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.launch.incidents import read_incidents
 from tests.distributed.pool import Pool
 from tests.distributed.test_training import same_bits, trained

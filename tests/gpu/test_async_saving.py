@@ -12,12 +12,12 @@ import torch
 from tests.gpu.runs import LAYOUT_BOUND, RUNS_LIMIT, needs, steps, trained
 from tests.gpu.test_offload import RUN, same_figures
 
-from meshwright.checkpoint import staging
-from meshwright.checkpoint.arena import DATA_OFFSET, Arena
-from meshwright.checkpoint.checksum import ArenaChecksums
-from meshwright.checkpoint.layout import plan_layout
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.staging import PIN_BYTES, Stager, StagingBuffer
+from meshwright.checkpoint.memory.snapshot_buffer import DATA_OFFSET, SnapshotBuffer
+from meshwright.checkpoint.ranks import RankGroup
+from meshwright.checkpoint.write import staging
+from meshwright.checkpoint.write.checksum import BufferChecksums
+from meshwright.checkpoint.write.layout import plan_layout
+from meshwright.checkpoint.write.staging import PIN_BYTES, PinnedSnapshotBuffer, Stager
 from meshwright.state.parts import StateParts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
@@ -28,40 +28,40 @@ SIZES = {"a": PIN_BYTES // 4 + 1000, "b": 37, "c": 3 * PIN_BYTES // 8, "d": 100_
 
 
 @pytest.fixture(scope="module")
-def arena() -> Arena:
-    return Arena.create(4 * sum(SIZES.values()))
+def buffer() -> SnapshotBuffer:
+    return SnapshotBuffer.create(4 * sum(SIZES.values()))
 
 
 @pytest.fixture(scope="module")
-def buffer(arena: Arena) -> StagingBuffer:
+def pinned(buffer: SnapshotBuffer) -> PinnedSnapshotBuffer:
     """One for all tests, because locking pages takes long."""
-    buffer = StagingBuffer(arena, torch.device("cuda"))
-    buffer.prepare()
-    return buffer
+    pinned = PinnedSnapshotBuffer(buffer, torch.device("cuda"))
+    pinned.prepare()
+    return pinned
 
 
 @pytest.mark.parametrize("queued", [staging.QUEUED_COPIES, 0], ids=["at once", "by a thread"])
 def test_updates_behind_the_copies_do_not_reach_the_snapshot(
-    queued: int, arena: Arena, buffer: StagingBuffer, monkeypatch: pytest.MonkeyPatch
+    queued: int, buffer: SnapshotBuffer, pinned: PinnedSnapshotBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors larger than a page-locked part, one of them in host memory; five snapshots into the same arena.
+    """Tensors larger than a page-locked part, one of them in host memory; five snapshots into the same snapshot buffer.
 
     From the third snapshot on, more and more groups are first copied within device memory. The checksums, taken on the device, are those
-    of the arena; one tensor begins within an 8-byte word.
+    of the snapshot buffer; one tensor begins within an 8-byte word.
     """
     monkeypatch.setattr(staging, "QUEUED_COPIES", queued)
     monkeypatch.setattr(staging, "COPIES_AHEAD", 2)
     device = torch.device("cuda")
     tensors = {name: torch.zeros(size, device="cpu" if name == "d" else device) for name, size in SIZES.items()}
     tensors["c"] = torch.zeros(SIZES["c"] + 1, device=device)[1:]
-    layout = plan_layout(Ranks(None), {name: StateParts.of_whole(name, tensor) for name, tensor in tensors.items()})
+    layout = plan_layout(RankGroup(None), {name: StateParts.of_whole(name, tensor) for name, tensor in tensors.items()})
     assert layout.bytes == 4 * sum(SIZES.values())
     parameter_of = {name: name for name in SIZES}  # every stored tensor is a parameter itself
-    stager = Stager(layout, buffer, [["a", "b"], ["d"], ["c"]], parameter_of)
+    stager = Stager(layout, pinned, [["a", "b"], ["d"], ["c"]], parameter_of)
     for step in range(1, 6):
         for tensor in tensors.values():
             tensor.fill_(step)
-        arena.begin_snapshot()
+        buffer.begin_snapshot()
         stager.from_device.buffer_first_groups(max(0, step - 2))
         copies = stager.start()
         for group in copies.groups:
@@ -70,14 +70,14 @@ def test_updates_behind_the_copies_do_not_reach_the_snapshot(
                 tensors[name].fill_(-step)
         copies.join()
         assert copies.device_seconds is not None and copies.device_seconds > 0
-        arena.complete_snapshot()
-        assert torch.all(buffer.data.view(torch.float32) == step), step
+        buffer.complete_snapshot()
+        assert torch.all(pinned.data.view(torch.float32) == step), step
         keys, sizes_in_file = (
             [piece.name for piece in layout.pieces],
             [piece.end - piece.start for piece in layout.pieces],
         )
-        checksums = ArenaChecksums(keys, sizes_in_file, copies.checksums)
-        checksums.add(0, arena.data[: layout.bytes])
+        checksums = BufferChecksums(keys, sizes_in_file, copies.checksums)
+        checksums.add(0, buffer.data[: layout.bytes])
         checksums.check()
         assert {checksum.phase for checksum in copies.checksums} == {0, 4}
     torch.cuda.synchronize()
@@ -97,14 +97,14 @@ def test_a_run_continues_from_an_asynchronous_checkpoint(tmp_path: Path, offload
     assert same_figures(asynchronous, synchronous)
 
 
-def test_pages_of_a_dropped_arena_are_no_pinned_memory() -> None:
-    """Memory that takes the addresses of an arena that is gone holds what is copied to it, as any pageable memory."""
-    size, arena = 1 << 27, Arena.create(1 << 27)
-    buffer = StagingBuffer(arena, torch.device("cuda"))
-    buffer.prepare()
-    address = buffer.data.data_ptr()
-    assert buffer.data.is_pinned()
-    del buffer, arena
+def test_pages_of_a_dropped_buffer_are_no_pinned_memory() -> None:
+    """Memory that takes the addresses of a snapshot buffer that is gone holds what is copied to it, as any pageable memory."""
+    size, buffer = 1 << 27, SnapshotBuffer.create(1 << 27)
+    pinned = PinnedSnapshotBuffer(buffer, torch.device("cuda"))
+    pinned.prepare()
+    address = pinned.data.data_ptr()
+    assert pinned.data.is_pinned()
+    del pinned, buffer
     gc.collect()
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
     # The kernel places a mapping of the same size at the addresses that became free.

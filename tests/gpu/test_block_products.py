@@ -11,7 +11,7 @@ from tests.kernels.test_block_products import exact_product, grouped_draws, stor
 from tests.serve.test_stored_formats import block_folder
 from torch import Tensor
 
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.kernels.add_norm import add_rms_norm
 from meshwright.kernels.block_products import (
     Fp8Blocks,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.gpu.runs import LLAMA, RUNS_LIMIT, Record, steps, trained
 
-from meshwright.checkpoint.inventory import newest_checkpoint
+from meshwright.checkpoint.format.inventory import newest_checkpoint
 from meshwright.kernels import fixed_order_attention
 from meshwright.kernels.attention import attention, make_mask
 

@@ -59,7 +59,7 @@ def trained(model: Decoder, texts: list[list[int]], seq: int) -> list[list[float
     tokens = torch.tensor([[*(token for text in row for token in text), *[0] * of[-1]] for row, of in filled])
     positions = torch.tensor([[place for length in of for place in range(length)] for of in lengths])
     documents = torch.stack([torch.arange(len(of)).repeat_interleave(torch.tensor(of)) for of in lengths])
-    with torch.no_grad():
+    with torch.enable_grad():  # kernels that run without gradients only must not make a difference
         shared = model.shared_inputs(tokens.cuda(), positions.cuda(), documents.cuda(), torch.bfloat16)
         x = model.embed_tokens(tokens.cuda(), shared.positions)
         for block in model.layers.values():
@@ -80,7 +80,7 @@ def trained(model: Decoder, texts: list[list[int]], seq: int) -> list[list[float
 def test_the_engine_samples_with_the_probabilities_of_the_trainer(name: str) -> None:
     needs(1)
     model = built(SPECS[name], dtype=torch.float32).to("cuda", torch.bfloat16).requires_grad_(False)
-    exact = copy.deepcopy(model)
+    exact = copy.deepcopy(model).requires_grad_()
     use_exact_blocks(exact, torch.bfloat16, CONTEXT)
     for sizes in ({"sequences": 8}, {"sequences": 2, "step_tokens": 7}, {"sequences": 4, "graphs": False}):
         answers = sampled(model, **sizes)
@@ -88,6 +88,21 @@ def test_the_engine_samples_with_the_probabilities_of_the_trainer(name: str) -> 
         for seq in (80, 512):
             for prompt, (tokens, ours), theirs in zip(PROMPTS, answers, trained(exact, texts, seq), strict=True):
                 assert len(tokens) == NEW and ours == theirs[len(prompt) - 1 :]
+
+
+def test_the_last_norm_does_not_depend_on_gradients() -> None:
+    """The engine computes it without, the trainer with gradients."""
+    needs(1)
+    engine, exact = (built(WIDE, dtype=torch.float32).to("cuda", torch.bfloat16) for _ in range(2))
+    Engine(engine, options=EngineOptions(context=CONTEXT, cache_blocks=256, invariant=True, texts=False, sequences=2))
+    use_exact_blocks(exact, torch.bfloat16, CONTEXT)
+    rows = torch.randn(1, 1 << 14, WIDE.hidden, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        sampled_rows = engine.norm(rows)
+    assert torch.equal(exact.norm(rows), sampled_rows)
+    exact.norm.kernel = True
+    with torch.no_grad():
+        assert not torch.equal(exact.norm(rows), sampled_rows), "the kernel rounds some of 16 million numbers otherwise"
 
 
 @pytest.mark.parametrize("name", ["wide", "qwen3", "gpt2"])

@@ -135,14 +135,14 @@ def test_rounding_to_int8_is_that_of_a_cpu(shape: tuple[int, ...], dtype: torch.
 
 
 def test_parts_leave_no_arrivals() -> None:
-    from meshwright.kernels.fixed_product_triton import _arrivals
+    from meshwright.kernels.dependent_launch_triton import arrivals
 
     x, weight, _ = operands(3, 14336, 4096)
     assert inner_splits(4096, 14336, 2) > 1
     first = fixed_linear(x, weight)
     for _ in range(20):
         assert torch.equal(fixed_linear(x, weight), first)
-    assert not _arrivals(x.device).any()
+    assert not arrivals(x.device).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -116,6 +116,29 @@ def test_imports_go_to_lower_layers_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_parts_of_the_checkpoint_package_are_used_in_one_direction() -> None:
+    used = {
+        "format": set(),
+        "read": {"format"},
+        "memory": {"format", "read"},
+        "write": {"format", "read", "memory"},
+        "mirror": {"format"},
+        "models": {"format", "read", "write"},
+    }
+    package = SOURCE / "checkpoint"
+    assert {path.name for path in package.iterdir() if path.is_dir()} - {"__pycache__"} == used.keys()
+    wrong = []
+    for path in files():
+        if package not in path.parents or path.parent == package:
+            continue
+        folder = path.parent.name
+        for line, module in imports(path):
+            other = module.removeprefix("meshwright.checkpoint.").split(".")[0]
+            if other in used and other != folder and other not in used[folder]:
+                wrong.append(f"{path.relative_to(SOURCE)}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_only_predict_imports_calibration() -> None:
     users = {
         str(path.relative_to(SOURCE))

@@ -47,7 +47,7 @@ SHOWN = "a number for a reader"
 SIZED = "makes a larger or smaller model of the same form"
 PRICED = "a count that a rate of requests or of exchanges is for"
 PLACES = {
-    "checkpoint/hf.py": ("head_dim heads kv_heads", SHOWN),
+    "checkpoint/models/hf.py": ("head_dim heads kv_heads", SHOWN),
     "cli/plan_largest.py": ("ffn_hidden heads", SHOWN),
     "config/recorded_loads.py": ("experts", EXPERTS),
     "config/reference.py": ("ffn_hidden heads kv_heads", SHOWN),

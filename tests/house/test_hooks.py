@@ -24,7 +24,7 @@ parameters and linear layers."""
 
 
 def models() -> Iterator[ast.Module]:
-    return (parsed(path) for path in files() if path.parent.name == "models")
+    return (parsed(path) for path in files() if path.parent == SOURCE / "models")
 
 
 @cache

@@ -18,7 +18,7 @@ READERS = {
     "data/chat.py": "gives templates the special tokens that they write by name",
     "data/prepare.py": "leaves generation_config.json, which belongs to weights, out of a corpus",
     "server/model_files.py": "reads sampling values of generation_config.json",
-    "checkpoint/hf.py": "writes generation_config.json of a model without tokenizer",
+    "checkpoint/models/hf.py": "writes generation_config.json of a model without tokenizer",
     "families/format.py": "lists the keys of config.json that change nothing about what a model computes",
     "families/folder.py": "names the keys of config.json that the record fills",
     "serve/grammar.py": "gives llguidance an end token of its own",

@@ -34,7 +34,8 @@ def test_product_has_the_same_bits_in_any_batch(
 ) -> None:
     """Parts by one program or by several, tokens alone or together. (Other tiles: numpy's products have other bits.)"""
     pytest.importorskip("triton")
-    from meshwright.kernels.fixed_product_triton import Tile, _arrivals, product
+    from meshwright.kernels.dependent_launch_triton import arrivals
+    from meshwright.kernels.fixed_product_triton import Tile, product
 
     x, weight, bias = operands(tokens, columns, inner, dtype)
     exact = x.double() @ weight.double().t() + bias.double()
@@ -42,7 +43,7 @@ def test_product_has_the_same_bits_in_any_batch(
     out = product(x, weight, None, None, bias, dtype, tile=small, splits=splits, across=True)
     bound = max(torch.finfo(dtype).eps, 1e-5)
     torch.testing.assert_close(out.double(), exact, rtol=bound, atol=4 * bound)
-    assert not _arrivals(x.device).any(), "the next product finds zeros"
+    assert not arrivals(x.device).any(), "the next product finds zeros"
     assert torch.equal(product(x, weight, None, None, bias, dtype, tile=small, splits=splits, across=False), out)
     wide = product(x, weight, None, None, bias, dtype, tile=Tile(64, 32, 4, 1), splits=splits, across=True)
     torch.testing.assert_close(wide.double(), exact, rtol=bound, atol=4 * bound)

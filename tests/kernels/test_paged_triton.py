@@ -200,10 +200,15 @@ def test_fp8_cache() -> None:
 
 
 def test_parts_are_longer_where_programs_are_many() -> None:
-    """Two programs on each multiprocessor read contexts of a thousand tokens as fast as more of them."""
+    """A thousand tokens are divided where multiprocessors would be idle, and in fp8 until each has four programs."""
     assert part_tokens(1, 132) < MIN_SPLIT_TOKENS
-    assert 900 < part_tokens(256, 132) < 1100
-    assert part_tokens(512, 132) == 2 * part_tokens(256, 132) + 1
+    assert 3 <= 1056 // part_tokens(96, 132) <= 4
+    for programs in (128, 256, 512):
+        assert 2 * part_tokens(programs, 132) > 1056, "one part"
+    assert part_tokens(128, 132) == 1489  # the docstring's example
+    assert 1056 // part_tokens(128, 132, 1) == 4
+    assert 1056 // part_tokens(256, 132, 1) == 2
+    assert 32768 // part_tokens(128, 132) > 20, "a long context is divided beside short ones"
 
 
 def test_splits_fill_the_device() -> None:

@@ -45,7 +45,7 @@ def other_tokenizer(path: Path) -> None:
 def test_weights_of_another_tokenizer_are_refused_or_accepted(
     file: Path, tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.checkpoint.initial.check_initial", lambda model, init, key: None)
+    monkeypatch.setattr("meshwright.checkpoint.models.initial.check_initial", lambda model, init, key: None)
     folder, notes = tmp_path / "weights", list[str]()
     folder.mkdir()
     shutil.copy(file.parent / "data" / "train" / "tokenizer.json", folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoint.made import save
 
-from meshwright.checkpoint.files import add_reserve
+from meshwright.checkpoint.format.files import add_reserve
 from meshwright.config.load import load_run
 from meshwright.launch.disk import check_disk, checkpoint_bytes, checkpoints_line
 from meshwright.spec.errors import OutOfResources

@@ -13,11 +13,11 @@ import pytest
 import torch
 from tests.checkpoint.made import blank, holds, save
 
-from meshwright.checkpoint.inventory import FIRST_COMMIT, choose_newest, describe_continuation, present_steps
-from meshwright.checkpoint.manifest import COMMITTED, FORMAT, MANIFEST, NewerFormat, commit_line
-from meshwright.checkpoint.mirror import COPIED, INDEX, fetch_newest, has_copies, upload_checkpoint
-from meshwright.checkpoint.object_store import ObjectStore
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.format.inventory import FIRST_COMMIT, choose_newest, describe_continuation, present_steps
+from meshwright.checkpoint.format.manifest import COMMITTED, FORMAT, MANIFEST, NewerFormat, commit_line
+from meshwright.checkpoint.mirror.copies import COPIED, INDEX, fetch_newest, has_copies, upload_checkpoint
+from meshwright.checkpoint.mirror.store import MirrorStore
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.launch.attempts import opening_state
 from meshwright.launch.folder import check_state, renamed, take_over
@@ -310,7 +310,7 @@ def mirrored(saved: Path, tmp_path: Path) -> str:
     mirror = f"file://{tmp_path / 'mirror'}"
     shutil.copytree(saved, tmp_path / "lost" / "run")
     for step in STEPS:
-        upload_checkpoint(ObjectStore(f"{mirror}/run", patience=1.0), path_of(tmp_path / "lost" / "run", step), keep=2)
+        upload_checkpoint(MirrorStore(f"{mirror}/run", patience=1.0), path_of(tmp_path / "lost" / "run", step), keep=2)
     return mirror
 
 

@@ -43,6 +43,44 @@ def test_a_driver_that_hangs_is_one_sentence(tmp_path: Path, monkeypatch: pytest
     assert machine.found_cluster()["gpu"] == "cpu"
 
 
+@pytest.fixture
+def two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with an A100, two H100s and another A100, by a program in place of nvidia-smi."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\nfield=${1##*,}\n"
+        "for gpu in 'GPU-a1 A100-SXM4-80GB 81920' 'GPU-b2 H100 81559' 'GPU-b3 H100 81559' 'GPU-a4 A100-SXM4-80GB 81920'; do\n"
+        '  set -- $gpu\n  if [ "$field" = name ]; then echo "$1, NVIDIA $2"; else echo "$1, $3 MiB"; fi\ndone\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu", "count"),
+    [
+        (None, "A100", 4),
+        ("1,2", "H100", 2),
+        ("2", "H100", 1),
+        (" 3 , 1", "A100", 2),
+        ("GPU-b2,GPU-b3", "H100", 2),
+        ("GPU-b3,nothing,0", "H100", 1),
+        ("1,9,2", "H100", 1),
+        ("-1,1", "cpu", 1),
+        ("MIG-c7384736-a75d-5afc-978f-d2f1294409fd", "A100", 1),
+    ],
+)
+def test_the_gpus_are_those_that_the_environment_names(
+    two_kinds: None, visible: str | None, gpu: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = machine.found_cluster()
+    assert (found["gpu"], found["gpus_per_node"]) == (gpu, count)
+    assert machine.visible_gpus() == (0 if gpu == "cpu" else count)
+
+
 def test_a_local_run_on_gpus_that_are_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(visible_gpus: int, cluster: ClusterSpec, nodes: tuple[str, ...] = ()) -> str:
         monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H100 80GB HBM3"] * visible_gpus)

@@ -17,8 +17,8 @@ from tests.data.test_text_formats_of_corpora import earlier
 from tests.training.tiny import RUN_FILE, SENTENCE, prepared
 from tokenizers import Tokenizer
 
-from meshwright.checkpoint.convert import export_checkpoint, import_checkpoint
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.models.convert import export_checkpoint, import_checkpoint
+from meshwright.checkpoint.models.hf import export_hf
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.cli.evaluate import check_format
 from meshwright.data.prepare import prepare

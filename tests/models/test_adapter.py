@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.adapters import base_digest, deltas_of, merged
+from meshwright.checkpoint.models.adapters import base_digest, deltas_of, merged
 from meshwright.families.adapters import resolved_targets
 from meshwright.kernels.adapter import Adapter
 from meshwright.models.decoder import Decoder

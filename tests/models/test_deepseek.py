@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint.hf import export_hf, import_hf
+from meshwright.checkpoint.models.hf import export_hf, import_hf
 from meshwright.spec.errors import Damaged
 from meshwright.spec.model import parameters
 from tests.models.tiny import DEEPSEEK_LITE, DEEPSEEK_V2, DEEPSEEK_V3, built, some_tokens

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.checkpoint.hf import import_hf
+from meshwright.checkpoint.models.hf import import_hf
 from meshwright.models.hooks import BlockHooks
 from meshwright.models.moe import MixtureOfExperts, RoutedOutput
 from meshwright.spec.model import mixture_of as described_mixture

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint.hf import export_hf, import_hf
-from meshwright.checkpoint.initial import check_initial
-from meshwright.checkpoint.stored_model import open_model
+from meshwright.checkpoint.models.hf import export_hf, import_hf
+from meshwright.checkpoint.models.initial import check_initial
+from meshwright.checkpoint.models.stored_model import open_model
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.families.folder import folder_spec
 from meshwright.models.prediction import further_tokens

@@ -28,7 +28,8 @@ def test_copy_engines_gather_where_that_is_more_than_a_predictions_doubt() -> No
     gap = kernels.predicted.step_seconds - copied.predicted.step_seconds
     assert 0.01 < gap / copied.predicted.step_seconds < 0.03
     assert (
-        gather_reason(copied) == f"gathers by copy engines: the best plan with kernels takes {1e3 * gap:.1f} ms longer"
+        gather_reason(copied)
+        == f"gathers by copy engines: the best plan found with kernels takes {1e3 * gap:.1f} ms longer"
     )
     assert not gather_reason(kernels), "what is pinned needs no reason"
 
@@ -60,8 +61,9 @@ def test_kernels_gather_where_copy_engines_cannot(words: str, reason: str) -> No
 def test_a_gain_that_no_prediction_tells_apart_leaves_kernels() -> None:
     """Weights are gathered once for many micro-batches, so gathers are a small part of the step."""
     plan = chosen("plan.shard=8 train.global_batch=512 plan.reshard=false plan.gradients=whole")
-    assert plan.gather_transport == "nccl" and "the best plan with copy engines cannot be told apart" in gather_reason(
-        plan
+    assert (
+        plan.gather_transport == "nccl"
+        and "the best plan found with copy engines cannot be told apart" in gather_reason(plan)
     )
 
 

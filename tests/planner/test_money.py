@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.cli.plan_text import expense_sentences
 from meshwright.config.load import load_run
 from meshwright.planner.chip_comparison import chips_named, cluster_with, compare_chips
 from meshwright.planner.money import expense, expense_of, price_of, watts_of
 from meshwright.planner.objectives import point_of
+from meshwright.planner.search import search
 from meshwright.spec.chip_prices import PRICES, SYSTEM_POWER, WATTS
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
@@ -44,6 +46,27 @@ def test_a_million_tokens_by_hand() -> None:
     assert spent.money == pytest.approx(80.0) and spent.kwh == pytest.approx(40.0)
     assert spent.money_per_million_tokens == pytest.approx(80 / 3600)
     assert spent.kwh_per_million_tokens == pytest.approx(40 / 3600)
+
+
+def test_days_and_money_have_the_band_of_the_step() -> None:
+    run = _run()
+    plan = search(run).best.plan
+    spent, predicted = expense(run, plan, tokens=1e12), plan.predicted
+    assert spent is not None and predicted is not None
+    assert (
+        predicted.step_seconds
+        and predicted.low_seconds
+        and predicted.high_seconds
+        and spent.days
+        and spent.low
+        and spent.high
+    )
+    for end, step in ((spent.low, predicted.low_seconds), (spent.high, predicted.high_seconds)):
+        slower = replace(plan, predicted=replace(predicted, step_seconds=step))
+        alone = expense(run, slower, tokens=1e12)
+        assert alone is not None and alone.days == pytest.approx(spent.days * end, rel=0.01)
+    lines = " ".join(expense_sentences(spent))
+    assert "80% band of the step" in lines and "days" in lines
 
 
 def test_price_and_power_of_the_table_the_cluster_and_the_question() -> None:

@@ -42,10 +42,10 @@ def test_the_best_plan_with_another_value_is_named_with_its_seconds() -> None:
     sentences = reasons(
         best, [candidate_of(1.44, pipeline=4), candidate_of(1.5, pipeline=4), candidate_of(1.79)], ask()
     )
-    assert sentences[0] == "pipeline 2: the best plan with 4 takes 0.44 s longer, without 0.79 s longer"
+    assert sentences[0] == "pipeline 2: the best plan found with 4 takes 0.44 s longer, without 0.79 s longer"
     assert (
         reasons(candidate_of(1.0), [candidate_of(1.05, pipeline=2)], ask())[0]
-        == "no pipeline: the best plan with 2 takes 50.0 ms longer"
+        == "no pipeline: the best plan found with 2 takes 50.0 ms longer"
     )
 
 
@@ -97,7 +97,7 @@ def test_what_a_prediction_cannot_tell_apart_is_said_to_be_so() -> None:
     best = candidate_of(1.0)
     others = [candidate_of(0.993, micro_batch=2), candidate_of(1.001, micro_batch=4), candidate_of(1.2, micro_batch=8)]
     assert reasons(best, others, ask()) == (
-        "micro-batch 1: the best plan with 8 takes 0.20 s longer; with 2 and with 4 cannot be told apart (within 1%): "
+        "micro-batch 1: the best plan found with 8 takes 0.20 s longer; with 2 and with 4 cannot be told apart (within 1%): "
         "the simpler plan is taken",
     )
     quick = replace(candidate_of(0.9, micro_batch=2), simulated=False)
@@ -121,7 +121,7 @@ def test_no_reason_contradicts_the_choice(seconds: float, offload: Offload, simu
 def test_what_is_compared_by_guessed_rates_has_no_seconds() -> None:
     run = load_run(None, ["model=llama3-1b", "cluster.gpu=X1", "cluster.memory_gib=40", "train.global_batch=16"])
     first, second, *_ = reasons(candidate_of(1.0), [candidate_of(1.4, micro_batch=2)], run)
-    assert "guessed rates of X1" in first and second == "micro-batch 1: the best plan with 2 takes 40% longer"
+    assert "guessed rates of X1" in first and second == "micro-batch 1: the best plan found with 2 takes 40% longer"
 
 
 def test_gradients_are_told_in_words() -> None:
@@ -130,7 +130,7 @@ def test_gradients_are_told_in_words() -> None:
         for seconds, gradients in ((1.0, "whole"), (1.2, "shard"))
     )  # type: ignore[arg-type]
     assert reasons(whole, [shard], ask()) == (
-        "gradients kept whole between micro-batches: the best plan with them reduced after every micro-batch takes 0.20 s longer",
+        "gradients kept whole between micro-batches: the best plan found with them reduced after every micro-batch takes 0.20 s longer",
     )
 
 

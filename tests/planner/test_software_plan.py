@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.calibration.record_predictions import predict_records
 from meshwright.config.load import load_run
-from meshwright.costs.software import software_named
+from meshwright.costs.software import SOFTWARE, software_named
+from meshwright.planner.precision_choice import PRODUCT_FORMATS, format_named
 from meshwright.planner.software_plan import best_with, software_listed
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
+from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 
 
@@ -20,10 +24,22 @@ def _run(model: str, nodes: int = 2, batch: int = 128) -> RunSpec:
     )
 
 
-@pytest.mark.parametrize("name", ["torchtitan", "megatron-bridge", "nemo", "kempnerforge"])
-def test_the_plan_has_the_price_of_a_published_run_with_its_layout(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "narrowest", "dtype"),
+    [
+        ("torchtitan", None, "bf16"),
+        ("torchtitan", "fp8-block", "fp8"),
+        ("megatron-bridge", None, "bf16"),
+        ("nemo", "nvfp4", "fp8"),
+        ("kempnerforge", "fp8-tensor", "bf16"),
+    ],
+)
+def test_the_plan_has_the_price_of_a_published_run_with_its_layout(
+    name: str, narrowest: str | None, dtype: str
+) -> None:
     run = _run("llama3-8b")
-    best = best_with(run, software_named(name))
+    best = best_with(run, software_named(name), narrowest and format_named(narrowest))
+    assert best.precision == {"fp8": "fp8-tensor"}.get(dtype, dtype)
     assert best.sizes is not None and best.seconds and best.memory_bytes
     size = best.sizes
     assert size["tensor"] * size["pipeline"] * size["context"] * size["data"] == run.cluster.ranks
@@ -43,12 +59,24 @@ def test_the_plan_has_the_price_of_a_published_run_with_its_layout(name: str) ->
         "micro_batch": f"{size['micro_batch']:g}",
         "global_batch": "128",
         "seq": "8192",
-        "dtype": "bf16",
+        "dtype": dtype,
         "recompute": {0: "none", 1: "selective", 3: "full"}[int(size["recompute"])],
     }
     (prediction,) = predict_records([record])
     assert prediction.seconds is not None
     assert best.seconds == pytest.approx(prediction.seconds, rel=1e-3)
+
+
+def test_fp8_products_of_the_run_are_priced_with_software_that_has_them() -> None:
+    run = _run("llama3-8b")
+    low = replace(run, plan=PlanKeys(linear="fp8_tensorwise"))
+    known = {entry.name for entry in PRODUCT_FORMATS}
+    assert all(known.issuperset(software.formats) for software in SOFTWARE)
+    for name, precision in (("torchtitan", "fp8-tensor"), ("nanotron", "bf16")):
+        wide, narrow = (best_with(each, software_named(name)) for each in (run, low))
+        assert (wide.precision, narrow.precision) == ("bf16", precision)
+        assert wide.seconds and narrow.seconds
+        assert (narrow.seconds < 0.95 * wide.seconds) is (precision != "bf16")
 
 
 def test_experts_are_divided_by_software_that_can() -> None:

@@ -27,7 +27,7 @@ def test_copy_engines_carry_tokens_between_two_ranks_and_need_room_for_them() ->
     assert 1.05 < kernels.predicted.step_seconds / copied.predicted.step_seconds < 1.15
     window = copied.predicted.memory_bytes["framework"] - kernels.predicted.memory_bytes["framework"]
     assert window == 2 * 2 * 8192 * 4096 * 2, "two slots, each for all tokens of a micro-batch in bf16"
-    assert token_reason(copied).startswith("tokens by copy engines: the best plan with kernels takes")
+    assert token_reason(copied).startswith("tokens by copy engines: the best plan found with kernels takes")
     assert not token_reason(kernels), "what is pinned needs no reason"
 
 
@@ -62,6 +62,7 @@ def test_the_search_copies_without_a_pinned_axis_too() -> None:
 def test_one_sequence_at_a_time_gains_no_more_than_a_predictions_doubt() -> None:
     """Kernels gather a single sequence in order: nothing is copied into place, so copy engines could hide only the exchange."""
     plan = chosen("plan.micro_batch=1")
-    assert plan.tensor_transport == "nccl" and "the best plan with copy engines cannot be told apart" in token_reason(
-        plan
+    assert (
+        plan.tensor_transport == "nccl"
+        and "the best plan found with copy engines cannot be told apart" in token_reason(plan)
     )

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from health import readings_of, series_of
 
 from meshwright.policies.host_health import (
     IGNORED_XIDS,
@@ -143,13 +144,20 @@ def test_recorded_readings_of_healthy_gpus_lead_to_nothing() -> None:
         pytest.skip("benchmarks/results has no recorded readings of GPUs")
     for file in files:
         watch = HealthWatch()
-        for number, part in enumerate(json.loads(file.read_text(encoding="utf-8"))["kept"]):
-            found = watch.update(
-                number * READING_SECONDS, [Reading(each["part"], each["values"], tuple(each["xids"])) for each in part]
-            )
+        recorded = json.loads(file.read_text(encoding="utf-8"))
+        for number, readings in enumerate(readings_of(recorded["series"], recorded["readings"])):
+            found = watch.update(number * READING_SECONDS, readings)
             assert [finding for finding in found if finding.part.startswith("GPU")] == [], (
                 f"{file.name}, reading {number}"
             )
+
+
+def test_recorded_series_are_the_readings() -> None:
+    kept = [
+        [Reading("GPU 0", {"lost": 0.0, "temperature": 40 + n} | ({"flips": 1.0} if n else {}), (43,) * (n == 1))]
+        for n in range(3)
+    ]
+    assert list(readings_of(series_of(kept), 3)) == kept
 
 
 def test_the_memory_of_the_watch_does_not_grow() -> None:

@@ -80,7 +80,7 @@ def test_a_hot_host_is_replaced_after_the_running_step_without_a_failure() -> No
     assert actions == [Note("host b is replaced after the running step: GPU 3: too hot")]
     state, actions = after(Committed(7), Failed(1, SAVED), state=state)
     assert state.status == "ending" and not state.incidents and state.stop is None
-    assert actions == [End("host b (GPU 3: too hot) is left out")]
+    assert actions == [End("the next attempt is to leave out host b (GPU 3: too hot)")]
     state, actions = after(Ready("a"), Ready("b"), Ended(1, "a"), Ended(1, "b"), Ready("b"), state=state)
     assert state.members == ("a", "c") and not state.draining and state.restart.delay == 0
     state, actions = after(Prepared(2), state=state)
@@ -97,6 +97,42 @@ def test_a_hot_host_stays_while_no_other_is_ready_and_is_replaced_once_one_is() 
     assert [each.host for each in state.draining] == ["b"]
     state, _ = after(Unhealthy("a", HOT), state=state)  # one spare replaces one host
     assert [each.host for each in state.draining] == ["b"]
+
+
+STAYS = "the host stays, as no other one is ready to take its place"
+ENDED = (Ended(1, "a"), Ended(1, "b"), Ready("a"), Ready("b"))
+WORN = Finding("xid-memory", "GPU 3", "XID 48")
+
+
+def test_a_drained_host_stays_if_the_spare_is_lost_before_its_ranks_have_ended() -> None:
+    for moment in range(3):
+        events = [Committed(7), Failed(1, SAVED), Ended(1, "a")]
+        events.insert(moment, Lost("c", "silent"))
+        state, actions = after(Unhealthy("b", HOT), *events, *ENDED, state=running("c"))
+        assert state.members == ("a", "b") and not state.excluded and not state.draining
+        assert [action for action in actions if isinstance(action, Note)][-1] == Note(
+            f"host b: {HOT.description}; {STAYS}"
+        )
+        state, _ = after(Prepared(2), state=state)
+        assert state.status == "running"
+
+
+def test_of_two_drained_hosts_one_stays_if_one_spare_is_left() -> None:
+    draining = (Unhealthy("a", HOT), Unhealthy("b", HOT))
+    state, _ = after(*draining, Committed(7), Failed(1, SAVED), Lost("d", "silent"), *ENDED, state=running("c", "d"))
+    assert [each.host for each in state.excluded] == ["a"] and state.members == ("b", "c")
+
+
+def test_what_drains_a_host_that_trains_does_not_exclude_it_between_two_attempts() -> None:
+    """Before the first attempt XID 48 excludes a host; a host that stays keeps its place, however often it reports it."""
+    events = (Unhealthy("b", WORN), Committed(7), Failed(1, SAVED), Lost("c", "silent"), *ENDED)
+    repeated = [new for event in events for new in (event, Unhealthy("b", WORN))]
+    state, _ = after(*repeated, state=running("c"))
+    assert state.members == ("a", "b") and not state.excluded
+    state, _ = after(Ready("c"), Unhealthy("b", WORN), state=state)  # while the attempt is prepared
+    assert [each.host for each in state.excluded] == ["b"]
+    state, _ = after(Ready("a"), state=state)
+    assert state.members == ("a", "c") and state.status == "preparing"
 
 
 def test_fewer_hosts_go_on_if_wait_seconds_allows_them() -> None:

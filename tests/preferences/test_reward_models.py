@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from meshwright.checkpoint.convert import export_adapter, export_checkpoint, import_checkpoint, merge_adapter
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.convert import export_adapter, export_checkpoint, import_checkpoint, merge_adapter
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.data.prepare import prepare
 from meshwright.data.request import ChatRequest
 from meshwright.data.source import open_data
@@ -290,7 +290,7 @@ def test_language_and_reward_models_are_told_apart(rewarded: Path, pairs: Path, 
     run = tiny_run(pairs, *REWARD)
     assert run.model.head == "score" and not run.model.tied
     assert tiny_run(pairs).model.head == "vocabulary"
-    from meshwright.checkpoint.initial import check_initial
+    from meshwright.checkpoint.models.initial import check_initial
 
     with pytest.raises(BadInput, match=r"head.weight is missing there"):
         check_initial(replace(run.model, head="vocabulary"), f"checkpoint:{rewarded}")

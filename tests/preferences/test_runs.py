@@ -139,7 +139,7 @@ def test_the_calibration_of_a_reward_model_is_shown(tmp_path: Path) -> None:
 def test_a_reference_of_another_tokenizer_is_refused(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.checkpoint.initial.check_initial", lambda model, init, key: None)
+    monkeypatch.setattr("meshwright.checkpoint.models.initial.check_initial", lambda model, init, key: None)
     folder, notes = tmp_path / "other", list[str]()
     folder.mkdir()
     shutil.copy(next((pairs.parent / "data").rglob("tokenizer.json")), folder)

@@ -15,7 +15,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.cli import evaluate
 from meshwright.data.indexed import IndexedFile
 from meshwright.data.prepare import prepare

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.config.load import load_run
 from meshwright.data.source import open_data
 from meshwright.data.tokenizer_file import open_tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint.convert import export_checkpoint
+from meshwright.checkpoint.models.convert import export_checkpoint
 from meshwright.data.source import open_data
 from meshwright.data.text_format import TextFormat
 from meshwright.rl.reward_model import RewardModel

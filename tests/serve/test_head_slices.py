@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.stored_model import StoredModel
+from meshwright.checkpoint.models.stored_model import StoredModel
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.tensor_inference import divide_for_inference
 from meshwright.serve.head_slices import HeadSlices

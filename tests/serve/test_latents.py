@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.kernels.attention import attention
 from meshwright.models.decoder import Decoder
 from meshwright.serve.kv_cache import KVCache, bytes_per_block, layer_groups

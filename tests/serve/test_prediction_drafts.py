@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.hf import export_hf
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.hf import export_hf
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import RoutedOutput
 from meshwright.serve.batch_inputs import Packed

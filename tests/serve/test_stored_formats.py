@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.checkpoint.single_device import load_model
-from meshwright.checkpoint.stored_model import open_model
+from meshwright.checkpoint.models.single_device import load_model
+from meshwright.checkpoint.models.stored_model import open_model
 from meshwright.kernels.block_products import Fp8Blocks, block_values, group_values, quantize_groups
 from meshwright.kernels.fp8_products import quantize
 from meshwright.kernels.linear import Linear

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.families.registry import FAMILIES
 from tests.families.test_families import quiet_transformers, their_model  # noqa: F401  # a fixture
 from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts

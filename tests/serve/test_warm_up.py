@@ -59,7 +59,7 @@ def test_small_engines_compute_what_fits(options: dict[str, int]) -> None:
 def test_the_engine_is_imported_without_what_only_training_needs() -> None:
     """These packages take seconds of a process's start."""
     code = """
-import sys, meshwright.serve.engine, meshwright.checkpoint.single_device
+import sys, meshwright.serve.engine, meshwright.checkpoint.models.single_device
 heavy = {"sympy", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "transformers"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """

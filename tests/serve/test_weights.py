@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.hf import export_hf
-from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.models.hf import export_hf
+from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.spec.errors import BadInput, Damaged
 from tests.models.tiny import ALL, LLAMA
 from tests.serve.helpers import PROMPTS, TOKENS, engine_of, greedy, newer, record_logits, save_run, texts, tiny

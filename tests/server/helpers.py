@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.models.hf import export_hf
 from meshwright.serve.engine import Engine
 from meshwright.server.app import api_app
 from meshwright.server.endpoints import Api

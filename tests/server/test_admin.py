@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint.inventory import Chosen
+from meshwright.checkpoint.format.inventory import Chosen
 from meshwright.data.text_format import Token, read_text_format
 from meshwright.server.app import admin_app
 from meshwright.server.background import guarded

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.serve.failures import FAILED_STEPS, EngineLost
 from meshwright.serve.reward_scorer import open_scorer
 from meshwright.server.engine_process import Connection
@@ -259,7 +259,7 @@ def test_newer_weights_replace_those_of_the_same_model(rewarding: Path, tmp_path
     with torch.no_grad():
         changed = load_model(rewarding, CPU, FP32, scores=True)
         changed.get_parameter(SCORE).mul_(2)
-    from meshwright.checkpoint.hf import export_hf
+    from meshwright.checkpoint.models.hf import export_hf
 
     export_hf(
         tmp_path / "newer", changed.spec, iter(changed.named_parameters()), tokenizer=None, run_note="", dtype="fp32"

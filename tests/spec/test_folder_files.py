@@ -12,7 +12,7 @@ import pytest
 from tests.data.chats import CHATML, marked, write_tokenizer
 
 import meshwright
-from meshwright.checkpoint.hf import import_hf
+from meshwright.checkpoint.models.hf import import_hf
 from meshwright.data.chat import read_chat_files
 from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.tokenizer import load_tokenizer

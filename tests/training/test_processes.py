@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.chaos.processes import training_ranks
-from meshwright.checkpoint.manifest import read_manifest, steps_in
-from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.checkpoint.format.manifest import read_manifest, steps_in
+from meshwright.checkpoint.format.verify import list_checkpoints
 from meshwright.events.start import PHASES
 from meshwright.observe.metrics import read_metrics, scan_metrics
 from tests.training.tiny import make_tiny

@@ -16,7 +16,9 @@ def writer_of(rank: int) -> int:
     """The process id of a rank's writer."""
     lists = [path.read_text() for path in Path(f"/proc/{rank}/task").glob("*/children")]
     children = [int(pid) for text in lists for pid in text.split()]
-    return next(pid for pid in children if b"meshwright.checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return next(
+        pid for pid in children if b"meshwright.checkpoint.write.writer" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
 
 
 @pytest.mark.slow

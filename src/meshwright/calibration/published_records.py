@@ -18,7 +18,7 @@ from meshwright.calibration.source_conventions import (
     with_conventions,
 )
 from meshwright.costs.device_rates import BLOCKWISE, FOUR_BIT, TENSORWISE, Machine
-from meshwright.costs.software import IMBALANCE, Software, software_named, software_of
+from meshwright.costs.software import IMBALANCE, TrainingSoftware, software_named, software_of
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape
@@ -143,7 +143,7 @@ def _case(record: Record, assumed: list[str]) -> Case:
     )
 
 
-def _software(record: Record, conventions: tuple[Convention, ...]) -> tuple[Software, str]:
+def _software(record: Record, conventions: tuple[Convention, ...]) -> tuple[TrainingSoftware, str]:
     """The software of the record, and its set of constants: as stated, else as the source implies."""
     if stated := (record.get("software") or "").strip():
         try:
@@ -156,7 +156,9 @@ def _software(record: Record, conventions: tuple[Convention, ...]) -> tuple[Soft
     return software, next((convention.stack for convention in conventions if convention.stack), software.constants)
 
 
-def _release_year(record: Record, conventions: tuple[Convention, ...], software: Software, assumed: list[str]) -> float:
+def _release_year(
+    record: Record, conventions: tuple[Convention, ...], software: TrainingSoftware, assumed: list[str]
+) -> float:
     """`release_of` the record; where it names no release, that of the source's convention, else that of a stated software.
 
     Years after the start of 2025, which is assumed where neither is stated.
@@ -302,7 +304,7 @@ def _set_default(dims: dict[str, float], key: str, default: float, assumed: list
         assumed.append(f"{key} {default:g}")
 
 
-def _layout(record: Record, software: Software, chip: Chip, assumed: list[str]) -> Layouts:
+def _layout(record: Record, software: TrainingSoftware, chip: Chip, assumed: list[str]) -> Layouts:
     ranks, tensor, pipeline = _required_size(record, "gpus"), _required_size(record, "tp"), _required_size(record, "pp")
     context = _size_or_default(record, "cp", 1, assumed)
     data = _size(record, "dp") or 0.0
@@ -388,12 +390,12 @@ def _recipe_experts(model_shape: Shape, machine: Machine, layout: Layouts) -> fl
     return float(next(count for count in range(limit, 0, -1) if ranks % count == 0 and experts % count == 0))
 
 
-_SWITCHES = {"one_copy": "one_copy", "overlap": "exchange_overlaps"}
+_SWITCHES = {"one_copy": "one_copy", "overlap": "exchange_overlaps", "layer_graphs": "layer_graphs", "eager": "eager"}
 """Column → the field of `Layouts` that it switches."""
 
 
 def _with_experts(
-    record: Record, model_shape: Shape, layout: Layouts, software: Software, assumed: list[str]
+    record: Record, model_shape: Shape, layout: Layouts, software: TrainingSoftware, assumed: list[str]
 ) -> Layouts:
     """`layout` with the fields that row, source or software state; checks expert ranks against the model and the ranks of a stage."""
     stated = {**software.layout, **stated_layout_fields(record)}
@@ -427,7 +429,7 @@ def _balance(record: Record) -> float:
 
 
 def _sharding(
-    text: str, software: Software, data: float, context: float, assumed: list[str]
+    text: str, software: TrainingSoftware, data: float, context: float, assumed: list[str]
 ) -> tuple[float, float, float, float]:
     """(ZeRO stage, shards, weights kept after forward, optimizer offloaded) from a phrase such as "fsdp2 64"."""
     stated_text = text.lower()

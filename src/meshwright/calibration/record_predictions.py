@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.calibration.published_records import Case, Reading, read_record
 from meshwright.costs.bands import RunClass, band_of
-from meshwright.costs.constants import at_release, constant_arrays, table
+from meshwright.costs.constants import at_release, constant_arrays, known_software, table
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.stack_footprint import FITTING_SHARE, footprint, memory_constants
 from meshwright.costs.step import StepCost, step_cost
@@ -74,12 +74,12 @@ def memory(
 
 def class_of(case: Case, values: Mapping[str, Any] | None = None) -> RunClass:
     """The class of a run under a table of constants."""
-    measured = (values or table())["measured_with"]
+    values = values or table()
     return RunClass(
         several_hosts=bool(case.layout.ranks > case.machine.per_node),
         mixture=bool(case.shape.moe_layers > 0),
-        measured_generation=case.generation in measured,
-        measured_software=case.stack in measured,
+        measured_generation=case.generation in values["measured_with"],
+        software=known_software(case.stack, values),
     )
 
 

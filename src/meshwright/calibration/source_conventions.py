@@ -108,8 +108,44 @@ CONVENTIONS = (
     Convention(
         source="sc21 table 2",
         only={"zero/fsdp": "zero-3"},
-        stack="megatron_deepspeed",
+        stack="deepspeed_2021",
         because="ZeRO-3 is DeepSpeed's, without model parallelism (arXiv 2104.04473, 5.2)",
+    ),
+    Convention(
+        source="pytorch/torchtitan",
+        only={"note": "^eager"},
+        layout={"eager": 1},
+        because="FSDP without torch.compile (table 1 and 3)",
+    ),
+    Convention(
+        source="pytorch/torchtitan",
+        only={"note": "^Interleaved 1F1B.*local batch 32"},
+        blanks={"vpp": "2", "micro_batch": "4"},
+        because="without other settings a looped schedule has two stages a rank, and as many micro-batches as ranks (torchtitan of "
+        "December 2024, pipelining_utils.py)",
+    ),
+    Convention(
+        source="training_results_v4.0",
+        only={"gpus": "10752|11616"},
+        layout={"layer_graphs": 1},
+        because="LAYER_CUDA_GRAPH=1 (config_DGXH100_1344x8x6x4x6_mbs1_cg.sh and 1452x8x6x4x6)",
+    ),
+    Convention(
+        source="training_results_v4.1",
+        only={"gpu": "^B200"},
+        layout={"layer_graphs": 1},
+        because="LAYER_CUDA_GRAPH=1 in the configuration with 6 virtual stages and micro-batches of 2 (NVIDIA's, gpt3 on B200)",
+    ),
+    Convention(
+        source="training_results_v5.1 university-of-florida",
+        blanks={"dtype": "fp8"},
+        layout={"layer_graphs": 1},
+        because="its scripts source configurations without fp4, which include config_common_cg.sh (run_1n.sub, run_16n.sub, run_32n.sub)",
+    ),
+    Convention(
+        source="automodel docs/performance-summary",
+        layout={"imbalance": 1},
+        because="a fake balanced gate is enabled to simulate ideal expert routing (performance-summary.mdx, note)",
     ),
     Convention(
         source="nemo",
@@ -181,9 +217,9 @@ CONVENTIONS = (
     ),
     Convention(
         source="megatron-moe-modelzoo",
-        only={"note": "forced balance"},
+        only={"model": "Qwen3-235B", "note": "^(?!.*dropless)"},
         layout={"imbalance": 1},
-        because="forced balance",
+        because="commands have --moe-router-force-load-balancing (best_practice/qwen3: readme.md, run_h100_235b.sh)",
     ),
 )
 """Conventions in the order in which they are applied."""

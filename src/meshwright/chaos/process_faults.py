@@ -10,7 +10,7 @@ from collections.abc import Callable
 from meshwright.chaos.cgroup import MemoryGroup, memory_group_obstacle
 from meshwright.chaos.processes import send, state
 from meshwright.chaos.scenario import Scenario, Stage
-from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.checkpoint.format.verify import list_checkpoints
 from meshwright.spec.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
 
 CONTINUES = "training continues by itself from the newest checkpoint with the losses of an undisturbed run"

@@ -119,8 +119,8 @@ class Stage:
         """The rank that the straggler analysis has to name; None if the disturbance slows none."""
         self._last_calm_step = 0
 
-    def start(self, env: Mapping[str, str] = MappingProxyType({})) -> Job:
-        """Start the training command, on all hosts, with further environment variables."""
+    def start(self, env: Mapping[str, str] = MappingProxyType({}), hosts: int | None = None) -> Job:
+        """Start the training command, on all hosts or on the first ones, with further environment variables."""
         arguments = ["train", *self.template.words, *self._overrides, "--runs", str(self.folder)]
         if self._host_count > 1:
             arguments.append("--agent")
@@ -135,7 +135,7 @@ class Stage:
         self._show(f"start of meshwright {' '.join(arguments)}")
         job = Job(arguments, self.run, output, self.token, longest_seconds=longest, show=self._show)
         self.jobs.append(job)
-        for host in range(self._host_count):
+        for host in range(self._host_count if hosts is None else hosts):
             self.launch(host, env)
         return job
 

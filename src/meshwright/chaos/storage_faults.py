@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwright.chaos.process_faults import RESUMES, middle
 from meshwright.chaos.scenario import Scenario, Stage
-from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.checkpoint.format.verify import list_checkpoints
 
 STALL_SECONDS = 6.0
 """How long a stalled disk completes no write."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from meshwright.checkpoint.attempt import delete_beyond, recover, remove_stale
-from meshwright.checkpoint.manifest import has_commit, read_manifest, step_of, steps_in
-from meshwright.checkpoint.verify import find_checkpoints, read_verified, run_id_of, verify
+from meshwright.checkpoint.format.manifest import has_commit, read_manifest, step_of, steps_in
+from meshwright.checkpoint.format.verify import find_checkpoints, read_verified, run_id_of, verify
+from meshwright.checkpoint.write.attempt import delete_beyond, recover, remove_stale
 from meshwright.durable.lease import owner_is_alive, read_lease
 from meshwright.durable.lock import locked
 from meshwright.spec.errors import BadInput, Damaged

@@ -8,7 +8,7 @@ GPU jobs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -18,6 +18,7 @@ from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, CommunicationFailur
 from meshwright.spec.failures import as_meshwright_error
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,15 @@ class _Failure:
     message: str
 
 
-class Ranks:
+class _Failures(dict[int, _Failure]):
+    """The errors of the ranks that failed, by rank."""
+
+
+def _failures(outcomes: Sequence[Any]) -> _Failures:
+    return _Failures({rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)})
+
+
+class RankGroup:
     """The ranks of `group`, or of the default group if it is None; this process alone without `torch.distributed`.
 
     `activity` is the phrase that begins an error's message, such as "saving step 100".
@@ -60,8 +69,7 @@ class Ranks:
         """
         outcome, cause = self._call(activity, function)
         outcomes = self._gather(activity, outcome) if not self.is_single else [outcome]
-        failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
-        if failures:
+        if failures := _failures(outcomes):
             raise self._error(failures) from cause
         return outcomes
 
@@ -77,15 +85,24 @@ class Ranks:
             raise self._error({rank: outcome}) from cause
         return cast(T, outcome)
 
-    def run_collective(self, activity: str, function: Callable[[], T]) -> T:
-        """Call `function`, which runs collectives of its own and reports a failure to all ranks, as DCP's calls do."""
-        from torch.distributed.checkpoint.api import CheckpointException  # takes a second, which readers can do without
+    def assign(self, activity: str, describe: Callable[[], T], assign: Callable[[list[T]], list[R]]) -> R:
+        """Call `describe` on every rank and then, on the first rank, `assign` with all results in rank order.
 
-        try:
-            return self.run_communication(activity, function)
-        except CheckpointException as error:
-            failures = {rank: _failure_of(pair[0], activity) for rank, pair in sorted(error.failures.items())}
-            raise self._error(failures) from error
+        Each rank gets its entry of what `assign` returns. A failure is raised on all ranks as by `run_on_all`.
+        """
+        outcome, cause = self._call(activity, describe)
+        outcomes = [outcome] if self.is_single else self._gather_on_first(activity, outcome)
+        answers: list[Any] = []
+        if self.is_first:
+            failures = _failures(outcomes)
+            if not failures:
+                answers, cause = self._call(activity, lambda: assign(outcomes))
+                failures = _failures([answers])
+            answers = [failures] * self.size if failures else answers
+        answer = answers[0] if self.is_single else self._scatter(activity, answers)
+        if isinstance(answer, _Failures):
+            raise self._error(answer) from cause
+        return cast(R, answer)
 
     def run_communication(self, activity: str, function: Callable[[], T]) -> T:
         """Call `function`, which communicates with other ranks, and convert its RuntimeError.
@@ -121,6 +138,19 @@ class Ranks:
         values: list[Any] = [None] * self.size
         self.run_communication(activity, lambda: dist.all_gather_object(values, value, group=self.group))
         return values
+
+    def _gather_on_first(self, activity: str, value: Any) -> list[Any]:
+        values = [None] * self.size if self.is_first else None
+        self.run_communication(activity, lambda: dist.gather_object(value, values, group=self.group, group_dst=0))
+        return values or []
+
+    def _scatter(self, activity: str, values: list[Any]) -> Any:
+        """This rank's entry of the first rank's `values`."""
+        own: list[Any] = [None]
+        self.run_communication(
+            activity, lambda: dist.scatter_object_list(own, values or None, group=self.group, group_src=0)
+        )
+        return own[0]
 
     def _broadcast(self, activity: str, value: Any, rank: int) -> Any:
         values = [value]

@@ -1,38 +1,22 @@
 """`CheckpointStore`: saves, finds, loads and deletes the checkpoints of one run.
 
-A checkpoint is loaded in any layout of ranks, whatever layout wrote it. The trainer uses this interface only; DCP
-(`torch.distributed.checkpoint`), which plans a save, and the file format are hidden behind it.
+A checkpoint is loaded in any layout of ranks, whatever layout wrote it. The trainer uses this interface only.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
-from meshwright.checkpoint.attempt import (
-    Attempt,
-    Provenance,
-    delete_beyond,
-    new_attempt,
-    recover,
-    remove_stale,
-)
-from meshwright.checkpoint.contents import Contents
-from meshwright.checkpoint.dcp_parts import DCPParts
-from meshwright.checkpoint.files import FileRecord
-from meshwright.checkpoint.fit import check_storable
-from meshwright.checkpoint.load import OpenCheckpoint, device_of, load_tensors, open_checkpoint
-from meshwright.checkpoint.manifest import (
+from meshwright.checkpoint.format.files import FileRecord, disk_space_error
+from meshwright.checkpoint.format.manifest import (
     COMMITTED,
     Damage,
     DamagedCheckpoint,
@@ -43,21 +27,29 @@ from meshwright.checkpoint.manifest import (
     read_own_manifest,
     step_name,
     steps_in,
+    tensor_file,
 )
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.state import encode_plain
-from meshwright.checkpoint.storage import PiecePlanner, ShardWriter
-from meshwright.checkpoint.verify import blocks_to_check, check_blocks, check_sizes, run_id_of, verify
+from meshwright.checkpoint.format.plain_files import encode_plain
+from meshwright.checkpoint.format.verify import blocks_to_check, check_blocks, check_sizes, run_id_of, verify
+from meshwright.checkpoint.local_tensors import LocalTensor, device_of
+from meshwright.checkpoint.ranks import RankGroup
+from meshwright.checkpoint.read.load import OpenCheckpoint, load_tensors, open_checkpoint
+from meshwright.checkpoint.write.attempt import (
+    Provenance,
+    SaveAttempt,
+    delete_beyond,
+    new_attempt,
+    recover,
+    remove_stale,
+)
+from meshwright.checkpoint.write.layout import FileLayout, plan_layout
+from meshwright.checkpoint.write.live_state import write_tensors
 from meshwright.durable.lease import check_lease
 from meshwright.events.span import NullRecorder, Recorder
-from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from meshwright.spec.run import Lease
-from meshwright.state.parts import StateParts
 
 log = logging.getLogger(__name__)
-
-LocalTensor = Tensor | StateParts
-"""A rank's part of a tensor: a DTensor, a plain tensor that is the whole, or StateParts."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +68,7 @@ class CheckpointStore:
     Every method is collective: all ranks of `group` call it with the same arguments, except tensors, and all return the
     same or raise the same error. `group` is by default the default group, or this process alone without
     `torch.distributed`; on GPU jobs pass a Gloo group, and as `device_group` the NCCL group of the same ranks: loads
-    send through it what several ranks need. `progress` is called with the number of bytes of each piece that this rank
-    writes. `lease` is the file that names the start (launch) that owns the run's folder, the parent of
+    send through it what several ranks need. `lease` is the file that names the start (launch) that owns the run's folder, the parent of
     `folder`; with it, saving and deleting raise BadInput once another start has taken the folder. A checkpoint of another
     run than the lease in that folder names is refused.
 
@@ -94,15 +85,13 @@ class CheckpointStore:
         group: dist.ProcessGroup | None = None,
         device_group: dist.ProcessGroup | None = None,
         recorder: Recorder | None = None,
-        progress: Callable[[int], None] | None = None,
         lease: Lease | None = None,
     ) -> None:
         self.folder = folder
         self._lease = lease
         self._run_id = run_id_of(folder) if lease is None else lease.run_id
-        self._ranks, self._device_group = Ranks(group), device_group
+        self._ranks, self._device_group = RankGroup(group), device_group
         self._recorder = recorder or NullRecorder()
-        self._progress = progress
         self._verified: set[Path] = set()
         """Checkpoints that this store wrote or verified; `retain` does not read them again."""
         self._reported: set[Path] = set()
@@ -121,7 +110,7 @@ class CheckpointStore:
         """Write the checkpoint of `step` and make it visible, whole and durable, or raise and leave nothing visible.
 
         `state` has plain values (JSON). `texts` has further files by name, such as the resolved configuration. Both are
-        taken from the first rank. `parent` and `finite` go into the manifest (`checkpoint.manifest.Manifest`). A good
+        taken from the first rank. `parent` and `finite` go into the manifest (`checkpoint.format.manifest.CheckpointManifest`). A good
         checkpoint of the step is kept unless `overwrite`. Raises OutOfResources when the disk is or becomes full
         (earlier checkpoints stay), BadInput for values that cannot be stored and for a tensor whose pieces on the ranks
         overlap without being the same or leave elements out, and CommunicationFailure when a rank is lost.
@@ -133,20 +122,23 @@ class CheckpointStore:
             size = read_manifest(existing).total_bytes
             return SaveOutcome(existing, size, time.perf_counter() - started, written=False)
 
-        def check() -> dict[str, bytes]:
-            check_storable(tensors)
-            return encode_plain(state, texts) if self._ranks.is_first else {}
+        layout = plan_layout(self._ranks, tensors, activity=activity)
+        plain: dict[str, bytes] = {}
 
-        plain = self._ranks.run_on_all(activity, check)[0]
-        attempt = self._ranks.run_on_first(activity, lambda: self._begin(step))
+        def begin() -> SaveAttempt:
+            plain.update(encode_plain(state, texts))
+            return self._begin(step, sum(record.bytes for record in layout.contents.values()))
+
+        attempt = self._ranks.run_on_first(activity, begin)
         try:
             with self._recorder.span("write", lane="checkpoint"):
-                shards, contents = self._write(activity, attempt, tensors)
+                shares = self._ranks.run_on_all(activity, lambda: self._write(attempt, layout, device_of(tensors)))
+            files = {name: record for share in shares for name, record in share.items()}
 
             def commit() -> int:
                 seconds = {"writing": time.perf_counter() - started}
                 provenance = Provenance(self._ranks.size, str(torch.__version__), parent, finite, seconds)
-                return attempt.commit(shards, contents, plain, provenance).total_bytes
+                return attempt.commit(files, layout.contents, plain, provenance).total_bytes
 
             with self._recorder.span("commit", lane="checkpoint"):
                 size = self._ranks.run_on_first(activity, commit)
@@ -262,33 +254,29 @@ class CheckpointStore:
         if self._lease is not None:
             check_lease(self.folder.parent, self._lease)
 
-    def _begin(self, step: int) -> Attempt:
-        attempt = Attempt(self.folder, step, new_attempt(self._lease), self._lease)
+    def _begin(self, step: int, tensor_bytes: int) -> SaveAttempt:
+        """Create the folder of an attempt. Raises OutOfResources when the disk has no space for `tensor_bytes`."""
+        attempt = SaveAttempt(self.folder, step, new_attempt(self._lease), self._lease)
         attempt.check_owner()
         recover(self.folder)
         attempt.create()
+        error = disk_space_error(self.folder, tensor_bytes)
+        if error is not None:
+            attempt.abandon()
+            raise OutOfResources(error)
         return attempt
 
-    def _write(
-        self, activity: str, attempt: Attempt, tensors: Mapping[str, LocalTensor]
-    ) -> tuple[dict[str, FileRecord], Contents]:
-        """Write every rank's tensors, durable on return; the records of all files, and on the first rank their tensors."""
-        writer = ShardWriter(
-            attempt.folder, self._ranks.rank, pinned=device_of(tensors).type == "cuda", progress=self._progress
-        )
-        self._run_dcp(
-            activity,
-            lambda options: dcp.save(_detached(tensors), storage_writer=writer, planner=PiecePlanner(), **options),
-        )
-
-        def report() -> dict[str, FileRecord]:
-            if isinstance(writer.failure, FileNotFoundError):
-                attempt.check_owner()
-            _reraise(writer.failure)
-            return writer.files
-
-        shares = self._ranks.run_on_all(activity, report)
-        return {name: record for share in shares for name, record in share.items()}, writer.contents
+    def _write(self, attempt: SaveAttempt, layout: FileLayout, device: torch.device) -> dict[str, FileRecord]:
+        """Write this rank's file, durable on return; no file without tensors."""
+        if not layout.pieces:
+            return {}
+        name = tensor_file(self._ranks.rank)
+        values = (piece.values() for piece in layout.pieces)
+        try:
+            return {name: write_tensors(attempt.folder / name, layout.headers, values, pinned=device.type == "cuda")}
+        except FileNotFoundError:  # the start that took the lease has removed the attempt
+            attempt.check_owner()
+            raise
 
     def _damage(self, activity: str, path: Path) -> list[Damage]:
         """The damage of a checkpoint: every rank checks names and sizes, and reads its share of the blocks."""
@@ -321,13 +309,6 @@ class CheckpointStore:
             self._verified.add(path)
         return damage
 
-    def _run_dcp(self, activity: str, work: Callable[[dict[str, Any]], object]) -> None:
-        """Call `work` with DCP's options for this group; our storage writer keeps its own errors in `failure`."""
-        options = {"no_dist": True} if self._ranks.is_single else {"process_group": self._ranks.group}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            self._ranks.run_collective(activity, lambda: work(options))
-
     def _retain(self, keep: int) -> list[Path]:
         self._check_owner()
         recover(self.folder)
@@ -342,15 +323,3 @@ class CheckpointStore:
 
 def _names_up_to(at_most: int | None, paths: Sequence[Path]) -> list[str]:
     return [path.name for path in paths if at_most is None or (candidate_step(path) or 0) <= at_most]
-
-
-def _detached(tensors: Mapping[str, LocalTensor]) -> dict[str, Any]:
-    """Return the memory of the tensors without autograd, in the form that DCP accepts."""
-    return {
-        name: tensor.detach() if isinstance(tensor, Tensor) else DCPParts(tensor) for name, tensor in tensors.items()
-    }
-
-
-def _reraise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure

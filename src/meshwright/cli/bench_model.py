@@ -11,7 +11,7 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from meshwright.checkpoint.single_device import device_and_dtype, load_model
+from meshwright.checkpoint.models.single_device import device_and_dtype, load_model
 from meshwright.cli.chat_prompts import ChatPrompts
 from meshwright.models.decoder import Decoder
 from meshwright.serve.engine import Engine

@@ -66,7 +66,7 @@ def chat(
 
         echo "Hi" | meshwright chat my-chat-model
     """
-    from meshwright.checkpoint.single_device import device_and_dtype
+    from meshwright.checkpoint.models.single_device import device_and_dtype
     from meshwright.serve.engine import Engine
     from meshwright.serve.load import load_for_engine
     from meshwright.serve.sampling_options import SamplingOptions

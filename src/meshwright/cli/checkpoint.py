@@ -85,8 +85,8 @@ def diff(a: CheckpointFolder, b: CheckpointFolder, as_json: Json = False) -> Non
 
         meshwright checkpoint diff runs/quickstart runs/other/checkpoints/step-00000100
     """
-    from meshwright.checkpoint.diff import compare_checkpoints
-    from meshwright.checkpoint.inventory import choose_newest
+    from meshwright.checkpoint.format.inventory import choose_newest
+    from meshwright.checkpoint.read.diff import compare_checkpoints
 
     with _disk_errors("comparing checkpoints"):
         chosen = [choose_newest(folder, contents=False) for folder in (a, b)]
@@ -188,7 +188,7 @@ def to_hf(
 
         meshwright checkpoint to-hf runs/quickstart my-model --dtype fp32
     """
-    from meshwright.checkpoint.convert import export_checkpoint
+    from meshwright.checkpoint.models.convert import export_checkpoint
 
     with _disk_errors("exporting"):
         source = export_checkpoint(checkpoint, out, dtype=dtype.value, average=ema, text_only=text_only, note=say)
@@ -210,7 +210,7 @@ def to_peft(
 
         meshwright checkpoint to-peft runs/tuned my-adapter
     """
-    from meshwright.checkpoint.convert import export_adapter
+    from meshwright.checkpoint.models.convert import export_adapter
 
     with _disk_errors("exporting"):
         source = export_adapter(checkpoint, out)
@@ -236,7 +236,7 @@ def merge(
 
         meshwright checkpoint merge ./Llama-3.2-1B my-adapter merged
     """
-    from meshwright.checkpoint.convert import merge_adapter
+    from meshwright.checkpoint.models.convert import merge_adapter
 
     with _disk_errors("merging"):
         merge_adapter(base, adapter, out, dtype=dtype.value, note=say)
@@ -262,7 +262,7 @@ def from_hf(
 
         meshwright train run.yaml model.init=checkpoint:base/checkpoints/step-00000000
     """
-    from meshwright.checkpoint.convert import import_checkpoint
+    from meshwright.checkpoint.models.convert import import_checkpoint
 
     with _disk_errors("importing"):
         path = import_checkpoint(folder, out, text_only=text_only, note=say)
@@ -270,7 +270,7 @@ def from_hf(
 
 
 def _checkpoint_records(folder: Path, *, contents: bool) -> list[dict[str, Any]]:
-    from meshwright.checkpoint.verify import list_checkpoints
+    from meshwright.checkpoint.format.verify import list_checkpoints
 
     with _disk_errors("reading checkpoints"):
         return list_checkpoints(folder, contents=contents)
@@ -280,7 +280,7 @@ def _print(records: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps({"checkpoints": records}))
         return
-    from meshwright.checkpoint.manifest import Damage
+    from meshwright.checkpoint.format.manifest import Damage
 
     for record in records:
         print(_line(record))

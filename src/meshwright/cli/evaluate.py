@@ -140,7 +140,7 @@ def _evaluate(
     adapter: Path | None,
 ) -> Evaluation:
     """The evaluation of `weights`, a checkpoint of the run `model`, or `model` itself."""
-    from meshwright.checkpoint.single_device import device_and_dtype, load_model
+    from meshwright.checkpoint.models.single_device import device_and_dtype, load_model
     from meshwright.config.load import load_resolved
     from meshwright.data.loader import open_data
     from meshwright.serve import text_losses

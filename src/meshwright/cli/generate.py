@@ -325,7 +325,7 @@ def _continue_here(
     adapter: Path | None,
 ) -> None:
     """Continue all prompts on one device."""
-    from meshwright.checkpoint.single_device import device_and_dtype, load_model
+    from meshwright.checkpoint.models.single_device import device_and_dtype, load_model
     from meshwright.serve.engine import Engine
     from meshwright.serve.load import load_for_engine
 

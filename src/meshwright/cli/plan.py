@@ -65,7 +65,8 @@ SoftwareNames = Annotated[
     typer.Option(
         "--software",
         metavar="NAME,NAME,…",
-        help="The best layout of the job with other training software, by constants fitted to its published runs; `all` for each.",
+        help="The best layout of the job with other training software, by constants fitted to its published runs, in bf16 or "
+        "in a format of these runs that --precision or an fp8 plan.linear allows; `all` for each.",
     ),
 ]
 Precision = Annotated[

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.cli.effective_time import effective_answer
 from meshwright.cli.plan_samples import samples_as_plain
 from meshwright.costs.plan_costs import format_of_products
-from meshwright.costs.software import Software
+from meshwright.costs.software import TrainingSoftware
 from meshwright.costs.sources import sources
 from meshwright.launch.machine import is_here
 from meshwright.launch.prepare import (
@@ -79,7 +79,7 @@ class PlanQuestion:
     """Whether the number of training steps is a default."""
     chips: tuple[str, ...] = ()
     """Chips to compare for the job."""
-    software: tuple[Software, ...] = ()
+    software: tuple[TrainingSoftware, ...] = ()
     """Software to compare for the job."""
     features: bool = False
     """Whether to show what features of other systems' expert parallelism would change."""
@@ -203,7 +203,9 @@ class Answer:
     @cached_property
     def software(self) -> tuple[SoftwarePlan, ...]:
         """The job with the software of --software."""
-        return tuple(best_with(self.asked_run, software) for software in self.question.software)
+        return tuple(
+            best_with(self.asked_run, software, self.question.precision) for software in self.question.software
+        )
 
     @cached_property
     def features(self) -> tuple[Step, ...]:

@@ -374,6 +374,12 @@ def expense_sentences(spent: Expense) -> Iterable[str]:
         whole += [f"{price.unit}{two_digits(spent.money)}"] if spent.money is not None else []
         whole += [f"{two_digits(spent.kwh)} kWh"] if spent.kwh is not None else []
         yield f"{spent.tokens:.3g} tokens: {', '.join(whole)}"
+        if spent.low is not None and spent.high is not None:
+            ends = [f"{two_digits(spent.days * spent.low)} to {two_digits(spent.days * spent.high)} days"]
+            if spent.money is not None:
+                money_ends = (two_digits(spent.money * end) for end in (spent.low, spent.high))
+                ends.append(f"{price.unit}{' to '.join(money_ends)}")
+            yield f"80% band of the step: {', '.join(ends)}"
     if spent.training_share < 1:
         yield f"the run trains in {spent.training_share:.2%} of this time: failures, restarts, checkpoints and validations take the rest"
     priced = price.source if price.value is None else f"{price.unit}{price.value:g} ({price.source})"
@@ -383,7 +389,7 @@ def expense_sentences(spent: Expense) -> Iterable[str]:
 
 
 CHIP_HEADS = ("chip", "plan", "step", "tokens/s a GPU", "money / M tokens", "kWh / M tokens")
-SOFTWARE_HEADS = ("software", "step (80%)", "tokens/s a GPU", "memory", "layout")
+SOFTWARE_HEADS = ("software", "format", "step (80%)", "tokens/s a GPU", "memory", "layout")
 
 
 def chip_lines(answer: Answer) -> Iterable[tuple[str, ...]]:
@@ -419,10 +425,11 @@ def software_lines(answer: Answer) -> Iterable[tuple[str, ...]]:
     """A line of the comparison for each software, the fastest first, under `SOFTWARE_HEADS`."""
     for entry in sorted(answer.software, key=lambda entry: entry.seconds or float("inf")):
         if entry.seconds is None or entry.low is None or entry.high is None or entry.memory_bytes is None:
-            yield entry.software, "", "", "", entry.refused
+            yield entry.software, "", "", "", "", entry.refused
             continue
         yield (
             entry.software,
+            entry.precision,
             f"{seconds_text(entry.seconds)} ({seconds_text(entry.low)} to {seconds_text(entry.high)})",
             f"{entry.tokens_per_second_per_gpu:,.0f}",
             bytes_text(entry.memory_bytes),

@@ -50,7 +50,7 @@ def quickstart(
 
 def _finish(folder: Path) -> None:
     """Generates samples, exports the model, and writes the report with both."""
-    from meshwright.checkpoint.convert import export_checkpoint
+    from meshwright.checkpoint.models.convert import export_checkpoint
     from meshwright.cli.generate import sample
     from meshwright.cli.span_findings import span_findings
     from meshwright.observe.report import write_report

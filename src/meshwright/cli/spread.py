@@ -74,8 +74,8 @@ def ask_ranks(
 
 def model_in(folder: Path) -> tuple[ModelSpec, str]:
     """The model's dimensions and the source of its weights: `hf:DIR` or `checkpoint:DIR`. Weights are not read."""
-    from meshwright.checkpoint.hf import import_hf
-    from meshwright.checkpoint.inventory import newest_checkpoint
+    from meshwright.checkpoint.format.inventory import newest_checkpoint
+    from meshwright.checkpoint.models.hf import import_hf
     from meshwright.config.load import load_resolved
     from meshwright.spec.fields import from_plain, to_plain
     from meshwright.spec.model import ModelSpec, without_adapter
@@ -91,7 +91,7 @@ def model_in(folder: Path) -> tuple[ModelSpec, str]:
 
 def found_weights(folder: Path) -> tuple[Path, dict[str, object]]:
     """The folder with the model's weights, of a run its newest good checkpoint, and its `facts`. Says if newer ones are damaged."""
-    from meshwright.checkpoint.inventory import choose_weights
+    from meshwright.checkpoint.format.inventory import choose_weights
 
     chosen = choose_weights(folder)
     if chosen is None:

@@ -29,6 +29,8 @@ from meshwright.spec.layout import (
 )
 from meshwright.spec.listen_address import EXPECTED, listen_address
 from meshwright.spec.model import BESIDE_LATENTS, MOST_PARAMETERS, ModelSpec, layer_mistakes, parameter_count
+from meshwright.spec.node_label import EXPECTED as LABEL_EXPECTED
+from meshwright.spec.node_label import node_label
 from meshwright.spec.plan import (
     DATA_AXES,
     ScheduleName,
@@ -81,6 +83,7 @@ def cross_checks(document: Document, unusable: set[KeyPath], plan_file: Values |
         _rl,
         preference,
         _prometheus,
+        _report_label,
         _chip,
         _emulated,
         _batch_ramp,
@@ -250,6 +253,15 @@ def _deterministic(run: RunValues) -> Iterator[Mistake]:
 
 def _rl(run: RunValues) -> Iterator[Mistake]:
     yield from rl(run, _model_values(run))
+
+
+def _report_label(run: RunValues) -> Iterator[Mistake]:
+    label = run("supervision.report_label")
+    if label is not None:
+        try:
+            node_label(label)
+        except ValueError:
+            yield run.mistake("supervision.report_label", LABEL_EXPECTED)
 
 
 def _prometheus(run: RunValues) -> Iterator[Mistake]:

@@ -1,6 +1,7 @@
 """Bands of predicted step times by class of run: quantiles of ln(measured ÷ predicted) over runs whose source was left out of the fit.
 
-The bands are conformal: the class's own errors on sources that the constants have not seen set the ends, 10% of them beyond each.
+The bands are conformal: the class's own errors on sources that the constants have not seen set the ends, 10% of them beyond each. Days,
+hours and cost of a training are in proportion to the step, so they have the same band.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -15,7 +17,16 @@ COVERED = 0.8
 """Share of runs between the ends of a band."""
 MIN_RUNS, MIN_SOURCES = 20, 3
 """Fewest runs and sources of a class with a band of its own; others take that of a wider class."""
+SOURCE_WEIGHT = 0.35
+"""Runs of a source of n runs weigh n^-SOURCE_WEIGHT each: 1 counts sources alike, 0 counts runs alike.
+
+One source of a thousand runs tells less about the next source than ten of ten runs, and 80% of all runs must be inside.
+"""
+LEAST_RUNS = 3
+"""Runs of a software from which its own constants say something about its next run."""
 Band = tuple[float, float]
+Known = Literal["measured", "related", "unknown"]
+"""What the constants of a software follow: many of its own runs; a few, or those of a related software; neither."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +37,7 @@ class RunClass:
     mixture: bool
     measured_generation: bool
     """Whether constants of its device generation follow many runs."""
-    measured_software: bool
-    """Whether constants of its software follow many runs."""
+    software: Known
 
     @property
     def name(self) -> str:
@@ -37,7 +47,7 @@ class RunClass:
         return [
             "several hosts" if self.several_hosts else "one host",
             "mixture" if self.mixture else "dense",
-            ("measured" if self.measured_software else "unmeasured") + " software",
+            f"{self.software} software",
             ("measured" if self.measured_generation else "unmeasured") + " generation",
         ]
 
@@ -50,6 +60,14 @@ class RunClass:
         yield "all"
 
 
+def known(stack: str, parent: str, runs: Mapping[str, int], measured_with: Sequence[str]) -> Known:
+    """How far a set of constants is known: `runs` of each set, and those that are `measured_with` many."""
+    if stack in measured_with:
+        return "measured"
+    few = stack != "default" and runs.get(stack, 0) >= LEAST_RUNS
+    return "related" if few or parent not in ("", "default") else "unknown"
+
+
 def band_of(run: RunClass, bands: Mapping[str, Sequence[float]]) -> Band:
     """Logarithms of the ends of the band of the narrowest class that has one."""
     low, high = next(bands[name] for name in run.names() if name in bands)
@@ -57,10 +75,7 @@ def band_of(run: RunClass, bands: Mapping[str, Sequence[float]]) -> Band:
 
 
 def fitted_bands(classes: Sequence[RunClass], sources: Sequence[str], residuals: np.ndarray) -> dict[str, list[float]]:
-    """The band of each class, and of wider ones, from ln(measured ÷ predicted) of runs of left-out sources.
-
-    Each source has the same weight in a class, because one source of a thousand runs tells less about the next source than ten of ten runs.
-    """
+    """The band of each class, and of wider ones, from ln(measured ÷ predicted) of runs of left-out sources (`SOURCE_WEIGHT`)."""
     members: dict[str, list[int]] = {}
     for index, run in enumerate(classes):
         for name in run.names():
@@ -69,7 +84,7 @@ def fitted_bands(classes: Sequence[RunClass], sources: Sequence[str], residuals:
     for name, indices in sorted(members.items()):
         runs_by_source = Counter(sources[index] for index in indices)
         if name == "all" or (len(indices) >= MIN_RUNS and len(runs_by_source) >= MIN_SOURCES):
-            weights = np.array([1 / runs_by_source[sources[index]] for index in indices])
+            weights = np.array([runs_by_source[sources[index]] ** -SOURCE_WEIGHT for index in indices])
             bands[name] = conformal_band(residuals[indices], weights)
     return bands
 

@@ -66,6 +66,10 @@ Of 8 bytes the product hides all but a tenth: 24 more chunks took 1.1 ms, not 12
 """
 OBJECTIVE_LOGITS = 1 / 3
 """Times that log-probabilities read the logits: a loss with its gradient reads them twice and writes them once."""
+EAGER_PASSES = 5 / 3
+"""Element-wise bytes of a layer without fusing, relative to `Constants.passes`: 100 over 60, the guesses of benchmarks/fit_costs.py."""
+GRAPHS_US = 50.0
+"""Host time of a layer whose forward and backward are one CUDA graph each: two launches of 10 to 20 µs, and what is between; a guess."""
 BIAS_BYTES = 20.0
 """Bytes per element to add a routed expert's bias, one expert after another, in other training stacks.
 
@@ -201,7 +205,8 @@ def layer_times(
                 seconds += _wide_weight_gradient(product, of_experts, k, expert_rate, wide_rate)
             products += seconds.times(product.layers)
     core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory_rate)
-    pass_bytes = k.passes + NORM_BYTES * shape.added_norms
+    unfused = np.where(np.asarray(layout.eager) > 0, EAGER_PASSES, 1.0)
+    pass_bytes = k.passes * unfused + NORM_BYTES * shape.added_norms
     pass_seconds = tokens * shape.hidden * shape.layers * pass_bytes / memory_rate / tensor_ranks
     per_element = k.moe_passes + np.where(layout.expert > 1, k.moe_spread, 0.0)
     routed_seconds = (
@@ -235,7 +240,8 @@ def layer_times(
     across_nodes = (layout.pipeline > 1) & (layout.ranks > machine.per_node)
     ring_us = np.maximum(layout.sequence, across_nodes) * (tensor_ranks - 1) * k.ring_us
     tensor_us = np.where(tensor_ranks > 1, k.host_tensor_us, 0.0) + ring_us
-    host = shape.layers * (k.host_us + tensor_us) * launches * 1e-6
+    layer_us = np.where(np.asarray(layout.layer_graphs) > 0, GRAPHS_US, k.host_us + tensor_us)
+    host = shape.layers * layer_us * launches * 1e-6
     logits = wide_rate.forward_backward(tokens, shape.hidden, shape.outputs / tensor_ranks, frozen=shape.frozen)
     loss_seconds = tokens * shape.outputs / tensor_ranks * k.logit_bytes / memory_rate
     # The weight gradient of each chunk of logits is added to an fp32 sum, which is rounded at the end (kernels.loss).

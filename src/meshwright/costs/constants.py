@@ -5,7 +5,7 @@ constants.yaml lists them with the runs that they were fitted to; `python benchm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from meshwright.costs.bands import Known, known
 from meshwright.costs.software import parent_of
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.workload.arrays import Array
@@ -291,6 +292,12 @@ def constants(generation: str, stack: str, values: dict[str, Any] | None = None)
     measured = values.get("measured", {}).get(stack, {}).get(generation, {})
     shared = stacks.get(parent_of(stack), {})
     return Constants(**{**defaults, **generations.get(generation, {}), **shared, **stacks.get(stack, {}), **measured})
+
+
+def known_software(stack: str, values: Mapping[str, Any] | None = None) -> Known:
+    """How far a stack's constants are known."""
+    values = values or table()
+    return known(stack, parent_of(stack), values["runs"], values["measured_with"])
 
 
 def is_measured(generation: str, stack: str = OWN) -> bool:

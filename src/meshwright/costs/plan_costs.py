@@ -205,7 +205,7 @@ def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, floa
         several_hosts=cluster.nodes > 1,
         mixture=plan.experts is not None,
         measured_generation=True,
-        measured_software=is_measured(generation),
+        software="measured" if is_measured(generation) else "related",
     )
     because = unmeasured_features if is_measured(generation) else f"{generation} devices"
     return (

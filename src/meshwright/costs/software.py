@@ -15,7 +15,7 @@ from meshwright.spec.errors import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Software:
+class TrainingSoftware:
     """A training software, as published runs and `--software` name it."""
 
     name: str
@@ -43,6 +43,8 @@ class Software:
     """Whether it can divide experts over ranks."""
     virtual_stages: bool = True
     """Whether its pipelines can have several stages a rank."""
+    formats: tuple[str, ...] = ()
+    """Formats narrower than bf16 of its published runs, as `planner.precision_choice` names them."""
     layout: Mapping[str, float] = field(default_factory=dict)
     """Fields of `workload.layouts.Layouts` that its recipes set."""
     about: str = ""
@@ -51,45 +53,57 @@ class Software:
 
 _DEEPEP = {"one_copy": 1.0}
 
-SOFTWARE: tuple[Software, ...] = (
-    Software(
+SOFTWARE: tuple[TrainingSoftware, ...] = (
+    TrainingSoftware(
         name="meshwright",
         constants="meshwright",
         date=2026.9,
         pattern="meshwright",
         about="own runs on H200 (own.yaml)",
     ),
-    Software(
+    TrainingSoftware(
         name="maxtext",
         constants="jax",
         date=2024.9,
         pattern="maxtext|paxml",
         fully_sharded=True,
-        about="MaxText and PaxML in NVIDIA's benchmarks of 2024",
+        formats=("fp8-tensor",),
+        about="MaxText and PaxML in NVIDIA's benchmarks of 2024, which share the constants of all software",
     ),
-    Software(
+    TrainingSoftware(
         name="megatron-lm-2021",
         constants="megatron_lm",
         date=2022.0,
         pattern="sc21|korthikanti",
         about="tables of 2021 and 2022, attention without fused kernels",
     ),
-    Software(
+    TrainingSoftware(
         name="mlperf",
         constants="megatron_tuned",
         date=2024.8,
         pattern="megascale|mlcommons|mlperf",
         shards_optimizer=True,
+        formats=("fp8-tensor", "nvfp4"),
         about="submissions to MLPerf training and MegaScale: Megatron tuned for one machine",
     ),
-    Software(
+    TrainingSoftware(
         name="megatron-deepspeed",
         constants="megatron_deepspeed",
         date=2022.5,
         pattern="vtrain|bloom|bigscience|chronicles|megatron-deepspeed",
         about="runs of 2021 to 2023 on A100 and V100",
     ),
-    Software(
+    TrainingSoftware(
+        name="deepspeed-2021",
+        constants="deepspeed_2021",
+        parent="default",
+        date=2021.3,
+        fully_sharded=True,
+        virtual_stages=False,
+        expert_ranks=False,
+        about="ZeRO-3 without model parallelism, five runs of 2021 on A100",
+    ),
+    TrainingSoftware(
         name="nanotron",
         constants="nanotron",
         date=2025.0,
@@ -101,33 +115,36 @@ SOFTWARE: tuple[Software, ...] = (
         expert_ranks=False,
         about="the sweep of Hugging Face's playbook, on H100",
     ),
-    Software(
+    TrainingSoftware(
         name="megatron-bridge",
         constants="bridge",
         date=2026.5,
         pattern="megatron-bridge|megatron-moe",
         shards_optimizer=True,
+        formats=("fp8-tensor", "fp8-block", "mxfp8", "nvfp4"),
         about="NVIDIA's performance tables, containers 25.09 to 26.08",
     ),
-    Software(
+    TrainingSoftware(
         name="hai-llm",
         constants="hai_llm",
         parent="bridge",
         date=2024.9,
         pattern="deepseek-v3 report",
         shards_optimizer=True,
+        formats=("fp8-block",),
         about="DeepSeek's, one run of its report",
     ),
-    Software(
+    TrainingSoftware(
         name="megatron-bridge-graphs",
         constants="bridge_graphs",
         parent="bridge",
         date=2026.5,
         shards_optimizer=True,
         layout={"host_sizes": 0.0, "exchange_overlaps": 1.0, "one_copy": 1.0},
+        formats=("mxfp8",),
         about="Megatron-Bridge with the whole step as one graph, on GB200 and GB300 (container 26.06)",
     ),
-    Software(
+    TrainingSoftware(
         name="automodel",
         constants="automodel",
         parent="torchtitan",
@@ -137,15 +154,16 @@ SOFTWARE: tuple[Software, ...] = (
         layout=_DEEPEP,
         about="FSDP2 with Transformer Engine and DeepEP: NVIDIA's table of August 2026",
     ),
-    Software(
+    TrainingSoftware(
         name="nemo",
         constants="nemo",
         date=2024.9,
         pattern="dgxc|nemo|megatron-lm images",
         shards_optimizer=True,
+        formats=("fp8-tensor",),
         about="NVIDIA's benchmarks of 2024 and 2025",
     ),
-    Software(
+    TrainingSoftware(
         name="llm-foundry",
         constants="llm_foundry",
         date=2023.8,
@@ -153,17 +171,19 @@ SOFTWARE: tuple[Software, ...] = (
         fully_sharded=True,
         virtual_stages=False,
         expert_ranks=False,
+        formats=("fp8-tensor",),
         about="MosaicML's tables of 2023, FSDP1",
     ),
-    Software(
+    TrainingSoftware(
         name="torchtitan",
         constants="torchtitan",
         date=2025.0,
         pattern="torchtitan|fms-fsdp",
         fully_sharded=True,
+        formats=("fp8-tensor",),
         about="torchtitan's tables of 2024 and 2025",
     ),
-    Software(
+    TrainingSoftware(
         name="kempnerforge",
         constants="kempnerforge",
         parent="torchtitan",
@@ -172,7 +192,7 @@ SOFTWARE: tuple[Software, ...] = (
         fully_sharded=True,
         about="FSDP2 with tensor ranks on nodes of four GPUs: tables of April and June 2026",
     ),
-    Software(
+    TrainingSoftware(
         name="prime-rl",
         constants="prime_rl",
         parent="torchtitan",
@@ -181,16 +201,17 @@ SOFTWARE: tuple[Software, ...] = (
         fully_sharded=True,
         about="FSDP2 with torchtitan's experts, one run of October 2026",
     ),
-    Software(
+    TrainingSoftware(
         name="olmo-core",
         constants="olmo_core",
         parent="torchtitan",
         date=2025.5,
         pattern="olmo-core",
         fully_sharded=True,
+        formats=("fp8-tensor",),
         about="FSDP2, one run of 2025",
     ),
-    Software(
+    TrainingSoftware(
         name="scaletorch",
         constants="scaletorch",
         parent="default",
@@ -198,16 +219,17 @@ SOFTWARE: tuple[Software, ...] = (
         pattern="scaletorch",
         about="plain PyTorch on Ascend, four runs of 2026",
     ),
-    Software(
+    TrainingSoftware(
         name="megatron-core",
         constants="megatron_core",
         parent="bridge",
         date=2026.0,
         pattern="ms-swift|primus",
         shards_optimizer=True,
+        formats=("fp8-block",),
         about="Megatron-Core of 2024 or later outside NVIDIA's containers: runs of ms-swift on H20 and of Primus on MI300X",
     ),
-    Software(
+    TrainingSoftware(
         name="deepspeed",
         constants="default",
         date=2025.0,
@@ -217,7 +239,7 @@ SOFTWARE: tuple[Software, ...] = (
         virtual_stages=False,
         about="no fitted runs of 2024 or later: the constants of all software together",
     ),
-    Software(name="other", constants="default", date=2025.0, about="all software together"),
+    TrainingSoftware(name="other", constants="default", date=2025.0, about="all software together"),
 )
 """The software, the most specific patterns first."""
 OTHER = SOFTWARE[-1]
@@ -236,7 +258,7 @@ def parent_of(constants: str) -> str:
 
 
 @cache
-def software_named(name: str) -> Software:
+def software_named(name: str) -> TrainingSoftware:
     """The software of this name, without regard to case and punctuation. Raises KeyError with the nearest names."""
     wanted = _simple(name)
     found = next((software for software in SOFTWARE if _simple(software.name) == wanted), None)
@@ -247,7 +269,7 @@ def software_named(name: str) -> Software:
     raise KeyError(f"{name!r} is not known" + (f"; did you mean {near}?" if near else f"; known: {', '.join(names)}"))
 
 
-def software_of(source: str, note: str, year: float = 0.0) -> Software:
+def software_of(source: str, note: str, year: float = 0.0) -> TrainingSoftware:
     """The software that a source's name implies; `other` if none. `year` is that of the release, 0 if unknown."""
     text = source.lower()
     if "megascale" in text and re.search(r"megatron-lm", note, re.IGNORECASE) and not note.startswith("MegaScale"):

@@ -1,7 +1,7 @@
 """Reads what config.json says about quantised weights: one reader for each method. Torch-free.
 
 A reader gives the schemes that weights of the folder may have. Which of them a weight has, if any, its tensors tell
-(`checkpoint.quantized`): lists of ignored modules name modules that programs fuse or rename, so they are only compared.
+(`checkpoint.models.quantized`): lists of ignored modules name modules that programs fuse or rename, so they are only compared.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A word is 8 bytes of a tensor's content, in the byte order of the machine; zeros complete the last one. The sum of the words detects any
 single change. The weighted sum also detects changes that cancel each other in the sum, and words that swapped their positions. A device
-and a CPU compute equal values, and nothing here waits for the device. `checkpoint.checksum` has other sums: those of pieces that may
+and a CPU compute equal values, and nothing here waits for the device. `checkpoint.write.checksum` has other sums: those of pieces that may
 begin within a word, which a writer without torch compares.
 """
 

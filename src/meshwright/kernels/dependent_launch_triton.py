@@ -15,9 +15,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 FIRST_CAPABILITY = (9, 0)
 """Hopper."""
+MOST_ARRIVALS = 1 << 16
+"""Sums whose parts have programs of their own, in one kernel."""
 
 
 def options(device: torch.device) -> dict[str, Any]:
@@ -29,6 +32,12 @@ def options(device: torch.device) -> dict[str, Any]:
 def _supports(device: torch.device) -> bool:
     nvidia = device.type == "cuda" and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+
+
+@cache
+def arrivals(device: torch.device) -> Tensor:
+    """Zeros in which the programs that share a sum count their arrivals; every kernel leaves zeros. Not for several streams at a time."""
+    return torch.zeros(MOST_ARRIVALS, dtype=torch.int32, device=device)
 
 
 @triton.jit

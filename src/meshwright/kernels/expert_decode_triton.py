@@ -13,7 +13,6 @@ router, BLOCK the experts and LANES the tokens of the step, each rounded up to a
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.dependent_launch_triton import await_previous, options, prefetch
+from meshwright.kernels.dependent_launch_triton import arrivals, await_previous, options, prefetch
 from meshwright.kernels.expert_decode import Choices, Routing
 from meshwright.kernels.fixed_product import TILE_BYTES
 from meshwright.kernels.fixed_product_triton import sum_tiles
@@ -36,8 +35,6 @@ MOST_ROWS = 64
 """Most rows of a tile: with more rows an expert reads its weights again."""
 STEPS_AHEAD, SURE_ROWS = 4, 4
 """Steps of `Launch.ahead`; rows of an expert, if all have the same, from which on few experts have none."""
-MOST_TILES = 1 << 12
-"""Tiles of tokens whose programs count their arrivals."""
 
 
 Operand = Tensor | RoundedMatrix
@@ -94,7 +91,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> C
         weights,
         places,
         sums,
-        _arrivals(x.device),
+        arrivals(x.device),
         tokens,
         hidden,
         experts,
@@ -115,12 +112,6 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> C
         **options(x.device),
     )
     return Choices(chosen, weights, places)
-
-
-@cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Programs of each tile that have stored their part; every kernel leaves zeros."""
-    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 def gate_up(

@@ -6,7 +6,6 @@ second only 16. Sizes: COLUMNS outputs and TOKENS tokens of a tile, INNER number
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,13 +14,20 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.block_products import ROW_MULTIPLE, Fp8Blocks, Fp8Groups
+from meshwright.kernels.dependent_launch_triton import (
+    MOST_ARRIVALS,
+    arrivals,
+    await_previous,
+    options,
+    prefetch,
+)
 from meshwright.kernels.fixed_product import TILE_BYTES, inner_splits
 from meshwright.spec.weight_scheme import FP8_BLOCK
 
 GROUP = 8
 """Tiles of tokens that are computed with the same weights one after another, while these are in the L2 cache."""
-MOST_ARRIVALS = 1 << 16
-"""Tiles of a product whose parts have programs of their own."""
+AHEAD = 4
+"""Tiles of the inner dimension whose weights a program brings into the L2 cache while the kernel before ends."""
 
 
 class Tile(NamedTuple):
@@ -91,6 +97,7 @@ def product(
     splits: int | None = None,
     across: bool | None = None,
     blocks: bool = False,
+    ahead: int | None = None,
 ) -> Tensor:
     """x `(tokens, in)` · weight `(out, in)`ᵀ in `dtype`, times the scales, plus the bias, if given; int8 is summed in int32.
 
@@ -108,11 +115,10 @@ def product(
     if across is None:
         across = tokens <= 256
     across = across and splits > 1 and tiles <= MOST_ARRIVALS
-    partial, arrivals, integer = out, out, x.dtype == torch.int8
+    partial, integer = out, x.dtype == torch.int8
     if across:
         sum_dtype = torch.int32 if integer else torch.float32
         partial = torch.empty(tiles * splits, tile.columns * tile.tokens, dtype=sum_dtype, device=x.device)
-        arrivals = _arrivals(x.device)
     inner_tile = TILE_BYTES // x.element_size()
     _product[(tiles, splits if across else 1)](
         x,
@@ -122,7 +128,7 @@ def product(
         x if bias is None else bias,
         out,
         partial,
-        arrivals,
+        arrivals(x.device),
         tokens,
         columns,
         inner,
@@ -140,16 +146,12 @@ def product(
         BLOCKS=blocks,
         BIAS=bias is not None,
         GROUP=GROUP,
+        AHEAD=AHEAD if ahead is None else ahead,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **options(x.device),
     )
     return out
-
-
-@cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Programs of each tile that have stored their part; every kernel leaves zeros."""
-    return torch.zeros(MOST_ARRIVALS, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -269,6 +271,8 @@ def _product(
     BLOCKS: tl.constexpr,
     BIAS: tl.constexpr,
     GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     number, column_tiles, token_tiles = tl.program_id(0), tl.cdiv(columns, COLUMNS), tl.cdiv(tokens, TOKENS)
     first_tile = number // (GROUP * column_tiles) * GROUP
@@ -284,6 +288,11 @@ def _product(
         x_scale += token
         weight_scale += within // group * COLUMNS // 128 * groups
     tiles = tl.cdiv(inner, INNER)
+    if AHEAD > 0:
+        first = tiles * tl.program_id(1) // splits if ACROSS else 0
+        lines = tl.minimum(first + tl.arange(0, AHEAD), tiles - 1) * INNER
+        prefetch(weight[:, None] + lines[None, :], DEPENDENT)
+    await_previous(DEPENDENT)
     total = tl.zeros([COLUMNS, TOKENS], SUM)
     if ACROSS:
         split = tl.program_id(1)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import fp8_products as fp8
 from meshwright.kernels.adapter import Adapter
-from meshwright.kernels.fixed_product import fixed_linear
+from meshwright.kernels.fixed_product import few_linear, fixed_linear, is_few
 
 
 class Linear(nn.Linear):
@@ -64,6 +64,8 @@ class Linear(nn.Linear):
             return out if self.bias is None or not biased else out + self.bias
         if self.fixed_order and not torch.is_grad_enabled():
             return fixed_linear(x, self.weight, self.bias if biased else None)
+        if is_few(x, self.weight):
+            return few_linear(x, self.weight, self.bias if biased else None)
         if taps is None:
             return F.linear(x, self.weight, self.bias if biased else None)
         output_tap, input_tap = taps

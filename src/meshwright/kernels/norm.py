@@ -25,12 +25,15 @@ class HeadNorms(NamedTuple):
     plus_one: bool = False
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, plain: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, plain: bool = False, kernel: bool = True
+) -> Tensor:
     """Return `x / sqrt(mean(x²) + eps) · weight` over the last dimension of x `(..., width)` (Zhang & Sennrich 2019).
 
-    With `plus_one` the factor is 1 + weight, added in the dtype of the statistics: in bf16 it would lose most of a small weight.
+    With `plus_one` the factor is 1 + weight, added in the dtype of the statistics: in bf16 it would lose most of a small weight. Without
+    `kernel` the bits do not depend on whether gradients are wanted: torch's operator adds the squares of a row in another order than ours.
     """
-    if not plain and _runs_kernel(x, weight):
+    if kernel and not plain and _runs_kernel(x, weight):
         from meshwright.kernels.add_norm_triton import fused_rms_norm
 
         return fused_rms_norm(x, weight, eps, plus_one=plus_one)

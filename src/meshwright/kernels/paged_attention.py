@@ -25,8 +25,14 @@ PROGRAMS_PER_PROCESSOR = 4
 """Programs of the decode kernel that each multiprocessor should get at least, if contexts are long."""
 MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 64
 """Bounds of the parts of a context: the second kernel reads all of them, and a part has at least one tile of tokens."""
-LONE_TOKENS = 512
-"""Tokens of a part at least, if each multiprocessor has one program for undivided contexts; with n programs each, n times as many."""
+FULL_SHARE = 0.95
+"""Programs for undivided contexts, per multiprocessor, from which on only long contexts are divided: the parts of others gain nothing."""
+PART_TOKENS = {1: (272, 272), 2: (480, 1536)}
+"""Tokens of a part at least, by the bytes of a cached number, below FULL_SHARE and from it on, for one program for undivided contexts on
+each multiprocessor; with n programs each, n times as many. Found by trial on an H200 with contexts of 1,056 tokens: fp8 is converted by
+the program, so more programs than for bf16 are needed to reach the memory's bandwidth."""
+LARGE_TILES = ((0.95, 1.75), (2.5, 3.0))
+"""Programs per multiprocessor for which large tiles of bf16 are faster: those that fill one or two programs' room on each."""
 INVARIANT_SPLITS, INVARIANT_PART = 16, 256
 """In invariant mode a context has this many parts at most, and a part this many tokens at least: its own length alone decides."""
 
@@ -179,12 +185,15 @@ def decode_splits(programs: int, tokens: int, processors: int, *, invariant: boo
     return max(1, min(wanted, MAX_SPLITS, -(-tokens // MIN_SPLIT_TOKENS)))
 
 
-def part_tokens(programs: int, processors: int) -> int:
+def part_tokens(programs: int, processors: int, itemsize: int = 2) -> int:
     """Tokens that each part of a context has at least, if there are several: more parts would be read no faster.
 
-    `programs` is as of `decode_splits`. The kernel finds the parts of each context by its length, so long texts have more.
+    `programs` is as of `decode_splits`, `itemsize` the bytes of a cached number. The kernel finds the parts of each context by its length,
+    so long texts have more. Example: 32 sequences with 4 key/value heads in bf16 on 132 multiprocessors have 128 programs, 0.97 each; a
+    part has at least 1536 · 128 / 132 = 1489 tokens, so contexts below 2,978 tokens are not divided.
     """
-    return max(1, LONE_TOKENS * programs // processors)
+    few, full = PART_TOKENS[min(itemsize, 2)]
+    return max(1, (full if programs >= FULL_SHARE * processors else few) * programs // processors)
 
 
 def _attend_by_kernels(
@@ -213,11 +222,11 @@ def _attend_by_kernels(
         programs = decodes * cache_layer.shape[2]
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         splits, least = decode_splits(programs, tokens, processors, invariant=invariant), INVARIANT_PART
-        small = not invariant and not processors < programs < 3 * processors
+        large = any(low <= programs / processors < high for low, high in LARGE_TILES)
         if not invariant:
-            least = part_tokens(programs, processors)
+            least = part_tokens(programs, processors, cache_layer.element_size())
             splits = min(splits, max(1, tokens // least))
-        launch = decode_launch(q.shape[2], cache_layer.element_size(), block, small=small)
+        launch = decode_launch(q.shape[2], cache_layer.element_size(), block, small=not (invariant or large))
         step = (cache_layer, block_tables[:decodes], context_lengths[:decodes])
         options = {"queries": decode_queries, "splits": splits, "least": least, "window": window, "scales": scales}
         paged_decode(q, *step, out, **options, sinks=sinks, cap=cap, launch=launch)

@@ -37,8 +37,8 @@ class Launch(NamedTuple):
 def decode_launch(head_dim: int, itemsize: int, block_tokens: int, *, small: bool = False) -> Launch:
     """Launch parameters for a cache of numbers of `itemsize` bytes; tiles that lie in one block need no gather.
 
-    Found by trial on an H200: with `small` tiles more programs of bf16 fit on a multiprocessor. They are faster if it has more than three
-    in all, or less than one, so that contexts are divided.
+    Found by trial on an H200: with `small` tiles more programs of bf16 fit on a multiprocessor; `paged_attention.LARGE_TILES` says where
+    they are slower.
     """
     narrow = itemsize == 1 or (small and itemsize == 2)
     tile = min(128, max(16, TILE_BYTES // (triton.next_power_of_2(head_dim) * max(itemsize, 2))))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.checkpoint.inventory import present_steps
+from meshwright.checkpoint.format.inventory import present_steps
 from meshwright.durable.writes import write_durable
 from meshwright.launch.coordinator import NoPlanForHosts
 from meshwright.launch.corpus import recorded_skips

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from meshwright.checkpoint.inventory import present_steps
+from meshwright.checkpoint.format.inventory import present_steps
 from meshwright.diagnosis.culprit import Culprit
 from meshwright.events.messages import Corruption, Progress
 from meshwright.events.terminal import write_line

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.manifest import STATE, read_manifest
-from meshwright.checkpoint.state import decode_state
-from meshwright.checkpoint.verify import list_checkpoints, read_verified
+from meshwright.checkpoint.format.manifest import STATE, read_manifest
+from meshwright.checkpoint.format.plain_files import decode_state
+from meshwright.checkpoint.format.verify import list_checkpoints, read_verified
 from meshwright.data.source import DataSource
 from meshwright.data.text_format import TOKENIZER, different_parts, tokenizer_file
 from meshwright.data.vocabulary import Vocabulary, read_vocabulary

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from meshwright.checkpoint.files import add_reserve
-from meshwright.checkpoint.inventory import newest_step
-from meshwright.checkpoint.manifest import steps_in
+from meshwright.checkpoint.format.files import add_reserve
+from meshwright.checkpoint.format.inventory import newest_step
+from meshwright.checkpoint.format.manifest import steps_in
 from meshwright.observe.number_text import size
 from meshwright.policies.checkpoint_times import planned_checkpoints
 from meshwright.spec.errors import OutOfResources

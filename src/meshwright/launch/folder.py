@@ -9,11 +9,11 @@ from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
-from meshwright.checkpoint.attempt import await_writers, remove_stale
-from meshwright.checkpoint.inventory import newest_step, record_commit, take_inventory
-from meshwright.checkpoint.manifest import step_name, step_of, steps_in
-from meshwright.checkpoint.mirror import describe_copies, has_copies
-from meshwright.checkpoint.verify import newest_commit, run_id_of, verify
+from meshwright.checkpoint.format.inventory import newest_step, record_commit, take_inventory
+from meshwright.checkpoint.format.manifest import step_name, step_of, steps_in
+from meshwright.checkpoint.format.verify import newest_commit, run_id_of, verify
+from meshwright.checkpoint.mirror.copies import describe_copies, has_copies
+from meshwright.checkpoint.write.attempt import await_writers, remove_stale
 from meshwright.config.load import differences, load_resolved
 from meshwright.durable.lease import owner_is_alive, read_lease, release_lease, take_lease
 from meshwright.durable.lock import locked

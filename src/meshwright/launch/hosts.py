@@ -27,7 +27,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE
+from meshwright.checkpoint.memory.transport import SERVER_VARIABLE
 from meshwright.connections.accept import listen_at
 from meshwright.connections.limits import raise_file_limit
 from meshwright.connections.proof import WrongProof
@@ -55,7 +55,7 @@ from meshwright.launch.defect_report import DefectReporter
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.health_monitor import health_monitor
 from meshwright.launch.lease_store import lease_store
-from meshwright.launch.local import POLL_SECONDS, empty_arenas, forward_signals, rank_starter
+from meshwright.launch.local import POLL_SECONDS, empty_snapshot_buffers, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
 from meshwright.launch.metrics_endpoint import metrics_endpoint
 from meshwright.launch.orphans import end_orphans
@@ -335,16 +335,16 @@ def _follow_coordinator(
     run: RunSpec, words: Sequence[str], folder: Path, own_address: str, client: ControlClient, watch: CoordinatorWatch
 ) -> int:
     """Start the agent's processes and let them do what the coordinator says; returns the exit code."""
-    arenas = empty_arenas(run.cluster.gpus_per_node)
+    buffers = empty_snapshot_buffers(run.cluster.gpus_per_node)
     endpoint_of_host = metrics_endpoint(run.observe.prometheus, folder)
     with (
         endpoint_of_host as endpoint,
-        snapshot_server(run, own_address, arenas) as server,
+        snapshot_server(run, own_address, buffers) as server,
         health_monitor(run) as health,
         closing(DefectReporter(run)) as report_defect,
     ):
         variables = {} if server is None else {SERVER_VARIABLE: server.address}
-        start = rank_starter(run.cluster, folder, own_address, arenas, variables)
+        start = rank_starter(run.cluster, folder, own_address, buffers, variables)
         agent = Agent(
             f"{own_machine()}/{os.getpid()}",
             start,

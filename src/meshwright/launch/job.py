@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.checkpoint.inventory import describe_continuation
+from meshwright.checkpoint.format.inventory import describe_continuation
 from meshwright.connections.limits import raise_file_limit
 from meshwright.events.messages import Message
 from meshwright.events.terminal import write_line
@@ -24,7 +23,7 @@ from meshwright.launch.metrics_endpoint import MetricsEndpoint, metrics_endpoint
 from meshwright.launch.orphans import end_orphans
 from meshwright.launch.progress_file import ProgressFile
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_REPEATED, BadInput, Interrupted
-from meshwright.spec.rank_environment import PROGRAM_STOP
+from meshwright.spec.rank_environment import PROGRAM_STOP, machine_name
 from meshwright.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def _supervise(agent: Agent, prepared: Prepared, endpoint: MetricsEndpoint) -> i
     agent.close_attempt()
     with closing(DefectReporter(run)) as report_defect:
         for exclusion in coordinator.state.excluded:
-            report_defect(socket.gethostname(), f"{exclusion.verdict}: {exclusion.cause}")
+            report_defect(machine_name(), f"{exclusion.verdict}: {exclusion.cause}")
     for line in coordinator.outcome(folder / "logs"):
         write_line(line if line.startswith("  ") else f"meshwright: {line}")
     return coordinator.code

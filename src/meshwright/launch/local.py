@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from meshwright.checkpoint.arena import ARENA, empty_memory
+from meshwright.checkpoint.memory.snapshot_buffer import BUFFER_VARIABLE, empty_memory
 from meshwright.connections.accept import listen_at
 from meshwright.events.messages import (
     CHANNEL,
@@ -140,7 +140,7 @@ def start_ranks(
     return ranks
 
 
-def empty_arenas(count: int) -> list[str]:
+def empty_snapshot_buffers(count: int) -> list[str]:
     """Paths of new memory without pages, which this process keeps."""
     return [f"/proc/{os.getpid()}/fd/{empty_memory()}" for _ in range(count)]
 
@@ -149,17 +149,19 @@ def rank_starter(
     cluster: ClusterSpec,
     folder: Path,
     address: str = LOOPBACK,
-    arenas: Sequence[str] = (),
+    buffers: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[bool], Ranks]:
     """A function that starts the processes of this host for a run in `folder`; its argument says whether they are spares.
 
-    This process keeps the memory in which ranks snapshot their state (`arenas`, or new ones), so that the next attempt
+    This process keeps the memory in which ranks snapshot their state (`buffers`, or new ones), so that the next attempt
     finds it. `environment` is added to that of each rank.
     """
     device = "cpu" if cluster.is_cpu else "cuda"
     shared = {**environment, RUN_VARIABLE: os.path.abspath(folder)}
-    variables = [{**shared, ARENA: arena} for arena in arenas or empty_arenas(cluster.gpus_per_node)]
+    variables = [
+        {**shared, BUFFER_VARIABLE: buffer} for buffer in buffers or empty_snapshot_buffers(cluster.gpus_per_node)
+    ]
     return lambda spare: start_ranks(
         "meshwright.training.rank",
         [device, "spare"] if spare else [device],
@@ -416,11 +418,12 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
 
 
 def _torch_defaults(threads: int) -> dict[str, str]:
-    """Defaults of environment variables that torch reads.
+    """Defaults of environment variables that torch and CUDA read.
 
-    Without them every rank computes with a thread, and its compiler with a process, for each core of the host.
+    Without them every rank computes with a thread, and its compiler with a process, for each core of the host; and CUDA
+    numbers unequal GPUs by their speed, nvidia-smi and NVML by their place.
     """
-    defaults = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    defaults = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     defaults |= {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
     cache = compiler_cache()
     return defaults | ({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {})

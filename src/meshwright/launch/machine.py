@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.launch.gpu_readings import visible_indices
 from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import ClusterSpec, chip_from_device_name
 from meshwright.spec.errors import BadInput, OutOfResources
@@ -65,7 +66,7 @@ def check_devices(cluster: ClusterSpec) -> None:
 
 
 def visible_gpus() -> int:
-    """Number of GPUs listed by nvidia-smi and allowed by CUDA_VISIBLE_DEVICES."""
+    """Number of GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES allows."""
     return len(_gpu_names())
 
 
@@ -90,13 +91,15 @@ def _gpu_memory_gib() -> float:
 
 
 def _query(field: str) -> list[str]:
-    """Return nvidia-smi's value of a field for each visible GPU; empty without GPUs.
+    """Return nvidia-smi's value of a field for each visible GPU, in the order of CUDA_VISIBLE_DEVICES; empty without GPUs.
 
-    Raises OutOfResources if nvidia-smi does not answer.
+    nvidia-smi lists no MIG devices: one of them has the value of the first GPU. Raises OutOfResources if nvidia-smi does
+    not answer.
     """
-    if shutil.which("nvidia-smi") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shutil.which("nvidia-smi") is None or visible == "":
         return []
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu=uuid,{field}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(
             command,
@@ -113,6 +116,10 @@ def _query(field: str) -> list[str]:
             f"nvidia-smi gave no answer in {NVIDIA_SMI_SECONDS:g} s: a GPU of this host or its driver hangs; see `dmesg`, or "
             "set CUDA_VISIBLE_DEVICES= (empty) for a command that needs no GPU"
         ) from None
-    lines = [line.strip() for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return lines[: len(visible.split(","))] if visible else lines
+    lines = (
+        [line.partition(",") for line in answer.stdout.splitlines() if "," in line] if answer.returncode == 0 else []
+    )
+    values = [value.strip() for _, _, value in lines]
+    if visible is not None and visible.startswith("MIG-"):  # a process can use one
+        return values[:1]
+    return [values[index] for index in visible_indices([identity.strip() for identity, _, _ in lines], visible)]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from meshwright.checkpoint.mirror import fetch_newest
-from meshwright.checkpoint.object_store import check_mirror
+from meshwright.checkpoint.mirror.copies import fetch_newest
+from meshwright.checkpoint.mirror.store import check_mirror
 from meshwright.config.load import load_plan, plan_yaml, resolved_yaml
 from meshwright.config.yaml_positions import read_yaml
 from meshwright.data.inputs import STDLIB
@@ -576,13 +576,13 @@ def check_init(run: RunSpec, note: Note) -> None:
     Also if `rl.reward.model` is no reward model.
     """
     if run.rl is not None and run.rl.reward.model is not None:
-        from meshwright.checkpoint.stored_model import check_head, open_model  # needs torch
+        from meshwright.checkpoint.models.stored_model import check_head, open_model  # needs torch
 
         folder = Path(run.rl.reward.model)
         with attach_key("rl.reward.model"), open_model(folder, contents=False) as stored:
             check_head(stored.spec, folder, scores=True)
     if run.model.adapter is not None and run.model.adapter.init is not None:
-        from meshwright.checkpoint.stored_model import check_adapters  # needs torch
+        from meshwright.checkpoint.models.stored_model import check_adapters  # needs torch
 
         for sentence in check_adapters(run.model):
             note(sentence)
@@ -591,7 +591,7 @@ def check_init(run: RunSpec, note: Note) -> None:
         inits["preference.reference"] = run.preference.reference
     for key, init in inits.items():
         if init != "scratch":
-            from meshwright.checkpoint.initial import check_initial  # needs torch
+            from meshwright.checkpoint.models.initial import check_initial  # needs torch
 
             with attach_key(key):
                 check_initial(run.model, init, key)

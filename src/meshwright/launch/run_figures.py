@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.checkpoint.manifest import has_commit, step_of, steps_in
+from meshwright.checkpoint.format.manifest import has_commit, step_of, steps_in
 from meshwright.launch.incidents import FOLDER as INCIDENTS
 from meshwright.launch.progress_file import FILE as PROGRESS_FILE
 from meshwright.launch.progress_file import JobProgress, read_progress

@@ -11,31 +11,31 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
-from meshwright.checkpoint.snapshot_memory import SLOTS
+from meshwright.checkpoint.memory.snapshots import SLOTS
 from meshwright.connections.accept import listen_at
 from meshwright.events.terminal import write_line
-from meshwright.launch.local import empty_arenas
+from meshwright.launch.local import empty_snapshot_buffers
 from meshwright.spec.listen_address import address_text
 from meshwright.spec.run import RunSpec
 from meshwright.spec.secrets import without_secrets
 
 
 @contextmanager
-def snapshot_server(run: RunSpec, address: str, arenas: Sequence[str]) -> Iterator[SnapshotServerProcess | None]:
-    """The server of this host's `arenas` within the block, if the run has partner hosts; else None."""
+def snapshot_server(run: RunSpec, address: str, buffers: Sequence[str]) -> Iterator[SnapshotServerProcess | None]:
+    """The server of this host's `buffers` within the block, if the run has partner hosts; else None."""
     if run.checkpoint.partner == "none" or run.cluster.nodes == 1:
         yield None
         return
-    with closing(SnapshotServerProcess(address, arenas)) as server:
+    with closing(SnapshotServerProcess(address, buffers)) as server:
         yield server
 
 
 class SnapshotServerProcess:
-    """The server of a host at a free port of `address`, for the `arenas` of its ranks."""
+    """The server of a host at a free port of `address`, for the `buffers` of its ranks."""
 
-    def __init__(self, address: str, arenas: Sequence[str]) -> None:
+    def __init__(self, address: str, buffers: Sequence[str]) -> None:
         self._listener = listen_at((address, 0))
-        self._paths = json.dumps({"arenas": list(arenas), "slots": empty_arenas(SLOTS * len(arenas))})
+        self._paths = json.dumps({"buffers": list(buffers), "slots": empty_snapshot_buffers(SLOTS * len(buffers))})
         self.address = address_text(address, self._listener.getsockname()[1])
         """HOST:PORT for `snapshot_transport.SERVER_VARIABLE`."""
         self._process = self._start()
@@ -56,7 +56,7 @@ class SnapshotServerProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         descriptor = self._listener.fileno()
-        command = [sys.executable, "-m", "meshwright.checkpoint.snapshot_server", str(descriptor), self._paths]
+        command = [sys.executable, "-m", "meshwright.checkpoint.memory.server", str(descriptor), self._paths]
         return subprocess.Popen(
             command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, start_new_session=True, env=without_secrets()
         )

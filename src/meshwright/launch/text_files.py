@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.checkpoint.inventory import newest_checkpoint
+from meshwright.checkpoint.format.inventory import newest_checkpoint
 from meshwright.data.chat_template import PROCESSOR_TEMPLATE, TEMPLATE, TOOL_TEMPLATE, copy_chat_files
 from meshwright.data.source import DataSource
 from meshwright.data.text_format import TOKENIZER, TextFormat, read_text_format, tokenizer_file
@@ -57,13 +57,13 @@ def keep_towers_of(init: str, folder: Path) -> None:
     if (folder / TOWERS).exists() or not initial:
         return
     if source == "hf" and folder_nesting(Path(initial)) is not None:
-        from meshwright.checkpoint.hf import import_hf  # needs torch
-        from meshwright.checkpoint.towers import keep_towers
+        from meshwright.checkpoint.models.hf import import_hf  # needs torch
+        from meshwright.checkpoint.models.towers import keep_towers
 
         _, weights = import_hf(Path(initial))
         keep_towers(Path(initial), weights.others, weights.other, folder)
     elif source == "checkpoint" and (found := initial_folder(init)) is not None:
-        from meshwright.checkpoint.towers import copy_towers
+        from meshwright.checkpoint.models.towers import copy_towers
 
         copy_towers(found, folder)
 

@@ -12,6 +12,9 @@ from meshwright.spec.blocks.norm import NormSpec
 class Norm(nn.Module):
     """RMSNorm, whose weights may be stored minus one, or LayerNorm with a bias."""
 
+    kernel: bool = True
+    """Whether our kernel may compute rows without gradients, as in `kernels.norm.rms_norm`."""
+
     def __init__(self, spec: NormSpec, width: int, plain: bool) -> None:
         super().__init__()
         self.eps, self.plus_one, self.plain = spec.eps, spec.plus_one, plain
@@ -20,5 +23,5 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return rms_norm(x, self.weight, self.eps, plus_one=self.plus_one, plain=self.plain)
+            return rms_norm(x, self.weight, self.eps, plus_one=self.plus_one, plain=self.plain, kernel=self.kernel)
         return layer_norm(x, self.weight, self.bias, self.eps, plain=self.plain)

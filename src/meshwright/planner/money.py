@@ -6,7 +6,7 @@ checkpoints it counts evaluations alone, because the time of failures is not kno
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.planner.effective_time import predict_effective_time
 from meshwright.spec.chip_prices import PRICES, SYSTEM_POWER, WATTS
@@ -45,6 +45,10 @@ class Expense:
     gpu_hours: float | None
     money: float | None
     kwh: float | None
+    low: float | None = None
+    """End of the 80% band of days, GPU-hours, money and energy, relative to them: that of the step, which they are in proportion to."""
+    high: float | None = None
+    """The other end."""
 
 
 def price_of(cluster: ClusterSpec, asked: float | None = None) -> Rate:
@@ -79,7 +83,11 @@ def expense(run: RunSpec, plan: Plan, tokens: float | None = None, price: float 
         return None
     share = training_share(run, plan)
     tokens_per_second = run.train.tokens_per_step / predicted.step_seconds * share
-    return expense_of(run.cluster, plan.ranks, tokens_per_second, tokens, price, share)
+    spent = expense_of(run.cluster, plan.ranks, tokens_per_second, tokens, price, share)
+    if predicted.low_seconds is None or predicted.high_seconds is None:
+        return spent
+    step = predicted.step_seconds
+    return replace(spent, low=predicted.low_seconds / step, high=predicted.high_seconds / step)
 
 
 def expense_of(

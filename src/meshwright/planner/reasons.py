@@ -108,7 +108,7 @@ def _compare_values(
                 _other_value_text(name, other_value)
             )
     texts += [f"{' and '.join(settings)} {why}" for why, settings in undecided.items()]
-    return f"{_value_text(name, value(best.plan))}: the best plan {'; '.join(texts)}"
+    return f"{_value_text(name, value(best.plan))}: the best plan found {'; '.join(texts)}"
 
 
 def _transport_reasons(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> Iterator[str]:

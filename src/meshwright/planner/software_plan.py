@@ -14,13 +14,16 @@ from itertools import product
 import numpy as np
 
 from meshwright.costs.bands import RunClass, band_of
-from meshwright.costs.constants import OWN, at_release, constants, table
+from meshwright.costs.constants import OWN, at_release, constants, known_software, table
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.machine_rates import chip_of, machine_of
 from meshwright.costs.plan_costs import as_nodes
-from meshwright.costs.software import IMBALANCE, SOFTWARE, Software, software_named
+from meshwright.costs.software import IMBALANCE, SOFTWARE, TrainingSoftware, software_named
 from meshwright.costs.stack_footprint import FITTING_SHARE, footprint, memory_constants
 from meshwright.costs.step import step_cost
+from meshwright.planner.candidate import linear_dtypes
+from meshwright.planner.precision_choice import PRODUCT_FORMATS, ProductFormat
+from meshwright.spec.chips import Chip
 from meshwright.spec.divisors import divisors
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import RECOMPUTE_MODES
@@ -31,8 +34,6 @@ from meshwright.workload.model_shape import Shape, shape_of
 MOST_TENSOR, MOST_CONTEXT, MOST_STAGES, MOST_VIRTUAL = 8, 16, 64, 8
 """Largest numbers of tensor, context and pipeline ranks, and of stages a rank, that the search tries."""
 MICRO_BATCHES = (1, 2, 4, 8)
-FORMAT = "bf16"
-"""Format of matrix products."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class SoftwarePlan:
     """Year of the releases that its constants follow."""
     runs: int
     """Published runs that its constants follow."""
+    precision: str = "bf16"
+    """Format of matrix products, of dense layers and of experts."""
     layout: str = ""
     sizes: dict[str, float] | None = None
     seconds: float | None = None
@@ -55,7 +58,7 @@ class SoftwarePlan:
     refused: str = ""
 
 
-def software_listed(text: str) -> tuple[Software, ...]:
+def software_listed(text: str) -> tuple[TrainingSoftware, ...]:
     """The software of a list such as `torchtitan,megatron-bridge`, or all of it. Raises BadInput for an unknown one."""
     if text == "all":
         return tuple(software for software in SOFTWARE if software.constants != OWN)
@@ -73,17 +76,35 @@ def software_listed(text: str) -> tuple[Software, ...]:
     return tuple({software.name: software for software in chosen}.values())
 
 
-def best_with(run: RunSpec, software: Software) -> SoftwarePlan:
-    """The layout with the shortest step that fits, with products in bf16, whatever `plan.linear` of the run says."""
+def best_with(run: RunSpec, software: TrainingSoftware, narrowest: ProductFormat | None = None) -> SoftwarePlan:
+    """The layout and the format of products with the shortest step that fits.
+
+    Formats are those of the software's published runs that the chip has, down to `narrowest`; without it to 8 bits for a run whose
+    `plan.linear` is fp8, else bf16 alone.
+    """
     counts = table()["runs"]
     answer = SoftwarePlan(software.name, software.about, software.date, int(counts.get(software.constants, 0)))
     cluster = as_nodes(run.cluster)
     chip = chip_of(cluster)
-    if chip is None or FORMAT not in chip.peak_flops:
-        return replace(answer, refused=f"{cluster.gpu} has no {FORMAT} products in the chip table")
+    if chip is None or "bf16" not in chip.peak_flops:
+        return replace(answer, refused=f"{cluster.gpu} has no bf16 products in the chip table")
     if run.model.adapter is not None:
         return replace(answer, refused="adapters are priced for this program only")
-    machine = machine_of(cluster, FORMAT)
+    bits = narrowest.bits if narrowest else min(16 if linear == "compute" else 8 for linear in linear_dtypes(run))
+    priced = [
+        _best_layout(run, software, answer, chip, entry)
+        for entry in PRODUCT_FORMATS
+        if entry.name in ("bf16", *software.formats) and entry.bits >= bits and entry.peak in chip.peak_flops
+    ]
+    return min(priced, key=lambda entry: entry.seconds or math.inf)
+
+
+def _best_layout(
+    run: RunSpec, software: TrainingSoftware, answer: SoftwarePlan, chip: Chip, product_format: ProductFormat
+) -> SoftwarePlan:
+    """`answer` with the layout whose step is the shortest with products in this format."""
+    cluster = as_nodes(run.cluster)
+    machine = replace(machine_of(cluster, product_format.peak), product_format=product_format.kind)
     shape = _published_shape(shape_of(run.model, run.train.seq_len))
     layouts = _layouts(run, shape, machine, software)
     if layouts is None:
@@ -104,6 +125,7 @@ def best_with(run: RunSpec, software: Software) -> SoftwarePlan:
     chosen = {name: float(np.broadcast_to(getattr(layouts, name), seconds.shape)[best]) for name in _SHOWN}
     return replace(
         answer,
+        precision=product_format.name,
         layout=_words(chosen),
         sizes=chosen,
         seconds=step,
@@ -136,7 +158,7 @@ def _published_shape(shape: Shape) -> Shape:
     return replace(shape, gathers=exchanges, scatters=exchanges, narrow_gathers=0.0, summed_norms=0.0)
 
 
-def _layouts(run: RunSpec, shape: Shape, machine: Machine, software: Software) -> Layouts | None:
+def _layouts(run: RunSpec, shape: Shape, machine: Machine, software: TrainingSoftware) -> Layouts | None:
     """Layouts that the software could run, as columns; None if there is none."""
     cluster, model = as_nodes(run.cluster), run.model
     ranks, layers = cluster.ranks, model.layers
@@ -195,20 +217,19 @@ def _virtual_stages(layers: int, pipeline: int) -> list[int]:
     return [count for count in range(1, MOST_VIRTUAL + 1) if pipeline * count <= layers]
 
 
-def _expert_ranks(experts: int, stage_ranks: int, software: Software) -> list[int]:
+def _expert_ranks(experts: int, stage_ranks: int, software: TrainingSoftware) -> list[int]:
     """Numbers of ranks that may divide the experts."""
     if not experts or not software.expert_ranks:
         return [1]
     return [size for size in _powers(min(experts, stage_ranks)) if experts % size == 0 and stage_ranks % size == 0]
 
 
-def _run_class(run: RunSpec, software: Software, generation: str) -> RunClass:
-    measured = table()["measured_with"]
+def _run_class(run: RunSpec, software: TrainingSoftware, generation: str) -> RunClass:
     return RunClass(
         several_hosts=as_nodes(run.cluster).nodes > 1,
         mixture=bool(run.model.experts),
-        measured_generation=generation in measured,
-        measured_software=software.constants in measured,
+        measured_generation=generation in table()["measured_with"],
+        software=known_software(software.constants),
     )
 
 

@@ -396,19 +396,28 @@ def _take_finding(state: State, host: str, finding: Finding, now: float, rules: 
     if any(draining.host == host for draining in state.draining) or state.stopping:
         return state, ()
     if not _is_replaceable(state, host, rules):
-        then = "the host stays, as no other one is ready to take its place"
-        return state, (Note(f"host {host}: {finding.description}; {then}", f"{key} stays"),)
-    if moment != "run":
+        return state, (_note_that_it_stays(exclusion, f"{key} stays"),)
+    if state.status != "running" or host not in state.members:
         return _exclude_unhealthy(state, exclusion, now, rules)
     note = Note(f"host {host} is replaced after the running step: {finding.description}")
     return replace(state, draining=(*state.draining, exclusion)), (note,)
 
 
+def _note_that_it_stays(exclusion: Exclusion, key: str = "") -> Note:
+    then = "the host stays, as no other one is ready to take its place"
+    return Note(f"host {exclusion.host}: {exclusion.cause}; {then}", key)
+
+
 def _moment(state: State, host: str) -> Moment:
-    """The moment of the job at which a finding about `host` comes."""
+    """The moment of the job at which a finding about `host` comes.
+
+    A host that has trained is not before its start between two attempts, such as after one that ended to drain a host.
+    """
     if host in state.members and state.status == "running":
         return "run"
-    return "failure" if host in state.members and state.incidents else "start"
+    if host in state.members and state.incidents:
+        return "failure"
+    return "run" if host in state.members and state.trained else "start"
 
 
 def _is_replaceable(state: State, host: str, rules: Rules) -> bool:
@@ -421,6 +430,17 @@ def _is_replaceable(state: State, host: str, rules: Rules) -> bool:
     ]
     enough = len(others) >= (rules.hosts if rules.wait_seconds is None else 1)
     return enough and (rules.saves or state.status != "running")
+
+
+def _leave_out_drained(state: State, rules: Rules) -> Answer:
+    """Exclude drained hosts. A spare host may be lost since: those that none can replace any more stay."""
+    left, notes = replace(state, draining=()), []
+    for draining in state.draining:
+        if _is_replaceable(left, draining.host, rules):
+            left = _without_excluded(left, (draining,))
+        else:
+            notes.append(_note_that_it_stays(draining))
+    return left, tuple(notes)
 
 
 def _exclude_unhealthy(state: State, exclusion: Exclusion, now: float, rules: Rules) -> Answer:
@@ -489,7 +509,7 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
     if state.draining and incident.code == EXIT_PREEMPTED and not state.stopping:
         hosts = " and ".join(f"host {draining.host} ({draining.cause})" for draining in state.draining)
         state, more = _end(replace(state, status="ending", restart=Restart()), now, rules)
-        return state, (End(f"{hosts} is left out"), *more)
+        return state, (End(f"the next attempt is to leave out {hosts}"), *more)
     was_running = state.status == "running"
     incidents = (*state.incidents, incident)
     suspects = suspects_after(incidents, state.members) if rules.policy.restarts else ()
@@ -524,7 +544,9 @@ def _end(state: State, now: float, rules: Rules) -> Answer:
         return _finish(replace(state, stop=Stop(EXIT_DONE)))
     if state.stop is not None and not (rules.test_at_end and state.stop.code == EXIT_NUMERICAL):
         return _finish(state)
-    return _gather(replace(_without_excluded(state, state.draining), status="gathering"), now, rules)
+    state, notes = _leave_out_drained(state, rules)
+    state, actions = _gather(replace(state, status="gathering"), now, rules)
+    return state, (*notes, *actions)
 
 
 def _finish(state: State) -> Answer:

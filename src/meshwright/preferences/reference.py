@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.checkpoint.adapters import adapter_values, base_digest
-from meshwright.checkpoint.initial import base_weights
-from meshwright.checkpoint.stored_model import open_adapter
+from meshwright.checkpoint.models.adapters import adapter_values, base_digest
+from meshwright.checkpoint.models.initial import base_weights
+from meshwright.checkpoint.models.stored_model import open_adapter
 from meshwright.durable.writes import digest, write_durable
 from meshwright.spec.errors import Damaged
 from meshwright.spec.fields import to_plain
@@ -29,7 +29,7 @@ FLOAT = np.dtype("<f8")
 
 
 def weights_identity(run: RunSpec) -> str:
-    """A digest of the reference's weights: of some rows of each weight (`checkpoint.adapters.base_digest`), and of all adapters."""
+    """A digest of the reference's weights: of some rows of each weight (`checkpoint.models.adapters.base_digest`), and of all adapters."""
     assert run.preference is not None
     init = run.model.init if run.preference.reference == START else run.preference.reference
     with base_weights(run.model, init, run.seed) as base:

@@ -5,8 +5,8 @@ single tokens over a paged cache, which here has the keys and values of one laye
 backward computes the block again by the trainer's operators, from the same input, and differentiates that. So it costs what full recompute
 costs, and gradients differ from those of the exact forward by the rounding of one block.
 
-The final norm is the trainer's operator in the engine too, and the head has its products in a fixed order and a kernel for each row of
-logits (`kernels.loss`).
+The final norm is torch's operator on both sides, whether gradients are wanted or not. The head has its products in a fixed order and a
+kernel for each row of logits (`kernels.loss`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def use_exact_blocks(model: Decoder, dtype: torch.dtype, context: int) -> None:
     `dtype` is that of activations, `context` the longest text of the engine. The blocks must not recompute by themselves.
     """
     model.head.fixed_order = True
+    model.norm.kernel = False
     passes = _Passes(model.spec, dtype, context)
     for name, block in model.layers.items():
         assert isinstance(block, Block) and not block.routed

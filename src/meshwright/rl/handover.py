@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.adapters import deltas_of, merged
-from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.models.adapters import deltas_of, merged
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.spec.layout import Box
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, without_adapter
 from meshwright.state.parts import StateParts
@@ -26,7 +26,7 @@ class WeightHandover:
         self,
         spec: ModelSpec,
         weights: Mapping[str, StateParts],
-        ranks: Ranks,
+        ranks: RankGroup,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
     ) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.checkpoint.initial import initial_weights
-from meshwright.checkpoint.single_device import allocate
+from meshwright.checkpoint.models.initial import initial_weights
+from meshwright.checkpoint.models.single_device import allocate
 from meshwright.data.loader import MicroBatch
 from meshwright.kernels.loss import token_log_probabilities
 from meshwright.models.decoder import Decoder

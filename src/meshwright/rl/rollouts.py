@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.single_device import allocate
+from meshwright.checkpoint.models.single_device import allocate
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.data.loader import Step
 from meshwright.data.source import DataSource
 from meshwright.data.tokenizer_file import open_tokenizer
@@ -76,7 +76,7 @@ class Rollouts:
         mesh: Mesh,
         weights: Mapping[str, StateParts],
         data: DataSource,
-        ranks: Ranks,
+        ranks: RankGroup,
         group: dist.ProcessGroup | None,
     ) -> None:
         assert run.rl is not None

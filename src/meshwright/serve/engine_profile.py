@@ -22,7 +22,7 @@ from itertools import product
 
 import torch
 
-from meshwright.checkpoint.single_device import device_and_dtype
+from meshwright.checkpoint.models.single_device import device_and_dtype
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.serve_constants import usual_constants

@@ -103,6 +103,7 @@ def use_formats(
             block.moe.invariant = True
     if invariant:
         model.add_module("head", InvariantHead(model.head))
+        model.norm.kernel = False  # the trainer's exact forward has the same bits, with gradients
     if weights is not None and model.embed.weight.is_cuda:
         torch.cuda.empty_cache()  # the rounded weights' memory, for the key/value cache
 

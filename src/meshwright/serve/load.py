@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.single_device import allocate
-from meshwright.checkpoint.stored_model import StoredModel, check_head, open_model
+from meshwright.checkpoint.models.single_device import allocate
+from meshwright.checkpoint.models.stored_model import StoredModel, check_head, open_model
 from meshwright.events.terminal import write_line
 from meshwright.models.decoder import Decoder
 from meshwright.serve.formats import CAPABILITIES, assign_parameter, rounded_parameters, use_formats, use_stored_formats

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.stored_model import StoredModel, check_head
+from meshwright.checkpoint.models.stored_model import StoredModel, check_head
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.events.terminal import write_line
 from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.models.decoder import Decoder
@@ -107,7 +107,7 @@ class RankModel:
                 loaded.append(cls.empty(stored.spec, world, dtype, experts, prepare))
                 loaded[0].copy_from(stored)
 
-        Ranks(world.control).run_on_all(f"loading {folder}", load)
+        RankGroup(world.control).run_on_all(f"loading {folder}", load)
         return loaded[0]
 
     def copy_from(self, stored: StoredModel) -> None:
@@ -147,7 +147,7 @@ class RankEngine(Engine):
         if options.invariant:
             raise BadInput("invariant results are for an engine on one device", key="invariant")
         use_formats(part.model, weights=options.weights, ranks=world_group() if part.tensor.count > 1 else None)
-        self._part, self._world, self._ranks, self._now = part, world, Ranks(world.control), 0.0
+        self._part, self._world, self._ranks, self._now = part, world, RankGroup(world.control), 0.0
         # The ranks' devices may have different amounts of free memory.
         blocks = min(self._ranks.run_on_all("sizing the cache", lambda: blocks_that_fit(part.model, options)))
         super().__init__(part.model, tokenizer, replace(options, cache_blocks=blocks), clock=lambda: self._now)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from meshwright.checkpoint.single_device import load_model
+from meshwright.checkpoint.models.single_device import load_model
 from meshwright.data.chat_template import TOKENIZER_CONFIG, ChatTemplate, TemplateRefusal, folder_template, read_object
 from meshwright.data.text_format import config_pad, folder_special_tokens, known_text_format, tokenizer_file
 from meshwright.data.tokenizer_file import open_tokenizer

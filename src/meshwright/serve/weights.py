@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.hf import CPU
-from meshwright.checkpoint.stored_model import StoredModel, open_model
+from meshwright.checkpoint.models.hf import CPU
+from meshwright.checkpoint.models.stored_model import StoredModel, open_model
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 

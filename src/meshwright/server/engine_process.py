@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint.inventory import Chosen, choose_weights
+from meshwright.checkpoint.format.inventory import Chosen, choose_weights
 from meshwright.connections.limits import raise_file_limit
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.events.parent import end_with_parent
@@ -292,7 +292,7 @@ def load_engine(setup: EngineSetup, weights: Chosen | None = None) -> Engine:
 
     `weights` is the checkpoint to load, if it was chosen and verified already.
     """
-    from meshwright.checkpoint.single_device import device_and_dtype, load_model
+    from meshwright.checkpoint.models.single_device import device_and_dtype, load_model
     from meshwright.serve.engine import Engine
     from meshwright.serve.load import load_for_engine
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meshwright.spec.errors import MeshwrightError, attach_key
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.inventory import Chosen
+    from meshwright.checkpoint.format.inventory import Chosen
     from meshwright.server.endpoints import Api
 
 log = logging.getLogger("meshwright.server")
@@ -18,7 +18,7 @@ log = logging.getLogger("meshwright.server")
 
 def newest(folder: Path) -> Chosen:
     """The newest committed checkpoint of the run in `folder`. Raises BadInput or Damaged without one."""
-    from meshwright.checkpoint.inventory import choose_newest
+    from meshwright.checkpoint.format.inventory import choose_newest
 
     with attach_key("follow"):
         return choose_newest(folder, contents=False)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.types import ASGIApp
 
-    from meshwright.checkpoint.inventory import Chosen
+    from meshwright.checkpoint.format.inventory import Chosen
     from meshwright.server.endpoints import Api
 
 FAILED_SECONDS = 2.0

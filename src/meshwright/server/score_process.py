@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint.inventory import Chosen
+from meshwright.checkpoint.format.inventory import Chosen
 from meshwright.serve.failures import DEVICE_ERRORS, ENGINE_FAILED, FAILED_STEPS, EngineLost, NotFinite
 from meshwright.serve.figures import EngineFigures
 from meshwright.server.packed_ids import ids_of_text
@@ -27,7 +27,7 @@ USED = ("sequences", "step_tokens", "context")
 
 def has_score(folder: Path) -> bool:
     """Whether the model in a folder is a reward model. Raises BadInput and Damaged."""
-    from meshwright.checkpoint.stored_model import open_model
+    from meshwright.checkpoint.models.stored_model import open_model
 
     with open_model(folder, contents=False) as stored:
         return stored.spec.head == "score"
@@ -45,7 +45,7 @@ def check_settings(setup: EngineSetup) -> None:
 
 def open_setup(setup: EngineSetup, weights: Chosen | None) -> RewardScorer:
     """The scorer on one device, a GPU if there is one. Raises BadInput for settings that it has no use for."""
-    from meshwright.checkpoint.single_device import device_and_dtype
+    from meshwright.checkpoint.models.single_device import device_and_dtype
     from meshwright.serve.reward_scorer import open_scorer
 
     check_settings(setup)

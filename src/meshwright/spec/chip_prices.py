@@ -15,14 +15,15 @@ class Price:
 
 
 _LAMBDA = "Lambda's list, instances with the most devices"
+_LAMBDA_READ = "Lambda's list as techbytes.app read it, one device"
 _SPHERON = "Spheron's list"
 _NEOCLOUDS = "cliffcenter.com, AMD inference economics"
 
 PRICES = {
     "V100-16GB": Price(0.55, _LAMBDA, "2025"),
     "A100": Price(1.79, _LAMBDA, "2025"),
-    "A100-40GB": Price(1.29, _LAMBDA, "2025"),
-    "A10": Price(0.75, _LAMBDA, "2025"),
+    "A100-40GB": Price(1.48, _LAMBDA_READ, "2026-05-07"),
+    "A10": Price(0.86, _LAMBDA_READ, "2026-05-07"),
     "A6000": Price(0.80, _LAMBDA, "2025"),
     "GH200": Price(1.49, _LAMBDA, "2025"),
     "H100": Price(2.99, f"{_LAMBDA}; the median of 37 providers is 2.95 (aimultiple.com, GPU index)", "2026-05"),

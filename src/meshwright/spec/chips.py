@@ -283,6 +283,9 @@ V100 and T4 have no bf16; B300 and GB300 have few int8 units, which are left out
 may be alike, so graphics cards have their own.
 Fastest products: the search over shapes of Stas Bekman's Machine Learning Engineering, 2025; A100-40GB, H200, B300 and GB300 are
 taken to be as fast as the chip with the same tensor cores, as GH200 and MI325X are.
+Not from an opened datasheet: MI325X and MI355X (compute units and memory: AMD's ROCm documentation, GPU specifications; 6 TB/s and 1,307
+TFLOP/s: Vultr's documentation of 2026-03-11, which cites AMD's product page; 8 TB/s, 1,400 W and 20.1 PFLOP/s in fp4 with sparsity:
+tomshardware.com, June 2025), RTXPRO6000 (188 multiprocessors, 96 GB, 600 W: reports of March 2025) and GH200 (rates of an H100).
 """
 
 VARIANT_WORDS = frozenset({"LAPTOP", "MOBILE", "TI", "SUPER", "D", "MIG", "3E"})

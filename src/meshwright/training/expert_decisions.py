@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.present_experts import PresentExperts, Tables
 from meshwright.policies.expert_costs import ExpertCosts
@@ -98,7 +98,7 @@ class ExpertDecisions:
         per_node = _ranks_per_node(mesh)
         costs = None
         if experts.policy != "none":
-            costs = Ranks(mesh.world.control).run_on_first(
+            costs = RankGroup(mesh.world.control).run_on_first(
                 "costs of experts", lambda: placement_costs(run.model, run.train, plan, run.cluster, per_node)
             )
         first, layers = routed_layers(run.model)

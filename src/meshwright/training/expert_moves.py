@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.models.decoder import Decoder
 from meshwright.optim.optimizer import Optimizer
 from meshwright.parallel.blocks import numbered_blocks
@@ -45,7 +45,7 @@ class ExpertMoves:
         self._group = mesh.group_over(STAGE_AXES)
         self._parameters = dict(_expert_parameters(model))
         boxes = {name: weights[name].boxes for name in self._parameters}
-        by_rank = Ranks(mesh.world.control).run_on_all("places of experts", lambda: boxes)
+        by_rank = RankGroup(mesh.world.control).run_on_all("places of experts", lambda: boxes)
         members = [mesh.rank] if self._group is None else dist.get_process_group_ranks(self._group)
         self._index, self._boxes = members.index(mesh.rank), [by_rank[rank] for rank in members]
 

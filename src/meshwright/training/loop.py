@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.data.loader import Loader
 from meshwright.observe.prediction_account import Account
 from meshwright.optim.schedule import learning_rate
@@ -71,7 +71,7 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     with reporter.pause("save", session):
         saver.close()
     account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
-    Ranks(session.world.control).run_on_all(f"ended after step {session.step}", reporter.check)
+    RankGroup(session.world.control).run_on_all(f"ended after step {session.step}", reporter.check)
     return Trained(last, account)
 
 
@@ -335,7 +335,7 @@ def _stop(session: Session, flag: int, reporter: Reporter, saver: Saver) -> None
     else:
         where += ", without a checkpoint, as checkpoint.every is 0 and checkpoint.at_end is false"
     if flag >= FAILED:
-        Ranks(session.world.control).run_on_all(f"ended {where}", reporter.check)
+        RankGroup(session.world.control).run_on_all(f"ended {where}", reporter.check)
     if flag >= INTERRUPT:
         raise Interrupted(f"interrupted {where}")
     raise Preempted(f"ended on request {where}")

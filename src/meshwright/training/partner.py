@@ -1,4 +1,4 @@
-"""Copies of a rank's snapshots (`checkpoint.partner: host`): at a partner host, or in the arena of a replica."""
+"""Copies of a rank's snapshots (`checkpoint.partner: host`): at a partner host, or in the snapshot buffer of a replica."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from contextlib import closing
 
-from meshwright.checkpoint.partner_copy import Partner
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.snapshot_memory import SLOTS
-from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE, SnapshotClient, TransportFailure
+from meshwright.checkpoint.memory.partner_copy import Partner
+from meshwright.checkpoint.memory.snapshots import SLOTS
+from meshwright.checkpoint.memory.transport import SERVER_VARIABLE, SnapshotClient, TransportFailure
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.costs.partner_copies import partner_rate
 from meshwright.policies.partner_host import (
     REPLICA_SENTENCE,
@@ -24,7 +24,7 @@ from meshwright.spec.run import RunSpec
 
 
 def find_copies(
-    run: RunSpec, plan: Plan, ranks: Ranks, say: Callable[[str], None]
+    run: RunSpec, plan: Plan, ranks: RankGroup, say: Callable[[str], None]
 ) -> tuple[Partner | None, tuple[int, ...] | None]:
     """Return this rank's partner, or by rank its replica on another host; at most one of the two. Collective.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.data.loader import Batch, DataSource, MicroBatch
 from meshwright.data.preference_windows import PreferenceWindows
 from meshwright.data.source import MISMATCHED, Source
@@ -109,7 +109,7 @@ class PreferenceRun:
     def _add_references(self, sources: Sequence[DataSource], on_action: Callable[[int], None]) -> None:
         """Give each source the log-probabilities of its answers under the reference. Collective."""
         session, began = self._session, time.monotonic()
-        ranks = Ranks(session.world.control)
+        ranks = RankGroup(session.world.control)
         weights = ranks.run_on_first("reading the reference", lambda: weights_identity(session.run))
         wanted = [
             _Wanted(data, source, self._needed(data, source)) for data in sources for source in data.sources.values()

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.checkpoint.adapters import BASE, check_base
-from meshwright.checkpoint.inventory import take_inventory
-from meshwright.checkpoint.memory_tier import MemoryTier, find_snapshot
-from meshwright.checkpoint.mirror import describe_copies
-from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.format.inventory import take_inventory
+from meshwright.checkpoint.memory.tier import MemoryTier, find_snapshot
+from meshwright.checkpoint.mirror.copies import describe_copies
+from meshwright.checkpoint.models.adapters import BASE, check_base
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.policies.skipped_samples import SampleRange, samples_of_step
 from meshwright.spec.batch_sizes import BatchSizes
 from meshwright.spec.errors import Damaged
@@ -39,7 +39,7 @@ def resume(session: Session, at_most: int | None = None) -> Tier | None:
             )
     if tier is None:
         looking = f"looking for checkpoints in {session.store.folder}"
-        Ranks(session.world.control).run_on_first(looking, lambda: _check_begin(session))
+        RankGroup(session.world.control).run_on_first(looking, lambda: _check_begin(session))
     return tier
 
 
@@ -50,7 +50,7 @@ def check_none_damaged(session: Session, at_most: int) -> None:
         if (lost := take_inventory(session.folder).up_to(at_most).lost()) is not None:
             raise lost
 
-    Ranks(session.world.control).run_on_first(f"looking for checkpoints in {session.store.folder}", check)
+    RankGroup(session.world.control).run_on_first(f"looking for checkpoints in {session.store.folder}", check)
 
 
 def load_newest(session: Session, at_most: int | None = None) -> Tier | None:
@@ -72,7 +72,7 @@ def load_newest(session: Session, at_most: int | None = None) -> Tier | None:
 
 def _from_memory(session: Session, at_most: int | None) -> tuple[dict[str, Any], Tier] | None:
     """The run's state from host memory, and its tier; None if there is none, an older one than storage, or a damaged one."""
-    ranks = Ranks(session.world.control)
+    ranks = RankGroup(session.world.control)
     snapshot = find_snapshot(ranks, session.lease.run_id)
     if snapshot is None:
         return None

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.adapters import adapter_values, base_digest, check_base, placed_parts
-from meshwright.checkpoint.initial import Initial, base_weights, initial_weights
-from meshwright.checkpoint.stored_model import open_adapter
+from meshwright.checkpoint.models.adapters import adapter_values, base_digest, check_base, placed_parts
+from meshwright.checkpoint.models.initial import Initial, base_weights, initial_weights
+from meshwright.checkpoint.models.stored_model import open_adapter
 from meshwright.parallel.apply import Engine
 from meshwright.spec.blocks.table import ADAPTER
 from meshwright.spec.job import TrainSpec

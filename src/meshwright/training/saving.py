@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshwright.checkpoint.background import BackgroundSaver, RankState, SaveResult, memory_obstacle
-from meshwright.checkpoint.manifest import step_name
-from meshwright.checkpoint.mirror_process import MirrorUploader
-from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.staging import Copies
-from meshwright.checkpoint.state import encode_plain
+from meshwright.checkpoint.format.manifest import step_name
+from meshwright.checkpoint.format.plain_files import encode_plain
+from meshwright.checkpoint.mirror.process import MirrorUploader
+from meshwright.checkpoint.ranks import RankGroup
+from meshwright.checkpoint.write.background import BackgroundSaver, LiveState, SaveResult, memory_obstacle
+from meshwright.checkpoint.write.staging import Copies
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate
 from meshwright.costs.plan_costs import as_nodes, format_of_products, number
@@ -95,7 +95,7 @@ class Saver:
     def __init__(self, session: Session, reporter: Reporter, background: BackgroundSaver | None) -> None:
         self._session, self._reporter = session, reporter
         self._background, self._ready = background, False
-        self._ranks = Ranks(session.world.control)
+        self._ranks = RankGroup(session.world.control)
         self._timer = CheckpointTimer(session.run.checkpoint, session.run.cluster)
         self._cost = SaveCost()
         self._began = self._reported = self._committed = self._read = 0
@@ -117,8 +117,8 @@ class Saver:
         spec = session.run.checkpoint
         if spec.mode == "sync" or not spec.every or session.step >= session.run.train.steps:
             return cls(session, reporter, None)
-        ranks, optimizer = Ranks(session.world.control), session.optimizer
-        state = RankState(
+        ranks, optimizer = RankGroup(session.world.control), session.optimizer
+        state = LiveState(
             session.state(),
             optimizer.snapshot_groups(),
             optimizer.parameter_of_state(),

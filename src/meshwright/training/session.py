@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint.adapters import BASE
-from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.models.adapters import BASE
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.config.recorded_loads import read_loads
 from meshwright.data.loader import DataSource, StepReader, Windows, has_validation, open_data
@@ -185,7 +185,7 @@ class Session:
         if not self.data.streams:
             return
         own = {name: known.tolist() for name, known in self.data.cursors(self.next_sample).items()}
-        known = Ranks(self.world.control).run_on_all("collecting positions in the data", lambda: own)
+        known = RankGroup(self.world.control).run_on_all("collecting positions in the data", lambda: own)
         self.cursors[step] = {name: merge_cursors([each[name] for each in known]).tolist() for name in own}
         for earlier in sorted(self.cursors)[:-KEPT_CURSORS]:
             del self.cursors[earlier]
@@ -227,7 +227,7 @@ def open_session(
         use_exact_forward(engine.model, run, DTYPES[plan.precision.compute], world.ranks)
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
-    _check_same_streams(data, Ranks(world.control))
+    _check_same_streams(data, RankGroup(world.control))
     clock.end("data")
     optimizer = open_optimizer(engine, run.model, run.train, mesh)
     clock.end("optimizer")
@@ -285,7 +285,7 @@ def open_session(
     if run.rl is not None:
         from meshwright.rl.rollouts import Rollouts
 
-        session.rollouts = Rollouts(run, plan, mesh, engine.weights, data, Ranks(world.control), world.device_group)
+        session.rollouts = Rollouts(run, plan, mesh, engine.weights, data, RankGroup(world.control), world.device_group)
         session.rollouts.restore(session.loaded)
     clock.end("load")
     if world.leads:
@@ -374,7 +374,7 @@ def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldO
     return data, HeldOut.of(validation, run.data.validation_tokens, train.global_batch_tokens)
 
 
-def _check_same_streams(data: DataSource, ranks: Ranks) -> None:
+def _check_same_streams(data: DataSource, ranks: RankGroup) -> None:
     """Raise BadInput where ranks see other files in a source that is read without preparation. Collective if there is one."""
     if not data.streams:
         return

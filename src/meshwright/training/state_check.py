@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.kernels.checksum import digests
 from meshwright.policies.silent_corruption import deviating_ranks, farthest_rank
 from meshwright.spec.errors import StateCorrupted
@@ -52,7 +52,7 @@ class StateCheck:
     def __init__(self, session: Session, reporter: Reporter, saver: Saver) -> None:
         self._session, self._reporter, self._saver = session, reporter, saver
         self._every = session.run.supervision.check_state_every
-        self._ranks = Ranks(session.world.control)
+        self._ranks = RankGroup(session.world.control)
         self._digests = StateDigests(list(session.state().values()), session.world)
         self._pending: deque[Exchange] = deque()
         self._values: Tensor | None = None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.ranks import RankGroup
 from meshwright.kernels.checksum import digests
 from meshwright.parallel.world import World
 from meshwright.policies.silent_corruption import ranks_by_key
@@ -93,7 +93,7 @@ class StateDigests:
         host = sum(parts.local.nbytes for parts in state if parts.memory == "host")
         self._world, self._device = world, world.device
         keys_and_bytes = [(piece.key, piece.elements.nbytes) for piece in self.pieces]
-        answers = Ranks(world.control).run_on_all("listing replicated state", lambda: (keys_and_bytes, host))
+        answers = RankGroup(world.control).run_on_all("listing replicated state", lambda: (keys_and_bytes, host))
         owners = ranks_by_key([[key for key, _ in pieces] for pieces, _ in answers])
         self.groups = sorted(set(owners.values()))
         """Ranks of each set of copies, equal on all ranks."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from meshwright.checkpoint.inventory import describe_continuation
+from meshwright.checkpoint.format.inventory import describe_continuation
 from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_INTERRUPTED
 from meshwright.spec.rank_environment import PROGRAM_STOP, stop_signals

@@ -123,6 +123,10 @@ class Layouts:
     """Largest number of domains that the router sends a token to; 0 without a limit."""
     host_sizes: Array = 1.0
     """1 if the host needs the token counts of local experts before it launches their products."""
+    layer_graphs: Array = 0.0
+    """1 if each layer's forward and backward is launched as one CUDA graph."""
+    eager: Array = 0.0
+    """1 if no compiler or fused kernel joins the element-wise operations of software that has them."""
     balanced: Array = 0.0
     """1 if stages balance the cost of layers and head rather than the number of layers."""
     fullest_layers: Array = 0.0

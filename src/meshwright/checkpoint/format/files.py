@@ -1,0 +1,116 @@
+"""Records of a checkpoint's files, and reads with checks on type and size. Torch-free.
+
+Operating-system errors pass through; `spec.failures` converts them into the project's error classes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.spec.errors import Damaged
+
+BLOCK_BYTES = 16 << 20
+"""Size of a block (16 MiB). Each block has a digest of its own, so threads and ranks can verify a file in parallel and
+report the position of damage."""
+
+Bytes = bytes | bytearray | memoryview
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_UNREADABLE = {
+    # The disk or the file server failed.
+    errno.EIO,
+    errno.ENODATA,
+    errno.EBADMSG,
+    errno.EUCLEAN,
+    errno.ESTALE,
+    # Another user's file.
+    errno.EACCES,
+    errno.EPERM,
+    # A socket, device, folder or link instead of a file.
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+}
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file's size, and the xxh3_64 digest of each block in hexadecimal."""
+
+    bytes: int
+    blocks: tuple[str, ...]
+
+
+def open_regular(path: Path) -> int:
+    """Open an existing regular file for reading and return its descriptor.
+
+    Raises Damaged for a symbolic link, pipe or device, so that no file outside the checkpoint's folder is read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Damaged(f"{path} is a symbolic link; a checkpoint holds regular files only") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Damaged(f"{path} is not a regular file")
+    return descriptor
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The contents of a small file. Raises Damaged, before reading, if it has more than `limit` bytes."""
+    descriptor = open_regular(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise Damaged(f"{path} has {size} bytes; at most {limit} are expected")
+        data = bytearray(size)
+        read_range(descriptor, data, 0, path)
+        return bytes(data)
+    finally:
+        os.close(descriptor)
+
+
+def read_range(descriptor: int, target: Bytes, offset: int, path: Path) -> None:
+    """Fill `target` from byte `offset` on; raises Damaged when the file ends too early."""
+    view = memoryview(target).cast("B")
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if count == 0:
+            raise Damaged(f"{path} ends at byte {offset}; {len(view)} more were expected")
+        view, offset = view[count:], offset + count
+
+
+def add_reserve(tensor_bytes: int) -> int:
+    """Disk space in bytes for a checkpoint of `tensor_bytes`: 1% and 1 MB more, for headers, JSON files and texts."""
+    return tensor_bytes + tensor_bytes // 100 + 10**6
+
+
+def disk_space_error(folder: Path, tensor_bytes: int) -> str | None:
+    """The error message if a checkpoint of `tensor_bytes` does not fit on the disk of `folder`; None if it fits."""
+    needed, free = add_reserve(tensor_bytes), shutil.disk_usage(folder).free
+    if needed <= free:
+        return None
+    return (
+        f"{folder}: a checkpoint needs {needed:,} bytes and {free:,} are free; free some, lower checkpoint.keep, or "
+        "place the run elsewhere with --runs"
+    )
+
+
+def plain_name(name: object) -> str | None:
+    """`name` if it is a file name of letters, digits, `.`, `_` and `-` that begins with a letter or digit, else None."""
+    return name if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) else None
+
+
+def unreadable(error: OSError) -> bool:
+    """Whether an error concerns this file, so that the checkpoint counts as damaged; a lack of memory, say, does not."""
+    return error.errno in _UNREADABLE

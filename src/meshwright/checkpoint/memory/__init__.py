@@ -1,0 +1,1 @@
+"""Snapshots in host memory, those of other hosts too. Loads no torch, but for `tier`."""

@@ -1,0 +1,49 @@
+"""A view of a snapshot buffer's data, with its header, as a safetensors file, read by blocks. No file is written. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.checkpoint.format.files import BLOCK_BYTES
+from meshwright.checkpoint.format.header import TensorHeader, encode_header
+
+
+class FileImage:
+    """The file of the tensors `headers` (key, dtype, shape), whose bytes lie one after another in `data`."""
+
+    def __init__(self, headers: Sequence[Any], data: memoryview) -> None:
+        tensors = [TensorHeader(key, dtype, tuple(shape)) for key, dtype, shape in headers]
+        self.header = encode_header(tensors) if tensors else b""
+        self.data = data[: sum(tensor.bytes for tensor in tensors)]
+
+    @property
+    def bytes(self) -> int:
+        return len(self.header) + len(self.data)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, each of `BLOCK_BYTES` bytes but the last."""
+        return -(-self.bytes // BLOCK_BYTES)
+
+    def block(self, index: int) -> memoryview:
+        """Block `index`: a view of the data, or a copy where it has bytes of the header."""
+        start = index * BLOCK_BYTES
+        end = min(start + BLOCK_BYTES, self.bytes)
+        if start >= len(self.header):
+            return self.data[start - len(self.header) : end - len(self.header)]
+        copy = memoryview(bytearray(end - start))
+        self.read(start, copy)
+        return copy
+
+    def data_of_block(self, index: int) -> tuple[int, memoryview]:
+        """The part of block `index` that is data, not header: its offset in `data`, and a view of it."""
+        start = max(0, index * BLOCK_BYTES - len(self.header))
+        return start, self.data[start : max(0, (index + 1) * BLOCK_BYTES - len(self.header))]
+
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill `target` with the file's bytes from `start` on."""
+        header = self.header[start : start + len(target)]
+        target[: len(header)] = header
+        first = start + len(header) - len(self.header)
+        target[len(header) :] = self.data[first : first + len(target) - len(header)]

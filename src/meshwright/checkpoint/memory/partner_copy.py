@@ -1,0 +1,92 @@
+"""A writer's copies of its rank's snapshots for a partner host, made beside its writes to storage. Torch-free."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+
+from meshwright.checkpoint.format.files import FileRecord
+from meshwright.checkpoint.memory.file_image import FileImage
+from meshwright.checkpoint.memory.record import SnapshotName
+from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer
+from meshwright.checkpoint.memory.transport import SnapshotClient, TransportFailure
+from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.job_token import job_token
+
+STALLED_SECONDS = 30.0
+"""A partner that takes nothing for so long is given up for this copy."""
+
+log = logging.getLogger("meshwright")
+
+
+@dataclass(frozen=True)
+class Partner:
+    """The snapshot server that gets copies of a rank's snapshots, and the most bytes a second that are sent to it."""
+
+    address: str
+    bytes_per_second: float
+
+
+class PartnerCopier:
+    """Copies snapshots of a snapshot buffer to a partner, one at a time, in a thread. A partner that is slow or lost delays nothing."""
+
+    def __init__(self, buffer: SnapshotBuffer, partner: Partner, copied: Callable[[int, float], object]) -> None:
+        """`copied` is called with the step and the seconds of each copy that is complete."""
+        self._buffer, self._partner, self._copied = buffer, partner, copied
+        self._thread: threading.Thread | None = None
+        self._failed = False
+
+    def start(
+        self,
+        name: SnapshotName,
+        image: FileImage,
+        generation: int,
+        describe: Callable[[FileRecord | None], bytes],
+        inspect: Callable[[int, memoryview], object],
+    ) -> None:
+        """Begin to copy the snapshot that the buffer has at `generation`. A copy of an earlier one is given up.
+
+        `describe` and `inspect` as for `SnapshotClient.store`.
+        """
+        before = self._thread
+
+        def copy() -> None:
+            if before is not None:
+                before.join()
+            self._copy(name, image, generation, describe, inspect)
+
+        self._thread = threading.Thread(target=copy, name="partner")  # not a daemon: the copy outlives a dead rank
+        self._thread.start()
+
+    def _copy(
+        self,
+        name: SnapshotName,
+        image: FileImage,
+        generation: int,
+        describe: Callable[[FileRecord | None], bytes],
+        inspect: Callable[[int, memoryview], object],
+    ) -> None:
+        began = time.monotonic()
+        try:
+            with closing(SnapshotClient(self._partner.address, job_token(), seconds=STALLED_SECONDS)) as client:
+                client.store(
+                    name,
+                    image,
+                    describe,
+                    bytes_per_second=self._partner.bytes_per_second,
+                    unchanged=lambda: self._buffer.generation == generation,
+                    inspect=inspect,
+                )
+        except (TransportFailure, MeshwrightError) as error:
+            if not self._failed:
+                log.warning(
+                    "no copy of step %d in the partner's memory: %s; later failures are not reported", name.step, error
+                )
+            self._failed = True
+            return
+        self._failed = False
+        self._copied(name.step, time.monotonic() - began)

@@ -1,0 +1,1 @@
+"""Copies of checkpoints in an object store. Loads no torch."""

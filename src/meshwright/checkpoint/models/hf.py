@@ -1,0 +1,702 @@
+"""Writes weights as a Hugging Face folder and reads them from one, part of a tensor at a time and without pickle.
+
+`families` has the tensor names and the fields of config.json of each model family; this module reads and
+writes the files. The weights are in safetensors format (github.com/huggingface/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from meshwright.checkpoint.models.quantized import Stored, StoredWeight, find_weight
+from meshwright.checkpoint.models.towers import Towers, check_tensors, towers_beside, towers_sentence
+from meshwright.data.chat_template import GENERATION_CONFIG
+from meshwright.data.text_format import TextFormat, derive, export_text_files, exported_ids, named_bos
+from meshwright.data.tokenizer_file import open_tokenizer
+from meshwright.durable.writes import publish, sync_file, write_durable
+from meshwright.families.folder import (
+    SPECIAL_IDS,
+    HFTensor,
+    folder_fields,
+    folder_nesting,
+    folder_quantization,
+    gguf_hint,
+    hf_tensors,
+    prediction_copies,
+    read_json,
+    to_hf_config,
+    to_whole_config,
+)
+from meshwright.families.quantization import CACHE_SCALES, KEY, Quantization
+from meshwright.families.registry import FAMILIES
+from meshwright.families.text_part import Nesting
+from meshwright.kernels.row_quantize import RoundedMatrix, rounded_matrix
+from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
+from meshwright.spec.fields import from_plain
+from meshwright.spec.folder_files import TOKENIZER_BYTES, check_inside, read_folder_file
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameter_count, parameters
+from meshwright.spec.weight_scheme import LayerFormat
+
+SLICE_BYTES = 32 << 20
+"""Bytes of a weight that an export reads at a time from a RowSource."""
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """Weights that can be read by rows of dimension 0, so that none needs to be in memory whole."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor: ...
+
+
+Source = Callable[[str], Tensor] | Iterable[tuple[str, Tensor]] | RowSource
+DTYPES = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
+"""dtypes in which weights can be exported: torch's and safetensors' name."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+BASE_MODEL = "A base model, exported by Meshwright: it continues text, and was not tuned to follow instructions."
+"""The sentence of a model card about a model that was trained from scratch on text."""
+OF_TEXTS = "What it writes may be wrong or unwanted."
+OF_SCORES = "It gives a text one number, read at its last token: compare numbers of answers to the same prompt. They may be wrong."
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def export_hf(
+    folder: Path,
+    spec: ModelSpec,
+    tensors: Source,
+    *,
+    tokenizer: Path | None,
+    run_note: str,
+    dtype: str = "bf16",
+    shard_bytes: int = 4 << 30,
+    text: TextFormat | None = None,
+    towers: Towers | None = None,
+    title: str | None = None,
+    limits: str = BASE_MODEL,
+) -> None:
+    """Write a folder that transformers, vLLM and others load: weights, config, generation config, tokenizer, card.
+
+    `tensors` returns each of `parameters(spec)` by name, or yields (name, tensor) pairs in any order, or reads rows
+    (`RowSource`). One tensor, or 32 MiB of rows, is in memory at a time. `tokenizer` is the path of a tokenizer.json, whose folder
+    may have further files about texts (`data.chat_template.TEXT_FILES`), and `text` the format of the texts, by default the one that this
+    folder describes.
+    With `towers` it is a folder of the whole model that the text model is a part of, else one of the text model.
+    `run_note` is Markdown for the model card, `limits` what it says about the use of the model; its title is `title` or else the
+    folder's name. No file of weights exceeds `shard_bytes` unless a single tensor does. The folder gets its name when it is
+    complete. Raises BadInput when it exists and is not empty, when the Hugging Face class of the family cannot represent
+    the model, or when tokenizer and model disagree; OutOfResources when the disk is too full.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInput(f"{folder}: already there and not empty; choose another folder or remove it")
+    loaded = None if tokenizer is None else _load_tokenizer(tokenizer, spec)
+    bos = None
+    if tokenizer is not None and loaded is not None:
+        text = text or derive(tokenizer.parent, loaded, content=read_folder_file(tokenizer, TOKENIZER_BYTES))
+        bos = named_bos(tokenizer.parent, loaded)
+    special_ids = None if text is None else exported_ids(text, bos)
+    if special_ids is not None and spec.head == "score" and text is not None and text.pad in text.stops:
+        # transformers reads the score before trailing tokens that fill, among them the end of the last answer.
+        special_ids["pad_token_id"] = None
+    if towers is None:
+        config = to_hf_config(spec, dtype=dtype, special_ids=special_ids)
+    else:
+        check_tensors(towers)
+        config = to_whole_config(towers.config, spec, dtype=dtype, special_ids=special_ids)
+    shards = _plan_shards(spec, dtype, shard_bytes, towers)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _check_space(folder.parent, sum(shard.total for shard in shards))
+    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
+    partial.mkdir()
+    try:
+        _write_weights(partial, spec, tensors, shards, DTYPES[dtype][0], towers)
+        _write_json(partial / "config.json", config)
+        if tokenizer is None or loaded is None or text is None:
+            _write_json(partial / GENERATION_CONFIG, {key: config.get(key) for key in SPECIAL_IDS})
+        else:
+            write_durable(partial / "tokenizer.json", read_folder_file(tokenizer, TOKENIZER_BYTES))
+            export_text_files(text, tokenizer.parent, partial, loaded, _tokenizer_config(spec))
+        if towers is not None:
+            towers.copy_settings(partial)
+        card = _model_card(title or folder.name, folder.name, spec, config["architectures"], run_note, dtype, limits)
+        write_durable(partial / "README.md", card)
+        publish(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+
+
+CPU = torch.device("cpu")
+
+
+def import_hf(folder: Path, device: torch.device = CPU) -> tuple[ModelSpec, HFReader]:
+    """The model that a Hugging Face folder holds, and a reader of its weights, which unpacks quantised ones on `device`.
+
+    Raises BadInput for a model that this program cannot compute, for weights that are not safetensors and for tensors
+    that the model does not have; Damaged for files that are unreadable or do not match each other.
+    """
+    fields, notes = folder_fields(folder)
+    spec, files = from_plain(ModelSpec, fields), _weight_files(folder)
+    reader = HFReader(folder, spec, files, notes, folder_nesting(folder), folder_quantization(folder), device)
+    reader.check()
+    if (words := reader.stored_words()) is not None:
+        reader.notes += (f"{words} are expanded",)
+    if reader.nesting is not None:
+        reader.notes += (towers_sentence(reader.others),)
+    return spec, reader
+
+
+@dataclass
+class HFReader:
+    """Reads parameters, named and shaped as in this program, from a Hugging Face folder by rows."""
+
+    folder: Path
+    spec: ModelSpec
+    files: dict[str, str]
+    """File of each tensor in the folder."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user about settings in config.json that this program ignores."""
+    nesting: Nesting | None = None
+    """Where the text part is, in a folder of a model that also reads images or sound."""
+    quantization: Quantization | None = None
+    """What config.json says about quantised weights."""
+    device: torch.device = CPU
+    """Where quantised weights are unpacked; their rows are there, those of others on the CPU."""
+    _open: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        base = FAMILIES[self.spec.family].base
+        bare = self.nesting is None and not any(name.startswith(base) for name in self.files)
+        self._base = base if bare else ""
+        self._parts = hf_tensors(self.spec, self.nesting)
+        self._quantised: dict[str, StoredWeight | None] = {}
+
+    @property
+    def others(self) -> list[str]:
+        """Tensors of the folder that do not belong to its text model."""
+        if self.nesting is None:
+            return []
+        family = FAMILIES[self.spec.family]
+        return [name for name in self.files if not self.nesting.contains(family, name)]
+
+    def other(self, name: str) -> Tensor:
+        """One of `others`, as stored."""
+        return self._stored(name)[...]
+
+    def towers(self) -> Towers | None:
+        """What the folder has beside its text model; None for a folder of a text model."""
+        if self.nesting is None:
+            return None
+        return towers_beside(self.folder, {name: self.files[name] for name in self.others}, self.nesting)
+
+    def read(self, parameter: ParameterSpec) -> Tensor:
+        """The whole parameter, in the dtype of the folder."""
+        return self.read_rows(parameter, 0, parameter.shape[0])
+
+    def read_rows(self, parameter: ParameterSpec, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of dimension 0."""
+        pieces = []
+        for part, first, last in self._ranges(parameter, start, stop):
+            pieces.append(self._slice(part, first, last))
+        if not pieces:
+            return torch.empty((0, *parameter.shape[1:]))
+        return self._whole(pieces).unflatten(0, (-1, *parameter.shape[1:-1]))
+
+    def native(self, parameter: ParameterSpec) -> LayerFormat | None:
+        """The 8-bit format in which all of the parameter is stored; None if it is not. Only a matrix may be in blocks."""
+        if len(parameter.shape) < 2:
+            return None
+        weights = [self._weight(part) for part in self._parts[parameter.name]]
+        formats = {None if weight is None else weight.scheme.native for weight in weights}
+        found = formats.pop() if len(formats) == 1 else None
+        return None if found == "fp8 blocks" and len(parameter.shape) > 2 else found
+
+    def first_rows(self, parameter: ParameterSpec) -> list[int]:
+        """The rows of the parameter with which its tensors in the folder begin."""
+        return [part.first_row for part in self._parts[parameter.name]]
+
+    def read_rounded(self, parameter: ParameterSpec, start: int, stop: int) -> RoundedMatrix:
+        """Rows [start, stop) of dimension 0 as stored, of a parameter that is `native`; scales `(…, out, 1)`, or those of blocks."""
+        pieces = []
+        for part, first, last in self._ranges(parameter, start, stop):
+            weight = self._weight(part)
+            assert weight is not None
+            pieces.append(weight.rounded_rows(first, last))
+        number_format, sizes = self.native(parameter), (-1, *parameter.shape[1:-1])
+        assert number_format is not None
+        values, scale = (self._whole([piece[index] for piece in pieces]).unflatten(0, sizes) for index in (0, 1))
+        return rounded_matrix(values, scale, number_format)
+
+    def stored_words(self) -> str | None:
+        """How the quantised weights are stored, with their number and bytes; None without."""
+        weights = [weight for weight in self._quantised.values() if weight is not None]
+        if not weights:
+            return None
+        names = dict.fromkeys(weight.scheme.name for weight in weights)
+        plain = sum(weight is None for weight in self._quantised.values())
+        others = f", {plain} others are not quantised" if plain else ""
+        return f"{len(weights)} weights in {' and '.join(names)} ({_gigabytes(sum(each.bytes for each in weights))}{others})"
+
+    def quantised_parameters(self) -> list[str]:
+        """The parameters of which some tensors are quantised."""
+        return [name for name, parts in self._parts.items() if any(self._weight(part) is not None for part in parts)]
+
+    def remarks(self) -> tuple[str, ...]:
+        """What the folder says about activations and caches that no program here follows."""
+        weights = [weight for weight in self._quantised.values() if weight is not None]
+        static = any({*weight.scheme.inputs} & {*weight.names} for weight in weights if weight.scheme.activations)
+        scales = [name for name in self.files if self._is_cache_scale(name)]
+        found = ["activations get a scale for each token, not the folder's static ones"] if static else []
+        if scales:
+            found.append(f"{len(scales)} scales of cached keys and values are not used: those of the cache are 1")
+        return tuple(found)
+
+    def _is_cache_scale(self, name: str) -> bool:
+        return self.quantization is not None and self.quantization.cache_scales and name.endswith(CACHE_SCALES)
+
+    def _ranges(self, parameter: ParameterSpec, start: int, stop: int) -> Iterator[tuple[HFTensor, int, int]]:
+        """Each tensor that has some of the rows [start, stop) of dimension 0, and the first and last of its rows."""
+        rows_per_index = math.prod(parameter.shape[1:-1])
+        for part in self._parts[parameter.name]:
+            first, last = (
+                max(start * rows_per_index - part.first_row, 0),
+                min(stop * rows_per_index - part.first_row, part.row_count),
+            )
+            if first < last:
+                yield part, first, last
+
+    def _whole(self, pieces: list[Tensor]) -> Tensor:
+        """Pieces of a parameter as one tensor; of weights of which only some are quantised, on the device of these."""
+        if len(pieces) == 1:
+            return pieces[0]
+        if any(piece.device != pieces[0].device for piece in pieces):
+            pieces = [piece.to(self.device) for piece in pieces]
+        return torch.cat(pieces)
+
+    def check(self) -> None:
+        """Compare names, shapes and dtypes of every tensor with what the model needs; only copies of others are read."""
+        needed = {self._stored_name(part): part for parts in self._parts.values() for part in parts}
+        read: set[str] = set()
+        for name, part in needed.items():
+            if (weight := self._weight(part)) is not None:
+                self._check_quantised(name, part)
+                read |= {*weight.names.values()}
+                continue
+            if name not in self.files:
+                near = nearest(name, self.files)
+                hint = f" (nearest: {near})" if near else ""
+                raise Damaged(f"{self.folder}: no tensor {name}, which config.json calls for{hint}")
+            self._check_tensor(name, part)
+        copies = self._copies()
+        placed = {*needed, *read, *copies, *self.others}
+        spare = [name for name in self.files if name not in placed and not self._is_unused(name)]
+        if spare and self._is_scale(spare[0], needed):
+            raise BadInput(f"{self._where(spare[0])}: {spare[0]} has no place beside its weight{self._schemes()}")
+        if spare:
+            near = nearest(spare[0], needed)
+            hint = f" (nearest: {near})" if near else ""
+            more = f" and {len(spare) - 1} more" if len(spare) > 1 else ""
+            raise BadInput(
+                f"{self.folder}: tensor {spare[0]}{more} has no place in this {self.spec.family} model{hint}"
+            )
+        for copy, original in copies.items():
+            self._check_copy(copy, original)
+
+    def _check_tensor(self, name: str, part: HFTensor) -> None:
+        stored = self._stored(name)
+        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        if shape != part.shape:
+            raise Damaged(
+                f"{self.folder / self.files[name]}: {name}: expected shape {part.shape} by config.json, got {shape}"
+            )
+        if dtype not in FLOATS:
+            quantised = len(shape) > 1 and self.quantization is None
+            hint = f"; config.json has no {KEY}, which says how to read other numbers" if quantised else ""
+            raise BadInput(f"{self._where(name)}: {name}: expected one of {', '.join(FLOATS)}, got {dtype}{hint}")
+
+    def _check_quantised(self, name: str, part: HFTensor) -> None:
+        """Raise BadInput for a quantised weight that config.json lists as not quantised, or whose family stores it transposed."""
+        assert self.quantization is not None
+        module = name.removesuffix(".weight")
+        if (entry := self.quantization.ignores(module)) is not None:
+            raise BadInput(
+                f"{self.folder / 'config.json'}: {KEY}: {entry} is listed as not quantised, but {module} has scales in "
+                f"{self._file_of(module)}; correct the list"
+            )
+        if part.transposed and not part.stacked:
+            raise BadInput(f"{self.folder}: {name} is quantised, which is not read in a {self.spec.family} folder")
+
+    def _schemes(self) -> str:
+        """The schemes that config.json allows, in words."""
+        if self.quantization is None:
+            return f": config.json has no {KEY}"
+        return f" by {KEY} of config.json ({', '.join(each.name for each in self.quantization.schemes)})"
+
+    def _where(self, name: str) -> str:
+        return str(self.folder / self.files[name])
+
+    def _file_of(self, module: str) -> str:
+        return next(file for name, file in self.files.items() if name.startswith(module))
+
+    def _is_scale(self, name: str, needed: Collection[str]) -> bool:
+        """Whether a tensor stands beside a weight that the model needs, and belongs to none of its modules."""
+        bases = {weight.removesuffix(".weight") for weight in needed}
+        return any(name.startswith((f"{base}.", f"{base}_")) for base in bases)
+
+    def _weight(self, part: HFTensor) -> StoredWeight | None:
+        """The quantised weight of a part; None if it is stored as plain numbers."""
+        name = self._stored_name(part)
+        if self.quantization is None or len(part.shape) < 2:
+            return None
+        if name not in self._quantised:
+            plain = name in self.files and self._stored(name).get_dtype() in FLOATS
+            outputs, inputs = part.row_count, part.shape[-2 if part.transposed else -1]
+            shape = (part.shape[0], outputs // part.shape[0], inputs) if part.stacked else (outputs, inputs)
+            stored = Stored(self._stored, self._where, self.device)
+            schemes = self.quantization.schemes
+            self._quantised[name] = None if plain else find_weight(name, shape, self.files, schemes, stored)
+        return self._quantised[name]
+
+    def _slice(self, part: HFTensor, first: int, last: int) -> Tensor:
+        name = self._stored_name(part)
+        rows = part.row_count // part.shape[0] if part.stacked else 1  # of an expert
+        if (weight := self._weight(part)) is not None:
+            values = weight.rows(first // rows, last // rows)
+            return from_stacked(replace(part, transposed=False), values) if part.stacked else values
+        stored = self._stored(name)
+        if part.stacked:
+            return from_stacked(part, stored[first // rows : last // rows])
+        if part.one_row:
+            return stored[0, first:last]
+        return stored[:, first:last].t().contiguous() if part.transposed else stored[first:last]
+
+    def _stored(self, name: str) -> Any:
+        file = self.files[name]
+        try:
+            if file not in self._open:
+                self._open[file] = _opened(self.folder / file)
+            return self._open[file].get_slice(name)
+        except (SafetensorError, OSError) as error:
+            raise Damaged(
+                f"{self.folder / file}: tensor {name} cannot be read ({error}); copy the file again"
+            ) from error
+
+    def _stored_name(self, part: HFTensor) -> str:
+        if self.nesting is not None:
+            return self.nesting.name(FAMILIES[self.spec.family], part.name)
+        return part.name.removeprefix(self._base)
+
+    def _copies(self) -> dict[str, str]:
+        """Tensors of the folder that repeat another: a tied head, and what prediction modules share; each with its original."""
+        head = HFTensor(f"{FAMILIES[self.spec.family].ends['head']}.weight", 0, 0, (), False)
+        copies = {self._stored_name(head): "embed.weight"} if self.spec.tied else {}
+        for parameter, parts in prediction_copies(self.spec).items():
+            copies |= {self._stored_name(part): parameter for part in parts}
+        originals = {name: self._stored_name(self._parts[parameter][0]) for name, parameter in copies.items()}
+        return {name: original for name, original in originals.items() if name in self.files and name != original}
+
+    def _check_copy(self, name: str, original: str) -> None:
+        """Raise BadInput if a tensor is not the one that it is said to repeat."""
+        if original not in self.files:
+            raise BadInput(f"{self._where(name)}: {name} must repeat {original}, which is quantised; remove the copy")
+        copy, expected = self._stored(name), self._stored(original)
+        shape = copy.get_shape()
+        equal = shape == expected.get_shape() and copy.get_dtype() == expected.get_dtype()
+        rows = max(1, SLICE_BYTES // (4 * math.prod(shape[1:])))
+        if equal and all(
+            torch.equal(copy[first : first + rows].view(torch.uint8), expected[first : first + rows].view(torch.uint8))
+            for first in range(0, shape[0], rows)
+        ):
+            return
+        tied = "; set tie_word_embeddings to false in config.json if the model has a head of its own"
+        raise BadInput(
+            f"{self.folder}: {name} differs from {original}, which it must repeat by config.json"
+            + (tied if name.endswith("lm_head.weight") else "")
+        )
+
+    def _is_unused(self, name: str) -> bool:
+        family = FAMILIES[self.spec.family]
+        return self._is_cache_scale(name) or name.endswith(family.unused) or name.startswith(family.unread)
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"
+
+
+def from_stacked(part: HFTensor, stored: Tensor) -> Tensor:
+    """Our rows `(rows, width)` of experts as a folder stacks them, or their biases `(experts, width)`."""
+    ours = stored.mT if part.transposed else stored
+    if part.interleaved:
+        ours = ours.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return ours.flatten(0, -2).contiguous()
+
+
+def _to_stacked(part: HFTensor, rows: Tensor) -> Tensor:
+    """The inverse of `from_stacked`, for whole experts."""
+    theirs = rows.unflatten(0, (-1, part.row_count // part.shape[0])) if len(part.shape) == 3 else rows
+    if part.interleaved:
+        theirs = theirs.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return theirs.mT if part.transposed else theirs
+
+
+def _opened(path: Path) -> Any:
+    """The file's tensors. Raises BadInput without permission, for which safetensors says that there is no such file."""
+    check_inside(path)
+    if path.exists() and not os.access(path, os.R_OK):
+        raise BadInput(f"{path}: permission denied; this user must be able to read it")
+    return safe_open(path, framework="pt")
+
+
+def _weight_files(folder: Path) -> dict[str, str]:
+    """File of each tensor by name: from the index, or from the header if there is a single file."""
+    if (folder / INDEX).is_file():
+        listed = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise Damaged(
+                f"{folder / INDEX}: weight_map: expected tensor names with their files, got {type(listed).__name__}"
+            )
+        for name, file in listed.items():
+            _check_file_name(folder, name, file)
+        return listed
+    if (folder / ONE_FILE).is_file():
+        try:
+            with _opened(folder / ONE_FILE) as stored:
+                return dict.fromkeys(stored.keys(), ONE_FILE)
+        except (SafetensorError, OSError) as error:
+            raise Damaged(f"{folder / ONE_FILE}: cannot be read ({error}); copy the file again") from error
+    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    why = (
+        f"; {pickled[0]} is pickle, which can run code: convert it to safetensors where you trust it" if pickled else ""
+    )
+    raise BadInput(f"{folder}: expected {ONE_FILE} or {INDEX}{why or gguf_hint(folder)}")
+
+
+def _check_file_name(folder: Path, name: str, file: Any) -> None:
+    plain = isinstance(file, str) and Path(file).name == file and "\\" not in file and file.endswith(".safetensors")
+    if not plain:
+        raise BadInput(
+            f"{folder / INDEX}: {name}: expected the plain name of a .safetensors file in this folder, got {file!r}"
+        )
+    if not (folder / file).is_file():
+        raise Damaged(f"{folder / INDEX}: {name}: its file {file} is not there; copy the folder again, whole")
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A file to write: its name, header, first byte of each tensor (`offsets`), and size in bytes (`total`)."""
+
+    file: str
+    header: bytes
+    offsets: dict[str, int]
+    total: int
+
+
+def _plan_shards(spec: ModelSpec, dtype: str, shard_bytes: int, towers: Towers | None) -> list[_Shard]:
+    groups: list[dict[str, dict[str, Any]]] = [{}]
+    filled = 0
+    for name, stored, shape, size in _stored_tensors(spec, dtype, towers):
+        if filled and filled + size > shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = {"dtype": stored, "shape": shape, "data_offsets": (filled, filled + size)}
+        filled += size
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    return [_shard(file, group) for file, group in zip(names if len(names) > 1 else [ONE_FILE], groups, strict=True)]
+
+
+def _stored_tensors(
+    spec: ModelSpec, dtype: str, towers: Towers | None
+) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """Name, dtype, shape and bytes of each tensor of an exported folder, those of the text model first."""
+    for part in (part for parts in _written_tensors(spec, towers).values() for part in parts):
+        torch_dtype, stored = DTYPES["fp32" if part.precise else dtype]
+        yield _name_in(towers, spec, part), stored, part.shape, math.prod(part.shape) * torch_dtype.itemsize
+    for name, entry in () if towers is None else towers.entries.items():
+        yield name, entry.dtype, entry.shape, entry.end - entry.start
+
+
+def _name_in(towers: Towers | None, spec: ModelSpec, part: HFTensor) -> str:
+    """The name of a tensor of the text model in a folder of the whole model, or of it alone."""
+    return part.name if towers is None else towers.nesting.name(FAMILIES[spec.family], part.name)
+
+
+def _written_tensors(spec: ModelSpec, towers: Towers | None) -> dict[str, tuple[HFTensor, ...]]:
+    """For each parameter the tensors of an exported folder that it fills, copies included."""
+    copies = prediction_copies(spec)
+    own = hf_tensors(spec, None if towers is None else towers.nesting)
+    return {name: (*parts, *copies.get(name, ())) for name, parts in own.items()}
+
+
+def _shard(file: str, entries: dict[str, dict[str, Any]]) -> _Shard:
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    offsets = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+    return _Shard(file, header, offsets, len(header) + max(entry["data_offsets"][1] for entry in entries.values()))
+
+
+def _write_weights(
+    folder: Path,
+    spec: ModelSpec,
+    tensors: Source,
+    shards: list[_Shard],
+    dtype: torch.dtype,
+    towers: Towers | None,
+) -> None:
+    locations = {name: (shard.file, offset) for shard in shards for name, offset in shard.offsets.items()}
+    for shard in shards:
+        with open(folder / shard.file, "wb") as file:
+            file.write(shard.header)
+            file.truncate(shard.total)
+    for part, first_row, rows in _slices(tensors, spec, towers):
+        file, offset = locations[_name_in(towers, spec, part)]
+        stored = torch.float32 if part.precise else dtype
+        row_bytes = math.prod(rows.shape[1:]) * stored.itemsize
+        _write_tensor(folder / file, offset + first_row * row_bytes, rows, part, stored)
+    for name, pieces in () if towers is None else towers.tensors():
+        file, offset = locations[name]
+        with open(folder / file, "r+b") as opened:
+            opened.seek(offset)
+            opened.writelines(pieces)
+    for shard in shards:
+        sync_file(folder / shard.file)
+    if len(shards) > 1:
+        total = sum(shard.total - len(shard.header) for shard in shards)
+        weight_map = {name: file for name, (file, _) in locations.items()}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _slices(tensors: Source, spec: ModelSpec, towers: Towers | None) -> Iterator[tuple[HFTensor, int, Tensor]]:
+    """(part, first row within the part, rows) for each part of each parameter.
+
+    A part is the slice of a parameter that Hugging Face stores as one tensor (`HFTensor`).
+    """
+    parts, missing = _written_tensors(spec, towers), {parameter.name: parameter for parameter in parameters(spec)}
+    if isinstance(tensors, RowSource):
+        for name, parameter in missing.items():
+            _check_parameter(name, parameter, tensors.shape(name))
+            for part in parts[name]:
+                yield from _row_slices(tensors, parameter, part)
+        return
+    pairs = ((name, tensors(name)) for name in tuple(missing)) if callable(tensors) else iter(tensors)
+    for name, tensor in pairs:
+        _check_parameter(name, missing.pop(name, None), tuple(tensor.shape))
+        if tensor.dim() > 2:
+            tensor = tensor.flatten(0, -2)  # as HFTensor counts rows
+        for part in parts[name]:
+            yield part, 0, tensor[part.first_row : part.first_row + part.row_count]
+    if missing:
+        raise Damaged(
+            f"weights to export: {len(missing)} of the model's parameters are missing, {next(iter(missing))} first"
+        )
+
+
+def _row_slices(source: RowSource, parameter: ParameterSpec, part: HFTensor) -> Iterator[tuple[HFTensor, int, Tensor]]:
+    """The rows of a part, `SLICE_BYTES` at a time; a transposed part at once, and experts one by one."""
+    rows_per_index, width = math.prod(parameter.shape[1:-1]), math.prod(parameter.shape[1:][-1:])
+    step = (
+        part.row_count
+        if part.transposed and not part.stacked
+        else rows_per_index
+        if rows_per_index > 1
+        else max(1, SLICE_BYTES // (4 * width))
+    )
+    end = part.first_row + part.row_count
+    for start in range(part.first_row, end, step):
+        stop = min(start + step, end)
+        first, last = start // rows_per_index, -(-stop // rows_per_index)
+        rows = source.read_rows(parameter.name, first, last)
+        rows = rows.flatten(0, -2) if rows.dim() > 2 else rows
+        yield part, start - part.first_row, rows[start - first * rows_per_index : stop - first * rows_per_index]
+
+
+def _check_parameter(name: str, parameter: ParameterSpec | None, shape: tuple[int, ...]) -> None:
+    if parameter is None or shape != parameter.shape:
+        expected = f"shape {parameter.shape}, got {shape}" if parameter else "each of the model's parameters once"
+        raise BadInput(f"weights to export: {name}: expected {expected}")
+
+
+def _write_tensor(path: Path, offset: int, tensor: Tensor, part: HFTensor, dtype: torch.dtype) -> None:
+    if part.stacked:
+        tensor = _to_stacked(part, tensor)
+    elif part.transposed:
+        tensor = tensor.t()
+    values = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        values.view(-1).view(torch.uint8).numpy().tofile(file)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_durable(path, json.dumps(value, indent=2) + "\n")
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OutOfResources(
+            f"{folder}: the export needs {needed:,} bytes and {free:,} are free; make room or choose another disk"
+        )
+
+
+def _load_tokenizer(path: Path, spec: ModelSpec) -> Tokenizer:
+    """The tokenizer in a file. Raises BadInput if it has more tokens than the model."""
+    tokenizer = open_tokenizer(path)
+    size = tokenizer.get_vocab_size()
+    if size > spec.vocab_size:
+        raise BadInput(
+            f"{path}: has {size} tokens, but model.vocab_size is {spec.vocab_size}; is it this model's tokenizer?"
+        )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _tokenizer_config(spec: ModelSpec) -> dict[str, Any]:
+    """The values of tokenizer_config.json for a tokenizer without this file."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": spec.max_seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _model_card(
+    title: str, folder: str, spec: ModelSpec, architectures: list[str], run_note: str, dtype: str, limits: str
+) -> str:
+    family = FAMILIES[spec.family]
+    loader, tag = "AutoModelForImageTextToText", "image-text-to-text"
+    if architectures == [family.architecture]:
+        loader, tag = "AutoModelForCausalLM", "text-generation"
+    elif architectures == [family.scorer]:
+        loader, tag = "AutoModelForSequenceClassification", "text-classification"
+    rows = [
+        ("Architecture", ", ".join(architectures)),
+        ("Parameters", f"{parameter_count(spec):,}"),
+        ("Layers × width", f"{spec.layers} × {spec.hidden}"),
+        ("Query heads, key/value heads × width", f"{spec.heads}, {spec.kv_heads} × {spec.head_dim}"),
+        ("Vocabulary", f"{spec.vocab_size:,}"),
+        ("Context", f"{spec.max_seq_len:,} tokens"),
+        ("Weights stored as", dtype),
+    ]
+    table = "\n".join(f"| {label} | {value} |" for label, value in rows)
+    return (
+        f"---\nlibrary_name: transformers\npipeline_tag: {tag}\ntags: [meshwright]\n---\n\n"
+        f"# {title}\n\n| | |\n|---|---|\n{table}\n\n## Training\n\n{run_note.strip()}\n\n## Use\n\n"
+        f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
+        f'model = {loader}.from_pretrained("{folder}")  # this folder\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")\n```\n\n'
+        f"## Limits\n\n{limits} {OF_SCORES if spec.head == 'score' else OF_TEXTS} No evaluation comes with this folder.\n"
+    )

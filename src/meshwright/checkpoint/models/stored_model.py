@@ -1,0 +1,211 @@
+"""A model on disk: its dimensions, and its weights by rows. For inference and evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.format.inventory import newest_checkpoint
+from meshwright.checkpoint.models.adapters import BASE, adapter_values, base_digest, check_base, deltas_of, merged
+from meshwright.checkpoint.models.hf import CPU, HFReader, import_hf
+from meshwright.checkpoint.models.initial import checkpoint_weights
+from meshwright.checkpoint.models.peft import CONFIG, StoredAdapter, read_peft
+from meshwright.checkpoint.read.reader import CheckpointReader
+from meshwright.config.load import load_resolved, load_resolved_model
+from meshwright.kernels.row_quantize import RoundedMatrix, rounded_matrix
+from meshwright.models.decoder import Decoder
+from meshwright.spec.errors import BadInput
+from meshwright.spec.inference_layout import Piece, piece_dimension, rank_pieces
+from meshwright.spec.layout import WHOLE, Part
+from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters, with_score, without_adapter
+from meshwright.spec.weight_scheme import FP8_BLOCK, LayerFormat
+
+log = logging.getLogger("meshwright")
+
+
+NO_FORMATS: Mapping[str, LayerFormat] = {}
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """An open model. `read_rows(parameter, start, stop)` returns rows [start, stop) of dimension 0, on the CPU."""
+
+    spec: ModelSpec
+    read_rows: Callable[[ParameterSpec, int, int], torch.Tensor]
+    verify: Callable[[], None]
+    """Reads all weights of a checkpoint and raises Damaged if a byte differs from what was written.
+
+    A Hugging Face folder has no digests; its headers and sizes were checked when it was opened.
+    """
+
+    quantised: HFReader | None = None
+    """Reader of a Hugging Face folder with quantised weights, which are also read as stored."""
+
+    def tensors(
+        self, part: Part = WHOLE, experts: Part = WHOLE, formats: Mapping[str, LayerFormat] = NO_FORMATS
+    ) -> Iterator[tuple[str, torch.Tensor | RoundedMatrix]]:
+        """Yields name and value of each parameter: of all, or of the part of a tensor or expert rank of the inference engine.
+
+        Parameters in `formats` that the folder stores in that format are yielded as stored, others expanded.
+        """
+        for parameter in parameters(self.spec):
+            if not (pieces := rank_pieces(self.spec, parameter, part, experts)):
+                continue
+            wanted = formats.get(parameter.name)
+            if wanted is not None and self.format_of(parameter.name, part.count) == wanted:
+                yield parameter.name, self._rounded(parameter, pieces, wanted)
+            else:
+                yield parameter.name, self._combined(parameter, pieces)
+
+    def format_of(self, name: str, ranks: int = 1) -> LayerFormat | None:
+        """The 8-bit format in which the folder stores a parameter, for each of so many tensor ranks; None if it does not."""
+        if self.quantised is None or self.cuts_blocks(name, ranks):
+            return None
+        return self.quantised.native(self._parameters[name])
+
+    def cuts_blocks(self, name: str, ranks: int = 1) -> bool:
+        """Whether a parameter is stored in blocks and a block belongs to several tensor ranks, or begins within one of the fused weight."""
+        parameter = self._parameters[name]
+        if self.quantised is None or self.quantised.native(parameter) != "fp8 blocks":
+            return False
+        edges = self.quantised.first_rows(parameter)
+        for index in range(ranks):
+            *before, last = rank_pieces(self.spec, parameter, Part(index, ranks))
+            edges += [edge for piece in (*before, last) for edge in piece.offsets]
+            edges += [piece.sizes[0] for piece in before]
+        return any(edge % FP8_BLOCK for edge in edges)
+
+    @cached_property
+    def _parameters(self) -> dict[str, ParameterSpec]:
+        return {parameter.name: parameter for parameter in parameters(self.spec)}
+
+    @torch.no_grad()
+    def copy_to(self, model: Decoder, part: Part = WHOLE, experts: Part = WHOLE) -> None:
+        """Copy the weights into the parameters of `model`, in place; the parts are those of `tensors`."""
+        weights = dict(model.named_parameters())
+        for name, value in self.tensors(part, experts):
+            assert isinstance(value, torch.Tensor), "without `formats`"
+            weights[name].copy_(value)
+
+    def _combined(self, parameter: ParameterSpec, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Pieces that follow one another along one dimension, as one tensor."""
+        values = [_narrowed(self.read_rows(parameter, *_rows_of(piece)), piece) for piece in pieces]
+        return _joined(values, parameter)
+
+    def _rounded(self, parameter: ParameterSpec, pieces: Sequence[Piece], number_format: LayerFormat) -> RoundedMatrix:
+        """As `_combined`, as stored. An output's scale is that of all its inputs; blocks are whole."""
+        assert self.quantised is not None
+        values, scales = [], []
+        for piece in pieces:
+            rows = self.quantised.read_rounded(parameter, *_rows_of(piece))
+            values.append(_narrowed(rows.values, piece))
+            if number_format == "fp8 blocks":
+                first = piece.offsets[1] // FP8_BLOCK
+                scales.append(rows.scale[:, first : first + -(-piece.sizes[1] // FP8_BLOCK)])
+            else:
+                scales.append(_narrowed(rows.scale, piece, last=False))
+        return rounded_matrix(_joined(values, parameter), _joined(scales, parameter), number_format)
+
+
+def _rows_of(piece: Piece) -> tuple[int, int]:
+    """The first row of a piece, and the row after the last."""
+    return piece.offsets[0], piece.offsets[0] + piece.sizes[0]
+
+
+def _narrowed(rows: torch.Tensor, piece: Piece, *, last: bool = True) -> torch.Tensor:
+    """The rows of a piece cut to its other dimensions, without `last` all but the last."""
+    cuts = list(enumerate(zip(piece.offsets, piece.sizes, strict=True)))[1:]
+    for dim, (start, size) in cuts if last else cuts[:-1]:
+        rows = rows.narrow(dim, start, size)
+    return rows
+
+
+def _joined(values: list[torch.Tensor], parameter: ParameterSpec) -> torch.Tensor:
+    return values[0] if len(values) == 1 else torch.cat(values, dim=piece_dimension(parameter))
+
+
+@contextmanager
+def open_model(
+    folder: Path,
+    *,
+    contents: bool = True,
+    predictions: int = 0,
+    adapter: Path | None = None,
+    device: torch.device = CPU,
+) -> Iterator[StoredModel]:
+    """The model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
+
+    Of the modules that predict further tokens it has the first `predictions`, or all if there are fewer: only speculative decoding uses
+    them. `adapter` is merged into the weights: a folder in peft's files, or a run or a checkpoint with adapters. With `contents` a
+    checkpoint is good if all its bytes are; else by the names and sizes of its files. Quantised weights are unpacked on `device`, where
+    their rows then are. Raises BadInput if the
+    folder is none of these, and Damaged if no checkpoint is good.
+    """
+    if (folder / "config.json").exists():
+        spec, weights = import_hf(folder, CPU if adapter is not None else device)
+        quantised = None if weights.quantization is None else weights
+        base = StoredModel(_with_predictions(spec, predictions), weights.read_rows, lambda: None, quantised)
+        yield _with_adapter(base, adapter, folder)
+        return
+    checkpoint = newest_checkpoint(folder, contents=contents)
+    spec = _with_predictions(without_adapter(load_resolved_model(checkpoint / "config.yaml")), predictions)
+    with checkpoint_weights(checkpoint) as weights:
+        yield _with_adapter(StoredModel(spec, weights.read_rows, weights.verify), adapter, folder)
+
+
+def check_head(spec: ModelSpec, folder: Path, *, scores: bool = False) -> None:
+    """Raise BadInput for a reward model where text is computed, and with `scores` for any other."""
+    if scores and spec.head != "score":
+        raise BadInput(f"{folder}: is a language model; expected a reward model, as preference.loss: reward trains it")
+    if not scores and spec.head == "score":
+        raise BadInput(
+            f"{folder}: is a reward model, which gives texts scores and writes none; `meshwright serve` serves it at /score"
+        )
+
+
+def _with_adapter(base: StoredModel, adapter: Path | None, folder: Path) -> StoredModel:
+    """The model with an adapter merged into it."""
+    if adapter is None:
+        return base
+    stored = open_adapter(adapter, base.spec)
+    for note in stored.notes:
+        log.warning("%s", note)
+    spec = with_score(base.spec) if SCORE in stored.deltas else base.spec
+    if stored.base is not None:
+        check_base(stored.base, base_digest(spec, base.read_rows), str(adapter), str(folder))
+    return replace(base, spec=spec, read_rows=merged(base.read_rows, stored.deltas), quantised=None)
+
+
+def open_adapter(folder: Path, spec: ModelSpec) -> StoredAdapter:
+    """The adapters in `folder` for the model `spec`: in peft's files, or the newest good checkpoint of a run with adapters."""
+    if (folder / CONFIG).exists():
+        return read_peft(folder, spec)
+    checkpoint = newest_checkpoint(folder, contents=False)
+    run = load_resolved(checkpoint / "config.yaml")
+    if run.model.adapter is None:
+        raise BadInput(f"{folder} has no adapters: expected a folder with {CONFIG}, or a run with model.adapter")
+    with CheckpointReader(checkpoint) as reader:
+        return StoredAdapter(deltas_of(run.model, lambda name: reader.read(f"model.{name}")), reader.state().get(BASE))
+
+
+def check_adapters(spec: ModelSpec) -> tuple[str, ...]:
+    """Raise the error that a start from `spec.adapter.init` would raise; returns sentences about settings that are not used."""
+    if spec.adapter is None or spec.adapter.init is None:
+        return ()
+    try:
+        stored = open_adapter(Path(spec.adapter.init), spec)
+    except BadInput as error:
+        raise BadInput(f"model.adapter.init: {error}") from error
+    adapter_values(spec, stored.deltas, spec.adapter.init)
+    return stored.notes
+
+
+def _with_predictions(spec: ModelSpec, most: int) -> ModelSpec:
+    """The model with its first `most` prediction modules."""
+    return replace(spec, prediction_depth=min(spec.prediction_depth, most))

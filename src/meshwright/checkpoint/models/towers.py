@@ -1,0 +1,166 @@
+"""Keeps what a folder has beside its text model, such as a vision tower and its projector, so that exports have it again.
+
+The folder `towers` beside a run's tokenizer has the tensors, bytes unchanged, the whole config.json, and the settings of images.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.checkpoint.format.files import disk_space_error, read_range
+from meshwright.checkpoint.format.header import ITEM_BYTES, TensorEntry, TensorHeader, read_entries
+from meshwright.checkpoint.local_tensors import dtype_name
+from meshwright.checkpoint.write.live_state import write_tensors
+from meshwright.durable.writes import publish, write_durable
+from meshwright.families.folder import folder_nesting, read_json
+from meshwright.families.text_part import TOWERS, Nesting
+from meshwright.spec.errors import BadInput, Damaged, OutOfResources
+from meshwright.spec.folder_files import JSON_BYTES, read_folder_file
+
+RECORD, TENSORS = "config.json", "towers.safetensors"
+SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of such a folder about images and sound."""
+PIECE_BYTES = 64 << 20
+"""Bytes of a tensor that are in memory at a time."""
+QUANTISED = ("F8_E4M3", "F8_E8M0", "I8", "U8", "I32")
+"""dtypes of tensors that mean nothing without scales, or without the words of config.json."""
+_NESTING = "meshwright_text_part"
+"""Key of the kept config.json with the fields of a Nesting; older runs have the first two."""
+
+
+@dataclass(frozen=True)
+class Towers:
+    """What is kept of a folder beside its text model."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    """The whole config.json."""
+    nesting: Nesting
+    files: Mapping[str, Path]
+    """File of each tensor by name."""
+    entries: Mapping[str, TensorEntry]
+    """Each tensor's place in its file."""
+
+    def tensors(self) -> Iterator[tuple[str, Iterator[memoryview]]]:
+        """Each tensor's name, and its bytes, at most `PIECE_BYTES` at a time."""
+        return ((name, _pieces(self.files[name], entry)) for name, entry in self.entries.items())
+
+    def copy_settings(self, folder: Path) -> None:
+        """Copy the settings of images into a Hugging Face folder."""
+        _copy_settings(self.folder, folder)
+
+
+def _pieces(path: Path, entry: TensorEntry) -> Iterator[memoryview]:
+    with open(path, "rb") as file:
+        for start in range(entry.start, entry.end, PIECE_BYTES):
+            piece = bytearray(min(PIECE_BYTES, entry.end - start))
+            read_range(file.fileno(), piece, start, path)
+            yield memoryview(piece)
+
+
+def keep_towers(source: Path, names: Collection[str], read: Callable[[str], Tensor], folder: Path) -> None:
+    """Write `folder`/towers from a Hugging Face folder whose tensors `names`, which `read` returns, are not of its text model.
+
+    Raises OutOfResources if the disk is too full. An interrupted call leaves no folder of this name.
+    """
+    headers = [TensorHeader(name, dtype_name((tensor := read(name)).dtype), tuple(tensor.shape)) for name in names]
+    headers.sort(key=lambda header: -ITEM_BYTES[header.dtype])  # every tensor is aligned then
+    if error := disk_space_error(folder, sum(header.bytes for header in headers)):
+        raise OutOfResources(error)
+    config = read_json(source / "config.json")
+    nesting = folder_nesting(source)
+    assert nesting is not None
+    partial = folder / f".{TOWERS}.{os.getpid()}.partial"
+    partial.mkdir()
+    try:
+        write_tensors(partial / TENSORS, headers, (read(header.key) for header in headers))
+        _copy_settings(source, partial)
+        record = {**config, _NESTING: [*astuple(nesting)]}
+        write_durable(partial / RECORD, json.dumps(record, indent=2) + "\n")
+        publish(partial, folder / TOWERS)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def copy_towers(source: Path, folder: Path) -> None:
+    """Copy the towers of another run, if it has any; files are linked where the disk can do that."""
+    if (kept := _kept(source)) is None or (folder / TOWERS).exists():
+        return
+    partial = folder / f".{TOWERS}.{os.getpid()}.partial"
+    shutil.copytree(kept, partial, copy_function=_link_or_copy)
+    publish(partial, folder / TOWERS)
+
+
+def read_towers(folder: Path) -> Towers | None:
+    """The towers of a run or of one of its checkpoints; None without. Raises Damaged if files are missing or were cut off."""
+    if (kept := _kept(folder)) is None:
+        return None
+    config = dict(read_json(kept / RECORD))
+    place = config.pop(_NESTING, None)
+    if not isinstance(place, list) or [*map(type, place)] not in ([str] * 2, [str] * 3):
+        raise Damaged(f"{kept / RECORD}: {_NESTING}: expected the place of the text model's tensors")
+    if not (kept / TENSORS).is_file():
+        raise Damaged(f"{kept / TENSORS}: no such file; it has the tensors beside the text model, which exports need")
+    entries = read_entries(kept / TENSORS)
+    return Towers(kept, config, Nesting(*place), dict.fromkeys(entries, kept / TENSORS), entries)
+
+
+def towers_beside(folder: Path, files: Mapping[str, str], nesting: Nesting) -> Towers:
+    """What a Hugging Face folder has beside its text model: the tensors `files`, by name."""
+    paths = {name: Path(os.path.realpath(folder / file)) for name, file in files.items()}
+    entries: dict[str, TensorEntry] = {}
+    for path in dict.fromkeys(paths.values()):
+        entries |= {name: entry for name, entry in read_entries(path).items() if paths.get(name) == path}
+    return Towers(folder, read_json(folder / "config.json"), nesting, paths, entries)
+
+
+def towers_sentence(names: Collection[str]) -> str:
+    """What a user reads about the tensors beside the text model."""
+    if not names:
+        return "no tensors beside the text model: an export needs --text-only"
+    groups = Counter(name.partition(".")[0] if not name.startswith("model.") else name.split(".")[1] for name in names)
+    listed = ", ".join(f"{count} of {group}" for group, count in groups.items())
+    return f"only the text model is used; {len(names)} other tensors ({listed}) are kept for exports"
+
+
+def _kept(folder: Path) -> Path | None:
+    homes = (folder.parent.parent if folder.parent.name == "checkpoints" else folder, folder)
+    return next((home / TOWERS for home in homes if (home / TOWERS).is_dir()), None)
+
+
+def _copy_settings(source: Path, folder: Path) -> None:
+    for name in SETTINGS:
+        if (source / name).is_file():
+            write_durable(folder / name, read_folder_file(source / name, JSON_BYTES, source))
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def check_tensors(towers: Towers) -> None:
+    """Raise BadInput without tensors, for then a folder of the whole model would lack what its class needs, and for quantised ones."""
+    if not towers.entries:
+        raise BadInput(
+            f"{towers.folder}: the initial folder had no tensors beside its text model, so the whole model cannot be "
+            "written; add --text-only for a folder of the text model"
+        )
+    quantised = [name for name, entry in towers.entries.items() if entry.dtype in QUANTISED]
+    if quantised:
+        raise BadInput(
+            f"{towers.folder}: {quantised[0]} beside the text model is quantised, and an export is not; add --text-only for a "
+            "folder of the text model"
+        )

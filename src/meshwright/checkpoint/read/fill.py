@@ -1,0 +1,133 @@
+"""Copies the elements that a block of a file holds into the tensors that need them.
+
+A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`) with a digest of its own. A box is a rectangular
+part of a tensor. An entry is a tensor stored in a safetensors file.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.format.contents import TensorChunk
+from meshwright.checkpoint.format.header import ITEM_BYTES, TensorEntry
+from meshwright.checkpoint.local_tensors import DTYPES
+
+Store = Callable[[Tensor, Tensor], object]
+"""Copies values to a target or a part of it; the copy may still run on return."""
+
+
+def copy_values(target: Tensor, values: Tensor) -> None:
+    """The `Store` of a target that is the memory itself."""
+    target.copy_(values, non_blocking=True)
+
+
+class Destination:
+    """A box of a stored entry, and the tensor that it fills.
+
+    `offsets` is the index of the box's first element in the entry, in elements per dimension. `target` has the box's
+    shape; it may have any device, dtype and stride. Bytes `start` to `end` of the file cover all rows (dimension 0) of
+    the box. `fill` accepts these bytes in parts, in any order and from several threads. `store` copies values to parts of the target.
+    """
+
+    def __init__(
+        self, entry: TensorEntry, offsets: tuple[int, ...], target: Tensor, store: Store = copy_values
+    ) -> None:
+        shape = entry.shape or (1,)
+        offsets, target = offsets or (0,), target if target.dim() else target.view(1)
+        row_bytes = math.prod(shape[1:]) * ITEM_BYTES[entry.dtype]
+        self.start = entry.start + offsets[0] * row_bytes
+        self.end = self.start + target.shape[0] * row_bytes
+        if target.is_contiguous() and tuple(target.shape[1:]) == shape[1:]:
+            # Whole rows are consecutive in the file: copy them as a vector.
+            offsets, target = (offsets[0] * math.prod(shape[1:]),), target.view(-1)
+            shape = (math.prod(shape),)
+        self._consecutive = len(shape) == 1
+        self._entry, self._shape, self._offsets, self._target = entry, shape, offsets, target
+        self._store = store
+        self._lock = threading.Lock()
+        self._missing_bytes = self.end - self.start
+        self._collected: Tensor | None = None
+        """The bytes of the box so far, where the entry is not aligned to its element size in the file.
+
+        A block boundary can then divide an element, so nothing is copied before all bytes are there.
+        """
+
+    def fill(self, block: Tensor, block_start: int) -> None:
+        """Copy to the target what `block` holds of the box.
+
+        `block` (uint8, on the host) has the bytes of the file from `block_start` on. A copy to a device may still run on
+        return.
+        """
+        start, end = max(self.start, block_start), min(self.end, block_start + block.numel())
+        if start >= end:
+            return
+        data = block[start - block_start : end - block_start]
+        if self._entry.start % ITEM_BYTES[self._entry.dtype]:
+            complete = self._collect(data, start - self.start)
+            if complete is None:
+                return
+            data, start = complete, self.start
+        values = data.view(DTYPES[self._entry.dtype])
+        position = (start - self._entry.start) // ITEM_BYTES[self._entry.dtype]
+        if self._consecutive:
+            first = position - self._offsets[0]
+            self._store(self._target[first : first + values.numel()], values)
+        else:
+            _scatter(values, position, self._shape, self._offsets, self._target, self._store)
+
+    def _collect(self, data: Tensor, offset: int) -> Tensor | None:
+        """Store `data` at byte `offset` of the box's rows; return all bytes of these rows once they are complete."""
+        with self._lock:
+            if self._collected is None:
+                self._collected = torch.empty(self.end - self.start, dtype=torch.uint8)
+            self._collected[offset : offset + data.numel()].copy_(data)
+            self._missing_bytes -= data.numel()
+            return self._collected if self._missing_bytes == 0 else None
+
+
+def intersect(
+    chunk: TensorChunk, offsets: Sequence[int], sizes: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """Intersection of a stored chunk (a box of a tensor) with the box at `offsets` of `sizes`; None if it is empty.
+
+    Returns its offsets in the chunk, its offsets in the box, and its sizes, in elements per dimension.
+    """
+    starts = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+    ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
+    if any(start >= end for start, end in zip(starts, ends, strict=True)):
+        return None
+    return (
+        tuple(start - offset for start, offset in zip(starts, chunk.offsets, strict=True)),
+        tuple(start - offset for start, offset in zip(starts, offsets, strict=True)),
+        tuple(end - start for start, end in zip(starts, ends, strict=True)),
+    )
+
+
+def _scatter(
+    values: Tensor, position: int, shape: tuple[int, ...], offsets: tuple[int, ...], target: Tensor, store: Store
+) -> None:
+    """Copy consecutive elements of a tensor of `shape` into a box of it.
+
+    `values` are the elements from flat index `position` on; they may begin and end inside a row. `target` is the box
+    that begins at `offsets`.
+    """
+    first_row, row_count = offsets[0], target.shape[0]
+    row_elements = math.prod(shape[1:])
+    while values.numel():
+        row, column = divmod(position, row_elements)
+        whole_rows = 0 if column else values.numel() // row_elements
+        used = whole_rows * row_elements or min(row_elements - column, values.numel())
+        start, end = max(row, first_row), min(row + max(whole_rows, 1), first_row + row_count)
+        if start < end and whole_rows:
+            part = values[(start - row) * row_elements : (end - row) * row_elements].view(end - start, *shape[1:])
+            for dim in range(1, len(shape)):
+                part = part.narrow(dim, offsets[dim], target.shape[dim])
+            store(target[start - first_row : end - first_row], part)
+        elif start < end:  # part of a row: a tensor with a dimension less
+            _scatter(values[:used], column, shape[1:], offsets[1:], target[row - first_row], store)
+        values, position = values[used:], position + used

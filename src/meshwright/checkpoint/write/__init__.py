@@ -1,0 +1,1 @@
+"""Writes checkpoints: layout, snapshots, the one writer of files, and the commit."""

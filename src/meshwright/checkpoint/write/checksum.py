@@ -1,0 +1,73 @@
+"""Checksums that lead from a rank's state to its file: sums of 8-byte words, which a GPU computes fast. Torch-free.
+
+A rank sums each piece of its state before it copies the piece to the snapshot buffer (`checkpoint.write.source_checksum`).
+The writer sums the same piece of the buffer as it writes it. Words are little-endian, the sum is taken modulo 2^64. A
+piece may begin within a word, where its memory on the device does: `phase` is the number of bytes of its first word that
+precede it, and these count as zeros.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.spec.errors import Damaged
+
+WORD_BYTES = 8
+_MASK = (1 << 64) - 1
+
+
+class Checksum(NamedTuple):
+    """Phase and sum of a piece."""
+
+    phase: int
+    total: int
+
+
+def inner_words(phase: int, size: int) -> tuple[int, int]:
+    """First and last byte of the complete words in `size` bytes that begin at `phase`."""
+    first = min(-phase % WORD_BYTES, size)
+    return first, first + (size - first) // WORD_BYTES * WORD_BYTES
+
+
+def word_sum(data: memoryview, phase: int) -> int:
+    """The sum of the words of `data`, whose first byte is byte `phase` of a word."""
+    first, last = inner_words(phase, len(data))
+    total = (int.from_bytes(data[:first], "little") << 8 * phase) + int.from_bytes(data[last:], "little")
+    if last > first:
+        total += int(np.frombuffer(data[first:last], "<u8").sum(dtype=np.uint64))
+    return total & _MASK
+
+
+class BufferChecksums:
+    """Compares consecutive pieces of a snapshot buffer with their checksums. `add` may be called by several threads."""
+
+    def __init__(self, keys: Sequence[str], sizes: Sequence[int], expected: Sequence[Sequence[int]]) -> None:
+        """The pieces have these names, sizes in bytes and `expected` checksums (phase, sum)."""
+        self._keys, self._expected = keys, [Checksum(*pair) for pair in expected]
+        self._ends = list(accumulate(sizes))
+        self._starts = [end - size for end, size in zip(self._ends, sizes, strict=True)]
+        self._sums = [0] * len(self._expected)
+        self._lock = threading.Lock()
+
+    def add(self, offset: int, data: memoryview) -> None:
+        """Add the bytes of the snapshot buffer's data from `offset` on; each byte is added once, in any order."""
+        index = bisect_right(self._ends, offset)
+        while data:
+            part = data[: self._ends[index] - offset]
+            phase = (self._expected[index].phase + offset - self._starts[index]) % WORD_BYTES
+            total = word_sum(part, phase)
+            with self._lock:
+                self._sums[index] += total
+            offset, data, index = offset + len(part), data[len(part) :], index + 1
+
+    def check(self) -> None:
+        """Raise Damaged, naming the first piece, unless all sums are as expected."""
+        for key, total, expected in zip(self._keys, self._sums, self._expected, strict=True):
+            if total & _MASK != expected.total & _MASK:
+                raise Damaged(f"{key!r:.80} changed in host memory after it was copied there; its checksum differs")
