@@ -6,7 +6,7 @@ Two hosts train with two CPU ranks each, a third one is spare; each has a networ
 all share the run's folder, a file system of its own. A random fault begins at each point of a schedule, but not before the
 run trains again after the last one, with all its hosts: a rank, an agent, the coordinator's process or a host with all its
 processes is killed, the coordinator's host too; a link is cut for up to 15 s or slow; the disk is full. What was killed or cut
-comes back after some seconds. Beside it an undisturbed run trains on hosts of its own.
+comes back after some seconds. Then an undisturbed run trains as many steps on hosts of its own.
 
 Checked: the run trains again after each fault within `LIMITS`; every step is in its metrics once, with the loss of the
 undisturbed run bit for bit; at its end no process, no half-written file, no namespace and no mount is left. Prints a line for
@@ -49,6 +49,8 @@ RESTART_SECONDS = 15.0
 """The same for other faults."""
 STEPS_AFTER = 10
 """Steps after that of a fault with which the run counts as recovered."""
+START_SECONDS = 600.0
+"""Time of the undisturbed run beside that of its steps, which were trained with faults before."""
 PATIENCE_SECONDS = 300.0
 """Seconds without a step after which the soak gives up."""
 
@@ -268,7 +270,6 @@ def main() -> None:
         file, runs = make_run(Path(temporary) / "tiny"), arguments.runs or Path(temporary) / "runs"
         calm, disturbed = (make_stage(file, runs / name, Links(arguments.rate)) for name in ("calm", "disturbed"))
         try:
-            calm.start()
             soak = Soak(disturbed, random.Random(arguments.seed))
             try:
                 for result in disturb(soak, arguments.faults, 60 * arguments.minutes):
@@ -279,7 +280,9 @@ def main() -> None:
                     print(f"{len(results):>4} {values.format(**result)}{'  LATE' if late else ''}", flush=True)
                 code = end(disturbed, soak.coordinator()[0])
                 last = len(disturbed.losses())
-                calm.job.until(lambda: calm.job.last_step >= last, f"step {last} of the undisturbed run", 3600.0)
+                calm.start().until(
+                    lambda: calm.job.last_step >= last, f"step {last}", 60 * arguments.minutes + START_SECONDS
+                )
                 end(calm, int(FolderLeases(calm.run / LEASE_FOLDER).read().process.split()[1]))  # type: ignore[union-attr]
                 wrong += check(soak, calm, code)
             except NotReached as error:
