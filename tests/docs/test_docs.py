@@ -396,7 +396,7 @@ def test_run_folder_and_metrics_are_those_of_the_page(sandbox: Sandbox) -> None:
     paths = {code.rstrip("/") for row in table("docs/reference/metrics.md", "path") for code in codes(row["path"])}
     existing = {path.name for path in run.iterdir() if not path.name.startswith(".")}
     assert existing <= paths
-    assert paths - existing == {"traces", "timelines", "tensorboard", "incidents", "mirror.json"}
+    assert paths - existing == {"traces", "timelines", "tensorboard", "incidents", "mirror.json", "coordinator"}
     shown = {code for row in table("docs/reference/metrics.md", "key") for code in codes(row["key"])}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(steps[0]) - {"kind"} <= shown

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from meshwright.chaos.hosts import Hosts
+from meshwright.chaos.hosts import Hosts, Links
 from meshwright.chaos.job import LONGEST_GPU_SECONDS, LONGEST_SECONDS, POLL_SECONDS, Job, NotReached
 from meshwright.chaos.processes import kill_all, processes_with, send, state
 from meshwright.diagnosis.run_folder import compute_seconds, read_operations
@@ -84,13 +84,13 @@ class Stage:
         overrides: Sequence[str] = (),
         hosts: int = 1,
         show: Callable[[str], object] = lambda text: None,
-        rate: str | None = None,
+        links: Links = Links(),
     ) -> None:
-        """With several `hosts` each has an agent; those beyond the hosts of the run are spares.
+        """With several `hosts` each has an agent; those beyond the hosts of the run are spares, and `links` are theirs.
 
-        `show` receives lines of progress. `rate` limits the links of hosts (`Hosts`).
+        `show` receives lines of progress.
         """
-        self._show, self._rate = show, rate
+        self._show, self.links = show, links
         self.template, self.folder = template, folder
         self.run = folder / template.name
         """Folder of the run."""
@@ -119,13 +119,13 @@ class Stage:
         """The rank that the straggler analysis has to name; None if the disturbance slows none."""
         self._last_calm_step = 0
 
-    def start(self, env: Mapping[str, str] = MappingProxyType({})) -> Job:
-        """Start the training command, on all hosts, with further environment variables."""
+    def start(self, env: Mapping[str, str] = MappingProxyType({}), hosts: int | None = None) -> Job:
+        """Start the training command, on all hosts or on the first ones, with further environment variables."""
         arguments = ["train", *self.template.words, *self._overrides, "--runs", str(self.folder)]
         if self._host_count > 1:
             arguments.append("--agent")
             if self.hosts is None:
-                self.hosts = Hosts(self._host_count, self.folder, self._rate)
+                self.hosts = Hosts(self._host_count, self.folder, self.links)
                 self.on_close(self.hosts.close)
                 self.notes.append(f"{self._host_count} hosts as {self.hosts.emulation}")
         longest, output = (
@@ -135,7 +135,7 @@ class Stage:
         self._show(f"start of meshwright {' '.join(arguments)}")
         job = Job(arguments, self.run, output, self.token, longest_seconds=longest, show=self._show)
         self.jobs.append(job)
-        for host in range(self._host_count):
+        for host in range(self._host_count if hosts is None else hosts):
             self.launch(host, env)
         return job
 
@@ -352,6 +352,8 @@ class Scenario:
     """Whether the job may restart its ranks."""
     same_losses: bool = True
     """Whether every loss equals that of an undisturbed run bit for bit."""
+    links: Links | None = None
+    """Links of the hosts; None leaves the choice to whoever runs the scenario."""
     unavailable: Callable[[], str | None] = field(default=lambda: None)
     """Reason why this machine cannot run the scenario; None if it can."""
 
@@ -363,14 +365,14 @@ def run_scenario(
     undisturbed: Callable[[], Losses],
     patience: float = 1.0,
     show: Callable[[str], object] = lambda text: None,
-    rate: str | None = None,
+    links: Links = Links(),
 ) -> Verdict:
     """Run a scenario in an empty `folder`. `undisturbed` returns the losses of an undisturbed run.
 
     It is not called for a run on GPUs: there the losses of steps that were trained twice are compared with each other.
-    All limits in seconds are multiplied by `patience`. `show` receives lines of progress. `rate` limits the links of hosts.
+    All limits in seconds are multiplied by `patience`. `show` receives lines of progress. `links` are those of hosts.
     """
-    stage = Stage(template, folder, scenario.overrides, scenario.hosts, show, rate)
+    stage = Stage(template, folder, scenario.overrides, scenario.hosts, show, scenario.links or links)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:

@@ -51,6 +51,7 @@ from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
 from meshwright.spec.rank_environment import STORE_SOCKET, stop_signals
 from meshwright.spec.secrets import without_own_keys
+from meshwright.training.idle_priority import end_idle_priority
 
 RUN_VARIABLE = "MESHWRIGHT_RUN"
 """Environment variable of ranks with the folder of their run."""
@@ -229,11 +230,13 @@ class Ranks:
         for state, process, environment in zip(self.states, self.processes, environments, strict=True):
             state.rank += first_rank
             _send(process, Begin(str(assignment), environment))
+            end_idle_priority(process.pid)
 
     def request_self_test(self, environments: Sequence[Mapping[str, str]], seconds: float) -> None:
         """Let processes that wait run the self-test; each answers with a message `SelfTestResult`."""
         for process, environment in zip(self.processes, environments, strict=True):
             _send(process, SelfTest(environment, seconds))
+            end_idle_priority(process.pid)
 
     def request_end(self, cause: str) -> None:
         """Ask the ranks to close their files and end, because another rank failed for the reason `cause`."""
