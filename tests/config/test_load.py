@@ -618,7 +618,7 @@ def test_sections_in_the_mix_are_streams(here: Path, monkeypatch: pytest.MonkeyP
     assert load_resolved(write("resolved.yaml", resolved_yaml(run))) == run
     assert differences(run, load_run(Path("run.yaml"), ["data.streams.web.files=elsewhere"])) == []
     replaced = load_run(Path("run.yaml"), ["data.mix=corpora/mail"])
-    assert replaced.data.mix == {"corpora/mail": 1.0} and not replaced.data.streamed
+    assert replaced.data.mix == {"corpora/mail": 1.0} and list(replaced.data.streams) == ["validation"]
 
 
 def test_mistakes_in_streams_are_found_at_their_keys(here: Path) -> None:
@@ -628,3 +628,7 @@ def test_mistakes_in_streams_are_found_at_their_keys(here: Path) -> None:
     write("run.yaml", STREAMED.format(text="text"))
     with pytest.raises(BadConfig, match=r"data.lanes: expected a multiple of train.global_batch = 4.*nearest: 12"):
         load_run(Path("run.yaml"), ["data.lanes=10"])
+    with pytest.raises(
+        BadConfig, match=r"data.streams.wet: expected a source that data.mix names.*wet \(nearest: web\)"
+    ):
+        load_run(Path("run.yaml"), ["data.streams.wet={files: other/*.parquet}"])

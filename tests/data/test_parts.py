@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
+from meshwright.data import disk_space, shards
+from meshwright.data import parts as parts_module
 from meshwright.data import prepare as prepare_module
 from meshwright.data.cleaning import Cleaning
 from meshwright.data.inputs import list_inputs
 from meshwright.data.parts import Part, PreparedPart, merge, prepare_part, read_part
 from meshwright.data.prepare import prepare
 from meshwright.data.request import Preparation
-from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from tests.data.conftest import story
-from tests.data.test_prepare import Killed, break_at, contents
+from tests.data.test_prepare import FULL_DISK, Killed, break_at, contents, fill_disk
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +139,26 @@ def test_a_killed_part_continues(
     prepare_part(preparation(texts, tokenizer_file, out), Part(2, 2), workers=1)
     assert asked and not set(done) & set(asked), "units that were done are not done again"
     assert contents(out) == contents(whole[1].out)
+
+
+def test_a_full_disk_is_named_and_the_same_command_continues(
+    texts: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(parts_module, "run_units", fill_disk)
+        with pytest.raises(OutOfResources, match=FULL_DISK):
+            make_parts(texts, tokenizer_file, tmp_path, 1)
+    [part] = make_parts(texts, tokenizer_file, tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.SplitWriter, "finish_shard", fill_disk)
+        with pytest.raises(OutOfResources, match=FULL_DISK):
+            merge([part.out], tmp_path / "merged")
+    usage = type("Usage", (), {"free": 1000})
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_space.shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(OutOfResources, match=r"bytes are needed, 1,000 are free"):
+            merge([part.out], tmp_path / "small")
+    assert sum(each.documents for each in merge([part.out], tmp_path / "merged").manifests.values()) == 280
 
 
 def test_the_same_part_again_finds_the_work_done(texts: Path, tokenizer_file: Path, tmp_path: Path) -> None:

@@ -184,20 +184,6 @@ def test_a_unit_that_kills_every_worker_is_named(
     assert prepare_mixed(workers=1) == whole
 
 
-def test_a_worker_whose_memory_is_full_ends_and_another_goes_on(
-    mixed: Path,
-    prepare_mixed: PrepareMixed,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    whole: dict[str, bytes],
-) -> None:
-    """A worker of which each answer says that its memory is full."""
-    started = change_workers(monkeypatch, tmp_path, "unit_worker.WORD_MEMORY = -1 << 40")
-    assert prepare_mixed(workers=1) == whole
-    units, _ = divide(list_inputs([str(mixed)]).files, 4000)
-    assert len(started) == len(units)
-
-
 def test_two_processes_that_do_one_unit_write_the_same(
     prepare_mixed: PrepareMixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,6 +237,12 @@ def _partner(run: RunValues) -> Iterator[Mistake]:
 def _data(run: RunValues) -> Iterator[Mistake]:
     if run("data.mix") == {}:
         yield run.mistake("data.mix", "at least one data directory", "stdlib")
+    sources = {*(run("data.mix") or ()), run("data.validation")}
+    for name in run("data.streams") or ():
+        if name not in sources:
+            near = nearest(name, [source for source in sources if source])
+            expected = "a source that data.mix names, with its weight, or data.validation"
+            yield run.mistake_at(("data", "streams", name), expected, near, name)
     lanes, batch = run("data.lanes"), run("train.global_batch")
     if lanes and batch and lanes % batch:
         near = str(-(-lanes // batch) * batch)

@@ -64,7 +64,7 @@ def merge(base: Document, over: Document) -> Document:
     """`over` merged over `base`: sections key by key; lists, `data.mix` and values of another type as a whole.
 
     A later source that names another preset, optimizer or trace replaces the whole section of the model, optimizer or
-    workload.
+    workload. Streams of a `data.mix` that is replaced are dropped with it.
     """
     return Document(
         merged(base.data, over.data),
@@ -87,7 +87,18 @@ def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
         return over
     if path == ("serve", "workload") and over.get("trace") not in (None, base.get("trace")):
         return over
+    if path == ("data",) and isinstance(over.get("mix"), dict):
+        base = _without_dropped_streams(base, over["mix"])
     return {**base, **{key: merged(base.get(key), value, (*path, key)) for key, value in over.items()}}
+
+
+def _without_dropped_streams(data: dict[str, Any], mix: dict[str, Any]) -> dict[str, Any]:
+    """The section `data` without the streams that its own mix names and the new `mix` does not."""
+    streams, earlier = data.get("streams"), data.get("mix")
+    if not isinstance(streams, dict) or not isinstance(earlier, dict):
+        return data
+    dropped = earlier.keys() - mix.keys()
+    return {**data, "streams": {name: stream for name, stream in streams.items() if name not in dropped}}
 
 
 def _with_base(path: Path, shown: str, extended_by: tuple[Path, ...], detect: Detect) -> Document:

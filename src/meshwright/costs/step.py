@@ -106,8 +106,9 @@ def step_cost(
     shard_exposed = (
         np.where(layout.splits_backward, np.maximum(exposed_if_joint, exposed_if_split), exposed_if_joint) + copies_each
     )
-    offloaded = exposed_copies(shape, machine, layout, times.forward, times.backward)
-    offloaded = offloaded + exposed_sums(machine, layout, owned_params(shape, layout), times.backward)
+    # Copies to the host and back also run beside the exchanges between tensor, context and expert ranks.
+    offloaded = exposed_copies(shape, machine, layout, layers_time - backward, backward)
+    offloaded = offloaded + exposed_sums(machine, layout, owned_params(shape, layout), backward)
     all_layers_seconds = layers_time + shard_exposed + offloaded
     host_micro = k.host_micro_us * 1e-6
     stage, all_stages = _stage_seconds(shape, layout, all_layers_seconds, times)

@@ -23,6 +23,9 @@ from meshwright.data.fast_encoder import FastEncoder
 from meshwright.data.tokenizer import LoadedTokenizer
 
 BATCH_CHARACTERS = 1 << 18
+"""Text that a thread encodes in one call of `tokenizers`, whose memory is some hundred bytes for each character."""
+FAST_BATCH_CHARACTERS = 1 << 20
+"""The same of `gigatoken`, of which a call costs as much as some 50 kB of text."""
 LONGEST_PIECE = 1 << 18
 CONTEXT = 1000
 CUT_ATTEMPTS = 100
@@ -70,7 +73,8 @@ def encode_documents(
     begin = [np.array(tokenizer.text.begin_ids, dtype=dtype)] if tokenizer.text.begin else []
     ids = list(begin)
     encode = partial(_encode_batch, tokenizer=tokenizer, fast=fast, dtype=dtype)
-    for piece, tokens in encode_in_order(_pieces_of(documents, tokenizer, fast), encode, workers):
+    characters = BATCH_CHARACTERS if fast is None else FAST_BATCH_CHARACTERS
+    for piece, tokens in encode_in_order(_pieces_of(documents, tokenizer, fast), encode, workers, characters):
         ids.append(tokens)
         if piece.last:
             ids.append(np.array([tokenizer.record.eos], dtype=dtype))
@@ -84,12 +88,15 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def encode_in_order(
-    items: Iterable[Item], encode: Callable[[list[Item]], list[Result]], workers: int
+    items: Iterable[Item],
+    encode: Callable[[list[Item]], list[Result]],
+    workers: int,
+    characters: int = BATCH_CHARACTERS,
 ) -> Generator[Result, None, None]:
-    """The results of `encode` for batches of `items`, computed by `workers` threads, in the order of the items."""
+    """The results of `encode` for batches of `items` of so many characters, computed by `workers` threads, in the order of the items."""
     pending: deque[Future[list[Result]]] = deque()
     with one_thread_for_each_call(), ThreadPoolExecutor(workers, "encode") as pool:
-        for batch in _batches(items):
+        for batch in _batches(items, characters):
             pending.append(pool.submit(encode, batch))
             if len(pending) >= 2 * workers:
                 yield from pending.popleft().result()
@@ -97,14 +104,14 @@ def encode_in_order(
             yield from pending.popleft().result()
 
 
-def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Consecutive items with at least `BATCH_CHARACTERS` of text together; the last batch may have less."""
+def _batches(items: Iterable[Item], characters: int) -> Iterator[list[Item]]:
+    """Consecutive items with at least so many characters of text together; the last batch may have less."""
     batch: list[Item] = []
     size = 0
     for item in items:
         batch.append(item)
         size += len(item.text)
-        if size >= BATCH_CHARACTERS:
+        if size >= characters:
             yield batch
             batch, size = [], 0
     if batch:

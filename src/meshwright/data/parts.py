@@ -14,9 +14,10 @@ from typing import Any
 
 from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.chunk_stream import ChunkStream, UnitPlace, totals
-from meshwright.data.chunks import ChunkRecord, has_documents, read_record
+from meshwright.data.chunks import TOKENS, ChunkRecord, has_documents, read_record
 from meshwright.data.cleaning import Cleaning
 from meshwright.data.corpus import read_documents
+from meshwright.data.disk_space import check_space, full_disk_named, token_bytes
 from meshwright.data.fast_encoder import EncodersDiffer
 from meshwright.data.input_record import input_record
 from meshwright.data.inputs import InputFile, check_text_key, list_inputs
@@ -154,8 +155,12 @@ def prepare_part(
         try:
             if preparation.on_bad == "refuse":
                 refuse_bad(files, not_read, lambda file: read_documents(file, preparation.text_key))
-            tokenizer = tokenizer_of(preparation, listed, shown)
-            job = _run_part(preparation, listed, files, tokenizer, workers or usable_cores(), ray, encoder, shown)
+            needed = token_bytes(files, preparation.vocab_size)
+            if not (out / UNITS).exists():
+                check_space(out, needed)
+            with full_disk_named(out, needed):
+                tokenizer = tokenizer_of(preparation, listed, shown)
+                job = _run_part(preparation, listed, files, tokenizer, workers or usable_cores(), ray, encoder, shown)
         except MeshwrightError:
             if not any((out / UNITS).glob("unit-*.json")):
                 forget(out)
@@ -237,8 +242,9 @@ def merge(folders: Sequence[Path], out: Path, *, shown: bool = False) -> Prepare
     """
     parts = sorted((read_part(folder) for folder in folders), key=lambda record: record.part.number)
     _check_parts(parts)
+    units = {record.folder: _unit_records(record) for record in parts}
     for record in parts:
-        for unit, of_unit in enumerate(_unit_records(record)):
+        for unit, of_unit in enumerate(units[record.folder]):
             if not has_documents(record.folder / UNITS, unit, of_unit):
                 files = f"{record.folder / UNITS}: files of unit {unit} are missing or have other sizes"
                 raise Damaged(f"{files}; remove {record.folder} and prepare this part again")
@@ -250,7 +256,11 @@ def merge(folders: Sequence[Path], out: Path, *, shown: bool = False) -> Prepare
             return Prepared(out, done, LeftOut(), reused=True)
         begin_request(out, {**request, "merged": [record.units for record in parts]}, request)
         try:
-            return _merge(parts, preparation, shown)
+            needed = sum(of_unit.bytes[TOKENS] for records in units.values() for of_unit in records)
+            if not (out / JOURNAL).exists():
+                check_space(out, needed)
+            with full_disk_named(out, needed):
+                return _merge(parts, preparation, shown)
         except MeshwrightError:
             if not (out / JOURNAL).exists():
                 forget(out)

@@ -6,7 +6,6 @@ has `unfinished.json` (the request) and `journal.jsonl` (finished shards); only 
 
 from __future__ import annotations
 
-import errno
 import shutil
 import sys
 from collections import deque
@@ -17,17 +16,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import numpy as np
-
 from meshwright.data.answer_ends import AnswerEnds, count_answer_ends
 from meshwright.data.chat import CHAT_ENDINGS, ChatCounts, ChatReader, reads_chats
 from meshwright.data.chat_template import GENERATION_CONFIG, TEMPLATE, TOOL_TEMPLATE, copy_chat_files, special_tokens
 from meshwright.data.chunk_stream import ChunkStream, Numbered, UnitPlace
 from meshwright.data.cleaning import NO_CLEANING, Cleaner, Cleaning
 from meshwright.data.corpus import Document, read_documents
+from meshwright.data.disk_space import check_space, full_disk_named, token_bytes
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
 from meshwright.data.encode_chat import chat_tokenizer, encode_chats
-from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder
+from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder, return_memory
 from meshwright.data.input_record import changed_inputs, input_record, write_input_record
 from meshwright.data.inputs import HARMLESS, InputFile, NotRead, check_text_key, list_inputs
 from meshwright.data.jobs import JOB, Job
@@ -148,12 +146,8 @@ def prepare(
         begin(preparation, files, request)
         try:
             how = _How(workers or usable_cores(), ray, encoder, shown)
-            return _run(preparation, files, not_read, request, how)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            message = f"{out}: the disk is full; make room and run the same command again to continue"
-            raise OutOfResources(message) from error
+            with full_disk_named(out, token_bytes(files, preparation.vocab_size)):
+                return _run(preparation, files, not_read, request, how)
         except MeshwrightError as error:
             # Units that are done are worth keeping if the same command can go on with more memory or disk.
             goes_on = isinstance(error, OutOfResources) and any((out / UNITS).glob("unit-*.json"))
@@ -183,11 +177,13 @@ def _run(
     tokenizer = tokenizer_of(preparation, files, how.shown)
     fast = fast_encoder(preparation, files, tokenizer, how.workers, how.encoder, how.shown)
     writers = split_writers(preparation, tokenizer)
-    _check_space(preparation.out, files, np.dtype(token_dtype(tokenizer.record.vocab_size)).itemsize, writers)
+    finished = sum(sum(shard.bytes.values()) for writer in writers.values() for shard in writer.shards)
+    check_space(preparation.out, token_bytes(files, tokenizer.record.vocab_size) - finished)
     source: Reading | ChunkStream
     if _in_units(preparation, files, how):
         source = _stream_of_units(preparation, files, not_read, tokenizer, fast is not None, how)
         fast = None
+        return_memory()
         documents = source.documents(preparation.split_of, writers)
     else:
         source = Reading(files, not_read, read, cleaner)
@@ -539,16 +535,6 @@ def _forget_work(out: Path) -> None:
     for name in (JOURNAL, ENCODERS_DIFFER):
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / UNITS, ignore_errors=True)
-
-
-def _check_space(out: Path, files: list[InputFile], itemsize: int, writers: dict[str, SplitWriter]) -> None:
-    """Raise OutOfResources if the disk is too small.
-    Assumes at least two bytes of text per token, and a compression factor of four."""
-    text = sum(file.size * (4 if file.format.compression or file.format.layout == "parquet" else 1) for file in files)
-    done = sum(sum(shard.bytes.values()) for writer in writers.values() for shard in writer.shards)
-    needed, free = max(text * itemsize // 2 - done, 0), shutil.disk_usage(out).free
-    if needed > free:
-        raise OutOfResources(f"{out}: about {needed:,} bytes are needed, {free:,} are free on its disk")
 
 
 def refuse_bad(files: Sequence[InputFile], not_read: list[NotRead], read: Read) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from meshwright.data.checked import CheckedFile
 from meshwright.data.chunk_stream import Numbered
 from meshwright.data.corpus import Document
+from meshwright.data.disk_space import check_space, full_disk_named
 from meshwright.data.encode import EncodedDocument, token_dtype
 from meshwright.data.indexed import IndexedFile
 from meshwright.data.input_record import input_record
@@ -101,17 +102,21 @@ def import_tokens(
             return Prepared(out, done, LeftOut(), reused=True)
         begin(preparation, files, request)
         try:
-            loaded = tokenizer_of(preparation, files, shown)
-            writers = split_writers(preparation, loaded)
-            numbered = (
-                each for each in _documents(files, loaded, preparation) if each[1] > writers[each[0]].done_through
-            )
-            write_shards(numbered, writers, sum(file.size for file in files), shown)
-            left_out, removed = LeftOut(), Removed()
-            check_splits(preparation, writers, left_out, removed)
-            digests = {file.name: CheckedFile(file.path).digest() for file in files}
-            record = input_record(files, digests)
-            manifests = write_corpus(preparation, writers, loaded, loaded.text, request, record, left_out, removed)
+            needed = sum(file.size for file in files)
+            if not (out / JOURNAL).exists():
+                check_space(out, needed)
+            with full_disk_named(out, needed):
+                loaded = tokenizer_of(preparation, files, shown)
+                writers = split_writers(preparation, loaded)
+                numbered = (
+                    each for each in _documents(files, loaded, preparation) if each[1] > writers[each[0]].done_through
+                )
+                write_shards(numbered, writers, sum(file.size for file in files), shown)
+                left_out, removed = LeftOut(), Removed()
+                check_splits(preparation, writers, left_out, removed)
+                digests = {file.name: CheckedFile(file.path).digest() for file in files}
+                record = input_record(files, digests)
+                manifests = write_corpus(preparation, writers, loaded, loaded.text, request, record, left_out, removed)
         except MeshwrightError:
             if not (out / JOURNAL).exists():
                 forget(out)

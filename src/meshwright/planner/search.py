@@ -3,11 +3,12 @@
 1. `space` lists the layouts that are worth trying. A layout here is a mesh, a micro-batch and a schedule. `sweep` estimates step time and
    memory by formulas (the closed form) and skips layouts whose lower bound is too slow. It returns the fastest layouts of each family with
    their fastest layer strategies that fit.
-2. `layout_search` makes plans of these layouts, checks their memory exactly, and simulates a step of each by whole stages. Where none fits
-   it tries the plans of least memory with all moves. `finalists` simulates the fastest plans again, unit by unit (a unit is a block, the
-   embedding or the head).
-3. `moves` changes one more option at a time in the fastest plans, such as offload, reshard or transports. Of each move it keeps at most two
-   plans, which fit and are estimated to be at most 5% slower than the chosen one, and simulates them by units.
+2. `layout_search` makes plans of these layouts, checks their memory exactly, and simulates a step of each by whole stages. If the fastest
+   takes time to save memory (offload, recompute), steps 1 and 2 are repeated with each option pinned that may save it in less time, such as
+   gradient sums in host memory (`Move.beside`). Where nothing fits it tries the plans of least memory with all moves. `finalists` simulates
+   the fastest plans again, unit by unit (a unit is a block, the embedding or the head).
+3. `moves` changes one more option at a time in the fastest plans of unlike kinds, such as offload, reshard or transports. Of each move it
+   keeps at most two plans, which fit and are estimated to be at most 5% slower than the chosen one, and simulates them by units.
 4. For each option of the layout that no pin decides, such as the number of tensor ranks, the best plan is compared with up to three other
    values. For each of these values further layouts of step 1 are simulated, within a limit of effort. If one may be as fast as the best
    plan, steps 3 and 4 run again.

@@ -108,7 +108,7 @@ def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
     pinned = pins_of(run).recompute
     if pinned is not None:
         return (pinned,)
-    modes = tuple(mode for mode in RECOMPUTE_MODES if mode != "all_but_attention" or _attention_dominates(run))
+    modes = tuple(mode for mode in RECOMPUTE_MODES if mode != "all_but_attention" or _attention_is_costly(run))
     return tuple(mode for mode in modes if mode in RECOMPUTES_PRODUCTS) if mlp_tile_of(run) else modes
 
 
@@ -116,10 +116,10 @@ def _reshard_modes(pins: PlanKeys) -> list[bool]:
     return [False, True] if pins.reshard is None else [pins.reshard]
 
 
-def _attention_dominates(run: RunSpec) -> bool:
-    """Whether the FLOPs of attention scores are at least a quarter of all others; else recomputing them costs almost nothing."""
+def _attention_is_costly(run: RunSpec) -> bool:
+    """Whether the FLOPs of attention scores are at least 15% of all others; else recomputing them costs little."""
     others = flops_per_token(run.model, 1, causal=True)
-    return flops_per_token(run.model, run.train.seq_len, causal=True) >= 1.25 * others
+    return flops_per_token(run.model, run.train.seq_len, causal=True) >= 1.15 * others
 
 
 @lru_cache(maxsize=8)

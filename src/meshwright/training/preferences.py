@@ -18,7 +18,8 @@ import torch
 from meshwright.checkpoint.ranks import RankGroup
 from meshwright.data.loader import Batch, DataSource, MicroBatch
 from meshwright.data.preference_windows import PreferenceWindows
-from meshwright.data.source import MISMATCHED, Source
+from meshwright.data.prepared_source import Source
+from meshwright.data.source import MISMATCHED
 from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.objective import StepObjective

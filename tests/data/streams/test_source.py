@@ -20,7 +20,8 @@ import pytest
 
 from meshwright.data.corpus import Document
 from meshwright.data.prepare import prepare
-from meshwright.data.source import DataSource, Source, has_validation, open_data
+from meshwright.data.prepared_source import Source
+from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.streams import group_documents as reading
 from meshwright.data.streams import index as indexing
 from meshwright.data.streams.group_documents import group_documents
