@@ -185,17 +185,17 @@ def test_rates_below_one_that_all_requests_meet_are_not_simulated() -> None:
             return RatePoint(rate, 1.0 if rate <= 6.0 else 0.95, 1.0, 1.0)
 
     search = Loaded(lambda deployment, requests, sought: pytest.fail("no simulation"), LIMITS, [])
-    met, missed, cut = (
-        RatePoint(10.0, 0.9, 0.9, 1.0),
-        RatePoint(10.1, 0.89, 0.89, 1.0),
-        RatePoint(11.0, 0.8, 0.8, 1.0, cut=True),
+    met, missed = RatePoint(10.0, 0.9, 0.9, 1.0), RatePoint(10.1, 0.89, 0.89, 1.0)
+    cut = RatePoint(11.0, 0.8, 0.8, 1.0, cut=True)
+    curve = deployment_search._curve(search, PAIR, Goodput(10.0, "ttft", (met, missed, cut)))
+    rates = [1.0, 3.0, 6.0, 8.5, 10.0, 10.1]
+    assert [(point.rate, point.attainment) for point in curve] == list(
+        zip(rates, [1, 1, 1, 0.95, 0.9, 0.89], strict=True)
     )
-    around = [RatePoint(7.5, 0.95, 1.0, 1.0), RatePoint(10.0, 0.9, 0.9, 1.0), RatePoint(13.0, 0.2, 0.2, 1.0)]
-    curve = deployment_search._curve(search, PAIR, Goodput(10.0, "ttft", (met, missed, cut)), around)
-    assert [(point.rate, point.attainment) for point in curve] == [
-        (1.0, 1.0), (3.0, 1.0), (6.0, 1.0), (7.5, 0.95), (10.0, 0.9), (10.1, 0.89), (13.0, 0.2),
-    ]  # fmt: skip
-    assert asked == [6.0]
+    assert asked == [8.5, 6.0]
+    # Without a whole simulation above the goodput, the nearest that was cut is repeated.
+    curve = deployment_search._curve(search, PAIR, Goodput(10.0, "ttft", (met, cut)))
+    assert (curve[-1].rate, curve[-1].attainment) == (11.0, 0.95)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ every size are planned with the same requests, so that their goodputs compare.
 """
 COARSE, FINE = 0.06, 0.02
 """Relative distance of rates at which the bisection ends: for finalists, and for the best of each kind."""
-RESAMPLES, BAND_REQUESTS = 4, 500
+RESAMPLES, BAND_REQUESTS = 4, 1000
 """Further samples of the requests for the band, and requests of each; more of them would vary less, by the square root of their number."""
 BAND_RATES = 0.75, 1.0, 1.3
 """Rates, as factors of the goodput, at which attainment is known beside the samples of the band, which lies between them."""
@@ -151,7 +151,7 @@ def plan_deployment(
         considered=len(estimates),
         units=space.units,
         search_seconds=time.perf_counter() - begin,
-        curve=tuple((point.rate / devices, point.attainment) for point in _curve(search, chosen, best.goodput, around)),
+        curve=tuple((point.rate / devices, point.attainment) for point in _curve(search, chosen, best.goodput)),
         sources=_sources(costs),
         scores=model.head == "score",
     )
@@ -299,12 +299,16 @@ def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
     return plain if best_of_kind[best].rate < (1 + TIE) * best_of_kind[plain].rate else best
 
 
-def _curve(search: GoodputSearch, chosen: Deployment, goodput: Goodput, around: Sequence[RatePoint]) -> list[RatePoint]:
+def _curve(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> list[RatePoint]:
     """Attainment by rate, ascending from low load to the first rate that no request's latencies meet, or that cannot be sustained.
 
-    `around` are points at `BAND_RATES`. Rates below one that all requests meet are not simulated.
+    Rates below one that all requests meet are not simulated. If the simulations above the goodput were cut, that of the lowest rate is
+    repeated to its end.
     """
-    known = [*(point for point in goodput.points if not point.cut), around[0], around[-1]]
+    known = [point for point in goodput.points if not point.cut]
+    cut = next((point.rate for point in goodput.points if point.cut), None)
+    if cut is not None and not any(point.rate > goodput.rate for point in known):
+        known.append(search.point(chosen, cut, FINE_REQUESTS))
     low = min(known, key=lambda point: point.rate)
     for rate in (share * goodput.rate for share in LOW_SHARES if share * goodput.rate < low.rate):
         low = replace(low, rate=rate) if low.attainment == 1 else search.point(chosen, rate, LOW_REQUESTS)
