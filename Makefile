@@ -23,7 +23,7 @@ HOSTS_SOAK_MINUTES ?= 120
 HOSTS_SOAK_FAULTS ?= 200
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts soak-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples dashboards features golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
+.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts soak-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint reference examples golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -148,26 +148,16 @@ $(INTEROP)/.installed: tests/interop/requirements.txt
 	@touch $@
 
 lint: $(VENV)/.installed-test
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks tools
+	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/pyrefly check
 
-docs: $(VENV)/.installed
-	$(BIN)/meshwright schema --reference > docs/reference/run-file.md
-	$(BIN)/meshwright schema --serve > docs/reference/serve.md
-	$(BIN)/meshwright schema --commands > docs/reference/cli.md
-	$(BIN)/meshwright schema --cluster > docs/reference/cluster-file.md
+# Pages of docs/reference and Grafana files that are made from the code; NAMES chooses some, as in `make reference NAMES="cli serve"`.
+reference: $(VENV)/.installed-test
+	$(BIN)/python -m tools.reference $(NAMES)
 
 examples: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.examples
-
-# Grafana files of the docs.
-dashboards: $(VENV)/.installed-test
-	$(BIN)/python -m tests.docs.dashboards
-
-features: $(VENV)/.installed-test
-	$(BIN)/python -m tests.docs.features
-	$(BIN)/python -m tests.docs.families
 
 # Facts that a change of the model description must keep: written anew, and compared in full (three minutes).
 golden: $(VENV)/.installed-test

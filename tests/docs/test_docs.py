@@ -24,20 +24,18 @@ import typer
 from benchmarks.dense_table import side_of
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, codes, inline_code, links, table, text_of
 from tests.house.test_architecture import LAYERS, TORCH_FREE
+from tools.reference import GENERATED
+from tools.reference import main as generate
 
 from meshwright.cli.main import app_for
-from meshwright.cli.reference import commands_markdown
-from meshwright.config.cluster_reference import cluster_markdown
 from meshwright.config.deployment_file import load_deployment_spec
 from meshwright.config.load import load_plan, load_run
 from meshwright.config.presets import MODEL_PRESETS, run_preset
-from meshwright.config.reference import reference_markdown
 from meshwright.config.schema import all_keys
 from meshwright.data.stdlib import VOCABULARY, stdlib_folder
 from meshwright.events.start import PHASES
 from meshwright.launch.scheduler_job import REQUEUE_CODES, STOP_CODES
 from meshwright.observe.metrics import OPTIONAL_STEP_KEYS, STEP_KEYS
-from meshwright.server.reference import serve_markdown
 from meshwright.spec import errors
 from meshwright.spec.fields import docs_of, from_plain
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
@@ -337,11 +335,15 @@ def test_run_files_and_plans_on_the_pages_load(block: Block, tmp_path: Path) -> 
         load_run(file)
 
 
-def test_the_reference_is_the_generated_one() -> None:
-    assert text_of("docs/reference/run-file.md") == reference_markdown(), "run `make docs`"
-    assert text_of("docs/reference/serve.md") == serve_markdown(), "run `make docs`"
-    assert text_of("docs/reference/cli.md") == commands_markdown(), "run `make docs`"
-    assert text_of("docs/reference/cluster-file.md") == cluster_markdown(), "run `make docs`"
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_generated_file_is_what_the_code_makes(name: str) -> None:
+    file, text = GENERATED[name]
+    assert text_of(file) == text(), f"`make reference` updates {file}"
+
+
+def test_a_name_that_is_no_generated_file_is_refused() -> None:
+    with pytest.raises(errors.BadInput, match=r"^nosuch: no generated page; expected run-file, serve, "):
+        generate(["nosuch"])
 
 
 def test_keys_of_sweeps_are_those_of_the_code() -> None:
