@@ -23,7 +23,7 @@ from pathlib import Path
 
 from faults import make_run, write_record
 from meshwright.chaos.hosts import Links
-from meshwright.chaos.job import Job
+from meshwright.chaos.job import ChaosJob
 from meshwright.chaos.scenario import Stage, Template
 from meshwright.chaos.suite import undo_on_sigterm
 from meshwright.observe.metrics import read_metrics
@@ -82,7 +82,7 @@ def fail(stage: Stage, name: str, random_numbers: random.Random, step_seconds: f
     return MeasuredFailure(name, detected, restarted, regained - first), resumed_at
 
 
-def _attempt_began(job: Job, attempt: int) -> float | None:
+def _attempt_began(job: ChaosJob, attempt: int) -> float | None:
     """When an attempt after `attempt` began, None before."""
     begun = (moment for moment, state in job.states if state["status"] == "running" and state["attempt"] > attempt)
     return next(begun, None)

@@ -25,7 +25,7 @@ import torch
 
 from meshwright import __version__
 from meshwright.chaos.hosts import Links
-from meshwright.chaos.scenario import Verdict
+from meshwright.chaos.scenario import PromiseVerdict
 from meshwright.chaos.scenarios import SCENARIOS
 from meshwright.chaos.suite import Suite, scenario_named, undo_on_sigterm
 from meshwright.config.load import load_run
@@ -68,7 +68,7 @@ def make_run(folder: Path) -> Path:
     return file
 
 
-def print_verdict(verdict: Verdict, seconds: float) -> None:
+def print_verdict(verdict: PromiseVerdict, seconds: float) -> None:
     print(f"{verdict.scenario:22}{'kept' if verdict.ok else 'NOT KEPT':10}{seconds:5.0f} s  {verdict.promise}")
     print(f"{'':40}{verdict.observed}", flush=True)
 

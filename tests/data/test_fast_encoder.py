@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from meshwright.data import encode, fast_encoder, prepare
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.encode import encode_documents
 from meshwright.data.fast_encoder import HARD_TEXTS, EncodersDiffer, FastEncoder
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_tokenizer
@@ -65,7 +65,9 @@ def test_documents_have_the_same_tokens_with_both(
     small_batches(monkeypatch)
     monkeypatch.setattr(encode, "LONGEST_PIECE", 300)
     long = "".join(story(i) + "\n  indented\n" for i in range(60))
-    documents = [Document("file", i, "key", text, 0) for i, text in enumerate([*TEXTS, long, long.replace("\n", " ")])]
+    documents = [
+        CorpusDocument("file", i, "key", text, 0) for i, text in enumerate([*TEXTS, long, long.replace("\n", " ")])
+    ]
     fast = list(encode_documents(documents, tokenizer, "uint16", workers, fast_of(tokenizer)))
     slow = list(encode_documents(documents, tokenizer, "uint16", workers))
     for one, other in zip(fast, slow, strict=True):

@@ -22,7 +22,7 @@ from meshwright.data import local_workers
 from meshwright.data import prepare as prepare_module
 from meshwright.data.chunks import chunk_path, read_record
 from meshwright.data.inputs import list_inputs
-from meshwright.data.jobs import Job
+from meshwright.data.jobs import EncodeJob
 from meshwright.data.manifest import verify
 from meshwright.data.prepare import prepare
 from meshwright.data.units import divide
@@ -192,9 +192,9 @@ def test_two_processes_that_do_one_unit_write_the_same(
         with pytest.raises(Killed):
             prepare_mixed(workers=1)
     folder = tmp_path / "out" / "units"
-    Job.read(folder).run(2)
+    EncodeJob.read(folder).run(2)
     before = contents(folder)
-    Job.read(folder).run(2)
+    EncodeJob.read(folder).run(2)
     assert contents(folder) == before
     record = read_record(folder, 2)
     assert record is not None and record.documents and chunk_path(folder, 2, "tokens").stat().st_size

@@ -15,7 +15,7 @@ from meshwright.config.load import load_run
 from meshwright.config.trace_file import workload_requests
 from meshwright.costs.serve_costs import InstanceCosts, ServeCosts
 from meshwright.costs.serve_work import PromptPart
-from meshwright.costs.step_times import StepTimes
+from meshwright.costs.step_times import InstanceStepTimes
 from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
 from meshwright.planner.deployment_goodput import GoodputSearch, RequestSample
 from meshwright.planner.deployment_space import TOKEN_BUDGETS, deployment_space
@@ -89,7 +89,7 @@ def test_a_sample_keeps_runs_of_requests_and_has_its_rate() -> None:
     assert len(RequestSample(requests[:3], 80).at(1.0)) == 80
 
 
-class QueueTimes(StepTimes):
+class QueueTimes(InstanceStepTimes):
     """Step times: a whole prompt takes `SERVICE`, a decode step 1 ms and 0.1 ms for each request."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.serve_costs import ServeCosts
 from meshwright.costs.serving_software import product_format
 from meshwright.planner import deployment_search
-from meshwright.planner.deployment_estimate import Chunk
+from meshwright.planner.deployment_estimate import PromptChunk
 from meshwright.planner.deployment_search import plan_deployment
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
@@ -62,9 +62,12 @@ def test_no_step_is_faster_than_its_device() -> None:
         local = 2048 / expert
         ideal = local * (work.dense_flops / peak + work.expert_flops / expert_peak)
         ideal += (
-            work.pairs([Chunk(0, 2048)]) * work.attention_flops / expert / chip.peak_flops[product_format(chip, None)]
+            work.pairs([PromptChunk(0, 2048)])
+            * work.attention_flops
+            / expert
+            / chip.peak_flops[product_format(chip, None)]
         )
-        assert ideal <= LARGEST_SHARE * times.seconds(0, 0, [Chunk(0, 2048)]), seed
+        assert ideal <= LARGEST_SHARE * times.seconds(0, 0, [PromptChunk(0, 2048)]), seed
     assert priced > QUESTIONS / 3
 
 

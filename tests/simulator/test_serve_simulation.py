@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts
-from meshwright.costs.step_times import StepTimes, soft_maximum
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
+from meshwright.costs.step_times import InstanceStepTimes, soft_maximum
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, EngineStep, Request
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.batching_player import play
 from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.serve.engine import Engine
 from meshwright.serve.readback import LaunchedStep
 from meshwright.simulator import serve_instance, serve_simulation
-from meshwright.simulator.serve_instance import Instance
+from meshwright.simulator.serve_instance import SimulatedInstance
 from meshwright.simulator.serve_simulation import simulate
 from meshwright.simulator.serve_types import Occupancy, ServedDeployment
 from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, Role, TimedRequest
@@ -164,16 +164,16 @@ def test_blocks_that_come_during_a_run_change_no_times(seed: int, monkeypatch: p
     times = simple_times(0.1, token=0.001, position=0.00013, longest=0.0002)
     costs = costs_of(times, blocks=4000, overlap=True, rate=1e4)
     divided: list[bool] = []
-    divide = Instance.divide_run
+    divide = SimulatedInstance.divide_run
 
-    def noted(instance: Instance, now: float) -> bool:
+    def noted(instance: SimulatedInstance, now: float) -> bool:
         divided.append(divide(instance, now))
         return divided[-1]
 
-    monkeypatch.setattr(Instance, "divide_run", noted)
+    monkeypatch.setattr(SimulatedInstance, "divide_run", noted)
     served = simulate(DIVIDED, requests, costs, LIMITS)
     assert sum(divided) > 50
-    monkeypatch.setattr(Instance, "divide_run", lambda *_: False)
+    monkeypatch.setattr(SimulatedInstance, "divide_run", lambda *_: False)
     assert simulate(DIVIDED, requests, costs, LIMITS).requests == served.requests
 
 
@@ -297,7 +297,7 @@ def test_times_are_those_of_the_engine_itself(overlap: bool, launch: float, seed
 
 
 def _engine_times(
-    requests: Sequence[TimedRequest], times: StepTimes, *, overlap: bool
+    requests: Sequence[TimedRequest], times: InstanceStepTimes, *, overlap: bool
 ) -> tuple[list[float], list[float]]:
     """First and last tokens of the engine's loop, on a clock that the modelled times of steps and launches move on."""
     now, free = 0.0, 0.0
@@ -309,7 +309,7 @@ def _engine_times(
     engine = Engine(built(LLAMA, dtype=torch.float32), options=sizes, clock=lambda: now)
     plan, complete = engine._policy.next_step, engine._complete
 
-    def next_step(*arguments: Any) -> Step | None:
+    def next_step(*arguments: Any) -> EngineStep | None:
         nonlocal free, now
         if (step := plan(*arguments)) is not None:
             decodes = step.parts[: step.decodes]

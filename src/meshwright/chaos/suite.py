@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshwright.chaos.hosts import Links
 from meshwright.chaos.job import NotReached
-from meshwright.chaos.scenario import Losses, Scenario, Stage, Template, Verdict, run_scenario
+from meshwright.chaos.scenario import Losses, PromiseVerdict, Scenario, Stage, Template, run_scenario
 from meshwright.chaos.scenarios import SCENARIOS
 from meshwright.spec.errors import BadInput, CommunicationFailure, nearest
 from meshwright.spec.run import RunSpec
@@ -53,11 +53,11 @@ class Suite:
         self._folder, self._patience, self._show, self._links = folder, patience, show, links
         self._undisturbed: dict[tuple[tuple[str, ...], int], Losses] = {}
 
-    def run(self, scenario: Scenario) -> Verdict:
+    def run(self, scenario: Scenario) -> PromiseVerdict:
         """Run a scenario. If this machine cannot, the verdict is not ok and says why."""
         reason = scenario.unavailable()
         if reason is not None:
-            return Verdict(scenario.name, scenario.promise, f"not run: {reason}", False)
+            return PromiseVerdict(scenario.name, scenario.promise, f"not run: {reason}", False)
         try:
             return run_scenario(
                 scenario,
@@ -69,7 +69,7 @@ class Suite:
                 self._links,
             )
         except NotReached as error:
-            return Verdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
+            return PromiseVerdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
 
     def undisturbed(self, overrides: tuple[str, ...], hosts: int) -> Losses:
         """Losses of an undisturbed run with `overrides` on `hosts` hosts; it runs at the first call."""

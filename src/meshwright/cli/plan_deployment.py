@@ -13,13 +13,13 @@ from meshwright.cli.plan_deployment_text import show
 from meshwright.cli.planned_deployment import ServePlan
 from meshwright.cli.quantised_folder import with_stored_formats
 from meshwright.config.deployment_file import deployment_yaml, read_deployment_spec
-from meshwright.config.reading import Located
+from meshwright.config.reading import LocatedValues
 from meshwright.config.trace_file import workload_requests
 from meshwright.durable.writes import write_durable
 from meshwright.families.folder import folder_spec
 from meshwright.launch.machine import found_cluster
 from meshwright.launch.prepare import with_model_vocabulary
-from meshwright.planner.deployment_search import DeploymentAnswer, Option, plan_deployment
+from meshwright.planner.deployment_search import DeploymentAnswer, DeploymentOption, plan_deployment
 from meshwright.spec.deployment import DeploymentSpec, Quantisation, TimedRequest
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import to_plain
@@ -73,7 +73,7 @@ def serve_plan(words: list[str] | None) -> ServePlan:
     return ServePlan(spec, answer, workload_rate(requests))
 
 
-def deployment_question(words: list[str] | None) -> Located[DeploymentSpec]:
+def deployment_question(words: list[str] | None) -> LocatedValues[DeploymentSpec]:
     """The question in the file that the words name, with its vocabulary. Raises BadConfig with every mistake."""
     path, overrides = split_words(words)
     if path is None:
@@ -106,7 +106,7 @@ def as_plain(answer: DeploymentAnswer) -> dict[str, Any]:
     }
 
 
-def _alternative(option: Option) -> dict[str, Any]:
+def _alternative(option: DeploymentOption) -> dict[str, Any]:
     return {
         "instances": to_plain(option.deployment.instances),
         "goodput_per_gpu": option.goodput_per_gpu,

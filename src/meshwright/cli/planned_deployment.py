@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from meshwright.observe.number_text import rate as rate_text
-from meshwright.planner.deployment_search import DeploymentAnswer, Option
+from meshwright.planner.deployment_search import DeploymentAnswer, DeploymentOption
 from meshwright.spec.deployment import Deployment, DeploymentSpec, deployment_name
 
 LIMIT_FACTORS = tuple(factor / 10 for factor in range(4, 21))
@@ -102,6 +102,6 @@ def divisions(answer: DeploymentAnswer) -> list[tuple[float, float]]:
     return sorted((_prefill_share(option), option.goodput_per_gpu) for option in options)
 
 
-def _prefill_share(option: Option) -> float:
+def _prefill_share(option: DeploymentOption) -> float:
     prefill = sum(entry.devices for entry in option.deployment.instances if entry.role == "prefill")
     return prefill / option.deployment.devices

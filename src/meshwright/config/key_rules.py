@@ -16,7 +16,7 @@ from meshwright.config.preference_rules import preference
 from meshwright.config.rl_rules import rl
 from meshwright.config.run_values import RunValues, Values
 from meshwright.config.sample_rules import samples
-from meshwright.config.yaml_positions import Document, KeyPath, format_value
+from meshwright.config.yaml_positions import KeyPath, YamlDocument, format_value
 from meshwright.spec.block_pattern import pattern_mistakes
 from meshwright.spec.chips import CHIPS, chip_from_device_name
 from meshwright.spec.divisors import divisors, nearest_divisor
@@ -61,7 +61,7 @@ _WIDTHS = (
 )
 
 
-def cross_checks(document: Document, unusable: set[KeyPath], plan_file: Values | None = None) -> list[Mistake]:
+def cross_checks(document: YamlDocument, unusable: set[KeyPath], plan_file: Values | None = None) -> list[Mistake]:
     """The mistakes of a run file, and of the plan file that it names, against every rule.
 
     `unusable` are the paths of invalid values, which no rule reads.

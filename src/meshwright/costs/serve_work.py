@@ -14,7 +14,7 @@ from typing import Protocol
 
 from meshwright.spec.deployment import PricedFormat, weight_bytes
 from meshwright.spec.inference_layout import rank_dimensions, rank_shape
-from meshwright.spec.layout import Part
+from meshwright.spec.layout import AxisPart
 from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters
 from meshwright.workload.cache_size import bytes_per_block, cache_bytes_per_block, layer_groups
 
@@ -126,7 +126,7 @@ def device_work(
 
     Linear layers of the blocks have the format `weights`, routed experts `experts`, or `weights` if that is none.
     """
-    part, rank = Part(0, tensor), rank_dimensions(spec, tensor)
+    part, rank = AxisPart(0, tensor), rank_dimensions(spec, tensor)
     rounded, expert_item = weight_bytes(weights, item), weight_bytes(experts or weights, item)
     dense = expert_weights = embedding = 0.0
     dense_bytes = head_count = 0.0

@@ -17,7 +17,7 @@ import yaml
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.plan_costs import number
 from meshwright.costs.serve_work import DeviceWork
-from meshwright.costs.step_times import Exchange
+from meshwright.costs.step_times import ExchangeTime
 from meshwright.spec.chips import Chip
 from meshwright.spec.deployment import PricedFormat, Quantisation
 from meshwright.spec.fields import from_plain
@@ -122,7 +122,7 @@ def software_constants(
 
 def software_exchange(
     software: ServingSoftware, machine: Machine, ranks: int, operations: int, token_bytes: float
-) -> Exchange:
+) -> ExchangeTime:
     """Communication of a step between the devices of an instance: so many operations, which send `token_bytes` a token in all."""
     rate = LINK_SHARE * number(machine.link if ranks <= number(machine.domain) else machine.nic)
-    return Exchange(operations * software.sum_seconds * log2(ranks), token_bytes / rate)
+    return ExchangeTime(operations * software.sum_seconds * log2(ranks), token_bytes / rate)

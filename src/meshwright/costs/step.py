@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.costs.collective_costs import (
-    Group,
+    CollectiveGroup,
     all_reduce,
     congestion,
     copy_engine_group,
@@ -286,7 +286,7 @@ def _weights_traffic(
 
 
 def _gather_seconds(
-    group: Group, machine: Machine, k: Constants, size: Array, messages: Array, by_copy_engine: Array
+    group: CollectiveGroup, machine: Machine, k: Constants, size: Array, messages: Array, by_copy_engine: Array
 ) -> Array:
     """Seconds to gather `size` bytes: by copy engines where `by_copy_engine`, by kernels elsewhere."""
     by_kernels = gather(group, k, size, messages)
@@ -348,7 +348,9 @@ def _gradient_traffic(
     )
 
 
-def _contention_seconds(group: Group, layout: Layouts, k: Constants, seconds: Array, backward: Array) -> Array:
+def _contention_seconds(
+    group: CollectiveGroup, layout: Layouts, k: Constants, seconds: Array, backward: Array
+) -> Array:
     """Seconds that a reduction across nodes takes longer because backward runs beside it (TCP)."""
     return np.where(group.domains > 1, k.net_yield, 0.0) * np.minimum(
         seconds, backward * _overlapping_micro_batches(layout)

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.fast_encoder import FastEncoder
 from meshwright.data.tokenizer import LoadedTokenizer
 
@@ -41,29 +41,33 @@ class EncodedDocument:
     `weights` are those of the tokens in the loss: bool if all are 0 or 1, else float32; None: all 1.
     """
 
-    document: Document
+    document: CorpusDocument
     tokens: np.ndarray
     text_bytes: int
     weights: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
-class Piece:
+class EncodePiece:
     """A part of a document that is encoded in one call; `context` is the text before it that affects its first tokens."""
 
-    document: Document
+    document: CorpusDocument
     text: str
     context: str
     last: bool
 
 
-Item = TypeVar("Item", Piece, Document)
+Item = TypeVar("Item", EncodePiece, CorpusDocument)
 """Type of an item with a `text` to encode."""
 Result = TypeVar("Result")
 
 
 def encode_documents(
-    documents: Iterable[Document], tokenizer: LoadedTokenizer, dtype: str, workers: int, fast: FastEncoder | None = None
+    documents: Iterable[CorpusDocument],
+    tokenizer: LoadedTokenizer,
+    dtype: str,
+    workers: int,
+    fast: FastEncoder | None = None,
 ) -> Generator[EncodedDocument, None, None]:
     """Encode `documents` with `workers` threads, by `fast` if given; results have the order of the documents.
 
@@ -119,8 +123,8 @@ def _batches(items: Iterable[Item], characters: int) -> Iterator[list[Item]]:
 
 
 def _encode_batch(
-    batch: list[Piece], tokenizer: LoadedTokenizer, fast: FastEncoder | None, dtype: str
-) -> list[tuple[Piece, np.ndarray]]:
+    batch: list[EncodePiece], tokenizer: LoadedTokenizer, fast: FastEncoder | None, dtype: str
+) -> list[tuple[EncodePiece, np.ndarray]]:
     def ids_of(texts: list[str]) -> list[np.ndarray]:
         if fast is not None:
             return [ids.astype(dtype) for ids in fast.encode(texts)]
@@ -135,8 +139,8 @@ def _encode_batch(
 
 
 def _pieces_of(
-    documents: Iterable[Document], tokenizer: LoadedTokenizer, fast: FastEncoder | None = None
-) -> Iterator[Piece]:
+    documents: Iterable[CorpusDocument], tokenizer: LoadedTokenizer, fast: FastEncoder | None = None
+) -> Iterator[EncodePiece]:
     """Each document in pieces of bounded length, whose concatenated tokens are those of the whole document.
 
     The encoder needs some hundred bytes of memory per character, and one thread per piece.
@@ -145,9 +149,9 @@ def _pieces_of(
         text, start, context = document.text, 0, ""
         while len(text) - start > LONGEST_PIECE:
             cut, context_after = _next_cut(text, start + LONGEST_PIECE, tokenizer, fast)
-            yield Piece(document, text[start:cut], context, last=False)
+            yield EncodePiece(document, text[start:cut], context, last=False)
             start, context = cut, context_after
-        yield Piece(document, text[start:], context, last=True)
+        yield EncodePiece(document, text[start:], context, last=True)
 
 
 def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer, fast: FastEncoder | None) -> tuple[int, str]:

@@ -22,7 +22,7 @@ from meshwright.spec.job import Packing
 from meshwright.spec.preference import PreferenceSpec
 
 
-class Source:
+class CorpusSource:
     """A prepared directory as windows: of chats whole conversations, of text a stream, or documents with `packing` none.
 
     Documents have the order of the shards or, with `by_content`, that of `ContentOrder`. Raises BadInput if there is no window, and for

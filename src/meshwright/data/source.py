@@ -25,10 +25,10 @@ from meshwright.data.manifest import (
     locate,
     open_directory,
 )
-from meshwright.data.packing import Packed, pack
+from meshwright.data.packing import PackedWindow, pack
 from meshwright.data.preference_windows import PreferenceWindows, padded
-from meshwright.data.prepared_source import Source
-from meshwright.data.single_conversations import Conversation, SingleConversations
+from meshwright.data.prepared_source import CorpusSource
+from meshwright.data.single_conversations import SingleConversations, TokenizedConversation
 from meshwright.data.slots import TokenReader
 from meshwright.data.streams.open import StreamTokenizer, check_streams, open_streams, stream_tokenizer
 from meshwright.data.streams.source import FIRST_AHEAD, StreamSource
@@ -47,7 +47,7 @@ MISMATCHED = ("tokens", "targets", "positions", "documents")
 
 
 @dataclass(frozen=True)
-class Batch:
+class SampleBatch:
     """Samples as int64 arrays of `(samples, seq)`; `targets` is -1 where nothing is to be learned.
 
     `real` `(samples, seq)`, bool, is false for tokens that only fill a window; None if no source can have such tokens. `weights`
@@ -99,7 +99,7 @@ def open_data(
     packing = spec.packing if split == "train" or spec.packing == "none" else "stream"
     by_content = split == "validation" and preference is None
     sources = [
-        Source(
+        CorpusSource(
             name,
             open_directory(path, spec.damaged),
             seq_len,
@@ -170,7 +170,7 @@ class DataSource:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[CorpusSource],
         weights: Mapping[str, float],
         order: Mixture | InTurn,
         by_path: Mixture | None,
@@ -287,7 +287,7 @@ class DataSource:
         texts = [each.directory.text_format for each in self._ordered if each.stream.masked]
         return text.with_answer_ends(dict.fromkeys(end for each in texts if each for end in each.answer_ends))
 
-    def _describing(self) -> Source | None:
+    def _describing(self) -> CorpusSource | None:
         """The source whose files about texts are those of the data: one of chats, else one with a template, else any with a tokenizer."""
         known = [source for source in self._ordered if source.directory.manifest]
         with_template = [source for source in known if (source.directory.path / TEMPLATE).is_file()]
@@ -357,7 +357,7 @@ class DataSource:
         self._used.update(new)
         self._verifier.add((number, self._ordered[source].directory.shards[number - first]) for number in new)
 
-    def samples(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def samples(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
         """The samples with these global indices, in the order given.
 
         Raises Damaged when a token id does not fit the model's vocabulary, naming file and offset.
@@ -377,13 +377,13 @@ class DataSource:
             stream.prepare(range(index + step, index + (FIRST_AHEAD + 1) * step, step))
         return self._stacked(packed)
 
-    def batch(self, places: Sequence[tuple[Source, int]]) -> Batch:
+    def batch(self, places: Sequence[tuple[CorpusSource, int]]) -> SampleBatch:
         """These windows of sources, in the order given. Raises Damaged as `samples` does."""
         columns = self.preference_columns(places) if self._answers else {}
         return self._stacked([self._sample(source, window) for source, window in places], columns)
 
-    def _stacked(self, packed: Sequence[Packed], columns: Mapping[str, np.ndarray] | None = None) -> Batch:
-        return Batch(
+    def _stacked(self, packed: Sequence[PackedWindow], columns: Mapping[str, np.ndarray] | None = None) -> SampleBatch:
+        return SampleBatch(
             tokens=np.stack([sample.tokens for sample in packed]),
             targets=np.stack([sample.targets for sample in packed]),
             positions=np.stack([sample.positions for sample in packed]),
@@ -393,7 +393,7 @@ class DataSource:
             columns=columns or {},
         )
 
-    def preference_columns(self, places: Sequence[tuple[Source, int]]) -> dict[str, np.ndarray]:
+    def preference_columns(self, places: Sequence[tuple[CorpusSource, int]]) -> dict[str, np.ndarray]:
         """Columns of windows of preferences, for at most A answers in each: document k of a window is its answer k.
 
         `answers` `(samples, A)` int64: their numbers in the source, -1 for none; `signs` `(samples, A)` float32: 1, -1, or 0 for none;
@@ -423,7 +423,7 @@ class DataSource:
             rows.append(row)
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _known(self, source: Source, reference: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def _known(self, source: CorpusSource, reference: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """The log-probabilities of these answers, padded. Raises BadInput where one is not known."""
         found = reference[numbers]
         if np.isnan(found).any():
@@ -433,17 +433,17 @@ class DataSource:
             )
         return padded(found, self._answers, 0.0)
 
-    def _weights(self, packed: Sequence[Packed]) -> np.ndarray:
+    def _weights(self, packed: Sequence[PackedWindow]) -> np.ndarray:
         """The weights of the targets in the loss, `(samples, seq)` float32."""
         whole = np.ones(self.seq_len, dtype=np.float32)
         return np.stack([whole if sample.weights is None else sample.weights for sample in packed]).astype(np.float32)
 
-    def _real(self, packed: Sequence[Packed]) -> np.ndarray:
+    def _real(self, packed: Sequence[PackedWindow]) -> np.ndarray:
         """Whether each input is more than a filler, `(samples, seq)` bool."""
         real = [self.seq_len if sample.real is None else sample.real for sample in packed]
         return np.arange(self.seq_len) < np.array(real)[:, None]
 
-    def conversation(self, index: int) -> Conversation:
+    def conversation(self, index: int) -> TokenizedConversation:
         """The conversation with this global index, of a source that was opened with `conversations`."""
         source, number = self._locate_samples([index])[0]
         assert isinstance(source.layout, SingleConversations), "opened without conversations"
@@ -511,7 +511,7 @@ class DataSource:
             counts = more
         return counts
 
-    def _locate_samples(self, indices: Sequence[int] | np.ndarray) -> list[tuple[Source, int]]:
+    def _locate_samples(self, indices: Sequence[int] | np.ndarray) -> list[tuple[CorpusSource, int]]:
         return [(self.sources[self.order.names[source]], window) for source, window in self._draws(indices)]
 
     def _draws(self, indices: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
@@ -519,19 +519,19 @@ class DataSource:
         draws = self.order.draws(np.asarray(indices, dtype=np.int64))
         return list(zip(draws.source.tolist(), draws.window.tolist(), strict=True))
 
-    def _sample(self, source: Source, window: int) -> Packed:
+    def _sample(self, source: CorpusSource, window: int) -> PackedWindow:
         layout = source.layout
         assert not isinstance(layout, SingleConversations), "single conversations are read by `conversation`"
         read = layout.read(window, self.document_mask)
         self._check_ids(source, window, read.tokens)
         return pack(read.tokens, read.begins, self.document_mask, read.weights, read.real)
 
-    def _check_ids(self, source: Source, window: int, tokens: np.ndarray, start: int = 0) -> None:
+    def _check_ids(self, source: CorpusSource, window: int, tokens: np.ndarray, start: int = 0) -> None:
         """Raise Damaged unless each of `tokens`, which begin at token `start` of a window, fits the model's vocabulary."""
         if tokens.min() < 0 or (self._limit is not None and tokens.max() >= self._limit):
             self._refuse(source, window, tokens, start)
 
-    def _refuse(self, source: Source, window: int, tokens: np.ndarray, start: int) -> NoReturn:
+    def _refuse(self, source: CorpusSource, window: int, tokens: np.ndarray, start: int) -> NoReturn:
         limit = np.iinfo(np.int64).max if self._limit is None else self._limit
         at = int(np.flatnonzero((tokens < 0) | (tokens >= limit))[0])
         file, token = source.layout.locate(window, start + at)
@@ -540,7 +540,7 @@ class DataSource:
         raise Damaged(f"{file.bin_path}: offset {offset}: expected {expected}, found token {tokens[at]}")
 
 
-def _check_scores(sources: Sequence[Source]) -> None:
+def _check_scores(sources: Sequence[CorpusSource]) -> None:
     """Raise BadInput where the run reads the scores of answers and none has one; that of a chosen answer is above that of the other."""
     if all(source.scores is not None and not source.scores.any() for source in sources):
         raise BadInput(
@@ -550,7 +550,7 @@ def _check_scores(sources: Sequence[Source]) -> None:
         )
 
 
-def _check_labels(sources: Sequence[Source], preference: PreferenceSpec) -> None:
+def _check_labels(sources: Sequence[CorpusSource], preference: PreferenceSpec) -> None:
     """Raise BadInput for `kto` with answers of one label, or with windows of one answer each."""
     if preference.paired:
         return
@@ -633,7 +633,7 @@ def same_text(first: PreparedDirectory, second: PreparedDirectory) -> bool:
     return known and first.content_digest == second.content_digest
 
 
-def _check_different(sources: Sequence[Source]) -> None:
+def _check_different(sources: Sequence[CorpusSource]) -> None:
     """Raise BadInput if two sources have the same text."""
     for first, second in combinations(sources, 2):
         if same_text(first.directory, second.directory):
@@ -642,7 +642,9 @@ def _check_different(sources: Sequence[Source]) -> None:
             )
 
 
-def _check_tokenizers(sources: Sequence[Source], of_streams: StreamTokenizer | None, vocab_size: int | None) -> None:
+def _check_tokenizers(
+    sources: Sequence[CorpusSource], of_streams: StreamTokenizer | None, vocab_size: int | None
+) -> None:
     if of_streams is not None:
         tokens = of_streams.loaded.record.vocab_size
         has = f"{of_streams.file}: the tokenizer has {tokens} tokens"

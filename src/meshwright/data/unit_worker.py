@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.data.jobs import FAILURES, Job, failure
+from meshwright.data.jobs import FAILURES, EncodeJob, failure
 
 PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
@@ -30,11 +30,11 @@ def main(folder: Path) -> None:
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a filter prints goes to standard error
-    job: Job | None = None
+    job: EncodeJob | None = None
     for line in sys.stdin:
         number = int(line)
         try:
-            job = job or Job.read(folder)
+            job = job or EncodeJob.read(folder)
             job.run(number)
         except FAILURES as error:
             _answer(answers, {"unit": number, **failure(error)})

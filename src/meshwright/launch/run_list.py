@@ -19,7 +19,7 @@ from meshwright.durable.lock import this_process
 from meshwright.durable.writes import rename, sync_folder
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.lease_store import LEASE_FOLDER, FolderLeases
-from meshwright.launch.run_figures import FigureReader, RunFigures
+from meshwright.launch.run_figures import RunFigureReader, RunFigures
 from meshwright.launch.state_file import STATE_FILE
 from meshwright.observe.runfolder import read_plan
 from meshwright.spec.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, BadInput
@@ -79,7 +79,7 @@ def is_run(folder: Path) -> bool:
 
 def list_run(folder: Path, base: Path | None = None) -> ListedRun:
     """The state and figures of one run, with its name below `base`."""
-    figures = FigureReader(folder).read()
+    figures = RunFigureReader(folder).read()
     plan = read_plan(folder / "plan.yaml", [])
     return ListedRun(
         name=figures.name if base is None else folder.relative_to(base).as_posix(),
@@ -112,7 +112,7 @@ def request_stop(folder: Path) -> tuple[int, Lease]:
     It works as SIGTERM does, for a job that supervises its ranks, a coordinator, or rank 0 of another launcher. Raises BadInput if
     nothing runs, or if it runs on another host.
     """
-    lease, figures = read_lease(folder), FigureReader(folder).read()
+    lease, figures = read_lease(folder), RunFigureReader(folder).read()
     state = run_state(folder, figures)
     if state not in ("running", "waiting") or lease is None:
         raise BadInput(
@@ -138,7 +138,7 @@ def _coordinator_here(folder: Path) -> int | None:
 
 def await_end(folder: Path, lease: Lease) -> RunFigures:
     """Wait until the job with this lease has ended, or another start has taken over; returns the last figures."""
-    reader = FigureReader(folder)
+    reader = RunFigureReader(folder)
     while True:
         alive = (owner_is_alive(lease) and read_lease(folder) == lease) or _coordinator_here(folder) is not None
         figures = reader.read()
@@ -166,7 +166,7 @@ def check_deletable(folder: Path, others: Collection[Path]) -> None:
         raise BadInput(
             f"{folder} holds {', '.join(sorted(foreign))} besides a run; nothing is deleted, move it away first"
         )
-    figures = FigureReader(folder).read()
+    figures = RunFigureReader(folder).read()
     if (state := run_state(folder, figures)) in ("running", "waiting"):
         raise BadInput(f"{folder} is {state}{_at(figures)}; stop it first: meshwright runs stop {folder}")
     for other in others:

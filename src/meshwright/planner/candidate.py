@@ -101,7 +101,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchResult:
     """The result of a search."""
 
     best: Candidate
@@ -114,7 +114,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Option:
+class PlanOption:
     """A choice of a plan that the search makes unless pins decide it."""
 
     name: str

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.costs.serve_costs import InstanceCosts
-from meshwright.planner.deployment_estimate import Chunk
+from meshwright.planner.deployment_estimate import PromptChunk
 from meshwright.spec.deployment import Deployment, InstanceSpec
 from meshwright.spec.errors import BadInput
 
@@ -132,5 +132,5 @@ def _step_seconds(running: float, load: Load, costs: InstanceCosts) -> float:
 def _prompt_seconds(instance: InstanceSpec, load: Load, costs: InstanceCosts) -> float:
     """Seconds of the steps of a prompt, while each other group of experts computes one too."""
     budget, total = instance.token_budget, load.input_tokens
-    chunks = [Chunk(start, min(budget, total - start)) for start in range(0, total, budget)]
+    chunks = [PromptChunk(start, min(budget, total - start)) for start in range(0, total, budget)]
     return sum(costs.times.seconds(0, 0, [chunk] * costs.groups) for chunk in chunks)

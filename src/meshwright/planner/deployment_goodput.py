@@ -38,7 +38,7 @@ class RatePoint:
 
 
 @dataclass(frozen=True)
-class Goodput:
+class DeploymentGoodput:
     """The goodput of one deployment, with the simulated rates around it."""
 
     rate: float
@@ -107,7 +107,7 @@ class GoodputSearch:
         step: float = 1.25,
         least: float = 0.0,
         cut: float = 1.0,
-    ) -> Goodput:
+    ) -> DeploymentGoodput:
         """Bisect the rate, from an estimate of it and a first factor, until two rates that meet and miss are within `tolerance`.
 
         `count` requests are simulated (`RequestSample`). A deployment that misses the limits at the rate `least` has the estimate as its
@@ -122,7 +122,7 @@ class GoodputSearch:
         if least:
             points.append(_rate_point(least, self._simulate(deployment, sample.at(least), self._limits.attainment)))
             if points[-1].attainment < self._limits.attainment:
-                return Goodput(min(estimate, least / (1 + tolerance)), self._binding(points), tuple(points))
+                return DeploymentGoodput(min(estimate, least / (1 + tolerance)), self._binding(points), tuple(points))
             low, rate = least, max(estimate, least * step)
         while SMALLEST_SHARE * estimate <= rate <= LARGEST_SHARE * estimate:
             served = self._simulate(deployment, sample.at(rate), cut * self._limits.attainment)
@@ -139,7 +139,7 @@ class GoodputSearch:
                 rate = rate * step if low else rate / step
                 step = min(4.0, step * step)
         points.sort(key=lambda point: point.rate)
-        return Goodput(low, self._binding(points), tuple(points), best)
+        return DeploymentGoodput(low, self._binding(points), tuple(points), best)
 
     def point(self, deployment: Deployment, rate: float, count: int, seed: int | None = None) -> RatePoint:
         """Simulate `count` requests at one rate; a `seed` draws another sample of the requests."""

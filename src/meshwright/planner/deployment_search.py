@@ -13,8 +13,8 @@ from typing import Literal
 from meshwright.costs.serve_costs import ServeCosts
 from meshwright.costs.serving_software import software_table
 from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
-from meshwright.planner.deployment_goodput import Goodput, GoodputSearch, RatePoint, Simulate
-from meshwright.planner.deployment_reasons import Option, choice_reasons, unreachable, why_not
+from meshwright.planner.deployment_goodput import DeploymentGoodput, GoodputSearch, RatePoint, Simulate
+from meshwright.planner.deployment_reasons import DeploymentOption, choice_reasons, unreachable, why_not
 from meshwright.planner.deployment_space import DeploymentSpace, deployment_space
 from meshwright.simulator.serve_simulation import simulate
 from meshwright.spec.cluster import ClusterSpec
@@ -63,12 +63,12 @@ TIE = 0.05
 class DeploymentAnswer:
     """The chosen deployment and its alternatives."""
 
-    chosen: Option
+    chosen: DeploymentOption
     low: float
     """Lower end of the band of the goodput per device over resampled arrivals."""
     high: float
     """Upper end."""
-    alternatives: tuple[Option, ...]
+    alternatives: tuple[DeploymentOption, ...]
     margin_over_colocated: float | None
     """Gain of the chosen deployment over the best colocated one, 0 if it is that; None if no colocated one meets the limits."""
     limits: ServeLimits
@@ -169,10 +169,10 @@ def _choices(deployments: Sequence[Deployment]) -> Set[Deployment]:
 
 def _options(
     space: DeploymentSpace,
-    compared: dict[Deployment, Goodput],
-    best_of_kind: dict[Deployment, Goodput],
+    compared: dict[Deployment, DeploymentGoodput],
+    best_of_kind: dict[Deployment, DeploymentGoodput],
     devices: float,
-) -> dict[Deployment, Option]:
+) -> dict[Deployment, DeploymentOption]:
     """The compared deployments; the goodputs of a kind are corrected by the longer simulation of its best."""
     factors = {
         _placement(deployment): goodput.rate / compared[deployment].rate for deployment, goodput in best_of_kind.items()
@@ -182,7 +182,7 @@ def _options(
         goodput = best_of_kind.get(deployment, coarse)
         factor = factors.get(_placement(deployment), min(factors.values()))
         rate = goodput.rate if deployment in best_of_kind else factor * coarse.rate
-        options[deployment] = Option(space.whole(deployment), rate / devices, goodput)
+        options[deployment] = DeploymentOption(space.whole(deployment), rate / devices, goodput)
     return options
 
 
@@ -236,13 +236,13 @@ def _compare(
     finalists: Sequence[Deployment],
     estimates: dict[Deployment, float],
     choices: Set[Deployment],
-) -> dict[Deployment, Goodput]:
+) -> dict[Deployment, DeploymentGoodput]:
     """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind.
 
     Two of each kind are simulated before it is given up, as the error may be one of the token budget. One that misses the limits at the
     rate of the best of its kind keeps its corrected estimate.
     """
-    compared: dict[Deployment, Goodput] = {}
+    compared: dict[Deployment, DeploymentGoodput] = {}
     ratios = dict.fromkeys(PLACEMENTS, 1.0)
     fastest_of = dict.fromkeys(PLACEMENTS, 0.0)
     fastest = 0.0
@@ -265,10 +265,10 @@ def _compare(
 
 def _refine(
     search: GoodputSearch,
-    compared: Mapping[Deployment, Goodput],
+    compared: Mapping[Deployment, DeploymentGoodput],
     estimates: Mapping[Deployment, float],
     choices: Set[Deployment],
-) -> dict[Deployment, Goodput]:
+) -> dict[Deployment, DeploymentGoodput]:
     """Goodputs of the best deployment of `choices` of each kind, from longer simulations; a kind far behind has none.
 
     The fastest comes first. Another kind that would not be chosen beside it keeps the goodput of the shorter simulations. Where these end
@@ -278,7 +278,7 @@ def _refine(
     for deployment in sorted(compared, key=lambda deployment: -compared[deployment].rate):
         if deployment in choices and compared[deployment].rate:
             best.setdefault(_placement(deployment), deployment)
-    refined: dict[Deployment, Goodput] = {}
+    refined: dict[Deployment, DeploymentGoodput] = {}
     fastest = 0.0
     for kind, deployment in best.items():
         coarse = compared[deployment].rate
@@ -292,14 +292,14 @@ def _refine(
     return refined
 
 
-def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
+def _choose(best_of_kind: Mapping[Deployment, DeploymentGoodput]) -> Deployment:
     """The best of all kinds; of a tie the colocated one, which needs no transfers."""
     best = max(best_of_kind, key=lambda deployment: best_of_kind[deployment].rate)
     plain = next((deployment for deployment in best_of_kind if _placement(deployment) == "colocated"), best)
     return plain if best_of_kind[best].rate < (1 + TIE) * best_of_kind[plain].rate else best
 
 
-def _curve(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> list[RatePoint]:
+def _curve(search: GoodputSearch, chosen: Deployment, goodput: DeploymentGoodput) -> list[RatePoint]:
     """Attainment by rate, ascending from low load to the first rate that no request's latencies meet, or that cannot be sustained.
 
     Rates below one that all requests meet are not simulated. If the simulations above the goodput were cut, that of the lowest rate is
@@ -319,7 +319,7 @@ def _curve(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> list[
 
 
 def _band(
-    search: GoodputSearch, chosen: Deployment, goodput: Goodput, around: Sequence[RatePoint]
+    search: GoodputSearch, chosen: Deployment, goodput: DeploymentGoodput, around: Sequence[RatePoint]
 ) -> tuple[float, float]:
     """The band of goodputs over samples of the requests; it contains the goodput, and ends where a higher rate fails.
 

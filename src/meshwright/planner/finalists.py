@@ -35,7 +35,7 @@ from meshwright.planner.sample_plan import sample_plan
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.step_estimate import most_played
-from meshwright.planner.strategies import OFFLOAD_PAIRS, End, Strategy
+from meshwright.planner.strategies import OFFLOAD_PAIRS, Strategy, StrategyEnd
 from meshwright.simulator.step_simulation import timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
@@ -419,8 +419,8 @@ def _settings(plan: Plan) -> list[LayerStrategy]:
     return sorted({replace(layer, range="all") for layer in plan.layers}, key=saving)
 
 
-def _end(layer: LayerStrategy) -> End:
-    return End(layer.reshard, layer.recompute, layer.offload)
+def _end(layer: LayerStrategy) -> StrategyEnd:
+    return StrategyEnd(layer.reshard, layer.recompute, layer.offload)
 
 
 def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:

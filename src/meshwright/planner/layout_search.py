@@ -12,7 +12,7 @@ from math import inf
 import numpy as np
 
 from meshwright.costs.plan_costs import Pricing
-from meshwright.planner.candidate import Candidate, Option, compared_seconds, fits, nearest_values
+from meshwright.planner.candidate import Candidate, PlanOption, compared_seconds, fits, nearest_values
 from meshwright.planner.closed_form import SpaceCosts
 from meshwright.planner.conflicts import conflicts
 from meshwright.planner.finalists import SAME_TIME_TOLERANCE, PlanEstimator, Ranking, plan_at
@@ -76,7 +76,7 @@ def pricing_of(run: RunSpec, space: Points) -> Pricing:
 
 
 @dataclass(frozen=True)
-class LayoutOption(Option):
+class LayoutOption(PlanOption):
     """An option that the sweep decides, with its values by point."""
 
     value: Callable[[Plan], object]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.planner.candidate import Candidate, Option, fits, offloads, pins_of
+from meshwright.planner.candidate import Candidate, PlanOption, fits, offloads, pins_of
 from meshwright.planner.expert_moves import copies, copies_text, kept_copies, owners, owners_text
 from meshwright.planner.explain import micro_batches_text, on_layers
 from meshwright.planner.finalists import (
@@ -57,7 +57,7 @@ def no_plans(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move(Option):
+class Move(PlanOption):
     """An option that the search decides on plans of the fastest layouts: its candidates, and how the choice is explained."""
 
     plans: Callable[[RunSpec, Plan, int | None], Iterable[Plan]] = no_plans

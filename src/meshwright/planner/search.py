@@ -28,8 +28,8 @@ from functools import partial
 from math import inf
 
 from meshwright.planner.candidate import (
-    Answer,
     Candidate,
+    SearchResult,
     fits,
     memory_budget,
     offload_penalty,
@@ -64,7 +64,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 @_rare_collections()
-def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Answer:
+def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> SearchResult:
     """The best plan for `run` that obeys its pins.
 
     With `trainable` only plans that this release can train are searched, else all that it can plan. `memory_bytes` is the memory of one
@@ -88,7 +88,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
         raise
 
 
-def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> Answer:
+def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> SearchResult:
     """The five steps for `run`.
 
     `requested` is the run as the user gave it. `run` is the same run, or has further pins that `search` tries.
@@ -129,12 +129,12 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
         replace(candidate, plan=with_hybrid_axis(pinned, without_guess(run, candidate.plan)))
         for candidate in (best, *others)
     )
-    return Answer(best, tuple(others), layouts.considered, time.perf_counter() - start)
+    return SearchResult(best, tuple(others), layouts.considered, time.perf_counter() - start)
 
 
 def with_untrainable(
-    run: RunSpec, answer: Answer, *, memory_bytes: int | None = None
-) -> tuple[Answer, Candidate | None]:
+    run: RunSpec, answer: SearchResult, *, memory_bytes: int | None = None
+) -> tuple[SearchResult, Candidate | None]:
     """`answer`, and the best plan of a search over untrainable plans too, where that is faster.
 
     If the larger search finds a faster trainable plan, its answer replaces `answer`.

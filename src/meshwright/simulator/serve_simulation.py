@@ -15,12 +15,12 @@ from functools import partial
 from heapq import heappop, heappush
 
 from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts, ServeCosts
-from meshwright.policies.batch_request import CacheGroup, Part, Request
+from meshwright.policies.batch_request import CacheGroup, Request, RequestPart
 from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from meshwright.policies.request_routing import RequestRouting
 from meshwright.simulator.counted_blocks import CountedBlocks, CountedReservation, CountedUnsent, SimulatedBlocks
-from meshwright.simulator.serve_instance import NEVER, Instance
+from meshwright.simulator.serve_instance import NEVER, SimulatedInstance
 from meshwright.simulator.serve_links import Port, transfer
 from meshwright.simulator.serve_types import RequestTimes, ServedDeployment, counted_requests, spare_misses
 from meshwright.simulator.text_pieces import Text, TextPieces, block_digests
@@ -83,7 +83,7 @@ class _Prompt:
 class _Member:
     """An instance with its ports, and the prompts of a decode instance that wait for blocks or are computed elsewhere."""
 
-    def __init__(self, index: int, instance: Instance) -> None:
+    def __init__(self, index: int, instance: SimulatedInstance) -> None:
         self.index, self.instance = index, instance
         rate = instance.costs.port_bytes_per_s
         self.out, self.into = Port(rate), Port(rate)
@@ -106,7 +106,7 @@ class _Simulation:
         """Requests that may still miss a limit, of those that attainment counts."""
         self._counted_requests = counted_requests(len(requests))
         self._times = [RequestTimes(request) for request in requests]
-        self._routing: RequestRouting[Instance] = RequestRouting()
+        self._routing: RequestRouting[SimulatedInstance] = RequestRouting()
         prices = cost_of(deployment.instances[0])
         self._counted, self._size = can_count(prices), prices.tokens_per_block
         self._request_seconds = prices.request_seconds
@@ -118,7 +118,7 @@ class _Simulation:
         for spec in deployment.instances:
             for _ in range(spec.count):
                 prices = cost_of(spec)
-                instance = Instance(spec.role, prices, spec.token_budget, self._cache(prices))
+                instance = SimulatedInstance(spec.role, prices, spec.token_budget, self._cache(prices))
                 instance.occupancy = [] if watched else None
                 member = _Member(len(self._members), instance)
                 if spec.role == "prefill":
@@ -265,7 +265,7 @@ class _Simulation:
             member.instance.prompt_tokens += prompt.times.request.input_tokens
             self._post(member, now, partial(self._prefill, member.instance, number))
 
-    def _prefill(self, instance: Instance, number: int, now: float) -> None:
+    def _prefill(self, instance: SimulatedInstance, number: int, now: float) -> None:
         """Queue a prompt at a prefill instance."""
         del now
         prompt = self._prompts[number]
@@ -285,7 +285,7 @@ class _Simulation:
             return CountedReservation(cache, digests)
         return ReservedBlocks(cache, digests, prompt.times.request.input_tokens)
 
-    def _note_first_token(self, part: Part, now: float) -> None:
+    def _note_first_token(self, part: RequestPart, now: float) -> None:
         number = part.request.number
         if part.samples and self._times[number].first_token > now:
             self._begin_text(number, now)
@@ -297,7 +297,7 @@ class _Simulation:
         if times.ttft > self._limits.ttft_seconds and number in self._counted_requests:
             self._spare -= 1
 
-    def _send(self, sender: _Member, part: Part, now: float) -> None:
+    def _send(self, sender: _Member, part: RequestPart, now: float) -> None:
         """Send the blocks that a prefill instance has computed, and with the last of them the first token."""
         number, last = part.request.number, part.samples
         prompt = self._prompts[number]
