@@ -20,7 +20,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs examples dashboards features golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
+.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs docs-site examples dashboards features golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -143,6 +143,10 @@ docs: $(VENV)/.installed
 	$(BIN)/meshwright schema --commands > docs/reference/cli.md
 	$(BIN)/meshwright schema --cluster > docs/reference/cluster-file.md
 
+# build/site, whose links and anchors are checked.
+docs-site: $(VENV)/.installed-site
+	$(BIN)/python -m tests.docs.site
+
 examples: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.examples
 
@@ -218,6 +222,11 @@ $(VENV)/.installed-storage: pyproject.toml constraints.txt
 # lm-eval and its many dependencies are installed for its tests alone.
 $(VENV)/.installed-bench: pyproject.toml constraints.txt
 	$(call install,'.[test-bench]')
+	@touch $(VENV)/.installed $(VENV)/.installed-test $@
+
+# mkdocs-material is installed for the site alone.
+$(VENV)/.installed-site: pyproject.toml constraints.txt
+	$(call install,'.[test,docs-site]')
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 clean:
