@@ -127,7 +127,8 @@ class Sandbox:
             shutil.copyfile(ROOT / "pyproject.toml", folder / "pyproject.toml")
         else:
             shutil.copytree(self.template, folder, dirs_exist_ok=True)
-            (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+            for name in ("benchmarks", "examples"):
+                (folder / name).symlink_to(ROOT / name)
         return folder
 
     def run(self, command: list[str], folder: Path, location: str) -> str:
