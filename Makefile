@@ -7,6 +7,7 @@ AGENTS := .venv-agents
 INTEROP := .venv-interop
 MODELS := .venv-models
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 CONSTRAINTS := constraints.txt
 # Of ten thousand installed files a few thousand are imported: these are compiled then.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
@@ -20,7 +21,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs docs-site examples dashboards features golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
+.PHONY: quickstart test test-all test-oldest test-newest test-package test-crash test-faults test-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs docs-site examples dashboards features golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -46,6 +47,17 @@ test-oldest:
 		sed -e "s/^torch==.*/torch==$$oldest.*/" -e 's/^numpy==.*/numpy==2.3.*/' -e '/^\(triton\|nvidia\|cuda\)/d' constraints.txt > build/constraints-oldest.txt
 	@$(MAKE) --no-print-directory VENV=$(OLDEST) CONSTRAINTS=build/constraints-oldest.txt $(OLDEST)/.installed-test
 	$(OLDEST)/bin/python -m pytest -m 'not slow' $(TOGETHER)
+
+# The quick tests under the newest torch that pyproject.toml allows.
+test-newest:
+	@mkdir -p build
+	@sed -e '/^\(torch\|triton\|nvidia\|cuda\)=/d' constraints.txt > build/constraints-newest.txt
+	@$(MAKE) --no-print-directory VENV=$(NEWEST) CONSTRAINTS=build/constraints-newest.txt $(NEWEST)/.installed-test
+	$(NEWEST)/bin/python -m pytest -m 'not slow' $(TOGETHER)
+
+# A wheel and a source archive, each installed into an environment of its own; torch is downloaded twice.
+test-package: $(VENV)/.installed-test
+	$(PYTEST) -n 0 tests/release/test_package.py
 
 test-crash: $(VENV)/.installed-test
 	$(PYTEST) -m crash tests/checkpoint
@@ -230,4 +242,4 @@ $(VENV)/.installed-site: pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(MODELS) $(OLDEST) build dist .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MODELS) $(OLDEST) $(NEWEST) build dist .ruff_cache

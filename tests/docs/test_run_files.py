@@ -51,7 +51,7 @@ def test_a_file_loads_for_the_devices_of_the_table(file: Path) -> None:
 def runs() -> list[object]:
     """Files of training runs; those that are searched for seconds are slow."""
     files = [file for file in FILES if file.name not in DEPLOYMENTS]
-    slow = {name: pytest.mark.slow for name in LONG_SEARCHES}
+    slow = dict.fromkeys(LONG_SEARCHES, pytest.mark.slow)
     return [pytest.param(file, id=file.name, marks=slow.get(file.name, ())) for file in files]
 
 
