@@ -7,6 +7,7 @@ warning is an error.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -95,9 +96,8 @@ def build() -> int:
     config = {"INHERIT": str(ROOT / "mkdocs.yml"), "docs_dir": str(SOURCE), "site_dir": str(SITE), "nav": navigation()}
     file = SOURCE.parent / "mkdocs.yml"
     file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(file)], check=False
-    ).returncode
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(file)]
+    return subprocess.run(command, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=False).returncode
 
 
 if __name__ == "__main__":
