@@ -8,6 +8,7 @@ INTEROP := .venv-interop
 MODELS := .venv-models
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+SKY := .venv-sky
 CONSTRAINTS := constraints.txt
 # Of ten thousand installed files a few thousand are imported: these are compiled then.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
@@ -19,9 +20,11 @@ PYTEST := $(BIN)/python -m pytest
 # those took longer, for ranks that wait for each other keep a core busy.
 TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
+HOSTS_SOAK_MINUTES ?= 120
+HOSTS_SOAK_FAULTS ?= 200
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-newest test-package test-crash test-faults test-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint docs docs-site examples dashboards features golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
+.PHONY: quickstart test test-all test-oldest test-newest test-package test-crash test-faults test-hosts soak-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint reference docs-site examples golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -72,11 +75,23 @@ test-faults: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/effective_time.py --failures 5 --every 40 --out build/effective-time.json
 
 # As root: agents, coordinator, Gloo and snapshots on hosts with a network of their own, whose links have 400 Mbit/s. Slurm runs too where
-# Debian's packages slurmctld, slurmd, slurm-client and munge are installed.
-test-hosts: $(VENV)/.installed-test
-	$(PYTEST) tests/hosts
+# Debian's packages slurmctld, slurmd, slurm-client and munge are installed; Ray is installed, and SkyPilot beside it.
+test-hosts: $(VENV)/.installed-hosts $(SKY)/.installed
+	SKY_PYTHON=$(SKY)/bin/python $(PYTEST) tests/hosts tests/data/test_ray.py
 	$(BIN)/python benchmarks/faults.py kill-rank lose-host lose-host-partner cut-link partition kill-coordinator lose-coordinator lost-gpu drain-host \
 		--rate 400mbit --out build/hosts.json
+	$(BIN)/python benchmarks/faults.py far-hosts lossy-links --steps 36 --out build/hosts-far.json
+	$(BIN)/python benchmarks/effective_time.py --failures 7 --every 80 --rate 400mbit --least 0.985 --out build/hosts-effective-time.json
+
+# Two hours, as root: a run on emulated hosts with a fault every 36 s.
+soak-hosts: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/hosts_soak.py --minutes $(HOSTS_SOAK_MINUTES) --faults $(HOSTS_SOAK_FAULTS) --out build/hosts-soak.json
+
+# SkyPilot wants another click than typer does: it gets an environment of its own.
+$(SKY)/.installed: tests/hosts/requirements.txt tests/hosts/constraints.txt
+	$(PYTHON) -m venv $(SKY)
+	$(SKY)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $< --constraint $(word 2,$^)
+	@touch $@
 
 test-soak: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/serve_deployment_soak.py --minutes $(SOAK_MINUTES) --out build/deployment-soak.json
@@ -145,15 +160,13 @@ $(INTEROP)/.installed: tests/interop/requirements.txt
 	@touch $@
 
 lint: $(VENV)/.installed-test
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks tools
+	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/pyrefly check
 
-docs: $(VENV)/.installed
-	$(BIN)/meshwright schema --reference > docs/reference/run-file.md
-	$(BIN)/meshwright schema --serve > docs/reference/serve.md
-	$(BIN)/meshwright schema --commands > docs/reference/cli.md
-	$(BIN)/meshwright schema --cluster > docs/reference/cluster-file.md
+# Pages of docs/reference and Grafana files that are made from the code; NAMES chooses some, as in `make reference NAMES="cli serve"`.
+reference: $(VENV)/.installed-test
+	$(BIN)/python -m tools.reference $(NAMES)
 
 # build/site, whose links and anchors are checked.
 docs-site: $(VENV)/.installed-site
@@ -161,14 +174,6 @@ docs-site: $(VENV)/.installed-site
 
 examples: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.examples
-
-# Grafana files of the docs.
-dashboards: $(VENV)/.installed-test
-	$(BIN)/python -m tests.docs.dashboards
-
-features: $(VENV)/.installed-test
-	$(BIN)/python -m tests.docs.features
-	$(BIN)/python -m tests.docs.families
 
 # Facts that a change of the model description must keep: written anew, and compared in full (three minutes).
 golden: $(VENV)/.installed-test
@@ -231,6 +236,11 @@ $(VENV)/.installed-storage: pyproject.toml constraints.txt
 	$(call install,'.[test-storage]')
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
+# Ray is installed for the tests of several hosts alone.
+$(VENV)/.installed-hosts: pyproject.toml constraints.txt
+	$(call install,'.[test-hosts]')
+	@touch $(VENV)/.installed $(VENV)/.installed-test $@
+
 # lm-eval and its many dependencies are installed for its tests alone.
 $(VENV)/.installed-bench: pyproject.toml constraints.txt
 	$(call install,'.[test-bench]')
@@ -242,4 +252,4 @@ $(VENV)/.installed-site: pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(MODELS) $(OLDEST) $(NEWEST) build dist .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MODELS) $(OLDEST) $(NEWEST) $(SKY) build dist .ruff_cache

@@ -35,6 +35,22 @@ def test_slurm_gets_the_run_file_as_it_was_named(run_file: Path) -> None:
     assert not Path("my runs").exists(), "nothing is started"
 
 
+def test_ray_gets_the_run_file_as_it_was_named(run_file: Path) -> None:
+    answer = meshwright("launch", "--to", "ray", run_file, "train.steps=20")
+    assert answer.code == 0, answer.err
+    assert (
+        "    words=['train', 'run.yaml', 'train.steps=20', '--runs', 'runs', '--agent'],\n    hosts=2,\n" in answer.out
+    )
+
+
+def test_skypilot_gets_the_run_in_a_file(run_file: Path) -> None:
+    answer = meshwright("launch", "--to", "skypilot", run_file, *POD, "--out", "run.sky.yaml")
+    assert answer.code == 0, answer.err
+    task = yaml.safe_load(Path("run.sky.yaml").read_text())
+    assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, {"H100": 8})
+    assert task["volumes"] == {"/workspace": "shared"} and "/run.yaml" in task["run"]
+
+
 @pytest.mark.parametrize("target", ["jobset", "trainjob"])
 def test_kubernetes_gets_all_objects_in_a_file(run_file: Path, target: str) -> None:
     answer = meshwright("launch", "--to", target, run_file, *POD, "--out", "job.yaml")
@@ -48,12 +64,23 @@ def test_kubernetes_gets_all_objects_in_a_file(run_file: Path, target: str) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--to", "slrum"], "--to slrum: expected slurm, jobset, trainjob, serving (nearest: slurm)"),
-        ([], "--to : expected slurm, jobset, trainjob"),
+        (["--to", "slrum"], "--to slrum: expected slurm, ray, skypilot, jobset, trainjob, serving (nearest: slurm)"),
+        ([], "--to : expected slurm, ray, skypilot, jobset, trainjob"),
         (["--to", "jobset", "--claim", "shared"], "--to jobset needs --image IMAGE"),
         (["--to", "trainjob", "--image", "x"], "--to trainjob needs --claim NAME"),
         (["--to", "slurm", "--image", "x"], "--to slurm needs no --image"),
         (["--to", "slurm", "--queue", "x"], "--to slurm needs no --queue"),
+        (
+            ["--to", "ray", "--claim", "x"],
+            "--claim x: --to ray needs no --claim; expected --to skypilot or --to jobset",
+        ),
+        (["--to", "jobset", *POD, "--leader-worker-set"], "--leader-worker-set: --to jobset needs no"),
+        (["--to", "skypilot"], "--to skypilot needs --image IMAGE"),
+        (["--to", "skypilot", "--image", "x"], "--to skypilot needs --claim NAME: 2 hosts share"),
+        (
+            ["--to", "skypilot", "--image", "x", "cluster.nodes=1"],
+            "expected --claim NAME, a volume, or checkpoint.mirror",
+        ),
         (["--to", "jobset", *POD, "--topology", "x"], "--topology x needs --queue NAME"),
         (["--to", "slurm", "--out", "gone/job"], "there is no folder gone"),
         (["--to", "slurm", "cluster=auto"], "name them, e.g. cluster.gpu=H100"),

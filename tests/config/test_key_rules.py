@@ -49,6 +49,12 @@ KINDS = ["model.blocks={local: {sliding_window: 64}, global: {sliding_window: 0}
             "none",
         ),
         (
+            ["supervision.report_label=gpu-health"],
+            "supervision.report_label",
+            "KEY=VALUE of a label of Kubernetes",
+            None,
+        ),
+        (
             ["train.batch_ramp=[{until: 3, batch: 4}, {until: 3, batch: 8}]"],
             "train.batch_ramp.1.until",
             "a step after 3, where the stage before ends",

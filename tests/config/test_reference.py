@@ -7,15 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+from tools import run_file
 
 from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.config.reference import reference_markdown
 from meshwright.config.schema import docs_of, sections_of
 from meshwright.spec.fields import hints_of
 from meshwright.spec.run import RunSpec
 
-PAGE = reference_markdown()
+PAGE = run_file.page()
 
 
 def tables() -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.docs.features import with_table
+from tools.features import with_table
 from tests.docs.pages import ROOT
 
 from meshwright.api import load_run, plan

@@ -10,7 +10,7 @@ from itertools import combinations
 
 from tests.distributed.drawn import DrawnCase, draw_case
 from tests.distributed.test_drawn import FLOAT64, LOW, NARROW
-from tests.docs.features import FEATURES, ORDERS
+from tools.features import FEATURES, ORDERS
 
 CANDIDATE_SEEDS = 4000
 

@@ -24,19 +24,18 @@ import typer
 from benchmarks.dense_table import side_of
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, codes, inline_code, links, table, text_of
 from tests.house.test_architecture import LAYERS, TORCH_FREE
+from tools.reference import GENERATED
+from tools.reference import main as generate
 
 from meshwright.cli.main import app_for
-from meshwright.cli.reference import commands_markdown
-from meshwright.config.cluster_reference import cluster_markdown
 from meshwright.config.deployment_file import load_deployment_spec
 from meshwright.config.load import load_plan, load_run
 from meshwright.config.presets import MODEL_PRESETS, run_preset
-from meshwright.config.reference import reference_markdown
 from meshwright.config.schema import all_keys
 from meshwright.data.stdlib import VOCABULARY, stdlib_folder
 from meshwright.events.start import PHASES
+from meshwright.launch.scheduler_job import REQUEUE_CODES, STOP_CODES
 from meshwright.observe.metrics import OPTIONAL_STEP_KEYS, STEP_KEYS
-from meshwright.server.reference import serve_markdown
 from meshwright.spec import errors
 from meshwright.spec.fields import docs_of, from_plain
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
@@ -88,6 +87,10 @@ NOT_RUN = {
     ("docs/getting-started.md", "python3 -m venv --system-site-packages .venv"),
     ("docs/getting-started.md", "meshwright train run.yaml cluster=auto"),
     ("docs/getting-started.md", "meshwright train benchmarks/llama3-8b.yaml"),
+    ("docs/how-to/schedulers.md", "sbatch --wait --time=00:10:00 first.sbatch"),
+    ("docs/how-to/schedulers.md", "export RAY_AUTH_MODE=token"),
+    ("docs/how-to/schedulers.md", "RAY_AUTH_MODE=token python first_ray.py"),
+    ("docs/how-to/schedulers.md", "export MESHWRIGHT_TOKEN=$(openssl rand -hex 32)"),
     (
         "docs/how-to/several-hosts.md",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
@@ -131,7 +134,9 @@ NOT_RUN = {
     ("docs/how-to/preferences.md", "meshwright serve order-scores &"),
     ("docs/how-to/diagnose.md", "meshwright chaos run.yaml plan.shard=2 --scenario slow-rank --steps 40"),
 }
-"""Blocks marked `norun`, by page and first line: they need GPUs, several hosts, the network, or a longer run."""
+"""Blocks marked `norun`, by page and first line: they need GPUs, several hosts, the network, or a longer run.
+
+tests/hosts/test_schedulers_page.py runs those of the page of schedulers."""
 LANGUAGES = {"", "bash", "console", "diff", "python", "text", "yaml"}
 TEXT_FILES, MAX_FILE_BYTES = 24, 32_000
 """Enough text for the vocabulary, and little to evaluate where one file is held out."""
@@ -356,11 +361,15 @@ def test_run_files_and_plans_on_the_pages_load(block: Block, tmp_path: Path) -> 
         load_run(file)
 
 
-def test_the_reference_is_the_generated_one() -> None:
-    assert text_of("docs/reference/run-file.md") == reference_markdown(), "run `make docs`"
-    assert text_of("docs/reference/serve.md") == serve_markdown(), "run `make docs`"
-    assert text_of("docs/reference/cli.md") == commands_markdown(), "run `make docs`"
-    assert text_of("docs/reference/cluster-file.md") == cluster_markdown(), "run `make docs`"
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_generated_file_is_what_the_code_makes(name: str) -> None:
+    file, text = GENERATED[name]
+    assert text_of(file) == text(), f"`make reference` updates {file}"
+
+
+def test_a_name_that_is_no_generated_file_is_refused() -> None:
+    with pytest.raises(errors.BadInput, match=r"^nosuch: no generated page; expected run-file, serve, "):
+        generate(["nosuch"])
 
 
 def test_keys_of_sweeps_are_those_of_the_code() -> None:
@@ -371,6 +380,12 @@ def test_keys_of_sweeps_are_those_of_the_code() -> None:
 def test_exit_codes_are_those_of_the_code() -> None:
     shown = {int(row["code"]) for row in table("docs/reference/exit-codes.md", "code")}
     assert shown == {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+
+
+def test_exit_codes_of_schedulers_are_those_of_the_code() -> None:
+    again, never, *_ = (row["exit code"] for row in table("docs/how-to/schedulers.md", "exit code"))
+    assert tuple(map(int, again.split(", "))) == REQUEUE_CODES
+    assert sorted(map(int, never.split(", "))) == sorted(STOP_CODES)
 
 
 def test_phases_of_a_start_are_those_of_the_code() -> None:
@@ -409,7 +424,7 @@ def test_run_folder_and_metrics_are_those_of_the_page(sandbox: Sandbox) -> None:
     paths = {code.rstrip("/") for row in table("docs/reference/metrics.md", "path") for code in codes(row["path"])}
     existing = {path.name for path in run.iterdir() if not path.name.startswith(".")}
     assert existing <= paths
-    assert paths - existing == {"traces", "timelines", "tensorboard", "incidents", "mirror.json"}
+    assert paths - existing == {"traces", "timelines", "tensorboard", "incidents", "mirror.json", "coordinator"}
     shown = {code for row in table("docs/reference/metrics.md", "key") for code in codes(row["key"])}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(steps[0]) - {"kind"} <= shown

@@ -88,11 +88,17 @@ class Slurm:
             self.close()
             raise
 
-    def run(self, words: Sequence[str], folder: Path | None = None, env: Mapping[str, str] | None = None) -> str:
-        """What a command of Slurm prints on host 0."""
+    def run(
+        self,
+        words: Sequence[str],
+        folder: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        seconds: float = 60.0,
+    ) -> str:
+        """What a command of Slurm prints on host 0, within a time."""
         command = [*self._hosts.prefix(0), *(["env", "-C", str(folder)] if folder else []), *words]
         answer = subprocess.run(
-            command, env=self._environment(env), capture_output=True, text=True, timeout=60, check=False
+            command, env=self._environment(env), capture_output=True, text=True, timeout=seconds, check=False
         )
         assert answer.returncode == 0, f"{words}: {answer.stderr}{answer.stdout}"
         return answer.stdout

@@ -107,6 +107,16 @@ def test_a_preempted_run_is_queued_again_and_continues_from_its_checkpoint(clust
     assert steps == list(range(1, STEPS + 1)), "no step is lost or trained twice"
 
 
+def test_a_cancelled_run_saves_and_is_not_queued_again(cluster: Cluster) -> None:
+    job = cluster.submit(*words(cluster.folder, STEPS))
+    cluster.until(lambda: cluster.last_step() >= 20)
+    cluster.slurm.run(["scancel", str(job)])
+    cluster.until_ended(job)
+    cluster.until(lambda: "ended on request after step" in cluster.log(), 30.0)
+    state = cluster.state(job)
+    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), cluster.log()
+
+
 def test_a_run_with_bad_data_is_not_queued_again(cluster: Cluster) -> None:
     ended = cluster.until_ended(cluster.submit(*words(cluster.folder, 12), "data.mix={'gone': 1}"))
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), cluster.log()

@@ -50,7 +50,6 @@ PLACES = {
     "checkpoint/models/hf.py": ("head_dim heads kv_heads", SHOWN),
     "cli/plan_largest.py": ("ffn_hidden heads", SHOWN),
     "config/recorded_loads.py": ("experts", EXPERTS),
-    "config/reference.py": ("ffn_hidden heads kv_heads", SHOWN),
     "costs/serve_costs.py": ("experts experts_per_token kv_heads kv_rank parallel_block", PRICED),
     "costs/serve_work.py": ("experts experts_per_token", PRICED),
     "parallel/context.py": ("heads kv_heads", HEADS),

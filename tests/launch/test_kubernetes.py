@@ -200,6 +200,22 @@ def test_a_train_job_names_its_runtime_whose_job_is_the_trainer() -> None:
     assert runtime["spec"]["template"]["spec"] == jobset["spec"], "the same JobSet otherwise"
 
 
+def test_pods_get_an_account_only_to_label_nodes() -> None:
+    plain = pod_spec(job_of())
+    assert plain["automountServiceAccountToken"] is False and "serviceAccountName" not in plain
+    job = job_of("supervision.report_label=example.com/health=bad")
+    labelling = pod_spec(job)
+    assert labelling["automountServiceAccountToken"] is True
+    text = jobset_yaml(job, CONTAINER)
+    account = labelling["serviceAccountName"]
+    commands = [line.lstrip("# ").split() for line in text.splitlines() if line.startswith("#   kubectl create")]
+    granted = {words[2]: words[3:] for words in commands}
+    assert granted["serviceaccount"][0] == account
+    assert granted["clusterrole"] == [account, "--verb=patch", "--resource=nodes"]
+    assert f"--clusterrole={account}" in granted["clusterrolebinding"]
+    assert list(mistakes(objects(text)["JobSet"], published_fields()["JobSet"], "JobSet")) == []
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("Llama.3_8B", "llama-3-8b"), ("70b", "run-70b"), ("_._", "run"), ("a" * 90, "a" * 48)],

@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from meshwright.cli.main import app_for
 from meshwright.config.deployment_file import deployment_yaml, load_deployment
-from meshwright.launch.kubernetes import Container
+from meshwright.launch.kubernetes import Container, Queue
 from meshwright.launch.kubernetes_serving import ServingJob, serving_yaml
 from meshwright.server.instances import target_of
 from meshwright.spec.deployment import Deployment, InstanceSpec
@@ -58,6 +58,35 @@ def test_every_field_is_published_and_of_its_type(job: ServingJob) -> None:
     assert {"StatefulSet", "Deployment", "Service"} == set(checked)
     for (kind, name), document in objects(job).items():
         assert list(mistakes(document, published_fields().get(kind, "object"), name)) == []
+
+
+def test_kueue_admits_servers_and_places_their_pods() -> None:
+    queue = Queue("team-a", "topology.example/rack")
+    for grouped, kind in ((False, "StatefulSet"), (True, "LeaderWorkerSet")):
+        job = dataclasses.replace(PAIR_JOB, queue=queue, leader_worker_set=grouped)
+        found = {name: document for (sort, name), document in objects(job).items() if sort == kind}
+        assert set(found) == {"chat-prefill", "chat-decode"}
+        for name, servers in found.items():
+            assert list(mistakes(servers, published_fields()[kind], name)) == []
+            assert servers["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+            spec = servers["spec"]
+            metadata = (spec["leaderWorkerTemplate"]["workerTemplate"] if grouped else spec["template"])["metadata"]
+            assert metadata["annotations"] == {"kueue.x-k8s.io/podset-preferred-topology": "topology.example/rack"}
+            assert "kueue.x-k8s.io/queue-name" not in metadata["labels"], "Kueue adds it to the pods itself"
+
+
+def test_a_leader_worker_set_has_the_pods_of_a_stateful_set_in_groups_of_one() -> None:
+    plain, grouped = objects(PAIR_JOB), objects(dataclasses.replace(PAIR_JOB, leader_worker_set=True))
+    for role, count in (("prefill", 3), ("decode", 2)):
+        spec = grouped["LeaderWorkerSet", f"chat-{role}"]["spec"]
+        assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (count, 1)
+        # The pods are NAME-NUMBER, and their service has the set's name: the decode servers find them as before.
+        assert spec["networkConfig"] == {"subdomainPolicy": "Shared"}
+        template = plain["StatefulSet", f"chat-{role}"]["spec"]["template"]
+        assert spec["leaderWorkerTemplate"]["workerTemplate"] == template
+        assert ("Service", f"chat-{role}") in grouped
+    same = {key for key in plain if key[0] != "StatefulSet"}
+    assert all(grouped[key] == plain[key] for key in same)
 
 
 def test_servers_find_each_other_by_services() -> None:

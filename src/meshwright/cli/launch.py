@@ -1,4 +1,4 @@
-"""`meshwright launch`: the file with which Slurm or Kubernetes starts a run or serves a model; needs no torch."""
+"""`meshwright launch`: the file with which a scheduler starts a run or serves a model; needs no torch."""
 
 from __future__ import annotations
 
@@ -11,31 +11,50 @@ from meshwright.cli.options import Runs, Words, check_runs, check_writable, say,
 from meshwright.spec.errors import BadInput, nearest
 
 if TYPE_CHECKING:
+    from meshwright.launch.kubernetes import Container, Queue
+    from meshwright.launch.scheduler_job import SchedulerJob
     from meshwright.spec.run import RunSpec
 
-TARGETS = ("slurm", "jobset", "trainjob", "serving")
+OPTIONS = {
+    "slurm": (),
+    "ray": (),
+    "skypilot": ("--image", "--claim"),
+    "jobset": ("--image", "--claim", "--queue", "--topology"),
+    "trainjob": ("--image", "--claim", "--queue", "--topology"),
+    "serving": (
+        "--image",
+        "--claim",
+        "--queue",
+        "--topology",
+        "--leader-worker-set",
+        "--model",
+        "--name",
+        "--cache-gib",
+    ),
+}
+"""Targets, and the options of each."""
 
 
 def launch(
     words: Words = None,
     to: Annotated[
-        str, typer.Option("--to", metavar="|".join(TARGETS), help="The scheduler; required.", show_default=False)
+        str, typer.Option("--to", metavar="|".join(OPTIONS), help="The scheduler; required.", show_default=False)
     ] = "",
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="File to write; standard output when left out.")
     ] = None,
     image: Annotated[
-        str | None, typer.Option("--image", metavar="IMAGE", help="Kubernetes: image with meshwright.")
+        str | None, typer.Option("--image", metavar="IMAGE", help="Kubernetes, SkyPilot: image with meshwright.")
     ] = None,
     claim: Annotated[
         str | None,
         typer.Option(
-            "--claim", metavar="NAME", help="Kubernetes: volume claim that all hosts mount, for data and runs."
+            "--claim", metavar="NAME", help="Kubernetes, SkyPilot: volume that all hosts mount, for data and runs."
         ),
     ] = None,
     queue: Annotated[
         str | None,
-        typer.Option("--queue", metavar="NAME", help="jobset, trainjob: queue of Kueue that admits the run."),
+        typer.Option("--queue", metavar="NAME", help="Kubernetes: queue of Kueue that admits the run or the servers."),
     ] = None,
     topology: Annotated[
         str | None,
@@ -45,6 +64,10 @@ def launch(
             help="With --queue: node label within one of whose values all hosts should lie.",
         ),
     ] = None,
+    leader_worker_set: Annotated[
+        bool,
+        typer.Option("--leader-worker-set", help="serving: each server is a group of a LeaderWorkerSet."),
+    ] = False,
     model: Annotated[
         str | None, typer.Option("--model", metavar="FOLDER", help="serving: folder of the model in the pods.")
     ] = None,
@@ -58,7 +81,7 @@ def launch(
     ] = None,
     runs: Runs = Path("runs"),
 ) -> None:
-    """Render the file with which Slurm or Kubernetes starts a run on several hosts. Nothing is submitted.
+    """Render the file with which Slurm, Ray, SkyPilot or Kubernetes starts a run on several hosts. Nothing is submitted.
 
     `--to serving` renders a deployment of `meshwright plan` for Kubernetes: servers by role, two routers, and a cache if asked for.
 
@@ -69,6 +92,10 @@ def launch(
 
         meshwright launch --to slurm run.yaml cluster=dgx-h100-16 --out run.sbatch
 
+        meshwright launch --to ray run.yaml cluster=dgx-h100-16 --out run_ray.py
+
+        meshwright launch --to skypilot run.yaml cluster=dgx-h100-16 --image registry/meshwright:1 --claim shared --out run.sky.yaml
+
         meshwright launch --to jobset run.yaml cluster=dgx-h100-16 --image registry/meshwright:1 --claim shared --out run.yaml
 
         meshwright launch --to serving deployment.yaml --model /workspace/llama --image registry/meshwright:1 --claim shared
@@ -76,32 +103,73 @@ def launch(
     from meshwright.launch.prepare import plan_for, refuse_untrainable, with_vocabulary
     from meshwright.launch.scheduler_job import scheduler_job
 
-    if to not in TARGETS:
-        near = nearest(to, TARGETS)
-        raise BadInput(f"--to {to}: expected {', '.join(TARGETS)}" + (f" (nearest: {near})" if near else ""))
+    if to not in OPTIONS:
+        near = nearest(to, OPTIONS)
+        raise BadInput(f"--to {to}: expected {', '.join(OPTIONS)}" + (f" (nearest: {near})" if near else ""))
     check_writable("--out", out)
-    container = _container(to, image, claim)
-    queued = _queue(to, queue, topology)
+    _check_options(
+        to,
+        {
+            "--image": image,
+            "--claim": claim,
+            "--queue": queue,
+            "--topology": topology,
+            "--leader-worker-set": leader_worker_set or None,
+            "--model": model,
+            "--name": name,
+            "--cache-gib": cache_gib,
+        },
+    )
+    container, queued = _container(to, image, claim), _queue(queue, topology)
     if to == "serving":
-        _write(out, *_serving(words, name or "meshwright", model, container, cache_gib))
+        _write(
+            out,
+            *_serving(
+                words,
+                model,
+                name=name or "meshwright",
+                container=container,
+                cache_gib=cache_gib,
+                queue=queued,
+                leader_worker_set=leader_worker_set,
+            ),
+        )
         return
-    for option, value in (("--model", model), ("--name", name), ("--cache-gib", cache_gib)):
-        if value is not None:
-            raise BadInput(f"{option} {value}: --to {to} needs no {option}; expected --to serving")
     run = _load(words, runs)
     planned = with_vocabulary(run)
     plan, _ = plan_for(planned)
     refuse_untrainable(planned, plan)
     job = scheduler_job(run, plan, words or [], runs)
-    if container is None:
+    _write(out, _rendered(to, job, container, queued), job.summary)
+
+
+def _check_options(to: str, given: dict[str, object]) -> None:
+    """Raise BadInput for an option that the target does not use."""
+    for option, value in given.items():
+        if value is not None and option not in OPTIONS[to]:
+            users = " or ".join(f"--to {target}" for target, options in OPTIONS.items() if option in options)
+            text = option if value is True else f"{option} {value}"
+            raise BadInput(f"{text}: --to {to} needs no {option}; expected {users}")
+
+
+def _rendered(to: str, job: SchedulerJob, container: Container | None, queue: Queue | None) -> str:
+    """The file of a run for a target."""
+    if to == "slurm":
         from meshwright.launch.slurm import slurm_script
 
-        text = slurm_script(job)
-    else:
-        from meshwright.launch.kubernetes import jobset_yaml, trainjob_yaml
+        return slurm_script(job)
+    if to == "ray":
+        from meshwright.launch.ray_script import ray_script
 
-        text = (jobset_yaml if to == "jobset" else trainjob_yaml)(job, container, queued)
-    _write(out, text, job.summary)
+        return ray_script(job)
+    assert container is not None, "the other targets start containers"
+    if to == "skypilot":
+        from meshwright.launch.skypilot import skypilot_yaml
+
+        return skypilot_yaml(job, container)
+    from meshwright.launch.kubernetes import jobset_yaml, trainjob_yaml
+
+    return (jobset_yaml if to == "jobset" else trainjob_yaml)(job, container, queue)
 
 
 def _write(out: Path | None, text: str, summary: str) -> None:
@@ -115,10 +183,8 @@ def _write(out: Path | None, text: str, summary: str) -> None:
         say(summary)
 
 
-def _serving(
-    words: list[str] | None, name: str, model: str | None, container: Any, cache_gib: float | None
-) -> tuple[str, str]:
-    """The rendered deployment and its summary. Raises BadInput without a deployment file or a model."""
+def _serving(words: list[str] | None, model: str | None, **options: Any) -> tuple[str, str]:
+    """The rendered deployment and its summary; `options` are fields of `ServingJob`. Raises BadInput without a deployment or a model."""
     from meshwright.config.deployment_file import read_deployment
     from meshwright.launch.kubernetes_serving import ServingJob, serving_yaml
     from meshwright.spec.deployment import deployment_name
@@ -131,34 +197,28 @@ def _serving(
         raise BadInput("--to serving needs --model FOLDER: the model's folder in the pods")
     deployment = read_deployment(Path(words[0]))
     with deployment.at_keys():
-        text = serving_yaml(ServingJob(deployment.value, name, model, container, cache_gib))
+        text = serving_yaml(ServingJob(deployment.value, model=model, **options))
     return text, deployment_name(deployment.value)
 
 
-def _queue(to: str, name: str | None, topology: str | None) -> Any:
-    """The queue of Kueue, or None without one. Raises BadInput where none is used."""
+def _queue(name: str | None, topology: str | None) -> Queue | None:
+    """The queue of Kueue, or None without one."""
     from meshwright.launch.kubernetes import Queue
 
-    for option, value in (("--queue", name), ("--topology", topology)):
-        if value is not None and to not in ("jobset", "trainjob"):
-            raise BadInput(f"{option} {value}: --to {to} needs no {option}; expected --to jobset or --to trainjob")
     if topology is not None and name is None:
         raise BadInput(f"--topology {topology} needs --queue NAME: Kueue places the pods")
     return None if name is None else Queue(name, topology)
 
 
-def _container(to: str, image: str | None, claim: str | None) -> Any:
-    """Image and storage for Kubernetes, or None for Slurm. Raises BadInput if one is missing or not needed."""
-    if to == "slurm":
-        for option, value in (("--image", image), ("--claim", claim)):
-            if value is not None:
-                raise BadInput(f"{option} {value}: --to slurm needs no {option}; expected --to jobset or --to trainjob")
-        return None
+def _container(to: str, image: str | None, claim: str | None) -> Container | None:
+    """Image and storage; None for targets without containers. Raises BadInput if one is missing."""
     from meshwright.launch.kubernetes import Container
 
+    if "--image" not in OPTIONS[to]:
+        return None
     if image is None:
         raise BadInput(f"--to {to} needs --image IMAGE: a container image with meshwright")
-    if claim is None:
+    if claim is None and to != "skypilot":
         raise BadInput(f"--to {to} needs --claim NAME: a PersistentVolumeClaim that all hosts can mount and write")
     return Container(image, claim)
 

@@ -16,7 +16,7 @@ from meshwright.config.preference_rules import preference
 from meshwright.config.rl_rules import rl
 from meshwright.config.run_values import RunValues, Values
 from meshwright.config.sample_rules import samples
-from meshwright.config.yaml_positions import Document, KeyPath, format_value
+from meshwright.config.yaml_positions import KeyPath, YamlDocument, format_value
 from meshwright.spec.block_pattern import pattern_mistakes
 from meshwright.spec.chips import CHIPS, chip_from_device_name
 from meshwright.spec.divisors import divisors, nearest_divisor
@@ -29,6 +29,8 @@ from meshwright.spec.layout import (
 )
 from meshwright.spec.listen_address import EXPECTED, listen_address
 from meshwright.spec.model import BESIDE_LATENTS, MOST_PARAMETERS, ModelSpec, layer_mistakes, parameter_count
+from meshwright.spec.node_label import EXPECTED as LABEL_EXPECTED
+from meshwright.spec.node_label import node_label
 from meshwright.spec.plan import (
     DATA_AXES,
     ScheduleName,
@@ -59,7 +61,7 @@ _WIDTHS = (
 )
 
 
-def cross_checks(document: Document, unusable: set[KeyPath], plan_file: Values | None = None) -> list[Mistake]:
+def cross_checks(document: YamlDocument, unusable: set[KeyPath], plan_file: Values | None = None) -> list[Mistake]:
     """The mistakes of a run file, and of the plan file that it names, against every rule.
 
     `unusable` are the paths of invalid values, which no rule reads.
@@ -81,6 +83,7 @@ def cross_checks(document: Document, unusable: set[KeyPath], plan_file: Values |
         _rl,
         preference,
         _prometheus,
+        _report_label,
         _chip,
         _emulated,
         _batch_ramp,
@@ -234,6 +237,12 @@ def _partner(run: RunValues) -> Iterator[Mistake]:
 def _data(run: RunValues) -> Iterator[Mistake]:
     if run("data.mix") == {}:
         yield run.mistake("data.mix", "at least one data directory", "stdlib")
+    sources = {*(run("data.mix") or ()), run("data.validation")}
+    for name in run("data.streams") or ():
+        if name not in sources:
+            near = nearest(name, [source for source in sources if source])
+            expected = "a source that data.mix names, with its weight, or data.validation"
+            yield run.mistake_at(("data", "streams", name), expected, near, name)
     lanes, batch = run("data.lanes"), run("train.global_batch")
     if lanes and batch and lanes % batch:
         near = str(-(-lanes // batch) * batch)
@@ -250,6 +259,15 @@ def _deterministic(run: RunValues) -> Iterator[Mistake]:
 
 def _rl(run: RunValues) -> Iterator[Mistake]:
     yield from rl(run, _model_values(run))
+
+
+def _report_label(run: RunValues) -> Iterator[Mistake]:
+    label = run("supervision.report_label")
+    if label is not None:
+        try:
+            node_label(label)
+        except ValueError:
+            yield run.mistake("supervision.report_label", LABEL_EXPECTED)
 
 
 def _prometheus(run: RunValues) -> Iterator[Mistake]:

@@ -11,6 +11,11 @@ from meshwright.spec.errors import EXIT_INTERNAL
 
 PARENT = "MESHWRIGHT_PARENT"
 """Environment variable with the process id of the parent."""
+COMMAND_LINE = (
+    "from meshwright.events.parent import end_with_parent; end_with_parent(); "
+    "from meshwright.cli.main import main; main()"
+)
+"""Python code of the command line, in a process that the kernel ends with its parent."""
 
 
 def end_with_parent() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import threading
 import time
@@ -29,7 +28,7 @@ from meshwright.policies.coordinator_lease import (
     acts,
 )
 from meshwright.spec.errors import BadInput
-from meshwright.spec.rank_environment import HOST_VARIABLE
+from meshwright.spec.rank_environment import machine_name
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks at the lease."""
@@ -48,7 +47,7 @@ def lease_clock() -> float:
 
 def own_machine() -> str:
     """The name of this machine, as the names of its agents begin."""
-    return (os.environ.get(HOST_VARIABLE) or socket.gethostname()).replace("/", "-")[:200]
+    return machine_name().replace("/", "-")[:200]
 
 
 class LeaseTaken(BadInput):

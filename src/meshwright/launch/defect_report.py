@@ -1,4 +1,4 @@
-"""Tells the site that a host was excluded from a run (`supervision.report_command`)."""
+"""Tells the site that a host was excluded from a run: by a command, and by a label of its Kubernetes node."""
 
 from __future__ import annotations
 
@@ -7,54 +7,79 @@ import shlex
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 
 from meshwright.events.terminal import write_line
+from meshwright.launch.node_label import label_node
+from meshwright.spec.node_label import node_label
 from meshwright.spec.run import RunSpec
 from meshwright.spec.secrets import without_own_keys
 
 COMMAND_SECONDS = 60.0
 """Longest time that the command may take."""
 
+Record = dict[str, object]
+
 
 class DefectReporter:
-    """Starts the command of a run for hosts that are excluded. Supervision never waits for it."""
+    """Reports hosts that are excluded from a run (`supervision.report_command`, `report_label`). Supervision never waits for it."""
 
     def __init__(self, run: RunSpec) -> None:
-        self._run, self._command = run.name, run.supervision.report_command
+        self._run, self._command, self._label = run.name, run.supervision.report_command, run.supervision.report_label
         self._threads: list[threading.Thread] = []
 
     def __call__(self, host: str, cause: str) -> None:
-        """Report a host. Agents are named HOST/PID; the command gets HOST."""
-        if self._command is None:
-            return
-        record = {"run": self._run, "host": host.partition("/")[0], "cause": cause, "time": time.time()}
-        thread = threading.Thread(target=self._start, args=(self._command, json.dumps(record)), daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        """Report a host. Agents are named HOST/PID; the command gets HOST, which is the name of the node in Kubernetes."""
+        record: Record = {"run": self._run, "host": host.partition("/")[0], "cause": cause, "time": time.time()}
+        if self._command is not None:
+            self._start("report_command", _run_command, self._command, record)
+        if self._label is not None:
+            self._start("report_label", _set_label, self._label, record)
 
     def close(self) -> None:
-        """Wait for commands that still run."""
+        """Wait for reports that are still on their way."""
         for thread in self._threads:
             thread.join(COMMAND_SECONDS)
 
-    def _start(self, command: str, record: str) -> None:
-        try:
-            ended = subprocess.run(
-                shlex.split(command),
-                input=record,
-                text=True,
-                errors="replace",
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                timeout=COMMAND_SECONDS,
-                check=False,
-                env=without_own_keys(),
-            )
-            lines = ended.stderr.strip().splitlines()[-1:]
-            failure = f"ended with code {ended.returncode}: {''.join(lines)[:300]}" if ended.returncode else ""
-        except subprocess.TimeoutExpired:
-            failure = f"took more than {COMMAND_SECONDS:g} s"
-        except (OSError, ValueError) as error:
-            failure = str(error)
-        if failure:
-            write_line(f"meshwright: supervision.report_command: {failure}")
+    def _start(self, key: str, report: Callable[[str, Record], str], value: str, record: Record) -> None:
+        """Report in a thread; its failure is one line."""
+
+        def run() -> None:
+            if failure := report(value, record):
+                write_line(f"meshwright: supervision.{key}: {failure}")
+
+        thread = threading.Thread(target=run, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+
+def _run_command(command: str, record: Record) -> str:
+    """Start a command with the record on its standard input; returns what went wrong, empty if nothing did."""
+    try:
+        ended = subprocess.run(
+            shlex.split(command),
+            input=json.dumps(record),
+            text=True,
+            errors="replace",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=COMMAND_SECONDS,
+            check=False,
+            env=without_own_keys(),
+        )
+    except subprocess.TimeoutExpired:
+        return f"took more than {COMMAND_SECONDS:g} s"
+    except (OSError, ValueError) as error:
+        return str(error)
+    lines = ended.stderr.strip().splitlines()[-1:]
+    return f"ended with code {ended.returncode}: {''.join(lines)[:300]}" if ended.returncode else ""
+
+
+def _set_label(label: str, record: Record) -> str:
+    """Label the node of the host; returns what went wrong, empty if nothing did."""
+    node = str(record["host"])
+    try:
+        label_node(node_label(label), node, {key: value for key, value in record.items() if key != "host"})
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""

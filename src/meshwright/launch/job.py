@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -24,11 +23,11 @@ from meshwright.launch.metrics_endpoint import MetricsEndpoint, metrics_endpoint
 from meshwright.launch.orphans import end_orphans
 from meshwright.launch.progress_file import ProgressFile
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_REPEATED, BadInput, Interrupted
-from meshwright.spec.rank_environment import PROGRAM_STOP
+from meshwright.spec.rank_environment import PROGRAM_STOP, machine_name
 from meshwright.spec.run import RunSpec
 
 if TYPE_CHECKING:
-    from meshwright.launch.prepare import Note, Prepared
+    from meshwright.launch.prepare import Note, PreparedRun
 
 HOST = "this host"
 
@@ -41,7 +40,7 @@ def run_job(
     timeline: tuple[int, int] | None = None,
     replay: Path | None = None,
     note: Note = lambda text: None,
-    announce: Callable[[Prepared], None] = lambda prepared: None,
+    announce: Callable[[PreparedRun], None] = lambda prepared: None,
     listener: Listener | None = None,
 ) -> int:
     """Start the run's local ranks, prepare the run while they import, and train; returns the job's exit code.
@@ -91,7 +90,7 @@ def run_job(
     return code
 
 
-def _supervise(agent: Agent, prepared: Prepared, endpoint: MetricsEndpoint) -> int:
+def _supervise(agent: Agent, prepared: PreparedRun, endpoint: MetricsEndpoint) -> int:
     """Run the attempts of a prepared run until one is done or no further one follows; returns the exit code."""
     from meshwright.launch.attempts import hang_seconds, opening_state, rules_of, write_attempt
 
@@ -118,7 +117,7 @@ def _supervise(agent: Agent, prepared: Prepared, endpoint: MetricsEndpoint) -> i
     agent.close_attempt()
     with closing(DefectReporter(run)) as report_defect:
         for exclusion in coordinator.state.excluded:
-            report_defect(socket.gethostname(), f"{exclusion.verdict}: {exclusion.cause}")
+            report_defect(machine_name(), f"{exclusion.verdict}: {exclusion.cause}")
     for line in coordinator.outcome(folder / "logs"):
         write_line(line if line.startswith("  ") else f"meshwright: {line}")
     return coordinator.code

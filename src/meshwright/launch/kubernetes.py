@@ -17,6 +17,7 @@ from meshwright.launch.scheduler_job import (
 )
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job_token import TOKEN_VARIABLE
+from meshwright.spec.node_label import LABEL_KEY
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 
 PORT = 29400
@@ -28,12 +29,13 @@ LONGEST_NAME = 63
 """Characters of an object's name as part of a DNS name."""
 LARGEST_CONFIG_MAP = 1 << 20
 """Most bytes of a ConfigMap (limit of Kubernetes)."""
+LABEL_ACCOUNT = "meshwright-labels"
+"""Service account of pods that label the nodes of excluded hosts, and the role that it needs."""
 REPLICATED_JOB = "node"
 """Name of the replicated job and of its container; Kubeflow's trainer expects it."""
 
 LONGEST_DNS_NAME = 253
 _DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
-_LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _IMAGE = re.compile(r"[][A-Za-z0-9._/:@+-]+")
 
 Object = dict[str, Any]
@@ -41,16 +43,18 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Container:
-    """Image and storage of the pods."""
+    """Image and storage of the pods, or of SkyPilot's machines."""
 
     image: str
-    claim: str
-    """PersistentVolumeClaim that all pods mount; data and run folders lie on it."""
+    claim: str | None
+    """PersistentVolumeClaim, or SkyPilot's volume, that all mount; data and run folders lie on it. Pods need one."""
 
     def __post_init__(self) -> None:
         """Raises BadInput for values that Kubernetes would refuse."""
         if not _IMAGE.fullmatch(self.image):
             raise BadInput(f"--image {self.image!r}: expected an image such as registry.example/meshwright:1")
+        if self.claim is None:
+            return
         if len(self.claim) > LONGEST_DNS_NAME or not _DNS_NAME.fullmatch(self.claim):
             raise BadInput(
                 f"--claim {self.claim!r}: expected lower-case letters, digits, '-' and '.', as in shared-data"
@@ -69,7 +73,7 @@ class Queue:
         """Raises BadInput for values that Kubernetes would refuse."""
         if len(self.name) > LONGEST_NAME or not _DNS_NAME.fullmatch(self.name) or "." in self.name:
             raise BadInput(f"--queue {self.name!r}: expected lower-case letters, digits and '-', as in team-queue")
-        if self.topology is not None and not _LABEL.fullmatch(self.topology):
+        if self.topology is not None and not LABEL_KEY.fullmatch(self.topology):
             raise BadInput(f"--topology {self.topology!r}: expected a label of nodes such as topology.example/rack")
 
     @property
@@ -205,7 +209,7 @@ def _pod_spec(job: SchedulerJob, container: Container, name: str) -> Object:
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.stop_seconds,
-        "automountServiceAccountToken": False,
+        **_account(job),
         "enableServiceLinks": False,
         "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [one_pod_per_host]}},
         "containers": [_container(job, container, name)],
@@ -216,6 +220,13 @@ def _pod_spec(job: SchedulerJob, container: Container, name: str) -> Object:
             {"name": "storage", "persistentVolumeClaim": {"claimName": container.claim}},
         ],
     }
+
+
+def _account(job: SchedulerJob) -> Object:
+    """The service account of the pods: one that may label nodes, or none."""
+    if job.run.supervision.report_label is None:
+        return {"automountServiceAccountToken": False}
+    return {"serviceAccountName": LABEL_ACCOUNT, "automountServiceAccountToken": True}
 
 
 def _container(job: SchedulerJob, container: Container, name: str) -> Object:
@@ -261,19 +272,19 @@ def _config_map(job: SchedulerJob, name: str) -> str:
             "ConfigMap; leave out cluster.profile"
         )
     head = dump_yaml({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-run"}})
-    return "".join([head, "data:\n", *(_block(file, text) for file, text in files.items())])
+    return "".join([head, "data:\n", *(block(file, text, depth=1) for file, text in files.items())])
 
 
-def _block(file: str, text: str) -> str:
-    """A file of a ConfigMap as a literal block; in quotes where YAML would read a block as other text."""
-    body = text.removesuffix("\n")
+def block(key: str, text: str, depth: int) -> str:
+    """An entry of a mapping as a literal block, two spaces for each level; in quotes where YAML would read other text."""
+    body, margin = text.removesuffix("\n"), " " * 2 * depth
     if (
         body
         and all(line.isprintable() and (line.strip() or not line) for line in body.split("\n"))
         and body[-1] != "\n"
     ):
-        return f"  {file}: |2{'-' if body == text else ''}\n{indent(body, ' ' * 4)}\n"
-    return indent(dump_yaml({file: text}), "  ")
+        return f"{margin}{key}: |2{'-' if body == text else ''}\n{indent(body, margin + '  ')}\n"
+    return indent(dump_yaml({key: text}), margin)
 
 
 def _network_policy(name: str) -> Object:
@@ -296,6 +307,20 @@ def _documents(job: SchedulerJob, name: str, objects: list[Object]) -> str:
         comment(job.summary),
         "# Before the first start, a token that the pods share:",
         f'#   kubectl create secret generic {name}-token --from-literal=token="$(openssl rand -hex 32)"',
+        *_account_commands(job),
         "# Then: kubectl apply -f FILE",
     ]
     return "\n".join([*header, "---\n".join(["", _config_map(job, name), *map(dump_yaml, objects)])])
+
+
+def _account_commands(job: SchedulerJob) -> list[str]:
+    """How an administrator lets the pods label nodes."""
+    if job.run.supervision.report_label is None:
+        return []
+    return [
+        "# For supervision.report_label an administrator lets pods of a namespace label nodes:",
+        f"#   kubectl create serviceaccount {LABEL_ACCOUNT} --namespace NAMESPACE",
+        f"#   kubectl create clusterrole {LABEL_ACCOUNT} --verb=patch --resource=nodes",
+        f"#   kubectl create clusterrolebinding {LABEL_ACCOUNT}-NAMESPACE --clusterrole={LABEL_ACCOUNT} "
+        f"--serviceaccount=NAMESPACE:{LABEL_ACCOUNT}",
+    ]

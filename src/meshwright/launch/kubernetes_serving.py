@@ -1,7 +1,7 @@
 """Kubernetes objects of a serving deployment: servers by role, router and cache, found by headless services.
 
-Servers of a role are a StatefulSet, whose pods have names that stay: decode servers know the prefill servers by them. The router knows
-each role by the name of its headless service, and looks its addresses up again and again.
+Servers of a role are a StatefulSet, or a LeaderWorkerSet with groups of one. The names of their pods stay: decode servers know the prefill
+servers by them. The router knows each role by the name of its headless service, and looks its addresses up again and again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.config.deployment_file import deployment_yaml, server_settings
 from meshwright.config.yaml_positions import dump_yaml
-from meshwright.launch.kubernetes import STORAGE_FOLDER, Container, Object, command_words
+from meshwright.launch.kubernetes import STORAGE_FOLDER, Container, Object, Queue, command_words
 from meshwright.launch.scheduler_job import KEPT_FILES, check_text, comment
 from meshwright.spec.deployment import Deployment, Role, deployment_name
 from meshwright.spec.errors import BadInput
@@ -43,6 +43,10 @@ class ServingJob:
     container: Container
     cache_gib: float | None = None
     """Host memory of a cache of blocks for all servers; None: there is none."""
+    queue: Queue | None = None
+    """Queue of Kueue that admits the servers."""
+    leader_worker_set: bool = False
+    """Whether servers are a LeaderWorkerSet: Kueue admits each server by itself, and a StatefulSet as a whole."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", self.name):
@@ -116,17 +120,39 @@ def _servers(job: ServingJob, role: Role) -> Object:
         {"name": "plan", "configMap": {"name": f"{job.name}-plan"}},
         {"name": "storage", "persistentVolumeClaim": {"claimName": job.container.claim}},
     ]
-    labels = _labels(job, role)
+    labels, annotations = _labels(job, role), job.queue.pod_annotations if job.queue is not None else {}
+    template: Object = {"metadata": {"labels": labels}, "spec": _pod(container, volumes)}
+    if annotations:
+        template["metadata"]["annotations"] = annotations
+    admission = job.queue.labels if job.queue is not None else {}
+    metadata = {"name": job.service(role), "labels": labels | admission}
+    if job.leader_worker_set:
+        return _leader_worker_set(metadata, job.roles[role], template)
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": {"name": job.service(role), "labels": labels},
+        "metadata": metadata,
         "spec": {
             "serviceName": job.service(role),
             "replicas": job.roles[role],
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": _pod(container, volumes)},
+            "template": template,
+        },
+    }
+
+
+def _leader_worker_set(metadata: Object, servers: int, template: Object) -> Object:
+    """Groups of one pod, since a server has one host. A pod's address is NAME-NUMBER.NAME, as that of a StatefulSet's."""
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": metadata,
+        "spec": {
+            "replicas": servers,
+            "startupPolicy": "LeaderCreated",
+            "networkConfig": {"subdomainPolicy": "Shared"},
+            "leaderWorkerTemplate": {"size": 1, "restartPolicy": "None", "workerTemplate": template},
         },
     }
 

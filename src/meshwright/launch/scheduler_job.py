@@ -1,4 +1,4 @@
-"""A run as a job of Slurm or Kubernetes: hosts, processes, seconds to stop, and the reaction to each exit code."""
+"""A run as a job of a scheduler: hosts, processes, seconds to stop, and the reaction to each exit code."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ STOP_CODES = (EXIT_BAD_INPUT, EXIT_NO_RESOURCES, EXIT_DAMAGED, EXIT_NUMERICAL, E
 """Exit codes after which another start fails in the same way, or a person ended the run: the scheduler starts nothing."""
 REQUEUE_CODES = (EXIT_PREEMPTED,)
 """Exit codes after which the scheduler starts the job again, without counting. It counts the starts after all others."""
+AGENT_STARTS = 4
+"""Starts of an agent that signals end, within one start of the job."""
 STOP_MARGIN_SECONDS = 15
 """Seconds for the processes to end after the last checkpoint and the other ranks."""
 UNKNOWN_STEP_SECONDS = 60.0
@@ -88,18 +90,18 @@ class SchedulerJob:
             f"{cluster.gpu}; plan {plan_name(self.plan)}"
         )
 
-    def files(self) -> dict[str, str]:
+    def files(self, folder: str = KEPT_FILES) -> dict[str, str]:
         """The run file with all values, and the plan and profile that it names, by file name.
 
-        Their paths in the run file are those in a container. Raises BadInput for a file that cannot be read.
+        Their paths in the run file are those in `folder`. Raises BadInput for a file that cannot be read.
         """
         run, contents = self.run, {}
         if isinstance(run.plan, str) and run.plan != "auto":
             contents["plan.yaml"] = _text(run.plan, "plan")
-            run = replace(run, plan=f"{KEPT_FILES}/plan.yaml")
+            run = replace(run, plan=f"{folder}/plan.yaml")
         if run.cluster.profile is not None:
             contents["profile.yaml"] = _text(run.cluster.profile, "cluster.profile")
-            run = replace(run, cluster=replace(run.cluster, profile=f"{KEPT_FILES}/profile.yaml"))
+            run = replace(run, cluster=replace(run.cluster, profile=f"{folder}/profile.yaml"))
         return {"run.yaml": resolved_yaml(run), **contents}
 
 

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 
 from meshwright.launch.scheduler_job import (
+    AGENT_STARTS,
     LONGEST_NOTICE,
     REQUEUE_CODES,
     STOP_CODES,
@@ -18,8 +19,6 @@ from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
 LEAST_NOTICE = 120
 """Seconds before the time limit at which the run is asked to stop, at least."""
-AGENT_STARTS = 4
-"""Starts of an agent that signals end, within one start of the job."""
 
 
 def slurm_script(job: SchedulerJob) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshwright.config.deployment_file import deployment_yaml
 from meshwright.durable.writes import write_durable
-from meshwright.events.parent import PARENT
+from meshwright.events.parent import COMMAND_LINE, PARENT
 from meshwright.spec.deployment import Deployment, Role
 from meshwright.spec.errors import CommunicationFailure, MeshwrightError
 from meshwright.spec.host_limits import usable_cores
@@ -27,11 +27,6 @@ END_SECONDS = 30.0
 """Longest time that a server may take to end."""
 ROUTER_WORDS = ("--port", "0", "--silent-seconds", "600", "--requests", "65536")
 """Options of the router: a load test waits for slow servers, and refuses nothing."""
-_CHILD = (
-    "from meshwright.events.parent import end_with_parent; end_with_parent(); "
-    "from meshwright.cli.main import main; main()"
-)
-"""The command line in a process that is killed with this one, which cannot stop it then."""
 LAST_LINES = 20
 """Lines of a failed server's output in the error."""
 
@@ -141,7 +136,7 @@ class _Process:
     def __init__(self, name: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
         self._name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, *words],
+            [sys.executable, "-c", COMMAND_LINE, *words],
             env={**environment, PARENT: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

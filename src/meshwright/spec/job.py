@@ -308,6 +308,9 @@ class SupervisionSpec:
     report_command: str | None = None
     """Command that is started on a host which is excluded, once, with a JSON object on its standard input: run, host, cause,
     time. It can ask the site to repair the host."""
+    report_label: str | None = None
+    """Label that the Kubernetes node of an excluded host gets, as KEY=VALUE; the pod's service account needs the right. For
+    example `sagemaker.amazonaws.com/node-health-status=UnschedulablePendingReplacement`."""
     check_state_every: NotNegative = 0
     """Steps between checks of weights and moments for silent corruption, also before each checkpoint; 0 checks never.
     Corrupt state ends in a rollback to the newest checkpoint, and the rank that had it is named."""

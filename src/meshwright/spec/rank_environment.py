@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,11 @@ HIGHEST_PORT = 2**16 - 1
 _REMEDY = (
     "start the ranks with torchrun or srun, which set it, or unset RANK (under Slurm, SLURM_PROCID) to start them here"
 )
+
+
+def machine_name(env: Mapping[str, str] = os.environ) -> str:
+    """The name of this machine."""
+    return env.get(HOST_VARIABLE) or socket.gethostname()
 
 
 def started_by_launcher(env: Mapping[str, str] = os.environ) -> bool:

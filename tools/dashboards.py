@@ -1,4 +1,4 @@
-"""Grafana dashboards of the docs: `python -m tests.docs.dashboards` writes them from these tables of panels."""
+"""Grafana dashboards of the docs from tables of panels."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from tests.docs.pages import ROOT
-
-FOLDER = ROOT / "docs" / "grafana"
 WIDTH, HEIGHT, COLUMNS = 8, 7, 3
 """Size of a panel on Grafana's grid of 24 columns, and panels in a row."""
 
@@ -149,12 +146,6 @@ def _panel(number: int, panel: Panel, source: dict[str, str]) -> dict[str, Any]:
     return {**graph, "gridPos": place, "fieldConfig": {"defaults": defaults, "overrides": []}, "targets": targets}
 
 
-def text_of_dashboard(name: str) -> str:
+def text(name: str) -> str:
     """The text of a dashboard's file."""
     return json.dumps(dashboard(*DASHBOARDS[name]), indent=1) + "\n"
-
-
-if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    for name in DASHBOARDS:
-        (FOLDER / name).write_text(text_of_dashboard(name), encoding="utf-8")

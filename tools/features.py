@@ -1,7 +1,7 @@
 """Pairs of features that the equality tests combine, and pairs that are refused before a run starts.
 
 A `Feature` recognises itself in a plan and adds itself to a plan. A new feature is an entry in `FEATURES` (or `ORDERS`), and its equality
-tests an entry in `compared`. `python -m tests.docs.features` writes the table of the page.
+tests an entry in `compared`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.distributed import (
     test_zero,
 )
 from tests.distributed.drawn import draw_case
-from tests.docs.pages import ROOT, text_of
+from tests.docs.pages import text_of
 
 from meshwright.planner.candidate import untrainable
 from meshwright.spec.layout import stage_table
@@ -314,18 +314,9 @@ def lines() -> list[str]:
     return [f"| {' | '.join(entry)} |" for entry in [head, ["---"] * len(head), *cells]]
 
 
-def rewritten(text: str) -> str:
-    """Returns the page's text with a new table."""
-    return with_table(text, "| feature | refused", lines())
-
-
-def with_table(text: str, begin: str, table: list[str]) -> str:
-    """Returns a page's text with other lines in place of the table that begins so."""
-    old = text.splitlines()
-    start = next(index for index, line in enumerate(old) if line.startswith(begin))
-    end = next((index for index in range(start, len(old)) if not old[index].startswith("|")), len(old))
-    return "\n".join([*old[:start], *table, *old[end:], ""])
-
-
-if __name__ == "__main__":
-    (ROOT / PAGE).write_text(rewritten(text_of(PAGE)), encoding="utf-8")
+def page() -> str:
+    """The text of the page, with new lines in place of its first table."""
+    old = text_of(PAGE).splitlines()
+    start = next(index for index, line in enumerate(old) if line.startswith("| feature | refused"))
+    end = next(index for index in range(start, len(old)) if not old[index].startswith("|"))
+    return "\n".join([*old[:start], *lines(), *old[end:], ""])

@@ -8,7 +8,7 @@ from meshwright.spec.chips import CHIPS, Chip, GiB
 _INTRODUCTION = """\
 # Cluster file
 
-How do I describe a cluster to the planner and to a run? `make docs` writes this page.
+How do I describe a cluster to the planner and to a run? `make reference` writes this page.
 
 | value of `cluster` | meaning |
 |---|---|
@@ -65,7 +65,7 @@ Bandwidths are those of one chip in one direction, in GB/s: of its memory, to it
 """
 
 
-def cluster_markdown() -> str:
+def page() -> str:
     """The whole page."""
     examples = "".join(f"| `{name}` | {_description(name)} |\n" for name in cluster_names())
     return _INTRODUCTION + examples + _CHIPS + "".join(map(_chip_line, CHIPS.values()))

@@ -1,7 +1,7 @@
 """The page of families: what each can do, from the tests that show it and from the rules that refuse it.
 
 A cell that says yes has a test of the family (`tested`); one that says no has the sentence with which the rule of the feature refuses all
-of the family's models (`spec.support`). `python -m tests.docs.families` writes the page.
+of the family's models (`spec.support`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from tests.distributed import (
     test_tensor,
 )
 from tests.distributed.drawn import draw_case
-from tests.docs.features import parametrized
-from tests.docs.pages import ROOT
 from tests.families import test_families, test_family_features
 from tests.families.specimens import SPECIMENS, of_whole_tiles, released
 from tests.interop.check import NEWER, VERSION
 from tests.serve import test_transformers
+from tools.features import parametrized
 
 from meshwright.families.registry import FAMILIES
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import AxisName, Plan
 from meshwright.spec.support import EXPERT, serving_support, training_support
 
-PAGE = "docs/reference/families.md"
 COLUMNS = {
     "import": "read",
     "export": "written",
@@ -201,7 +199,7 @@ CPU path: single decodes in few operators; the others take the general path.
 | --- | --- |
 {tests}
 
-`make features` writes this page.
+`make reference` writes this page.
 """
 
 
@@ -222,7 +220,3 @@ def page() -> str:
         newer=" and ".join(f"`{family}`" for family in sorted(NEWER)),
         tests="\n".join(f"| {head} | {', '.join(f'`{test}`' for test in names)} |" for head, names in shown.items()),
     )
-
-
-if __name__ == "__main__":
-    (ROOT / PAGE).write_text(page(), encoding="utf-8")

@@ -22,7 +22,7 @@ COLUMNS = 118
 _INTRODUCTION = """\
 # Run file reference
 
-`meshwright schema --reference` writes this page from the classes in `src/meshwright/spec`; do not edit it.
+`make reference` writes this page from the classes in `src/meshwright/spec`; do not edit it.
 
 A run file is YAML. Only `model` (a preset or its dimensions), `train.steps` or `train.epochs`, and `train.global_batch`
 are required.
@@ -92,7 +92,7 @@ _DERIVED = {
 _EXTENDS = ["extends", "text", _DERIVED["extends"], "Preset or run file whose keys this file builds on."]
 
 
-def reference_markdown() -> str:
+def page() -> str:
     """The whole page as Markdown."""
     parts = [
         _INTRODUCTION,
