@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.features import with_table
 from tests.docs.pages import ROOT
 
 from meshwright.api import load_run, plan
@@ -110,12 +109,15 @@ def line(file: Path) -> str:
 HEAD = ("file", "what it does", "devices", "layout", "a step", "tokens/s a GPU", "GB on the fullest rank")
 
 
-def lines() -> list[str]:
-    """The table."""
+def with_table(text: str) -> str:
+    """Returns the page's text with a new table in place of its only one."""
     with in_a_copy():
-        return [f"| {' | '.join(HEAD)} |", "|---|---|---|---|---:|---:|---:|", *map(line, FILES)]
+        table = [f"| {' | '.join(HEAD)} |", "|---|---|---|---|---:|---:|---:|", *map(line, FILES)]
+    before, _, rest = text.partition("\n| ")
+    after = rest[rest.index("\n\n") :]
+    return before + "\n" + "\n".join(table) + after
 
 
 if __name__ == "__main__":
     page = ROOT / PAGE
-    page.write_text(with_table(page.read_text(encoding="utf-8"), "| file |", lines()), encoding="utf-8")
+    page.write_text(with_table(page.read_text(encoding="utf-8")), encoding="utf-8")

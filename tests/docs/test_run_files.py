@@ -78,10 +78,10 @@ def test_a_deployment_is_planned(name: str) -> None:
     assert Path(f"{name}.plan").exists()
 
 
-@pytest.mark.parametrize("to", ["slurm", "jobset", "trainjob"])
+@pytest.mark.parametrize("to", ["slurm", "ray", "skypilot", "jobset", "trainjob"])
 def test_several_hosts_are_rendered(to: str) -> None:
-    kubernetes = ["--image", "IMAGE", "--claim", "shared-data"] if to != "slurm" else []
-    meshwright("launch", "--to", to, "several-hosts.yaml", *kubernetes, "--out", f"{to}.out")
+    image = ["--image", "IMAGE", "--claim", "shared-data"] if to not in ("slurm", "ray") else []
+    meshwright("launch", "--to", to, "several-hosts.yaml", *image, "--out", f"{to}.out")
     assert "several-hosts" in Path(f"{to}.out").read_text()
 
 
