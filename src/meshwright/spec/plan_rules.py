@@ -48,7 +48,7 @@ from meshwright.spec.plan_keys import STRATEGY_KEYS, keys_of
 
 ACTIVATIONS, OPTIMIZER = ("activations", "both"), ("optimizer", "both")
 """Values of `offload` that offload activations, and the optimizer's state."""
-COPY_POLICIES = ("hecate", "fastermoe", "flexmoe", "fixed")
+COPY_POLICIES = ("hecate", "fixed")
 """Values of `expert_policy` with copies of experts."""
 LAYER_KEYS = (*STRATEGY_KEYS, "linear")
 """Keys that ranges of layers have too."""
