@@ -505,8 +505,6 @@ def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
         (4, "microbatch", "micro_batch"),
         (5, "layer", "layers"),
     ]
-    with pytest.raises(BadConfig, match=r"schedule: expected .* do not overlap; use zbv, got the text 'dualpipe_v'"):
-        load_plan(write("plan.yaml", f"{PLAN}\nschedule: dualpipe_v\n"))
     for edit, expected in (
         (("global_batch: 4", "global_batch: 5"), "a multiple of 2 (plan.shard 2), got 5 (nearest: 6)"),
         (

@@ -39,7 +39,6 @@ from meshwright.spec.plan import (
     CONTEXT_AXES,
     PARTIAL_RECOMPUTES,
     RECOMPUTES_PRODUCTS,
-    REFUSED_SCHEDULES,
     SPLITS_BACKWARD,
     LayerStrategy,
     Plan,
@@ -307,7 +306,6 @@ def _paired(reason: Text, broken: Callable[[RuleInput], Any], *beside: str) -> R
 
 
 SCHEDULING = (
-    Rule("schedule", tuple(REFUSED_SCHEDULES), always, lambda x: REFUSED_SCHEDULES[x("schedule")], "zbv"),
     _paired(_NO_EXCHANGE, lambda x: x("model.experts") == 0),
     _paired(_NO_EXCHANGE, lambda x: x("expert") * x("tensor") == 1, "expert", "tensor"),
     _paired(_NO_EXCHANGE,
