@@ -19,9 +19,11 @@ PYTEST := $(BIN)/python -m pytest
 # those took longer, for ranks that wait for each other keep a core busy.
 TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 SOAK_MINUTES ?= 30
+HOSTS_SOAK_MINUTES ?= 120
+HOSTS_SOAK_FAULTS ?= 200
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint reference examples golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
+.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts soak-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint reference examples golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -66,6 +68,12 @@ test-hosts: $(VENV)/.installed-hosts $(SKY)/.installed
 	SKY_PYTHON=$(SKY)/bin/python $(PYTEST) tests/hosts tests/data/test_ray.py
 	$(BIN)/python benchmarks/faults.py kill-rank lose-host lose-host-partner cut-link partition kill-coordinator lose-coordinator lost-gpu drain-host \
 		--rate 400mbit --out build/hosts.json
+	$(BIN)/python benchmarks/faults.py far-hosts lossy-links --steps 36 --out build/hosts-far.json
+	$(BIN)/python benchmarks/effective_time.py --failures 7 --every 80 --rate 400mbit --least 0.985 --out build/hosts-effective-time.json
+
+# Two hours, as root: a run on emulated hosts with a fault every 36 s.
+soak-hosts: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/hosts_soak.py --minutes $(HOSTS_SOAK_MINUTES) --faults $(HOSTS_SOAK_FAULTS) --out build/hosts-soak.json
 
 # SkyPilot wants another click than typer does: it gets an environment of its own.
 $(SKY)/.installed: tests/hosts/requirements.txt tests/hosts/constraints.txt

@@ -32,7 +32,7 @@ from fit_costs import (
 from stragglers import expected_slowest
 
 from meshwright.calibration.model_dimensions import dimensions_by_name, shape_from_dimensions
-from meshwright.calibration.published_records import Case, failed, fully_specified, measured_seconds
+from meshwright.calibration.published_records import PublishedCase, failed, fully_specified, measured_seconds
 from meshwright.calibration.record_predictions import Prediction, predict_records, price
 from meshwright.costs.bands import MIN_RUNS, RunClass, band_of, fitted_bands
 from meshwright.costs.constants import constants, table
@@ -42,7 +42,7 @@ from meshwright.spec.chips import CHIPS
 from meshwright.workload.layouts import Layouts
 
 RESULTS = Path(__file__).parent / "results" / "plan-accuracy.json"
-Record = tuple[int, dict[str, str], Case, float]
+Record = tuple[int, dict[str, str], PublishedCase, float]
 
 
 def main() -> None:
@@ -201,7 +201,7 @@ SPREAD = 0.05
 """Relative standard deviation of a rank's compute time in the straggler band."""
 
 
-def straggler_band(cases: list[Case]) -> tuple[np.ndarray, np.ndarray]:
+def straggler_band(cases: list[PublishedCase]) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each case with equal ranks, and with all ranks waiting for the slowest one at `SPREAD`."""
     slow = [
         replace(

@@ -21,7 +21,7 @@ from typing import Any
 
 from meshwright.connections.proof import Challenge
 from meshwright.durable.writes import write_durable
-from meshwright.events.messages import Progress
+from meshwright.events.messages import ProgressMessage
 from meshwright.launch.control import DIGEST_HEADER, NONCE_HEADER, PROOF_HEADER, PROOF_PATH, ControlServer, listen
 from meshwright.launch.coordinator import SILENT_SECONDS, Coordinator
 from meshwright.launch.hosts import checked_report
@@ -61,7 +61,9 @@ async def agent(address: tuple[str, int], number: int, ranks: int, seconds: floa
         if directive["order"] == "run":
             step += 1
             states = tuple(
-                RankState(directive["first_rank"] + local, None, None, step, Progress("train", step, 5), 40 * step)
+                RankState(
+                    directive["first_rank"] + local, None, None, step, ProgressMessage("train", step, 5), 40 * step
+                )
                 for local in range(ranks)
             )
             report = replace(report, port=0, attempt=directive["attempt"], ended=False, ranks=states)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.encode import encode_documents
 from meshwright.data.fast_encoder import FastEncoder
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer
@@ -45,9 +45,9 @@ def main() -> None:
         print(json.dumps({"tokenizer": folder.name, **figures, "gigatoken": rate, "tokenizers": plain_rate}))
 
 
-def read_documents(patterns: Sequence[str], most: float) -> list[Document]:
+def read_documents(patterns: Sequence[str], most: float) -> list[CorpusDocument]:
     """The files with UTF-8 text, up to `most` megabytes."""
-    found: list[Document] = []
+    found: list[CorpusDocument] = []
     size = 0
     for name in sorted(name for pattern in patterns for name in glob.glob(pattern, recursive=True)):
         try:
@@ -55,7 +55,7 @@ def read_documents(patterns: Sequence[str], most: float) -> list[Document]:
         except (OSError, UnicodeDecodeError):
             continue
         if text:
-            found.append(Document(name, 0, name, text, 0))
+            found.append(CorpusDocument(name, 0, name, text, 0))
             size += len(text.encode())
         if size > most * 1e6:
             break
@@ -63,7 +63,7 @@ def read_documents(patterns: Sequence[str], most: float) -> list[Document]:
 
 
 def encoded(
-    documents: Sequence[Document], tokenizer: LoadedTokenizer, fast: FastEncoder | None
+    documents: Sequence[CorpusDocument], tokenizer: LoadedTokenizer, fast: FastEncoder | None
 ) -> tuple[float, list[np.ndarray]]:
     """Megabytes per second of processor time, and the ids of each document."""
     start = time.process_time()
@@ -71,7 +71,7 @@ def encoded(
     return megabytes(documents) / (time.process_time() - start), ids
 
 
-def megabytes(documents: Sequence[Document]) -> float:
+def megabytes(documents: Sequence[CorpusDocument]) -> float:
     """Size of the texts in UTF-8."""
     return sum(len(document.text.encode()) for document in documents) / 1e6
 

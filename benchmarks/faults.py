@@ -1,6 +1,7 @@
 """All scenarios of fault injection on a tiny model: promise, observed, verdict. `make test-faults`.
 
-    python benchmarks/faults.py [SCENARIO...] [--out FILE] [--runs DIR] [--steps N] [--patience X] [--rate 400mbit]
+    python benchmarks/faults.py [SCENARIO...] [--out FILE] [--runs DIR] [--steps N] [--patience X]
+        [--rate 400mbit] [--latency SECONDS] [--loss SHARE]
 
 Exit code 0 if every promise was kept. `--out` writes the verdicts as JSON with the machine and the version.
 """
@@ -15,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from typing import Any
 import torch
 
 from meshwright import __version__
-from meshwright.chaos.scenario import Verdict
+from meshwright.chaos.hosts import Links
+from meshwright.chaos.scenario import PromiseVerdict
 from meshwright.chaos.scenarios import SCENARIOS
 from meshwright.chaos.suite import Suite, scenario_named, undo_on_sigterm
 from meshwright.config.load import load_run
@@ -65,7 +68,7 @@ def make_run(folder: Path) -> Path:
     return file
 
 
-def print_verdict(verdict: Verdict, seconds: float) -> None:
+def print_verdict(verdict: PromiseVerdict, seconds: float) -> None:
     print(f"{verdict.scenario:22}{'kept' if verdict.ok else 'NOT KEPT':10}{seconds:5.0f} s  {verdict.promise}")
     print(f"{'':40}{verdict.observed}", flush=True)
 
@@ -93,7 +96,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--patience", type=float, default=1.0)
     parser.add_argument("--rate", help="limit of the links of emulated hosts, e.g. 400mbit")
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds from one emulated host to another")
+    parser.add_argument("--loss", type=float, default=0.0, help="share of the frames between them that are lost")
     arguments = parser.parse_args()
+    links = Links(arguments.rate, arguments.latency, arguments.loss)
     undo_on_sigterm()
     began, verdicts = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +112,7 @@ def main() -> None:
                 runs,
                 arguments.steps,
                 arguments.patience,
-                rate=arguments.rate,
+                links=links,
             )
             for words in ([], *WORDS.values())
         }
@@ -117,7 +123,7 @@ def main() -> None:
     kept_count = sum(verdict.ok for verdict in verdicts)
     print(f"{kept_count} of {len(verdicts)} promises were kept; {time.monotonic() - began:.0f} s")
     plain = [verdict.as_plain() for verdict in verdicts]
-    write_record(arguments.out, steps=arguments.steps, patience=arguments.patience, rate=arguments.rate, verdicts=plain)
+    write_record(arguments.out, steps=arguments.steps, patience=arguments.patience, links=asdict(links), verdicts=plain)
     sys.exit(0 if kept_count == len(verdicts) else 1)
 
 

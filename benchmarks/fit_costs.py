@@ -21,7 +21,7 @@ from zlib import crc32
 import numpy as np
 import yaml
 
-from meshwright.calibration.published_records import Case, failed, measured_seconds, read_record
+from meshwright.calibration.published_records import PublishedCase, failed, measured_seconds, read_record
 from meshwright.calibration.record_predictions import class_of, memory
 from meshwright.costs.bands import RunClass, fitted_bands
 from meshwright.costs.collective_costs import MAX_LINE_SHARE
@@ -171,7 +171,7 @@ class RunArrays:
 
     names: list[str]
     """Sources."""
-    cases: list[Case]
+    cases: list[PublishedCase]
     pairs: list[tuple[str, str]]
     """(GPU generation, software stack)."""
     shape: Shape
@@ -195,7 +195,7 @@ def read_runs(paths: Sequence[Path] = RUNS) -> list[dict[str, str]]:
     return records
 
 
-def usable_runs(runs: list[dict[str, str]]) -> list[tuple[int, dict[str, str], Case, float]]:
+def usable_runs(runs: list[dict[str, str]]) -> list[tuple[int, dict[str, str], PublishedCase, float]]:
     """(index, columns, case, seconds) of every run that finished and states all inputs of the cost model."""
     usable_records = []
     for index, record in enumerate(runs):
@@ -205,13 +205,13 @@ def usable_runs(runs: list[dict[str, str]]) -> list[tuple[int, dict[str, str], C
     return usable_records
 
 
-def with_memory(table: list[dict[str, str]]) -> list[tuple[dict[str, str], Case]]:
+def with_memory(table: list[dict[str, str]]) -> list[tuple[dict[str, str], PublishedCase]]:
     """Runs that report their memory and state all inputs of the cost model."""
     readings = [(record, read_record(record).case) for record in table if record["mem_gb"]]
     return [(record, case) for record, case in readings if case is not None]
 
 
-def arrays_of(usable_records: list[tuple[int, dict[str, str], Case, float]]) -> RunArrays:
+def arrays_of(usable_records: list[tuple[int, dict[str, str], PublishedCase, float]]) -> RunArrays:
     sources = Counter(record["source"] for _, record, _, _ in usable_records)
     cases = [case for _, _, case, _ in usable_records]
     weight = np.array([_weight(record, sources) for _, record, _, _ in usable_records])
@@ -229,7 +229,7 @@ def arrays_of(usable_records: list[tuple[int, dict[str, str], Case, float]]) -> 
     )
 
 
-def memory_shares(cases: list[Case]) -> np.ndarray:
+def memory_shares(cases: list[PublishedCase]) -> np.ndarray:
     """Predicted share of a device's memory that each case needs on its fullest rank, under the memory constants of all runs."""
     # Some software prints only the memory of the first pipeline stage (as_printed=True); here the fullest stage counts.
     sizes = sum(memory(cases, {"memory": memory_constants()}, as_printed=False).values())
@@ -320,7 +320,7 @@ def fit_time(
 
 
 def fit_memory(
-    usable_records: list[tuple[dict[str, str], Case]], *, rounds: int = 40, min_runs: int = 15
+    usable_records: list[tuple[dict[str, str], PublishedCase]], *, rounds: int = 40, min_runs: int = 15
 ) -> dict[str, Any]:
     """Memory constants per stack that predict the measured memory of the runs best.
 
@@ -354,7 +354,7 @@ def fit_memory(
 LAYOUT_COLUMNS = ("model", "gpus", "tp", "pp", "dp", "micro_batch", "zero/fsdp")
 
 
-def cross_validated_memory_gib(usable_records: list[tuple[dict[str, str], Case]]) -> np.ndarray:
+def cross_validated_memory_gib(usable_records: list[tuple[dict[str, str], PublishedCase]]) -> np.ndarray:
     """GiB of every run as its software prints it, under constants fitted without its fifth.
 
     Repeats of a layout are in the same fifth, by the hash of the layout.

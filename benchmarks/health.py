@@ -21,7 +21,7 @@ from typing import Any
 
 from meshwright.launch.health_monitor import HealthMonitor
 from meshwright.launch.health_reader import ALL, readings
-from meshwright.policies.host_health import READING_SECONDS, HealthWatch, Reading
+from meshwright.policies.host_health import READING_SECONDS, HealthReading, HealthWatch
 
 TURN_SECONDS = 10.0
 """Length of a turn with, or without, reading."""
@@ -49,7 +49,7 @@ def read(seconds: float) -> dict[str, Any]:
     }
 
 
-def series_of(kept: Sequence[Sequence[Reading]]) -> dict[str, dict[str, Any]]:
+def series_of(kept: Sequence[Sequence[HealthReading]]) -> dict[str, dict[str, Any]]:
     """Each part's quantities over all readings: one number where it never changed, else a list with None where it was not read.
 
     XIDs are lists of a reading's, under "xids", of parts that had any.
@@ -67,14 +67,14 @@ def series_of(kept: Sequence[Sequence[Reading]]) -> dict[str, dict[str, Any]]:
     return series
 
 
-def readings_of(series: Mapping[str, Mapping[str, Any]], count: int) -> Iterator[list[Reading]]:
+def readings_of(series: Mapping[str, Mapping[str, Any]], count: int) -> Iterator[list[HealthReading]]:
     """The readings that `series_of` was made of."""
     for number in range(count):
         found = []
         for part, quantities in series.items():
             values = {name: v[number] if isinstance(v, list) else v for name, v in quantities.items() if name != "xids"}
             xids = quantities.get("xids", [None] * count)[number] or ()
-            found.append(Reading(part, {name: v for name, v in values.items() if v is not None}, tuple(xids)))
+            found.append(HealthReading(part, {name: v for name, v in values.items() if v is not None}, tuple(xids)))
         yield found
 
 

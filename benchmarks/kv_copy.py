@@ -154,7 +154,7 @@ def run_engine(end: socket.socket, options: argparse.Namespace) -> None:
 
     from meshwright.parallel import mapped_memory
     from meshwright.serve.engine import Engine
-    from meshwright.server.engine_process import Connection, serve_engine
+    from meshwright.server.engine_process import EngineConnection, serve_engine
     from meshwright.server.mapped_transfer import MappedReceiver, MappedSender
     from meshwright.server.prefill_jobs import PrefillJobs
     from meshwright.server.remote_prefill import RemotePrefill
@@ -180,7 +180,7 @@ def run_engine(end: socket.socket, options: argparse.Namespace) -> None:
     setup = TransferSetup(
         role=role, address=address if role == "prefill" else None, peers=() if role == "prefill" else (address,)
     )
-    serve_engine(engine, Connection(end), setup)
+    serve_engine(engine, EngineConnection(end), setup)
     print(json.dumps(spans))
 
 
@@ -200,7 +200,7 @@ class EngineEnd:
     """One engine's process, and this process's end of its socket."""
 
     def __init__(self, options: argparse.Namespace, role: str, transport: str, address: str, device: int) -> None:
-        from meshwright.server.messages import MessageReader
+        from meshwright.server.messages import ServerMessageReader
 
         self._end, theirs = socket.socketpair()
         command = [sys.executable, __file__, "--model", options.model, "--prompt", str(options.prompt)]
@@ -221,7 +221,7 @@ class EngineEnd:
                 pass_fds=[theirs.fileno()],
                 stdout=subprocess.PIPE,
             )
-        self._reader, self._messages = MessageReader(), deque[dict[str, Any]]()
+        self._reader, self._messages = ServerMessageReader(), deque[dict[str, Any]]()
         self._end.settimeout(START_SECONDS)
 
     def wait_until_ready(self) -> dict[str, Any]:

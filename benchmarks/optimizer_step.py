@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from meshwright.config.load import load_run
-from meshwright.optim.fused import Coefficients, StepInputs, count_updates, new_count, update
+from meshwright.optim.fused import Coefficients, UpdateInputs, count_updates, new_count, update
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.shards import local
 from meshwright.spec.model import ModelSpec, parameters
@@ -74,7 +74,7 @@ def kernel_step(run: RunSpec, device: torch.device) -> Callable[[], None]:
     def step() -> None:
         for name, weight in module.weights.items():
             weight.grad = constant[name]
-        inputs = StepInputs(1e-4, one, (~one.isfinite()).float())
+        inputs = UpdateInputs(1e-4, one, (~one.isfinite()).float())
         gradients = {name: local(weight.grad) for name, weight in module.weights.items() if weight.grad is not None}
         with count_updates([counts[name] for name in gradients], inputs.skip):
             for decay in dict.fromkeys(decays[name] for name in gradients):

@@ -1,11 +1,12 @@
 """Time and memory of `data prepare` on generated text: MB per second of processor time, and the peak memory of all its processes together.
 
-    python benchmarks/prepare.py --tokenizer DIR --files '/usr/share/doc/**/*.txt' [--megabytes 200 1000]
+    python benchmarks/prepare.py --tokenizer DIR --files '/usr/share/doc/**/*.txt' [--megabytes 200 1000] [--cores 2]
 
 Documents of some 3 kB are drawn from the lines of the files, with one in fifty words replaced by a random one, so that the encoder
-meets new words throughout. A share `--repeated` of them (0) is an earlier document with up to 5% of its words changed. The text is
-written once into --folder. Other options, such as `--deduplicate near`, go to `data prepare`. Prints one JSON object per size. The peak is
-a sum of resident sizes, in which memory that processes share counts once for each process.
+meets new words throughout. A share `--repeated` of them (0) is an earlier document of its file with up to 5% of its words changed. The
+text is written once into --folder. Other options, such as `--deduplicate near`, go to `data prepare`, which has the first `--cores` cores
+of the host (all). With a PYTHONPATH another version is measured. Prints one JSON object per size. The peak is a sum of resident sizes, in
+which memory that processes share counts once for each process.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import glob
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 DOCUMENT_CHARACTERS = 3000
@@ -34,6 +37,7 @@ def main() -> None:
     parser.add_argument("--files", nargs="+", required=True, help="patterns of text files")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[200])
     parser.add_argument("--repeated", type=float, default=0.0)
+    parser.add_argument("--cores", type=int)
     parser.add_argument("--folder", type=Path, default=Path("build/prepare"))
     options, given = parser.parse_known_args()
     for megabytes in options.megabytes:
@@ -43,7 +47,8 @@ def main() -> None:
             write_texts(texts, sentences(options.files), megabytes, options.repeated)
         out = options.folder / f"{name}-out"
         shutil.rmtree(out, ignore_errors=True)
-        figures = prepared([str(texts), "--tokenizer", str(options.tokenizer), "--out", str(out), "--json", *given])
+        command = [str(texts), "--tokenizer", str(options.tokenizer), "--out", str(out), "--json", *given]
+        figures = prepared(command, options.cores)
         size = sum(file.stat().st_size for file in texts.iterdir())
         rate = {"MB": size / 1e6, "MB_per_cpu_second": round(size / 1e6 / figures["cpu_seconds"], 1)}
         print(json.dumps({"tokenizer": str(options.tokenizer), "options": given, **rate, **figures}), flush=True)
@@ -62,19 +67,30 @@ def sentences(patterns: Sequence[str]) -> list[str]:
 
 
 def write_texts(folder: Path, lines: Sequence[str], megabytes: int, repeated: float) -> None:
-    """Files of JSON lines with so many megabytes together."""
-    draw = random.Random(0)
+    """Files of JSON lines with so many megabytes together, each written by a process of its own."""
     folder.mkdir(parents=True)
-    earlier: list[str] = []
-    written, number, left = 0, 0, megabytes * 1_000_000
-    while left > 0:
-        size = 0
-        with (folder / f"{number:03d}.jsonl").open("w", encoding="utf-8") as file:
-            while size < min(FILE_BYTES, left):
-                text = document(draw, lines, earlier, repeated)
-                size += file.write(json.dumps({"id": written, "text": text}, ensure_ascii=False) + "\n")
-                written += 1
-        number, left = number + 1, left - size
+    starts = range(0, megabytes * 1_000_000, FILE_BYTES)
+    sizes = [min(FILE_BYTES, starts.stop - start) for start in starts]
+    with multiprocessing.Pool(initializer=_begin, initargs=(lines,)) as pool:
+        pool.starmap(partial(write_file, folder, repeated), enumerate(sizes), chunksize=1)
+
+
+LINES: list[str] = []
+"""What a process of the pool draws from."""
+
+
+def _begin(lines: Sequence[str]) -> None:
+    LINES[:] = lines
+
+
+def write_file(folder: Path, repeated: float, number: int, least: int) -> None:
+    """A file with at least so many characters."""
+    draw, earlier, size, written = random.Random(number), list[str](), 0, 0
+    with (folder / f"{number:03d}.jsonl").open("w", encoding="utf-8") as file:
+        while size < least:
+            record = {"id": f"{number}-{written}", "text": document(draw, LINES, earlier, repeated)}
+            size += file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            written += 1
 
 
 def document(draw: random.Random, lines: Sequence[str], earlier: list[str], repeated: float) -> str:
@@ -102,13 +118,13 @@ def new_word(draw: random.Random) -> str:
     return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randrange(3, 10)))
 
 
-def prepared(arguments: Sequence[str]) -> dict[str, float]:
-    """Run the command; its processor time and wall time, and the peak memory of all its processes together, in MiB."""
+def prepared(arguments: Sequence[str], cores: int | None) -> dict[str, float]:
+    """Run the command on so many cores; its processor time and wall time, and the peak memory of all its processes together, in MiB."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start, peak = time.perf_counter(), 0
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "data", "prepare", *arguments], stdout=subprocess.DEVNULL
-    )
+    bound = [] if cores is None else ["taskset", "--cpu-list", f"0-{cores - 1}"]
+    command = [*bound, sys.executable, "-m", "meshwright", "data", "prepare", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
         peak = max(peak, sum(resident(number) for number in [process.pid, *children(process.pid)]))
         time.sleep(0.1)

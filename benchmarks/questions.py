@@ -35,7 +35,7 @@ from random import Random
 from random_pins import ALL, CHOICES, PINS, random_run
 
 from meshwright.cli.options import load
-from meshwright.cli.plan_answer import Answer, PlanQuestion, answer_question, as_plain
+from meshwright.cli.plan_answer import PlanAnswer, PlanQuestion, answer_question, as_plain
 from meshwright.cli.plan_html import page
 from meshwright.cli.plan_text import show
 from meshwright.costs.software import SOFTWARE
@@ -188,7 +188,7 @@ def question_of(seed: int) -> Asked:
     return Asked(tuple(words), options)
 
 
-def answered(asked: Asked) -> tuple[Answer, dict]:
+def answered(asked: Asked) -> tuple[PlanAnswer, dict]:
     """The answer in all its forms: as text, as a page and as JSON. Raises what the planner raises."""
     options = dict(asked.options)
     tokens = options.pop("tokens", None)
@@ -202,7 +202,7 @@ def answered(asked: Asked) -> tuple[Answer, dict]:
     return answer, json.loads(json.dumps(as_plain(answer, explain=True)))
 
 
-def plan_checks(answer: Answer) -> Iterator[str]:
+def plan_checks(answer: PlanAnswer) -> Iterator[str]:
     """Whether the sizes, bytes and seconds of the plan belong together."""
     run, plan, predicted = answer.run, answer.plan, answer.plan.predicted
     batch = plan.batch
@@ -245,13 +245,13 @@ def plan_checks(answer: Answer) -> Iterator[str]:
         )
 
 
-def use_checks(answer: Answer) -> Iterator[str]:
+def use_checks(answer: PlanAnswer) -> Iterator[str]:
     """Whether each priced step stays below `MOST_UTILISED` of the peaks of its formats."""
     for name, share in uses(answer):
         yield _unless(share <= MOST_UTILISED, f"{name} uses {share:.0%} of the peak")
 
 
-def uses(answer: Answer) -> Iterator[tuple[str, float]]:
+def uses(answer: PlanAnswer) -> Iterator[tuple[str, float]]:
     """Every priced step of the answer, with its share of the peaks of the formats used."""
     run, plan = answer.run, answer.plan
     peaks = CHIPS[run.cluster.gpu].peak_flops
@@ -293,7 +293,7 @@ def seconds_at_peak(run: RunSpec, wide: float, linear: float) -> float:
     return tokens * (blocks / linear + (total - blocks) / wide)
 
 
-def why_checks(answer: Answer, generator: Random, overstated: list[float]) -> list[str]:
+def why_checks(answer: PlanAnswer, generator: Random, overstated: list[float]) -> list[str]:
     """Faults of the sentences of `why`; claims that need a search are drawn. `overstated`: see `compared`."""
     run, plan = answer.run, answer.plan
     checks: list[str] = []
@@ -347,7 +347,7 @@ def check_host_bytes(run: RunSpec, plan: Plan, sentence: str) -> str | None:
     return _unless(abs(size / 1e9 - float(found[2])) <= 0.051, f"{size / 1e9:.1f} GB: {sentence}")
 
 
-def compared(run: RunSpec, answer: Answer, sentence: str, overstated: list[float]) -> Iterator[Callable[[], str]]:
+def compared(run: RunSpec, answer: PlanAnswer, sentence: str, overstated: list[float]) -> Iterator[Callable[[], str]]:
     """Checks of `OPTION VALUE: the best plan found with OTHER takes X longer` by a search with the other value pinned.
 
     Appends to `overstated` how much of X that search saves, relative to the step.
@@ -403,7 +403,7 @@ def seconds_with(run: RunSpec, pins: dict[str, object], *, penalised: bool = Tru
     return inf if untrainable(plan) else step_of(plan) * (offload_penalty(run, plan) if penalised else 1.0)
 
 
-def without_offload(run: RunSpec, answer: Answer, sentence: str) -> Iterator[Callable[[], str]]:
+def without_offload(run: RunSpec, answer: PlanAnswer, sentence: str) -> Iterator[Callable[[], str]]:
     """A check of `offload PART on LAYERS: without it only a slower plan fits`."""
     if re.match(r"offload .*: without it only a slower plan fits", sentence) and step_of(answer.plan) < inf:
         best = step_of(answer.plan) * offload_penalty(run, answer.plan)
@@ -415,7 +415,7 @@ def without_offload(run: RunSpec, answer: Answer, sentence: str) -> Iterator[Cal
         yield check
 
 
-def runner_up_checks(answer: Answer) -> Iterator[str]:
+def runner_up_checks(answer: PlanAnswer) -> Iterator[str]:
     """Whether the difference that is named for a runner-up is that of the two steps."""
     for other in answer.others:
         found = re.match(r"\+([\d.]+) (s|ms)", answer.why_not(other))
@@ -428,7 +428,7 @@ def runner_up_checks(answer: Answer) -> Iterator[str]:
             )
 
 
-def limit_checks(answer: Answer) -> Iterator[str]:
+def limit_checks(answer: PlanAnswer) -> Iterator[str]:
     """Whether what limits the step adds up."""
     from meshwright.planner.explain import limits
 
@@ -441,7 +441,7 @@ def limit_checks(answer: Answer) -> Iterator[str]:
             yield _unless(abs(need - over - usable) <= 0.16, f"does not add up: {limit.text}")
 
 
-def change_checks(answer: Answer, generator: Random) -> list[str]:
+def change_checks(answer: PlanAnswer, generator: Random) -> list[str]:
     """Whether more of the cluster harms nobody, and a search on one changed cluster is not slower than was claimed."""
     helpful = [change for change in answer.changes if re.match(r"twice the (network|links|memory)", change.name)]
     checks = [_unless(change.gain >= -1e-6, f"{change.name}: {change.gain:+.1%}") for change in helpful]

@@ -24,8 +24,8 @@ from meshwright.costs.machine_rates import machine_of
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime, least_ranks, memory_shares, offload_ratios
 from meshwright.simulator.sample_steps import (
-    Parts,
     RingTime,
+    SampleParts,
     arrival_parts,
     longest_first_parts,
     part_seconds,
@@ -155,7 +155,7 @@ def layout_seconds(time: SampleTime, ring: RingTime, host: float, seed: int) -> 
         layouts[name] = longest_first_parts(lengths, needed, RANKS, CAPACITY, seconds)
     for name, shares in (("own_without_offload", None), ("own", memory_shares(ratios, LAYERS))):
         balance = balance_samples(lengths, pool, shares)
-        layouts[name] = Parts(balance.sample, balance.parts, balance.rank, balance.slot)
+        layouts[name] = SampleParts(balance.sample, balance.parts, balance.rank, balance.slot)
     static, packed = static_seconds(lengths, RANKS // CONTEXT_RANKS, CONTEXT_RANKS, CAPACITY, time, ring)
     played = {name: float(play_parts(parts, lengths, RANKS, time, ring).max()) for name, parts in layouts.items()}
     return {"static": static * int(lengths.sum()) / packed, **played}

@@ -43,13 +43,13 @@ def run_http(*options: object) -> dict[str, Any]:
 
 def engine_rate(streams: int, tokens: int, steps_per_second: float) -> float:
     """Tokens per second of the engine, from the first step to the last, where this process only reads."""
-    from meshwright.server.engine_process import Connection
+    from meshwright.server.engine_process import EngineConnection
 
     ours, theirs = socket.socketpair()
     with theirs:
         options = ["--engine", str(theirs.fileno()), str(streams), "--steps-per-second", str(steps_per_second)]
         engine = subprocess.Popen([sys.executable, str(HTTP), *options], pass_fds=[theirs.fileno()])
-    connection = Connection(ours)
+    connection = EngineConnection(ours)
     for number in range(streams):
         connection.send({"submit": {"ids": [number], "new_tokens": tokens}})
     times: list[float] = []

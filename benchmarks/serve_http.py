@@ -89,9 +89,9 @@ FORMS = {
 
 def serve_steps(end: socket.socket, streams: int, steps_per_second: float) -> None:
     """The engine: once it has all requests, one token for each of them in every step."""
-    from meshwright.server.engine_process import Connection
+    from meshwright.server.engine_process import EngineConnection
 
-    connection = Connection(end)
+    connection = EngineConnection(end)
     connection.send({"ready": {"context": 1 << 20, "vocab": VOCAB, "sequences": 4096}})
     left: dict[int, int] = {}
     step, due = 0, time.perf_counter()

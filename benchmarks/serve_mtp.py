@@ -20,7 +20,7 @@ from serve_speculation import BLOCK, first_difference, measured
 from torch import Tensor
 
 from meshwright.models.decoder import Decoder
-from meshwright.serve.batch_inputs import Packed
+from meshwright.serve.batch_inputs import PackedStep
 from meshwright.serve.drafts import Drafter
 from meshwright.serve.engine import Engine
 from meshwright.serve.packed_drafts import PackedDrafts
@@ -79,7 +79,7 @@ def keep_drafts(drafter: Drafter, share: float) -> None:
     """Let checks keep each draft with the probability `share`, after the work of a usual check."""
     check = drafter._accepted
 
-    def kept(drafts: PackedDrafts, packed: Packed, logits: Tensor, drawn: Tensor) -> Checked:
+    def kept(drafts: PackedDrafts, packed: PackedStep, logits: Tensor, drawn: Tensor) -> Checked:
         tokens = check(drafts, packed, logits, drawn).tokens.clone()
         longest = drafts.tokens.shape[1]
         tokens[:, :longest] = drafts.tokens

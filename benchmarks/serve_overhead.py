@@ -72,9 +72,9 @@ def first_milliseconds(engine: Any, timed: Arrivals) -> float:
 
 def timed_connection(end: socket.socket) -> Any:
     """The engine's end of the socket; `marks` are by seed of a request when it was read and when its first token was sent."""
-    from meshwright.server.engine_process import Connection
+    from meshwright.server.engine_process import EngineConnection
 
-    class TimedConnection(Connection):
+    class TimedConnection(EngineConnection):
         def __init__(self, end: socket.socket) -> None:
             super().__init__(end)
             self.marks: dict[int, list[float]] = {}

@@ -30,7 +30,7 @@ from meshwright.checkpoint.models.single_device import device_and_dtype
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.trace_file import read_trace
 from meshwright.costs.serve_costs import ServeCosts
-from meshwright.costs.step_times import StepTimes
+from meshwright.costs.step_times import InstanceStepTimes
 from meshwright.launch.machine import found_cluster
 from meshwright.serve.engine import Engine
 from meshwright.serve.engine_profile import measure_engine, random_model
@@ -227,7 +227,7 @@ def summary(served: ServedDeployment) -> dict[str, float]:
     return values
 
 
-def step_figures(step: TimedStep, times: StepTimes) -> dict[str, Any]:
+def step_figures(step: TimedStep, times: InstanceStepTimes) -> dict[str, Any]:
     """A step with the seconds that it took on the device and those of the cost model."""
     seconds = step.device_end - step.device_begin
     modelled = times.seconds(step.decodes, step.positions, step.chunks, step.longest)

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
-from meshwright.policies.batch_request import Step
-from meshwright.serve.batch_inputs import Packed
+from meshwright.policies.batch_request import EngineStep
+from meshwright.serve.batch_inputs import PackedStep
 from meshwright.serve.engine import Engine
 from meshwright.serve.generation import Update
 from meshwright.serve.sampling import GREEDY, SamplingOptions
@@ -186,13 +186,13 @@ class Soak:
             self._failed_numbers = set(self._step_numbers)
             return True
 
-        def failing_pack(step: Step, *inputs: Any, **options: Any) -> Packed:
+        def failing_pack(step: EngineStep, *inputs: Any, **options: Any) -> PackedStep:
             self._step_numbers = {part.request.number for part in step.parts}
             if fails():
                 raise RuntimeError(INJECTED)
             return pack(step, *inputs, **options)
 
-        def failing_compute(packed: Packed) -> Tensor:
+        def failing_compute(packed: PackedStep) -> Tensor:
             logits = compute(packed)
             if fails():
                 raise RuntimeError(INJECTED)

@@ -21,11 +21,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from meshwright.data.token_bytes import TokenBytes
 from meshwright.serve.stops import StopStrings, StringSearch
 from meshwright.serve.text import text_stream
-from meshwright.server.bodies import ChatBody, Piece, joined
+from meshwright.server.bodies import ChatBody, TextPiece, joined
 from meshwright.server.engine_client import News
-from meshwright.server.output_reader import OutputFormat, Part
+from meshwright.server.output_reader import AnswerPart, OutputFormat
 from meshwright.server.text_output import TextOutput
-from meshwright.server.text_request import TextRequest
+from meshwright.server.text_request import CheckedTextRequest
 
 LENGTHS = (100, 1_000, 10_000, 100_000)
 END = "<|endoftext|>"
@@ -33,7 +33,7 @@ TOP = 5
 """Likeliest tokens of each new one, with log probabilities."""
 STOPS = ["\n\nUser:", "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxy", "###", "</answer>"]
 
-REQUEST = TextRequest(
+REQUEST = CheckedTextRequest(
     count=1,
     new_tokens=1,
     sampling={},
@@ -76,7 +76,7 @@ def answer_seconds(
     )
     reader = OutputFormat("hermes").reader() if calls else None
     pieces: list[str] = []
-    found: list[Part] = []
+    found: list[AnswerPart] = []
     size = 0
     for index, token in enumerate(ids):
         reason = "length" if index == len(ids) - 1 else None
@@ -86,10 +86,10 @@ def answer_seconds(
             pieces.append(text)
             found += parts or ()
         elif (text if parts is None else parts) or reason is not None:
-            size += len(body.event(0, Piece(text, output.logprobs(), parts, output.finish_reason)))
+            size += len(body.event(0, TextPiece(text, output.logprobs(), parts, output.finish_reason)))
     if whole:
         read = None if reader is None else joined(found)
-        size = len(body.whole([Piece("".join(pieces), output.logprobs(whole=True), read, "length")], {}))
+        size = len(body.whole([TextPiece("".join(pieces), output.logprobs(whole=True), read, "length")], {}))
     seconds = time.perf_counter() - begin
     if output.tokens != len(ids) or not size or (calls and reader is not None and reader.count != 1):
         raise RuntimeError("the text was not answered as a whole")

@@ -18,7 +18,7 @@ from typing import Literal, cast
 from meshwright.costs.serve_costs import ServeCosts
 from meshwright.costs.serving_software import ServingSoftware, software_table
 from meshwright.families.registry import MODEL_PRESETS
-from meshwright.planner.closed_loop import Latencies, Load, loaded_latencies
+from meshwright.planner.closed_loop import Latencies, Load, busy_prefills, loaded_latencies
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import Deployment, InstanceSpec, PricedFormat, Quantisation, Software
 from meshwright.spec.engine import EngineSettings
@@ -110,7 +110,8 @@ def points_of(rows: Iterable[Row]) -> tuple[list[Point], list[tuple[Row, str]]]:
         try:
             point = _point(row)
             costs_of(point)  # raises what does not fit
-            points.append(point)
+            open_count = point.assumed and point.devices > _largest_degree(row)
+            points.append(_with_enough_prefills(point) if open_count else point)
         except Refused as reason:
             refused.append((row, str(reason)))
     return points, refused
@@ -152,6 +153,22 @@ def _costs(
     cluster = ClusterSpec(gpu=chip, gpus_per_node=4 if chip.startswith("GB") else 8, nodes=16)
     settings = EngineSettings(context=context, sequences=sequences)
     return ServeCosts(replace(_model(name), max_seq_len=context), cluster, formats, settings, software=software)
+
+
+def _largest_degree(row: Row) -> int:
+    return max(_count(row.get(key, "")) for key in ("tp_size", "decode_tp_size"))
+
+
+def _with_enough_prefills(point: Point) -> Point:
+    """A point without numbers of workers or devices, with as many prefill instances as compute the prompts of full decode instances.
+
+    That is what the rows do that state them: 7 for 8.1 of so much work, 10 for 10.4, 5 for 4.6. No measured value is used.
+    """
+    prefill, decode = point.deployment.instances
+    costs = costs_of(point)
+    needed = busy_prefills(prefill, decode, point.load, costs.of(prefill), costs.of(decode))
+    instances = (replace(prefill, count=max(prefill.count, math.ceil(needed))), decode)
+    return replace(point, deployment=replace(point.deployment, instances=instances))
 
 
 def _point(row: Row) -> Point:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.observe.environment import environment
-from meshwright.parallel.token_exchange_peers import PeerExchange, Route, Window
+from meshwright.parallel.token_exchange_peers import MappedWindow, PeerExchange, Route
 
 REPEATS = 21
 LOADS = ("even", "uneven")
@@ -77,12 +77,12 @@ def emulated_ranks(ranks: int, bound: float, fp8: bool) -> list[PeerExchange]:
     """The exchanges of ranks whose windows lie on this device."""
     memories: list[Tensor] = []
 
-    def opener(rank: int) -> Callable[[int], Window]:
-        def open_window(size: int) -> Window:
+    def opener(rank: int) -> Callable[[int], MappedWindow]:
+        def open_window(size: int) -> MappedWindow:
             if not memories:
                 memories.extend(torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(ranks))
             addresses = torch.tensor([memory.data_ptr() for memory in memories], device="cuda")
-            return Window(memories[rank], addresses)
+            return MappedWindow(memories[rank], addresses)
 
         return open_window
 

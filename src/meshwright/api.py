@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from meshwright.events.messages import Checkpoint, Failure, Message, Step, Validation
+from meshwright.events.messages import Checkpoint, FailureMessage, Message, StepMessage, Validation
 from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, EXIT_DONE, EXIT_PREEMPTED, BadInput, MeshwrightError
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
@@ -101,12 +101,12 @@ def train(
         raise BadInput("overrides are read with a run file: give them to load_run")
     runs_folder = Path(runs)
     run = renamed(run, runs_folder) if fresh else run
-    failures: list[Failure] = []
+    failures: list[FailureMessage] = []
 
     def listen(rank: int, message: Message) -> None:
-        if isinstance(message, Failure):
+        if isinstance(message, FailureMessage):
             failures.append(message)
-        elif isinstance(message, Step) and message.figures and on_step:
+        elif isinstance(message, StepMessage) and message.figures and on_step:
             on_step({"step": message.step, **message.figures})
         elif isinstance(message, Validation) and on_validation:
             on_validation(message.step, message.loss)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshwright.checkpoint.format.inventory import choose_newest
 from meshwright.checkpoint.write.attempt import Provenance, SaveAttempt, new_attempt
-from meshwright.events.messages import Begin, Channel, Checkpoint, Failure, Step, decode
+from meshwright.events.messages import BeginMessage, Checkpoint, FailureMessage, MessageChannel, StepMessage, decode
 from meshwright.spec.errors import BadInput
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.run import Assignment
@@ -19,20 +19,20 @@ VALUE = "value.json"
 
 
 def main() -> None:
-    channel, rank = Channel.from_environment(), int(os.environ["RANK"])
+    channel, rank = MessageChannel.from_environment(), int(os.environ["RANK"])
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGHUP])
     message = decode(sys.stdin.buffer.readline())
-    if not isinstance(message, Begin):
+    if not isinstance(message, BeginMessage):
         return
     try:
         train(Assignment.read(Path(message.assignment)), rank, channel)
     except Exception as error:
         failure = as_meshwright_error(error)
-        channel.send(Failure(failure.exit_code, str(failure)))
+        channel.send(FailureMessage(failure.exit_code, str(failure)))
         sys.exit(failure.exit_code)
 
 
-def train(assignment: Assignment, rank: int, channel: Channel) -> None:
+def train(assignment: Assignment, rank: int, channel: MessageChannel) -> None:
     """Take the steps after the newest checkpoint; the first rank saves."""
     folder, spec = Path(assignment.folder), assignment.run
     try:
@@ -42,7 +42,7 @@ def train(assignment: Assignment, rank: int, channel: Channel) -> None:
         step, value = 0, 1
     for step in range(step + 1, spec.train.steps + 1):  # noqa: B020
         value = (value * 6364136223846793005 + step) % (1 << 64)
-        channel.send(Step(step, {"loss": value / (1 << 64)} if rank == 0 else {}))
+        channel.send(StepMessage(step, {"loss": value / (1 << 64)} if rank == 0 else {}))
         if rank == 0 and (step % spec.checkpoint.every == 0 or step == spec.train.steps):
             path = save(folder / "checkpoints", step, value, assignment)
             channel.send(Checkpoint(step, str(path)))

@@ -10,7 +10,7 @@ import pytest
 import questions as asking
 
 if TYPE_CHECKING:
-    from meshwright.cli.plan_answer import Answer
+    from meshwright.cli.plan_answer import PlanAnswer
 
 SMALL = ("model=llama3-8b", "cluster.gpu=H100", "cluster.nodes=1", "cluster.gpus_per_node=8", "train.seq_len=8192")
 
@@ -40,11 +40,11 @@ def test_a_question_without_an_answer_has_a_reason(
 
 
 @pytest.fixture(scope="module")
-def answer() -> Answer:
+def answer() -> PlanAnswer:
     return asking.answered(asking.Asked((*SMALL, "train.global_batch=16"), {}))[0]
 
 
-def test_the_checks_pass_for_the_planners_own_words(answer: Answer) -> None:
+def test_the_checks_pass_for_the_planners_own_words(answer: PlanAnswer) -> None:
     checks = [*asking.plan_checks(answer), *asking.why_checks(answer, Random(0), []), *asking.limit_checks(answer)]
     assert len(checks) > 12 and not any(checks)
 
@@ -59,14 +59,14 @@ def test_the_checks_pass_for_the_planners_own_words(answer: Answer) -> None:
         "recompute selective on all layers: without it the sun shines",
     ],
 )
-def test_a_wrong_claim_is_found(answer: Answer, claim: str) -> None:
+def test_a_wrong_claim_is_found(answer: PlanAnswer, claim: str) -> None:
     roomy = replace(answer.run, cluster=replace(answer.run.cluster, memory_gib=2000.0))
     plan = answer.plan
     checks = (asking.check_recompute, asking.check_reshard, asking.check_host_bytes)
     assert any(check(roomy, plan, claim) for check in checks)
 
 
-def test_a_plan_that_a_pin_makes_faster_is_found(answer: Answer) -> None:
+def test_a_plan_that_a_pin_makes_faster_is_found(answer: PlanAnswer) -> None:
     predicted = answer.plan.predicted
     assert predicted is not None and predicted.step_seconds is not None
     slow = replace(answer.plan, predicted=replace(predicted, step_seconds=10 * predicted.step_seconds))
@@ -79,7 +79,7 @@ def test_a_plan_that_a_pin_makes_faster_is_found(answer: Answer) -> None:
     assert "tensor 2 takes" in check()
 
 
-def test_too_fast_a_step_is_found(answer: Answer) -> None:
+def test_too_fast_a_step_is_found(answer: PlanAnswer) -> None:
     predicted = answer.plan.predicted
     assert predicted is not None and predicted.step_seconds is not None
     fast = replace(answer.plan, predicted=replace(predicted, step_seconds=predicted.step_seconds / 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,6 +83,18 @@ def test_rows_with_roles() -> None:
     assert point(ROLES, concurrency="").load.users == 16 * 8, "batch of a group times groups"
     unknown = point(ROLES, prefill_num_workers="", decode_num_workers="")
     assert unknown.assumed and degrees(unknown.deployment.instances)[1] == ("decode", 1, 1, 8)
+
+
+def test_prefill_instances_that_a_row_does_not_count_keep_up_with_the_decodes() -> None:
+    open_row = {**ROLES, "prefill_num_workers": "", "decode_num_workers": "", "isl": "8192"}
+    few, many = point(open_row, concurrency="8"), point(open_row, concurrency="2048")
+    (one, _), (enough, decodes) = few.deployment.instances, many.deployment.instances
+    assert one.count == 1 and enough.count > 3
+    # With two fewer users wait for prompts instead of for the steps of full decode instances.
+    fewer = replace(
+        many, deployment=replace(many.deployment, instances=(replace(enough, count=enough.count - 2), decodes))
+    )
+    assert predict(fewer).ttft_seconds > 1.5 * predict(many).ttft_seconds
 
 
 def test_a_degree_that_is_a_sum_over_a_deployment_is_divided() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from meshwright.chaos import scenario as scenarios
-from meshwright.chaos.job import Job as ObservedJob
+from meshwright.chaos.job import ChaosJob as ObservedJob
 from meshwright.chaos.job import Tail
 from meshwright.chaos.processes import TOKEN, kill_all, processes_with
 from meshwright.chaos.scenario import Scenario, Stage, Template

@@ -16,7 +16,7 @@ from meshwright.checkpoint.write import staging
 from meshwright.checkpoint.write.layout import plan_layout
 from meshwright.checkpoint.write.staging import PinnedSnapshotBuffer, Stager
 from meshwright.optim.chunks import ALIGNED
-from meshwright.optim.fused import MOMENTS, StepInputs
+from meshwright.optim.fused import MOMENTS, UpdateInputs
 from meshwright.optim.host import HostAdamW
 from meshwright.optim.packing import MASTER
 from meshwright.spec.plan import Moments
@@ -59,7 +59,7 @@ class Snapshots:
         self._made, self._stop_before = 0, stop_before
         self._go_on.clear()
         copies = self._stager.start(self._optimizer.host_state())
-        inputs = StepInputs(RATE, torch.ones(()), torch.zeros(()))
+        inputs = UpdateInputs(RATE, torch.ones(()), torch.zeros(()))
         update = threading.Thread(
             target=self._optimizer.step, args=(gradients(step, torch.float32), inputs, None, copies)
         )
@@ -94,7 +94,7 @@ def test_no_update_reaches_a_snapshot(
         optimizer.allocate_second_buffers()
     for step in range(2 * snapshots.copies):
         at_snapshot = {name: tensor.clone() for name, tensor in state_of(optimizer).items()}
-        inputs = StepInputs(RATE, torch.ones(()), torch.zeros(()))
+        inputs = UpdateInputs(RATE, torch.ones(()), torch.zeros(()))
         if step % 2:  # a step without a snapshot between two with one
             optimizer.step(gradients(step, torch.float32), inputs)
         else:
@@ -117,7 +117,7 @@ def test_weights_that_are_updated_in_place_have_no_second_buffers(monkeypatch: p
         def wait(self, parameters: Any, *, host: bool = True) -> None:
             waited.append(host)
 
-    optimizer.step(gradients(0, torch.float32), StepInputs(RATE, torch.ones(()), torch.zeros(())), None, Copies())
+    optimizer.step(gradients(0, torch.float32), UpdateInputs(RATE, torch.ones(()), torch.zeros(())), None, Copies())
     assert waited and all(waited)
 
 

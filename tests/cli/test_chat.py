@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint.models.single_device import load_model
-from meshwright.cli.chat import Conversation, _first_interrupt, read_line
+from meshwright.cli.chat import ChatConversation, _first_interrupt, read_line
 from meshwright.cli.chat_prompts import ChatPrompts, messages_of
 from meshwright.serve.engine import Engine
 from meshwright.serve.sampling_options import SamplingOptions
@@ -39,9 +39,9 @@ def engine(folder: Path) -> Engine:
 
 
 @pytest.fixture
-def conversation(folder: Path, engine: Engine) -> Conversation:
+def conversation(folder: Path, engine: Engine) -> ChatConversation:
     prompts = ChatPrompts(folder, read_model_files(folder))
-    return Conversation(engine, prompts, (0,), SamplingOptions(temperature=0), TOKENS)
+    return ChatConversation(engine, prompts, (0,), SamplingOptions(temperature=0), TOKENS)
 
 
 def continued(engine: Engine, text: str) -> str:
@@ -50,7 +50,7 @@ def continued(engine: Engine, text: str) -> str:
     return "".join(update.text for update in engine.run())
 
 
-def test_answers_follow_the_template_with_all_messages_before(conversation: Conversation, engine: Engine) -> None:
+def test_answers_follow_the_template_with_all_messages_before(conversation: ChatConversation, engine: Engine) -> None:
     shown: list[str] = []
     conversation.reset("Be short.")
     assert conversation.answer("Hi", shown.append) == "length"
@@ -72,7 +72,7 @@ def test_answers_follow_the_template_with_all_messages_before(conversation: Conv
     assert conversation.messages == messages_of("Be short.")
 
 
-def test_an_answer_ends_at_a_token_of_the_folder(conversation: Conversation, engine: Engine) -> None:
+def test_an_answer_ends_at_a_token_of_the_folder(conversation: ChatConversation, engine: Engine) -> None:
     engine.submit("user: Hi\nassistant:", new_tokens=TOKENS)
     whole = [token for update in engine.run() for token in update.tokens]
     place = next(at for at in range(2, TOKENS) if whole[at] not in whole[:at])
@@ -87,7 +87,7 @@ def test_a_special_token_in_a_message_stays_text(folder: Path) -> None:
     assert 0 not in ids and "a<|endoftext|>b" in byte_tokenizer().decode(ids)
 
 
-def test_a_first_interrupt_stops_the_answer_and_a_second_one_the_chat(conversation: Conversation) -> None:
+def test_a_first_interrupt_stops_the_answer_and_a_second_one_the_chat(conversation: ChatConversation) -> None:
     def interrupt(piece: str) -> None:
         signal.raise_signal(signal.SIGINT)
 
@@ -106,7 +106,7 @@ def test_a_first_interrupt_stops_the_answer_and_a_second_one_the_chat(conversati
         interrupt("")
 
 
-def test_a_chat_that_the_context_does_not_hold_is_refused_and_goes_on(conversation: Conversation) -> None:
+def test_a_chat_that_the_context_does_not_hold_is_refused_and_goes_on(conversation: ChatConversation) -> None:
     with pytest.raises(BadInput, match="context"):
         conversation.answer("x" * 10_000, print)
     assert conversation.messages == []

@@ -15,7 +15,7 @@ from meshwright.data.text_format import tokenizer_identity
 from meshwright.durable.writes import digest
 from meshwright.families.folder import to_hf_config
 from meshwright.launch import machine, prepare
-from meshwright.launch.prepare import Attempt, Note, Readiness, prepare_run
+from meshwright.launch.prepare import CheckedWork, Note, Readiness, prepare_run
 from meshwright.spec.errors import BadInput
 from meshwright.spec.run import RunSpec
 from tests.cli.command import meshwright, train_here
@@ -138,7 +138,7 @@ def test_a_tokenizer_that_is_gone_is_found_before_a_start(tiny: Path, tmp_path: 
 
 def test_check_and_train_run_the_same_checks(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_start(
-        run: RunSpec, runs: Path, attempt: Attempt, note: Note, *, build_stdlib: bool, fresh: bool = False
+        run: RunSpec, runs: Path, attempt: CheckedWork, note: Note, *, build_stdlib: bool, fresh: bool = False
     ) -> Readiness:
         def refuse() -> None:
             raise BadInput("a check of both")

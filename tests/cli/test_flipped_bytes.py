@@ -29,7 +29,7 @@ from meshwright.launch.corpus import skipped_samples
 from meshwright.launch.incidents import FILE, FOLDER, JobSchedule, read_incidents
 from meshwright.launch.progress_file import FILE as PROGRESS
 from meshwright.launch.progress_file import JobProgress, RankSnapshot, _to_columns, read_progress
-from meshwright.launch.run_figures import FigureReader
+from meshwright.launch.run_figures import RunFigureReader
 from meshwright.launch.state_file import STATE_FILE, read_state
 from meshwright.observe.metrics import MetricsWriter, read_metrics
 from meshwright.observe.runfolder import read_run
@@ -48,7 +48,7 @@ INCIDENT = {
 
 def monitor(run: Path) -> None:
     """What `monitor`, `incidents` and `report` read."""
-    FigureReader(run).read()
+    RunFigureReader(run).read()
     read_state(run)
     read_progress(run)
     [incident_lines(record) for record in read_incidents(run)]
@@ -73,7 +73,7 @@ def read_assignment(run: Path, job: RunSpec) -> None:
 def next_metrics(run: Path) -> None:
     content = (run / "metrics.jsonl").read_bytes()
     read_run(run)
-    FigureReader(run).read()
+    RunFigureReader(run).read()
     MetricsWriter(run / "metrics.jsonl", 3).close()
     (run / "metrics.jsonl").write_bytes(content)
     read_metrics(run / "metrics.jsonl")

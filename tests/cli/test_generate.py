@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.cli import generate
-from meshwright.training.spread import Answer
+from meshwright.training.spread import SpreadAnswer
 from tests.server.helpers import byte_tokenizer, write_folder
 
 PROMPT, LENGTH = "def read", 24
@@ -38,9 +38,9 @@ def test_ranks_and_plans_have_the_same_ends(folder: Path, monkeypatch: pytest.Mo
         asked.append(job["stops"])
         return [[5]]
 
-    def by_plan(*others: Any, continuation: Any) -> Answer:
+    def by_plan(*others: Any, continuation: Any) -> SpreadAnswer:
         asked.append(continuation.sampling.stops)
-        return Answer(tokens=((5,),))
+        return SpreadAnswer(tokens=((5,),))
 
     monkeypatch.setattr(generate, "answer_of_ranks", by_ranks)
     monkeypatch.setattr(generate, "ask_ranks", by_plan)

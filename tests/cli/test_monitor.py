@@ -21,7 +21,7 @@ from rich.console import Console
 from meshwright.cli.monitor_frame import frame
 from meshwright.diagnosis.culprit import Culprit, Waiting
 from meshwright.launch.rank_view import RankActivity
-from meshwright.launch.run_figures import FigureReader
+from meshwright.launch.run_figures import RunFigureReader
 from meshwright.launch.run_snapshot import RunSnapshot
 from tests.cli.command import meshwright
 from tests.launch.test_metrics_endpoint import parse
@@ -59,7 +59,7 @@ def snapshot(folder: Path, ranks: int, steps: int, *, slow: int) -> RunSnapshot:
     waiting = tuple(Waiting(rank, slow, "gradient norm") for rank in range(ranks) if rank != slow)
     culprit = Culprit(slow, "node-0", 40, "forward 0.1", 9.0, f"rank {slow} is in forward", "certain", waiting)
     return RunSnapshot(
-        FigureReader(folder).read(), activities, 1.0, culprit, [INCIDENT] * 9, np.arange(100, 100 + steps), seconds
+        RunFigureReader(folder).read(), activities, 1.0, culprit, [INCIDENT] * 9, np.arange(100, 100 + steps), seconds
     )
 
 
@@ -198,7 +198,7 @@ def test_loads_of_experts_fit_and_show_the_busiest(tmp_path: Path, width: int, h
     loads[6][100] = 12800 - 127 * 93
     steps = [{"kind": "step", "step": step, "expert_loads": loads} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    reader = FigureReader(tmp_path)
+    reader = RunFigureReader(tmp_path)
     reader.read()
     shown = replace(snapshot(tmp_path, 64, 70, slow=1), expert_loads=reader.expert_loads)
     lines = picture(shown, width, height, no_color=True)

@@ -21,6 +21,7 @@ serve:
 """
 KEYS = {
     "instances",
+    "fewest",
     "goodput_per_gpu",
     "low",
     "high",
@@ -56,6 +57,7 @@ def test_a_tight_limit_of_tokens_separates_prefill_and_decode(question: Path) ->
     assert set(answer["instances"][0]) == {"role", "count", "tensor", "expert", "token_budget"}
     assert 0 < answer["low"] <= answer["goodput_per_gpu"] <= answer["high"]
     assert answer["binding"] in ("ttft", "tpot") and answer["margin_over_colocated"] > 0.05
+    assert {"role", "count", "tensor", "expert", "token_budget"} == set(answer["fewest"][0])
     rates = [other["goodput_per_gpu"] for other in answer["alternatives"]]
     assert rates == sorted(rates, reverse=True) and all(other["why_not"] for other in answer["alternatives"])
     deployment = load_deployment(out)
@@ -78,7 +80,8 @@ def test_loose_limits_colocate_and_the_text_says_why(
     assert "× TP1" in answer.out.splitlines()[1] and "prefill" not in answer.out.splitlines()[1]
     assert "simulating the best" in answer.err
     text = " ".join(answer.out.split())
-    assert "on all 2" in text and re.search(r"the workload's own \S+ requests/s are \d+% of that", text)
+    own = r"the workload's own \S+ requests/s are \d+% of that, and need at least 1 device: 1 × TP1"
+    assert "on all 2" in text and re.search(own, text)
     for heading in ("instances", "attainment by", "why this deployment", "colocated: ", "where the numbers come from"):
         assert heading in answer.out
 

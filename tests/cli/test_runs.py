@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.durable.lease import LEASE, take_lease
+from meshwright.durable.lock import this_process
+from meshwright.launch.lease_store import LEASE_FOLDER, FolderLeases
 from meshwright.launch.run_list import delete_run, list_run, runs_in
+from meshwright.policies.coordinator_lease import CoordinatorLease
 from tests.cli.command import meshwright
 
 OWNER = """\
@@ -107,6 +110,19 @@ def test_stop_asks_the_job_and_waits_for_its_end(tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     assert f"asked process {process.pid} to stop" in answer.out
     assert "ended with code 75 after step 3; no checkpoint" in answer.out
+
+
+def test_stop_asks_the_coordinator_that_has_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "moved")
+    with owned(run) as process:
+        values = {**json.loads((run / LEASE).read_text()), "host": "other"}
+        (run / LEASE).write_text(json.dumps(values))
+        (run / "progress.json").write_text("{}")
+        coordinator = CoordinatorLease(1, "b", this_process(process.pid), "here", "127.0.0.1:1")
+        assert FolderLeases(run / LEASE_FOLDER).replace(None, coordinator)
+        answer = meshwright("runs", "stop", run)
+        assert process.wait(10) == 75
+    assert answer.code == 0 and f"asked process {process.pid} to stop" in answer.out
 
 
 def test_what_cannot_be_stopped(tmp_path: Path) -> None:

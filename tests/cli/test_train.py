@@ -16,7 +16,7 @@ from meshwright.cli.train import announce
 from meshwright.config.load import load_plan, load_run
 from meshwright.launch import machine
 from meshwright.launch.folder import folder_lock
-from meshwright.launch.prepare import Prepared, on_used_devices, plan_yaml, prepare_run
+from meshwright.launch.prepare import PreparedRun, on_used_devices, plan_yaml, prepare_run
 from meshwright.observe.closing import closing_lines, command_to_continue
 from meshwright.observe.metrics import read_metrics
 from meshwright.observe.prediction_account import read_account
@@ -108,7 +108,7 @@ def test_a_start_says_what_it_trains_on(
     finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: int, output: str
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
-    announce(Prepared(Assignment.read(finished / "assignment.json"), finished, resumes=False))
+    announce(PreparedRun(Assignment.read(finished / "assignment.json"), finished, resumes=False))
     assert f"  {output}\n" in capsys.readouterr().out
 
 

@@ -86,6 +86,13 @@ def test_a_preset_and_a_chip_bring_their_own_to_a_question_without_a_file() -> N
     assert load_run(QUICKSTART, ["model=llama3-8b"]).train.seq_len == 8192
 
 
+def test_a_question_without_a_file_does_not_take_the_quick_start_s_name() -> None:
+    assert load_run(None, ["model=llama3-8b", "train.optimizer.name=lamb"]).name == "llama3-8b"
+    assert load_run(None, ["model={family: llama, layers: 2, hidden: 64, heads: 2, vocab_size: 512}"]).name == "unnamed"
+    assert load_run(None, ["model=llama3-8b", "name=mine"]).name == "mine"
+    assert load_run(QUICKSTART, ["model=llama3-8b"]).name == "quickstart"
+
+
 def notes_of(path: Path | None, *overrides: str, **options: Any) -> tuple[RunSpec, list[str]]:
     """The run, and what was assumed for it."""
     notes: list[str] = []
@@ -97,7 +104,7 @@ def test_without_a_file_all_that_is_assumed_is_said() -> None:
     assert (run.model.preset, run.cluster.gpu, run.cluster.ranks) == ("llama-nano", "H200", 8)
     assert notes == [
         "no cluster.gpu: cluster=auto assumed, gpu=H200 nodes=1 gpus_per_node=8 on this machine",
-        "no run file: name=quickstart model.preset=llama-nano data.mix=stdlib data.validation_tokens=32768 train.global_batch=16 "
+        "no run file: name=llama-nano model.preset=llama-nano data.mix=stdlib data.validation_tokens=32768 train.global_batch=16 "
         "train.seq_len=256 train.learning_rate=0.003 train.warmup_steps=2 train.validate_every=50 assumed",
     ]
     (output,) = notes_of(None, "model=llama3-8b", "cluster.gpu=H100")[1]
@@ -584,7 +591,7 @@ def test_sections_in_the_mix_are_streams(here: Path, monkeypatch: pytest.MonkeyP
     assert load_resolved(write("resolved.yaml", resolved_yaml(run))) == run
     assert differences(run, load_run(Path("run.yaml"), ["data.streams.web.files=elsewhere"])) == []
     replaced = load_run(Path("run.yaml"), ["data.mix=corpora/mail"])
-    assert replaced.data.mix == {"corpora/mail": 1.0} and not replaced.data.streamed
+    assert replaced.data.mix == {"corpora/mail": 1.0} and list(replaced.data.streams) == ["validation"]
 
 
 def test_mistakes_in_streams_are_found_at_their_keys(here: Path) -> None:
@@ -594,3 +601,7 @@ def test_mistakes_in_streams_are_found_at_their_keys(here: Path) -> None:
     write("run.yaml", STREAMED.format(text="text"))
     with pytest.raises(BadConfig, match=r"data.lanes: expected a multiple of train.global_batch = 4.*nearest: 12"):
         load_run(Path("run.yaml"), ["data.lanes=10"])
+    with pytest.raises(
+        BadConfig, match=r"data.streams.wet: expected a source that data.mix names.*wet \(nearest: web\)"
+    ):
+        load_run(Path("run.yaml"), ["data.streams.wet={files: other/*.parquet}"])

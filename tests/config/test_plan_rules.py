@@ -16,7 +16,7 @@ from meshwright.config.yaml_positions import dump_yaml
 from meshwright.spec import plan_rules
 from meshwright.spec.errors import Mistake
 from meshwright.spec.plan_keys import AXES, PlanKeys, plan_of
-from meshwright.spec.plan_rules import RULES, Rule, untrained
+from meshwright.spec.plan_rules import RULES, PlanRule, untrained
 
 RUN = "model: {preset: llama-nano}\ntrain: {steps: 10, global_batch: 8}\n"
 SAMPLES = RUN.replace("global_batch: 8", "global_batch_tokens: 4096, seq_len: 1024") + "data: {packing: none}\n"
@@ -134,7 +134,7 @@ CASES = (
 
 @pytest.mark.parametrize(("rule", "case"), zip(RULES, CASES, strict=True), ids=[case[1] for case in CASES])
 def test_both_forms_of_a_file_give_one_message(
-    rule: Rule, case: tuple[str, str, list[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rule: PlanRule, case: tuple[str, str, list[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, keys, overrides, form = case
     given: dict[str, Any] = yaml.safe_load(f"{{{keys}}}")
@@ -166,7 +166,7 @@ def section_keys(tmp_path: Path, text: str, overrides: list[str]) -> PlanKeys:
     return keys
 
 
-def is_of(rule: Rule, mistake: Mistake) -> bool:
+def is_of(rule: PlanRule, mistake: Mistake) -> bool:
     """Whether a message is about the rule's key. It has the line of the key's value, where the key is no one of a range of layers."""
     key = rule.key.rpartition(".")[2]
     if not mistake.key.endswith(key):

@@ -17,11 +17,11 @@ import pytest
 from meshwright.connections import accept
 from meshwright.connections import limits as limits_module
 from meshwright.connections.accept import Acceptor
-from meshwright.connections.limits import COORDINATOR, Limits, raise_file_limit
-from meshwright.connections.proof import Challenge, Session, WrongProof, answer_challenge
+from meshwright.connections.limits import COORDINATOR, ListenerLimits, raise_file_limit
+from meshwright.connections.proof import Challenge, ProofSession, WrongProof, answer_challenge
 from meshwright.connections.table import ConnectionTable
 
-SMALL = Limits(connections=3, files=1.0)
+SMALL = ListenerLimits(connections=3, files=1.0)
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def test_the_connection_that_waits_longest_makes_room() -> None:
 
 def test_connections_stay_well_below_the_limit_of_files() -> None:
     with open_files(256):
-        shares = [limits for limits in vars(limits_module).values() if isinstance(limits, Limits)]
+        shares = [limits for limits in vars(limits_module).values() if isinstance(limits, ListenerLimits)]
         assert len(shares) >= 7 and all(limits.most <= 128 for limits in shares)
         assert replace(COORDINATOR, connections=5).most == 5
         raise_file_limit()
@@ -102,7 +102,7 @@ def test_a_proof_is_of_one_key_scope_connection_direction_and_number() -> None:
     client = challenge.session(**answer)
     first = client.sign(b"a", b"bc")
     assert not listener.accepts(first, b"ab", b"c"), "the parts are divided in another way"
-    client, listener = challenge.session(**answer), Session(listener._key, b"listener", b"client")
+    client, listener = challenge.session(**answer), ProofSession(listener._key, b"listener", b"client")
     assert listener.accepts(client.sign(b"a"), b"a") and client.accepts(listener.sign(b"a"), b"a")
     second = client.sign(b"b")
     assert listener.accepts(second, b"b") and not listener.accepts(second, b"b"), "a repeated message"

@@ -18,7 +18,7 @@ from meshwright.costs.serve_constants import usual_constants
 from meshwright.costs.serve_costs import ServeCosts
 from meshwright.costs.serve_fit import FITTED, fit_constants
 from meshwright.costs.serve_work import device_work
-from meshwright.costs.step_times import StepTimes, interpolated_factor, soft_maximum
+from meshwright.costs.step_times import InstanceStepTimes, interpolated_factor, soft_maximum
 from meshwright.serve.engine_profile import even_lengths, exponential_lengths
 from meshwright.serve.engine_sizes import blocks_that_fit
 from meshwright.spec.cluster import ClusterSpec
@@ -27,7 +27,7 @@ from meshwright.spec.engine import EngineOptions, EngineSettings, WeightFormat
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, parameter_count
-from meshwright.spec.serve_profile import Chunk, StepConstants, StepFactor, StepTime
+from meshwright.spec.serve_profile import ProfiledChunk, StepConstants, StepFactor, StepTime
 from tests.models.tiny import LLAMA, MIXTRAL, SLIDING, built
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -112,24 +112,24 @@ def test_a_step_reads_the_experts_that_a_token_is_sent_to() -> None:
 def test_pairs_of_queries_and_positions(window: int | None, start: int, count: int) -> None:
     work = device_work(LLAMA if window is None else SLIDING)
     expected = sum(min(position + 1, window or position + 1) for position in range(start, start + count))
-    assert work.pairs([Chunk(start=start, count=count)]) == expected
+    assert work.pairs([ProfiledChunk(start=start, count=count)]) == expected
 
 
-CHUNK = Chunk(start=0, count=1024)
+CHUNK = ProfiledChunk(start=0, count=1024)
 
 
 def test_a_step_is_the_slower_of_bytes_and_flops_and_attention_is_added() -> None:
     work = device_work(LLAMA_8B)
-    bytes_only = StepTimes(work, replace(NOTHING, weight_bytes_per_s=1e12))
+    bytes_only = InstanceStepTimes(work, replace(NOTHING, weight_bytes_per_s=1e12))
     assert bytes_only.seconds(7, 100) == pytest.approx((work.dense_bytes + work.head_bytes) / 1e12)
-    flops_only = StepTimes(work, replace(NOTHING, flops_per_s=1e12))
-    assert flops_only.seconds(3, 0, [Chunk(start=0, count=5)]) == pytest.approx(
+    flops_only = InstanceStepTimes(work, replace(NOTHING, flops_per_s=1e12))
+    assert flops_only.seconds(3, 0, [ProfiledChunk(start=0, count=5)]) == pytest.approx(
         (8 * work.dense_flops + 4 * work.head_flops) / 1e12
     )
-    cache_only = StepTimes(work, replace(NOTHING, cache_bytes_per_s=1e9))
+    cache_only = InstanceStepTimes(work, replace(NOTHING, cache_bytes_per_s=1e9))
     assert cache_only.seconds(2, 50) == pytest.approx(50 * work.cache_bytes / 1e9)
-    attention_only = StepTimes(work, replace(NOTHING, attention_flops_per_s=1e9))
-    assert attention_only.seconds(2, 50, [Chunk(start=3, count=2)]) == pytest.approx(
+    attention_only = InstanceStepTimes(work, replace(NOTHING, attention_flops_per_s=1e9))
+    assert attention_only.seconds(2, 50, [ProfiledChunk(start=3, count=2)]) == pytest.approx(
         (4 + 5) * work.attention_flops / 1e9
     )
     fixed, each, of_longest = cache_only.decode_line(2)
@@ -139,14 +139,16 @@ def test_a_step_is_the_slower_of_bytes_and_flops_and_attention_is_added() -> Non
 def test_the_longest_text_is_read_by_few_programs() -> None:
     work = device_work(LLAMA_8B)
     head_bytes = work.cache_bytes / 8
-    times = StepTimes(work, replace(NOTHING, text_bytes_per_s=1e9, decode_programs=528))
+    times = InstanceStepTimes(work, replace(NOTHING, text_bytes_per_s=1e9, decode_programs=528))
     # 528 programs of 8 heads: 66 for one text of a head, at most 32; graphs of 8 decodes leave 9, of 40 two, and of more than 66 one.
     for decodes, parts in ((1, 32), (2, 32), (5, 9), (8, 9), (33, 2), (64, 2), (80, 1), (256, 1)):
         seconds = times.seconds(decodes, 100 * decodes, (), 900)
         assert seconds == pytest.approx(900 * head_bytes / parts / 1e9), decodes
-        assert seconds == pytest.approx(times.device_seconds(decodes, 100 * decodes, [Chunk(start=0, count=4)], 900))
+        assert seconds == pytest.approx(
+            times.device_seconds(decodes, 100 * decodes, [ProfiledChunk(start=0, count=4)], 900)
+        )
     assert times.seconds(8, 800) == pytest.approx(times.seconds(8, 800, (), 100))
-    window = StepTimes(replace(work, windows=((50, 1.0),)), times.constants)
+    window = InstanceStepTimes(replace(work, windows=((50, 1.0),)), times.constants)
     assert window.seconds(8, 800, (), 900) == pytest.approx(times.seconds(8, 400, (), 50))
 
 
@@ -154,7 +156,7 @@ def test_the_price_of_the_longest_text_is_found_in_two_distributions() -> None:
     work = device_work(LLAMA_8B)
     start = replace(usual_constants(ServeCosts(LLAMA_8B, H200)._machine), decode_programs=528)
     made = replace(start, text_bytes_per_s=2e10, cache_bytes_per_s=3.5e12)
-    times, steps = StepTimes(work, made), []
+    times, steps = InstanceStepTimes(work, made), []
     for count in (1, 4, 16, 32, 64, 128):
         for lengths in ([40] * count, exponential_lengths(count, 1024), even_lengths(count, 1024)):
             shape = {"decodes": count, "positions": sum(lengths), "longest": max(lengths)}
@@ -163,7 +165,7 @@ def test_the_price_of_the_longest_text_is_found_in_two_distributions() -> None:
     fitted = fit_constants(work, start, steps).constants
     assert fitted.text_bytes_per_s == pytest.approx(2e10, rel=0.1)
     assert fitted.cache_bytes_per_s == pytest.approx(3.5e12, rel=0.1)
-    assert StepTimes(work, fitted).seconds(48, 50_000, (), 3000) == pytest.approx(
+    assert InstanceStepTimes(work, fitted).seconds(48, 50_000, (), 3000) == pytest.approx(
         times.seconds(48, 50_000, (), 3000), rel=0.01
     )
 
@@ -179,26 +181,28 @@ def test_steps_with_prompts_cost_as_much_as_the_graph_that_they_are_padded_to() 
     made = replace(
         NOTHING, flops_per_s=1e12, prompt_sizes=(64, 128), prompt_factors=(StepFactor(tokens=128, factor=1.5),)
     )
-    times = StepTimes(device_work(LLAMA_8B), made)
+    times = InstanceStepTimes(device_work(LLAMA_8B), made)
 
     def seconds(decodes: int, tokens: int) -> float:
-        return times.device_seconds(decodes, decodes, [Chunk(start=0, count=tokens)])
+        return times.device_seconds(decodes, decodes, [ProfiledChunk(start=0, count=tokens)])
 
     head = times.product_seconds(128, 9) - times.product_seconds(128, 1)  # of eight decodes more
     assert seconds(0, 65) == pytest.approx(seconds(0, 128), rel=1e-9)
     assert seconds(8, 70) == pytest.approx(seconds(0, 128) + 1.5 * head, rel=1e-9)
     assert seconds(0, 64) < 0.6 * seconds(0, 65)
     assert seconds(0, 129) > seconds(0, 128)
-    assert times.device_seconds(65, 65) == StepTimes(times.work, replace(made, prompt_sizes=())).device_seconds(65, 65)
+    assert times.device_seconds(65, 65) == InstanceStepTimes(times.work, replace(made, prompt_sizes=())).device_seconds(
+        65, 65
+    )
 
 
 def test_the_fit_takes_steps_of_one_graph_as_alike() -> None:
     work = device_work(LLAMA_8B)
     start = replace(usual_constants(ServeCosts(LLAMA_8B, H200)._machine), prompt_sizes=(64, 256))
-    times = StepTimes(work, start)
+    times = InstanceStepTimes(work, start)
     steps = [StepTime(decodes=8, positions=800, seconds=times.seconds(8, 800))]
     for tokens, factor in ((16, 1.1), (60, 1.1), (200, 0.8), (700, 1.0)):
-        chunk = Chunk(start=0, count=tokens)
+        chunk = ProfiledChunk(start=0, count=tokens)
         steps.append(
             StepTime(decodes=0, positions=0, chunks=(chunk,), seconds=factor * times.device_seconds(0, 0, [chunk]))
         )
@@ -242,8 +246,8 @@ def test_a_rate_and_a_time_of_experts_count_where_there_are_some() -> None:
     work, dense = device_work(MIXTRAL), device_work(LLAMA_8B)
     usual = replace(NOTHING, weight_bytes_per_s=1e12)
     own = replace(usual, expert_bytes_per_s=2e12, routed_seconds=0.5)
-    assert StepTimes(dense, own).seconds(3, 0) == StepTimes(dense, usual).seconds(3, 0)
-    saved = StepTimes(work, usual).seconds(3, 0) - StepTimes(work, own).seconds(3, 0)
+    assert InstanceStepTimes(dense, own).seconds(3, 0) == InstanceStepTimes(dense, usual).seconds(3, 0)
+    saved = InstanceStepTimes(work, usual).seconds(3, 0) - InstanceStepTimes(work, own).seconds(3, 0)
     assert saved == pytest.approx(work.read_expert_bytes(3) / 2e12 - 0.5 * MIXTRAL.layers)
 
 
@@ -259,13 +263,13 @@ def test_the_fit_finds_the_constants_that_made_the_steps() -> None:
         sequence_seconds=2e-5,
         chunk_seconds=1e-3,
     )
-    times = StepTimes(work, made)
+    times = InstanceStepTimes(work, made)
     shapes = [(count, count * length, ()) for count in (1, 8, 64, 256) for length in (64, 2000)]
     shapes += [(count, 500 * count, (tokens,)) for count in (0, 64) for tokens in (16, 1024, 8192)]
     shapes += [(0, 0, (512, 512)), (0, 0, (64,) * 8)]
     steps = []
     for decodes, positions, lengths in shapes:
-        chunks = tuple(Chunk(start=0, count=length) for length in lengths)
+        chunks = tuple(ProfiledChunk(start=0, count=length) for length in lengths)
         steps.append(
             StepTime(
                 decodes=decodes, positions=positions, chunks=chunks, seconds=times.seconds(decodes, positions, chunks)
@@ -276,8 +280,8 @@ def test_the_fit_finds_the_constants_that_made_the_steps() -> None:
     # Weights and a fixed time are told apart by large steps only.
     for name in set(FITTED) - {"decode_seconds"}:
         assert math.log(getattr(fit.constants, name) / getattr(made, name)) == pytest.approx(0, abs=0.3), name
-    fitted = StepTimes(work, fit.constants)
-    unseen = [Chunk(start=1000, count=700)]
+    fitted = InstanceStepTimes(work, fit.constants)
+    unseen = [ProfiledChunk(start=1000, count=700)]
     assert fitted.seconds(48, 48 * 900, unseen) == pytest.approx(times.seconds(48, 48 * 900, unseen), rel=0.01)
     with pytest.raises(BadInput, match="with a prompt and without"):
         fit_constants(work, made, [step for step in steps if step.chunks])
@@ -289,13 +293,13 @@ def test_a_slow_host_does_not_change_the_constants_of_the_device(noise: float) -
     start = replace(usual_constants(ServeCosts(LLAMA_8B, H200)._machine), whole_tokens=1024)
     launch = {"prompt_seconds": 0.02, "beside_seconds": 0.01, "whole_seconds": 0.015}
     made = replace(start, flops_per_s=1.2 * start.flops_per_s, chunk_seconds=2e-4, **launch)
-    times, draw = StepTimes(work, made), random.Random(3)
+    times, draw = InstanceStepTimes(work, made), random.Random(3)
     steps = [
         StepTime(decodes=count, positions=900 * count, seconds=times.seconds(count, 900 * count))
         for count in (1, 16, 128)
     ]
     for tokens, decodes in product((16, 256, 1024, 1536, 2048), (0, 64)):
-        chunks = (Chunk(start=0, count=tokens),)
+        chunks = (ProfiledChunk(start=0, count=tokens),)
         by_hand = 0.02 + (0.01 if decodes else 0.0) + (0.015 if tokens >= 1024 else 0.0)
         assert times.launch_seconds(decodes, chunks) == pytest.approx(by_hand)
         launched = by_hand * draw.uniform(1 - noise, 1 + noise)
@@ -307,11 +311,11 @@ def test_a_slow_host_does_not_change_the_constants_of_the_device(noise: float) -
     found = {name: getattr(fit, name) for name in launch}
     assert found == pytest.approx(launch, rel=1e-6 + 2 * noise)
     assert sum(found.values()) == pytest.approx(sum(launch.values()), rel=1e-6 + noise / 2)
-    fitted, unseen = StepTimes(work, fit), (8, 8 * 900, [Chunk(start=0, count=1300)])
+    fitted, unseen = InstanceStepTimes(work, fit), (8, 8 * 900, [ProfiledChunk(start=0, count=1300)])
     assert fitted.device_seconds(*unseen) == pytest.approx(times.device_seconds(*unseen), rel=0.01)
     # The factors of steps that ended with their launch are 1.
     assert all(each.factor == pytest.approx(1, abs=0.01) for each in fit.prompt_factors)
-    assert times.launch_seconds(8, [Chunk(start=1024, count=1024)]) == pytest.approx(0.03)
+    assert times.launch_seconds(8, [ProfiledChunk(start=1024, count=1024)]) == pytest.approx(0.03)
 
 
 def test_an_instance_has_the_blocks_that_the_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from meshwright.cli.data import _sentences, _summary
 from meshwright.data import prepare as prepare_module
 from meshwright.data.cleaning import Cleaning
 from meshwright.data.manifest import Manifest
-from meshwright.data.prepare import Prepared, prepare
+from meshwright.data.prepare import PreparedCorpus, prepare
 from meshwright.data.request import ChatRequest
 from meshwright.spec.errors import BadInput
 from tests.data.conftest import story
@@ -249,7 +249,7 @@ def test_a_killed_removal_of_duplicates_continues_to_the_same_bytes(
 ) -> None:
     monkeypatch.setattr(prepare_module, "UNIT_BYTES", 5000)
 
-    def made(name: str) -> Prepared:
+    def made(name: str) -> PreparedCorpus:
         cleaning = Cleaning(duplicates="near")
         return prepare(
             [str(repeated)], str(tokenizer_file), tmp_path / name, cleaning=cleaning, held_out=0.2, **OPTIONS

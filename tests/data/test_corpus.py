@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from meshwright.data.corpus import Document, read_documents
+from meshwright.data.corpus import CorpusDocument, read_documents
 from meshwright.data.input_stream import Contents
 from meshwright.data.inputs import NotRead, list_inputs
 from meshwright.data.records import BadDocument
@@ -25,7 +25,7 @@ def documents(*inputs: Path | str, text_key: str = "text", exclude: Path | None 
 
 
 def good(stream: list[Any]) -> list[tuple[int | str, str]]:
-    return [(document.id, document.text) for document in stream if isinstance(document, Document)]
+    return [(document.id, document.text) for document in stream if isinstance(document, CorpusDocument)]
 
 
 def not_read(stream: list[Any]) -> list[str]:
@@ -128,7 +128,7 @@ def test_keys_do_not_change_when_the_input_moves(tmp_path: Path) -> None:
     for folder in ("here", "there/deep"):
         (tmp_path / folder / "sub").mkdir(parents=True)
         (tmp_path / folder / "sub" / "r.jsonl").write_bytes(LINES)
-        keys.append([d.key for d in documents(tmp_path / folder) if isinstance(d, Document)])
+        keys.append([d.key for d in documents(tmp_path / folder) if isinstance(d, CorpusDocument)])
     assert keys[0] == keys[1] and len(set(keys[0])) == 3
 
 
@@ -136,7 +136,7 @@ def test_progress_reaches_the_size_of_all_inputs(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("12345")
     (tmp_path / "b.jsonl").write_bytes(LINES)
     last = documents(tmp_path)[-1]
-    assert isinstance(last, Document) and last.consumed == 5 + len(LINES)
+    assert isinstance(last, CorpusDocument) and last.consumed == 5 + len(LINES)
 
 
 def test_a_missing_input_names_the_nearest(tmp_path: Path) -> None:

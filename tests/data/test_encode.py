@@ -11,14 +11,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from meshwright.data import encode
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.encode import encode_documents
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_tokenizer, train_tokenizer
 from tests.data.conftest import story
 
 
-def document(text: str) -> Document:
-    return Document("file", 1, "key", text, len(text))
+def document(text: str) -> CorpusDocument:
+    return CorpusDocument("file", 1, "key", text, len(text))
 
 
 def expected(tokenizer: LoadedTokenizer, text: str) -> list[int]:

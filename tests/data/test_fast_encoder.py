@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import unicodedata
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from meshwright.data import encode, fast_encoder, prepare
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.encode import encode_documents
 from meshwright.data.fast_encoder import HARD_TEXTS, EncodersDiffer, FastEncoder
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_tokenizer
@@ -32,6 +35,11 @@ def tokenizer(tokenizer_file: Path) -> LoadedTokenizer:
 
 def fast_of(tokenizer: LoadedTokenizer) -> FastEncoder:
     return FastEncoder(tokenizer.content, tokenizer.tokenizer, workers=1)
+
+
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BATCH_CHARACTERS", "FAST_BATCH_CHARACTERS"):
+        monkeypatch.setattr(encode, name, 500)
 
 
 def expected(tokenizer: LoadedTokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -54,10 +62,12 @@ def test_ids_are_those_of_tokenizers(tokenizer: LoadedTokenizer) -> None:
 def test_documents_have_the_same_tokens_with_both(
     tokenizer: LoadedTokenizer, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 500)
+    small_batches(monkeypatch)
     monkeypatch.setattr(encode, "LONGEST_PIECE", 300)
     long = "".join(story(i) + "\n  indented\n" for i in range(60))
-    documents = [Document("file", i, "key", text, 0) for i, text in enumerate([*TEXTS, long, long.replace("\n", " ")])]
+    documents = [
+        CorpusDocument("file", i, "key", text, 0) for i, text in enumerate([*TEXTS, long, long.replace("\n", " ")])
+    ]
     fast = list(encode_documents(documents, tokenizer, "uint16", workers, fast_of(tokenizer)))
     slow = list(encode_documents(documents, tokenizer, "uint16", workers))
     for one, other in zip(fast, slow, strict=True):
@@ -100,11 +110,25 @@ def test_encoders_are_loaded_anew_when_their_words_take_too_much_memory(
     monkeypatch.setattr(fast, "_load", counted)
     monkeypatch.setattr(fast_encoder, "LEAST_TEXT", 100)
     texts = [story(i) for i in range(5)]
-    for resident, most in ((0, 0), (1 << 62, 3)):
-        monkeypatch.setattr(fast_encoder, "resident", lambda resident=resident: resident)
+    for growth, expected_loads in ((0, 0), (1 << 40, 2)):
+        monkeypatch.setattr(fast_encoder, "resident", count(growth, growth).__next__)
         for _ in range(3):
             assert lists(fast.ids(texts)) == expected(tokenizer, texts)
-        assert most - 1 <= loads <= most
+        assert loads == expected_loads
+
+
+def test_memory_does_not_grow_with_the_words_of_the_text(
+    tokenizer: LoadedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder that keeps all these words takes 170 MB, and one that is loaded anew 25."""
+    monkeypatch.setattr(fast_encoder, "LEAST_TEXT", 1 << 20)
+    monkeypatch.setattr(fast_encoder, "WORD_MEMORY", 10 << 20)
+    fast, draw, most = fast_of(tokenizer), random.Random(0), 0
+    before = fast_encoder.resident()
+    for _ in range(16):
+        fast.ids([" ".join("".join(draw.choices(ascii_lowercase, k=8)) for _ in range(100_000))])
+        most = max(most, fast_encoder.resident() - before)
+    assert most < 60 << 20
 
 
 def word_level() -> bytes:
@@ -170,7 +194,7 @@ def test_a_corpus_on_which_the_encoders_differ_is_that_of_tokenizers(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 500)
+    small_batches(monkeypatch)
     source = tmp_path / "stories.jsonl"
     source.write_text("".join(json.dumps({"text": story(i)}) + "\n" for i in range(200)))
     arguments: Any = {"held_out": 0.1, "shard_tokens": 400, "workers": 1}
@@ -197,7 +221,7 @@ def test_a_corpus_on_which_the_encoders_differ_is_that_of_tokenizers(
 def test_a_continued_preparation_remembers_that_the_encoders_differ(
     tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 500)
+    small_batches(monkeypatch)
     source = tmp_path / "stories.jsonl"
     source.write_text("".join(json.dumps({"text": story(i)}) + "\n" for i in range(200)))
     arguments: Any = {"shard_tokens": 400, "workers": 1}

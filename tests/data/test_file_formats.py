@@ -16,7 +16,7 @@ import pytest
 import zstandard
 
 from meshwright.data import records
-from meshwright.data.corpus import Document, read_documents
+from meshwright.data.corpus import CorpusDocument, read_documents
 from meshwright.data.file_formats import COMPRESSIONS, REFUSED, format_of
 from meshwright.data.input_stream import Contents
 from meshwright.data.inputs import NotRead, list_inputs
@@ -54,11 +54,11 @@ def read(path: Path) -> list[Any]:
 
 
 def texts(items: list[Any]) -> list[str]:
-    return [item.text for item in items if isinstance(item, Document)]
+    return [item.text for item in items if isinstance(item, CorpusDocument)]
 
 
 def problems(items: list[Any]) -> list[str]:
-    return [str(item) for item in items if not isinstance(item, Document)]
+    return [str(item) for item in items if not isinstance(item, CorpusDocument)]
 
 
 @pytest.mark.parametrize("name", list(CONTENTS))
@@ -138,7 +138,10 @@ def test_tables_with_bad_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b'text,id\n"fine",x\ncaf\xe9,y\na,b,c\n\nfine too,z\n"never closed,w\n')
     items = read(path)
-    assert [(item.id, item.text) for item in items if isinstance(item, Document)] == [("x", "fine"), ("z", "fine too")]
+    assert [(item.id, item.text) for item in items if isinstance(item, CorpusDocument)] == [
+        ("x", "fine"),
+        ("z", "fine too"),
+    ]
     assert [problem[len(f"{path}:") :][:20] for problem in problems(items)] == [
         "3: not utf-8 (charac",
         "4: expected 2 fields",
@@ -192,6 +195,6 @@ def test_a_line_has_a_limit_also_where_it_is_compressed(tmp_path: Path, monkeypa
     assert [str(each) for each in found if isinstance(each, records.BadDocument)] == [
         f"{tmp_path}/a.jsonl.gz:2: a line of more than 1,000 bytes"
     ]
-    assert [each.number for each in found if isinstance(each, records.Record)] == [1, 3, 4]
+    assert [each.number for each in found if isinstance(each, records.DataRecord)] == [1, 3, 4]
     (only, _) = records.read_records(list_inputs([str(tmp_path / "b.json")]).files[0], "text")
     assert isinstance(only, NotRead) and "more than 1,000 bytes" in str(only)

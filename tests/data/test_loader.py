@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.loader import Loader, MicroBatch, Samples, Windows, open_data
-from meshwright.data.source import Batch, DataSource
+from meshwright.data.source import DataSource, SampleBatch
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import DataSpec
 
@@ -28,9 +28,9 @@ class Counting:
     def begin_step(self, indices: range) -> None:
         """All is well."""
 
-    def samples(self, indices: range) -> Batch:
+    def samples(self, indices: range) -> SampleBatch:
         array = np.array(indices, dtype=np.int64)[:, None]
-        return Batch(array, array, array, array)
+        return SampleBatch(array, array, array, array)
 
 
 def steps_of_all_ranks(
@@ -109,7 +109,7 @@ def test_without_document_mask_positions_and_documents_are_left_out(prepared: Pa
 
 def test_an_error_in_the_thread_reaches_the_consumer(source: DataSource) -> None:
     class Broken(Counting):
-        def samples(self, indices: range) -> Batch:
+        def samples(self, indices: range) -> SampleBatch:
             if indices.start >= 8:
                 raise Damaged("shard.bin: offset 12: broken")
             return super().samples(indices)
@@ -142,7 +142,7 @@ def test_no_more_is_read_ahead_than_asked_for(prefetch: int) -> None:
             self.read: list[int] = []
             self.enough = threading.Event()
 
-        def samples(self, indices: range) -> Batch:
+        def samples(self, indices: range) -> SampleBatch:
             self.read.append(indices.start)
             if len(self.read) == prefetch + 1:
                 self.enough.set()

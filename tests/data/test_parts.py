@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
+from meshwright.data import disk_space, shards
+from meshwright.data import parts as parts_module
 from meshwright.data import prepare as prepare_module
 from meshwright.data.cleaning import Cleaning
 from meshwright.data.inputs import list_inputs
-from meshwright.data.parts import Part, PreparedPart, merge, prepare_part, read_part
+from meshwright.data.parts import CorpusPart, PreparedPart, merge, prepare_part, read_part
 from meshwright.data.prepare import prepare
 from meshwright.data.request import Preparation
-from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from tests.data.conftest import story
-from tests.data.test_prepare import Killed, break_at, contents
+from tests.data.test_prepare import FULL_DISK, Killed, break_at, contents, fill_disk
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,9 @@ def preparation(texts: Path, tokenizer: Path | str, out: Path, **changes: Any) -
 
 def make_parts(texts: Path, tokenizer: Path | str, folder: Path, count: int, **changes: Any) -> list[PreparedPart]:
     return [
-        prepare_part(preparation(texts, tokenizer, folder / str(number), **changes), Part(number, count), workers=1)
+        prepare_part(
+            preparation(texts, tokenizer, folder / str(number), **changes), CorpusPart(number, count), workers=1
+        )
         for number in range(1, count + 1)
     ]
 
@@ -64,7 +68,7 @@ def test_parts_join_to_the_corpus_of_one_host(texts: Path, tokenizer_file: Path,
 
 def test_each_file_is_in_one_part_and_parts_have_like_sizes(texts: Path) -> None:
     files = list_inputs([str(texts)]).files
-    shares = [Part(number, 3).files(files) for number in (1, 2, 3)]
+    shares = [CorpusPart(number, 3).files(files) for number in (1, 2, 3)]
     assert [file for share in shares for file in share] == files
     sizes = [sum(file.size for file in share) for share in shares]
     assert max(sizes) - min(sizes) < max(file.size for file in files)
@@ -127,32 +131,54 @@ def test_a_killed_part_continues(
     with monkeypatch.context() as patch:
         patch.setattr(parts, "run_units", killed)
         with pytest.raises(Killed):
-            prepare_part(preparation(texts, tokenizer_file, out), Part(2, 2), workers=1)
+            prepare_part(preparation(texts, tokenizer_file, out), CorpusPart(2, 2), workers=1)
     with pytest.raises(BadInput, match=r"2: this part is not finished; run its .* --part.* again"):
         merge([whole[0].out, out], tmp_path / "merged")
     asked: list[int] = []
     monkeypatch.setattr(
         parts, "run_units", lambda folder, units, *others: (asked.extend(units), run_units(folder, units, *others))[1]
     )
-    prepare_part(preparation(texts, tokenizer_file, out), Part(2, 2), workers=1)
+    prepare_part(preparation(texts, tokenizer_file, out), CorpusPart(2, 2), workers=1)
     assert asked and not set(done) & set(asked), "units that were done are not done again"
     assert contents(out) == contents(whole[1].out)
 
 
+def test_a_full_disk_is_named_and_the_same_command_continues(
+    texts: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(parts_module, "run_units", fill_disk)
+        with pytest.raises(OutOfResources, match=FULL_DISK):
+            make_parts(texts, tokenizer_file, tmp_path, 1)
+    [part] = make_parts(texts, tokenizer_file, tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.SplitWriter, "finish_shard", fill_disk)
+        with pytest.raises(OutOfResources, match=FULL_DISK):
+            merge([part.out], tmp_path / "merged")
+    usage = type("Usage", (), {"free": 1000})
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_space.shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(OutOfResources, match=r"bytes are needed, 1,000 are free"):
+            merge([part.out], tmp_path / "small")
+    assert sum(each.documents for each in merge([part.out], tmp_path / "merged").manifests.values()) == 280
+
+
 def test_the_same_part_again_finds_the_work_done(texts: Path, tokenizer_file: Path, tmp_path: Path) -> None:
-    first = prepare_part(preparation(texts, tokenizer_file, tmp_path / "1"), Part(1, 2), workers=1)
-    again = prepare_part(preparation(texts, tokenizer_file, tmp_path / "1"), Part(1, 2), workers=1)
+    first = prepare_part(preparation(texts, tokenizer_file, tmp_path / "1"), CorpusPart(1, 2), workers=1)
+    again = prepare_part(preparation(texts, tokenizer_file, tmp_path / "1"), CorpusPart(1, 2), workers=1)
     assert again.reused and (again.documents, again.tokens) == (first.documents, first.tokens)
     with pytest.raises(BadInput, match=r"work of a different command \(part: 1/2 before, 2/2 now\)"):
-        prepare_part(preparation(texts, tokenizer_file, tmp_path / "1"), Part(2, 2), workers=1)
+        prepare_part(preparation(texts, tokenizer_file, tmp_path / "1"), CorpusPart(2, 2), workers=1)
     with pytest.raises(BadInput, match=r"held_out: 0\.1 before, 0\.2 now"):
-        prepare_part(preparation(texts, tokenizer_file, tmp_path / "1", held_out=0.2), Part(1, 2), workers=1)
+        prepare_part(preparation(texts, tokenizer_file, tmp_path / "1", held_out=0.2), CorpusPart(1, 2), workers=1)
 
 
 def test_parts_that_do_not_belong_together_are_named(texts: Path, tokenizer_file: Path, tmp_path: Path) -> None:
     three = [part.out for part in make_parts(texts, tokenizer_file, tmp_path / "3", 3)]
     two = [part.out for part in make_parts(texts, tokenizer_file, tmp_path / "2", 2)]
-    other = prepare_part(preparation(texts, tokenizer_file, tmp_path / "o", shard_tokens=99), Part(3, 3), workers=1)
+    other = prepare_part(
+        preparation(texts, tokenizer_file, tmp_path / "o", shard_tokens=99), CorpusPart(3, 3), workers=1
+    )
     out = tmp_path / "out"
     with pytest.raises(BadInput, match="part 2/3, 3/3: missing; name the folders of all 3 parts"):
         merge(three[:1], out)
@@ -185,13 +211,13 @@ def test_parts_whose_encoders_differ_are_prepared_again_by_tokenizers(
 ) -> None:
     folders = [part.out for part in make_parts(texts, tokenizer_file, tmp_path / "parts", 2)]
     assert read_part(folders[0]).fast
-    prepare_part(preparation(texts, tokenizer_file, folders[1]), Part(2, 2), workers=1, encoder="tokenizers")
+    prepare_part(preparation(texts, tokenizer_file, folders[1]), CorpusPart(2, 2), workers=1, encoder="tokenizers")
     assert not read_part(folders[1]).fast
     record = json.loads((folders[1] / "part.json").read_bytes())
     (folders[1] / "part.json").write_text(json.dumps({**record, "differs": True}))
     with pytest.raises(BadInput, match=r"other ids than tokenizers here; .* --encoder tokenizers: 1/2"):
         merge(folders, tmp_path / "merged")
-    prepare_part(preparation(texts, tokenizer_file, folders[0]), Part(1, 2), workers=1, encoder="tokenizers")
+    prepare_part(preparation(texts, tokenizer_file, folders[0]), CorpusPart(1, 2), workers=1, encoder="tokenizers")
     prepare([str(texts)], str(tokenizer_file), tmp_path / "whole", held_out=0.1, shard_tokens=3000)
     merge(folders, tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
@@ -200,7 +226,7 @@ def test_parts_whose_encoders_differ_are_prepared_again_by_tokenizers(
 @pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "1/0", "-1/2"])
 def test_a_part_is_two_numbers(text: str) -> None:
     with pytest.raises(BadInput, match=f"--part {text}: expected I/N"):
-        Part.parse(text)
+        CorpusPart.parse(text)
 
 
 def test_a_damaged_record_is_named(texts: Path, tokenizer_file: Path, tmp_path: Path) -> None:

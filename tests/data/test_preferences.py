@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.data.manifest import TRAIN, Manifest
 from meshwright.data.preference_forms import FORMS, preference_form_of
-from meshwright.data.prepare import Prepared, prepare
+from meshwright.data.prepare import PreparedCorpus, prepare
 from meshwright.data.request import ChatRequest
 from meshwright.data.source import DataSource, open_data
 from meshwright.spec.errors import BadInput
@@ -50,7 +50,9 @@ PAIRS: dict[str, dict[str, Any]] = {
 }
 
 
-def prepared(folder: Path, records: list[dict[str, Any]], template: str = marked(CHATML), **more: Any) -> Prepared:
+def prepared(
+    folder: Path, records: list[dict[str, Any]], template: str = marked(CHATML), **more: Any
+) -> PreparedCorpus:
     folder.mkdir(exist_ok=True)
     tokenizer = write_tokenizer(folder / "tokenizer", template, byte_level())
     source = write_records(folder / "preferences.jsonl", records)

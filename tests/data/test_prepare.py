@@ -11,8 +11,7 @@ from typing import Any, TextIO
 import pytest
 
 from meshwright.cli.data import _sentences, _summary
-from meshwright.data import prepare as prepare_module
-from meshwright.data import shards
+from meshwright.data import disk_space, shards
 from meshwright.data.indexed import IndexedFile
 from meshwright.data.manifest import Manifest, verify
 from meshwright.data.prepare import prepare
@@ -276,21 +275,25 @@ def test_a_small_disk_is_refused_before_the_work(
     corpus: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(prepare_module.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OutOfResources, match=r"bytes are needed, 1,000 are free"):
         prepare([str(corpus)], str(tokenizer_file), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
+FULL_DISK = r"shard.bin: the disk is full .*needs about [\d,]+ bytes in all, [\d,]+ are free; make room and run the same command"
+
+
+def fill_disk(*arguments: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "shard.bin")
+
+
 def test_a_disk_that_fills_up_is_out_of_resources(
     corpus: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(shards.SplitWriter, "finish_shard", full)
-        with pytest.raises(OutOfResources, match="the disk is full; make room and run the same command again"):
+        patch.setattr(shards.SplitWriter, "finish_shard", fill_disk)
+        with pytest.raises(OutOfResources, match=FULL_DISK):
             prepare([str(corpus)], str(tokenizer_file), tmp_path / "out")
     assert prepare([str(corpus)], str(tokenizer_file), tmp_path / "out").manifests["train"].documents == 120
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from meshwright.data import prepare as prepare_module
-from meshwright.data.parts import Part, prepare_part
+from meshwright.data.parts import CorpusPart, prepare_part
 from meshwright.data.prepare import prepare
 from meshwright.data.request import ChatRequest, Preparation
 from meshwright.spec.errors import BadInput
@@ -33,7 +33,7 @@ def test_without_ray_the_option_says_what_to_install(
         prepare([str(corpus)], str(tokenizer_file), tmp_path / "out", ray="auto")
     with pytest.raises(BadInput, match=r"--ray needs ray .*pip install 'meshwright\[ray\]'"):
         part = Preparation((str(corpus),), str(tokenizer_file), tmp_path / "part")
-        prepare_part(part, Part(1, 2), ray="auto")
+        prepare_part(part, CorpusPart(1, 2), ray="auto")
 
 
 def test_chats_are_not_for_ray(corpus: Path, tokenizer_file: Path, tmp_path: Path) -> None:

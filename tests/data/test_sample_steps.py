@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.data.indexed import IndexedFile
-from meshwright.data.loader import Loader, Step, open_data
+from meshwright.data.loader import LoadedStep, Loader, open_data
 from meshwright.data.sample_steps import SampleSteps
 from meshwright.data.show import show_step
 from meshwright.data.source import DataSource
@@ -41,7 +41,7 @@ def reader(source: DataSource, rank: int, ranks: int, capacity: int = LONGEST) -
     return SampleSteps(source, tokens=TOKENS, pool=pool, rank=rank)
 
 
-def texts_of(step: Step) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def texts_of(step: LoadedStep) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(inputs, targets) of each document in a rank's slots, without padding."""
     texts = []
     for micro in step.micro_batches:
@@ -117,7 +117,7 @@ def test_a_loader_continues_at_the_sample_after_a_step_on_another_number_of_rank
     assert [Counter(step) for step in parts] == [Counter(step) for step in whole]
 
 
-def _next_step(loader: Loader) -> Step:
+def _next_step(loader: Loader) -> LoadedStep:
     next(loader)
     assert loader.step is not None
     return loader.step

@@ -7,8 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from meshwright.data.packing import Packed
-from meshwright.data.slots import Slot, rank_slots, slot_arrays
+from meshwright.data.packing import PackedWindow
+from meshwright.data.slots import SampleSlot, rank_slots, slot_arrays
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
 
@@ -45,7 +45,7 @@ def _read(samples: list[np.ndarray], sample: int, start: int, stop: int) -> np.n
     return samples[sample][start:stop]
 
 
-def _fill_in(slot: Slot, packed: Packed, received: list[np.ndarray]) -> None:
+def _fill_in(slot: SampleSlot, packed: PackedWindow, received: list[np.ndarray]) -> None:
     """Put the slot's tokens at their positions, each of which must be free."""
     for number, part in enumerate(slot.parts):
         own = np.arange(slot.cu_seqlens[number], slot.cu_seqlens[number + 1])
@@ -84,5 +84,5 @@ def test_the_arrays_of_a_slot_read_only_its_own_ranges() -> None:
 
 
 def test_an_empty_slot_has_nothing_to_train_on() -> None:
-    packed = slot_arrays(Slot(6), lambda *_: pytest.fail("nothing to read"))
+    packed = slot_arrays(SampleSlot(6), lambda *_: pytest.fail("nothing to read"))
     assert packed.targets.tolist() == [-1] * 6 and packed.documents.tolist() == list(range(6))

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from meshwright.data import shards
 from meshwright.data.manifest import verify
 from meshwright.data.prepare import prepare
 from meshwright.data.token_files import import_tokens
 from meshwright.data.tokenizer import load_tokenizer
-from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from tests.data.conftest import story
-from tests.data.test_prepare import Killed, break_at, contents
+from tests.data.test_prepare import FULL_DISK, Killed, break_at, contents, fill_disk
 
 
 def documents(tokenizer_file: Path, end: int | None = 0) -> list[list[int]]:
@@ -72,6 +73,15 @@ def test_a_killed_import_continues_to_the_same_bytes(
             import_tokens([tmp_path / "ds"], str(tokenizer_file), tmp_path / "killed", **options)
     import_tokens([tmp_path / "ds"], str(tokenizer_file), tmp_path / "killed", **options)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_is_named(tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_datatrove(tmp_path / "ds" / "a.ds", documents(tokenizer_file))
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.SplitWriter, "finish_shard", fill_disk)
+        with pytest.raises(OutOfResources, match=FULL_DISK):
+            import_tokens([tmp_path / "ds"], str(tokenizer_file), tmp_path / "out")
+    assert import_tokens([tmp_path / "ds"], str(tokenizer_file), tmp_path / "out").manifests["train"].documents == 60
 
 
 def test_a_foreign_end_token_is_refused(tokenizer_file: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from meshwright.data import local_workers
 from meshwright.data import prepare as prepare_module
 from meshwright.data.chunks import chunk_path, read_record
 from meshwright.data.inputs import list_inputs
-from meshwright.data.jobs import Job
+from meshwright.data.jobs import EncodeJob
 from meshwright.data.manifest import verify
 from meshwright.data.prepare import prepare
 from meshwright.data.units import divide
@@ -184,20 +184,6 @@ def test_a_unit_that_kills_every_worker_is_named(
     assert prepare_mixed(workers=1) == whole
 
 
-def test_a_worker_whose_memory_is_full_ends_and_another_goes_on(
-    mixed: Path,
-    prepare_mixed: PrepareMixed,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    whole: dict[str, bytes],
-) -> None:
-    """A worker of which each answer says that its memory is full."""
-    started = change_workers(monkeypatch, tmp_path, "unit_worker.WORD_MEMORY = -1 << 40")
-    assert prepare_mixed(workers=1) == whole
-    units, _ = divide(list_inputs([str(mixed)]).files, 4000)
-    assert len(started) == len(units)
-
-
 def test_two_processes_that_do_one_unit_write_the_same(
     prepare_mixed: PrepareMixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,9 +192,9 @@ def test_two_processes_that_do_one_unit_write_the_same(
         with pytest.raises(Killed):
             prepare_mixed(workers=1)
     folder = tmp_path / "out" / "units"
-    Job.read(folder).run(2)
+    EncodeJob.read(folder).run(2)
     before = contents(folder)
-    Job.read(folder).run(2)
+    EncodeJob.read(folder).run(2)
     assert contents(folder) == before
     record = read_record(folder, 2)
     assert record is not None and record.documents and chunk_path(folder, 2, "tokens").stat().st_size

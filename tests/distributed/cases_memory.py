@@ -29,20 +29,20 @@ from meshwright.spec.run import Assignment
 from meshwright.training.loop import train
 from meshwright.training.reporting import Reporter
 from meshwright.training.saving import Saver
-from meshwright.training.session import Session, open_session
+from meshwright.training.session import TrainingSession, open_session
 from meshwright.training.stop import StopRequest
 
-Change = Callable[[World, Session], None]
+Change = Callable[[World, TrainingSession], None]
 Start = tuple[str | None, int, bool]
 """(tier, step, equal) of a start; `equal` tells whether all state has the trained bits, or at step 0 the initial ones."""
 TOKEN = "0123456789abcdef"
 
 
-def nothing(world: World, session: Session) -> None:
+def nothing(world: World, session: TrainingSession) -> None:
     """The snapshot buffers stay as they are."""
 
 
-def delete_checkpoints(world: World, session: Session) -> None:
+def delete_checkpoints(world: World, session: TrainingSession) -> None:
     """Storage has no checkpoint."""
     if world.leads:
         shutil.rmtree(session.folder / "checkpoints")
@@ -51,14 +51,14 @@ def delete_checkpoints(world: World, session: Session) -> None:
             (session.folder / name).unlink(missing_ok=True)
 
 
-def corrupt_byte(world: World, session: Session) -> None:
+def corrupt_byte(world: World, session: TrainingSession) -> None:
     """One byte of the last rank's snapshot buffer changes."""
     if world.rank == world.ranks - 1:
         buffer = _buffer()
         buffer.data[buffer.size // 2] ^= 4
 
 
-def corrupt_record(world: World, session: Session) -> None:
+def corrupt_record(world: World, session: TrainingSession) -> None:
     """One byte of the last rank's record changes."""
     if world.rank == world.ranks - 1:
         buffer = _buffer()
@@ -66,24 +66,24 @@ def corrupt_record(world: World, session: Session) -> None:
         os.pwrite(buffer.descriptor, bytes([os.pread(buffer.descriptor, 1, offset)[0] ^ 1]), offset)
 
 
-def begin_next_snapshot(world: World, session: Session) -> None:
+def begin_next_snapshot(world: World, session: TrainingSession) -> None:
     """One rank has begun to copy the next snapshot."""
     if world.rank == 0:
         _buffer().begin_snapshot()
 
 
-def lose_buffer(world: World, session: Session) -> None:
+def lose_buffer(world: World, session: TrainingSession) -> None:
     """The last rank's host was replaced."""
     if world.rank == world.ranks - 1:
         os.environ[BUFFER_VARIABLE] = f"/proc/self/fd/{empty_memory()}"
 
 
-def corrupt_and_delete(world: World, session: Session) -> None:
+def corrupt_and_delete(world: World, session: TrainingSession) -> None:
     corrupt_byte(world, session)
     delete_checkpoints(world, session)
 
 
-def exchange_buffers(world: World, session: Session) -> None:
+def exchange_buffers(world: World, session: TrainingSession) -> None:
     """Hosts change places: each rank finds the snapshot buffer of the next one."""
     ranks, path = RankGroup(world.control), os.environ[BUFFER_VARIABLE].replace("self", str(os.getpid()))
     paths = ranks.run_on_all("exchanging", lambda: path)
@@ -120,7 +120,9 @@ def restarted(world: World, assignment: Assignment, starts: Sequence[tuple[Chang
     return results
 
 
-def _start_after(change: Change, world: World, session: Session, memory: bytes, assignment: Assignment) -> Session:
+def _start_after(
+    change: Change, world: World, session: TrainingSession, memory: bytes, assignment: Assignment
+) -> TrainingSession:
     """The start of `assignment` after a `change` to copies of this rank's `memory` and of the stored checkpoints."""
     ranks, descriptor = RankGroup(world.control), empty_memory()
     os.write(descriptor, memory)
@@ -288,7 +290,7 @@ def resumed_losses(world: World, assignment: Assignment) -> list[tuple[Any, ...]
         return [begins, (session.resumed_from, session.step)]
 
 
-def _train(session: Session) -> None:
+def _train(session: TrainingSession) -> None:
     path = session.folder / "metrics.jsonl"
     metrics = MetricsWriter(path, resume_from=session.step) if session.world.leads else None
     with closing(Reporter(metrics, None, None)) as reporter:

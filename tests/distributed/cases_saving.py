@@ -19,11 +19,11 @@ from meshwright.spec.run import Assignment
 from meshwright.training import saving
 from meshwright.training.loop import train
 from meshwright.training.reporting import Reporter
-from meshwright.training.session import Session, open_session
+from meshwright.training.session import TrainingSession, open_session
 from meshwright.training.stop import StopRequest
 
 
-def full_for_metrics(session: Session) -> None:
+def full_for_metrics(session: TrainingSession) -> None:
     """The disk takes no more lines of metrics, as when it is full of something else and a checkpoint goes elsewhere."""
 
     def refuse(writer: MetricsWriter, record: Any) -> None:
@@ -32,7 +32,7 @@ def full_for_metrics(session: Session) -> None:
     MetricsWriter._append = refuse
 
 
-def full(session: Session) -> None:
+def full(session: TrainingSession) -> None:
     """The disk is full."""
     full_for_metrics(session)
     os.pwrite = _refuse
@@ -42,21 +42,21 @@ def _refuse(descriptor: int, data: Any, offset: int) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def deleted(session: Session) -> None:
+def deleted(session: TrainingSession) -> None:
     """Somebody deletes the run's folder, at once: a thread may just write a file there, which `rmtree` would stumble over."""
     aside = session.folder.with_name("deleted")
     session.folder.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def without_config(session: Session) -> None:
+def without_config(session: TrainingSession) -> None:
     """Somebody deletes the run's configuration and plan."""
     (session.folder / "config.yaml").unlink()
     (session.folder / "plan.yaml").unlink()
 
 
 def disturbed(
-    world: World, assignment: Assignment, step: int, happens: Callable[[Session], None]
+    world: World, assignment: Assignment, step: int, happens: Callable[[TrainingSession], None]
 ) -> tuple[int, str, int, str]:
     """The run, in which something `happens` on rank 0 in the midst of a step: last step, and the error of this rank."""
     session = open_session(assignment, world)
@@ -86,7 +86,7 @@ def timed(world: World, assignment: Assignment, step_seconds: tuple[float, ...])
         _train(session)
 
 
-def _train(session: Session) -> None:
+def _train(session: TrainingSession) -> None:
     path = session.folder / "metrics.jsonl"
     metrics = MetricsWriter(path, resume_from=session.step) if session.world.leads else None
     with closing(Reporter(metrics, None, None)) as reporter:

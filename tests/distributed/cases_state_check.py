@@ -13,7 +13,7 @@ from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.run import Assignment
 from meshwright.training.loop import train
 from meshwright.training.saving import Saver
-from meshwright.training.session import Session, open_session
+from meshwright.training.session import TrainingSession, open_session
 from meshwright.training.state_digests import StateDigests
 from meshwright.training.stop import StopRequest
 from tests.distributed.cases_numerics import _Noting
@@ -72,7 +72,7 @@ def run_with_flip(
     return error, [(record["step"], record["loss"]) for record in reporter.steps], state, reporter.events
 
 
-def as_words(session: Session, name: str) -> torch.Tensor:
+def as_words(session: TrainingSession, name: str) -> torch.Tensor:
     """The elements of a state tensor as integers."""
     return session.state()[name].local.view(-1).view(torch.int32)
 

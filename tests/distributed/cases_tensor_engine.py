@@ -18,7 +18,7 @@ from meshwright.serve.sampling import SamplingOptions
 from meshwright.serve.tensor_group import TensorEngine
 from meshwright.spec.engine import Dispatch, EngineOptions, ExpertRanks
 from meshwright.spec.inference_layout import piece_dimension, rank_pieces
-from meshwright.spec.layout import Part
+from meshwright.spec.layout import AxisPart
 from meshwright.spec.model import ModelSpec, parameters
 from tests.serve.helpers import PROMPTS, TOKENS, newer, record_logits, save_run, texts, tiny
 
@@ -98,7 +98,7 @@ def compare_rounded_weights(world: World, spec: ModelSpec, folder: str, weights:
 
 
 def _equal_parts(divided: Engine, alone: Engine, world: World) -> int:
-    part, equal = Part(world.rank, world.ranks), 0
+    part, equal = AxisPart(world.rank, world.ranks), 0
     for parameter in parameters(alone.spec):
         ours, whole = (_rounded_weight(engine, parameter.name) for engine in (divided, alone))
         if ours is None or whole is None:
@@ -133,7 +133,7 @@ def tensor_engine(world: World, spec: ModelSpec, options: EngineOptions) -> Tens
     weights = dict(tiny(spec).named_parameters())
     stored = StoredModel(spec, lambda parameter, start, stop: weights[parameter.name][start:stop], lambda: None)
     part = RankModel.empty(spec, world, torch.float32)
-    stored.copy_to(part.model, Part(world.rank, world.ranks))
+    stored.copy_to(part.model, AxisPart(world.rank, world.ranks))
     return TensorEngine(part, world, options=options)
 
 

@@ -16,7 +16,7 @@ from meshwright.models.moe import Experts
 from meshwright.parallel import experts as experts_module
 from meshwright.parallel.experts import AllToAll, DistributedExperts
 from meshwright.parallel.token_exchange import PeerTokenExchange, TokenExchange, open_symmetric_window
-from meshwright.parallel.token_exchange_peers import PeerExchange, Window
+from meshwright.parallel.token_exchange_peers import MappedWindow, PeerExchange
 from meshwright.parallel.world import World
 from meshwright.spec.model import mixture_of
 from tests.distributed.test_experts import MIXTRAL
@@ -25,7 +25,7 @@ from tests.kernels.emulated_ranks import drawn_loads
 LOADS = ["uneven", "one expert", "one rank", "uneven"]
 
 
-def open_shared_window(world: World, folder: Path, size: int) -> Window:
+def open_shared_window(world: World, folder: Path, size: int) -> MappedWindow:
     """A window of CPU ranks, in files that all of them map."""
     number = len(list(folder.glob(f"{world.rank}-*")))
     names = [folder / f"{rank}-{number}" for rank in range(world.ranks)]
@@ -35,7 +35,7 @@ def open_shared_window(world: World, folder: Path, size: int) -> Window:
     others = [torch.from_file(str(name), shared=True, size=size, dtype=torch.uint8) for name in names]
     others[world.rank] = memory
     _windows.append(others)
-    return Window(memory, torch.tensor([other.data_ptr() for other in others]))
+    return MappedWindow(memory, torch.tensor([other.data_ptr() for other in others]))
 
 
 _windows: list[list[Tensor]] = []

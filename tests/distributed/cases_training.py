@@ -29,7 +29,7 @@ from meshwright.training.join import broadcast_assignment
 from meshwright.training.loop import train
 from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import load_initial
-from meshwright.training.session import Session, open_session
+from meshwright.training.session import TrainingSession, open_session
 from meshwright.training.stop import StopRequest
 from tests.distributed.test_equality import assemble_whole
 
@@ -62,7 +62,7 @@ class Seen:
 class Watching(Reporter):
     """Records the metrics and validations that a run reports."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: TrainingSession) -> None:
         path = session.folder / "metrics.jsonl"
         super().__init__(MetricsWriter(path, resume_from=session.step) if session.world.leads else None, None, None)
         self.steps: list[dict[str, Any]] = []
@@ -195,7 +195,7 @@ def traced(world: World, assignment: Assignment) -> list[str]:
     return sorted(path.name for path in (Path(assignment.folder) / "traces").iterdir())
 
 
-def _recorded(session: Session) -> list[list[int]]:
+def _recorded(session: TrainingSession) -> list[list[int]]:
     """A list that collects the global sample indices of every micro-batch that the session's loader reads later, in order."""
     batches: list[list[int]] = []
     original = session.data.samples
@@ -208,13 +208,13 @@ def _recorded(session: Session) -> list[list[int]]:
     return batches
 
 
-def _whole(session: Session, *, keep: bool = True) -> dict[str, torch.Tensor]:
+def _whole(session: TrainingSession, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """Weights and moments of this rank's stages, gathered over shard and tensor ranks; empty unless `keep`. Collective."""
     whole = assemble_whole(as_dtensors(session), session.run.model, session.mesh)
     return whole if keep else {}
 
 
-def as_dtensors(session: Session) -> dict[str, torch.Tensor]:
+def as_dtensors(session: TrainingSession) -> dict[str, torch.Tensor]:
     """The session's state, each tensor with the layout of its parameter."""
     parameters = dict(session.engine.model.named_parameters())
     prefixes = ["model.", "ema.", *(f"optimizer.{state}." for state in (*MOMENTS, *MOMENTUM))]

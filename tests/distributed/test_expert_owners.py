@@ -16,7 +16,7 @@ from meshwright.parallel.world import World
 from meshwright.spec.layout import Box
 from meshwright.spec.run import Assignment
 from meshwright.training.expert_moves import row_transfers
-from meshwright.training.session import Session, open_session
+from meshwright.training.session import TrainingSession, open_session
 from tests.distributed.cases_training import _whole as whole
 from tests.distributed.pool import Pool
 from tests.distributed.test_experts import SHALLOW
@@ -90,7 +90,7 @@ def moved(world: World, assignment: Assignment) -> tuple[np.ndarray, dict[str, t
     return owners.numbers, before, tensors_of(session)
 
 
-def tensors_of(session: Session) -> dict[str, torch.Tensor]:
+def tensors_of(session: TrainingSession) -> dict[str, torch.Tensor]:
     """The whole tensors of this rank's stages; of routers with biases these alone, which every rank has whole."""
     if session.run.model.router == "sigmoid":
         return {name: parts.local for name, parts in session.state().items() if name.endswith("choice_bias")}

@@ -14,7 +14,7 @@ from meshwright.models.initial_values import initial_values
 from meshwright.parallel.world import World
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
-from meshwright.training.generate import Sampling
+from meshwright.training.generate import GenerationSampling
 from tests.distributed.pool import Pool
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, Case
 from tests.slow import quick_first
@@ -22,8 +22,8 @@ from tests.slow import quick_first
 LLAMA, GPT = replace(DEEP, init_std=0.6), replace(DEEP_TIED, init_std=0.6)
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (20,), (7, 7, 7), (11, 2))
 """The first outgrows the model's positions on its way; lengths differ, and there are more than pipeline ranks."""
-GREEDY = Sampling(tokens=9, temperature=0, top_k=0, seed=0, stops=())
-DRAWN = Sampling(tokens=9, temperature=1.5, top_k=20, seed=5, stops=())
+GREEDY = GenerationSampling(tokens=9, temperature=0, top_k=0, seed=0, stops=())
+DRAWN = GenerationSampling(tokens=9, temperature=1.5, top_k=20, seed=5, stops=())
 CASES = [
     Case("1f1b", shard=2),
     Case("zbv", pipeline=2),
@@ -39,7 +39,9 @@ CONTEXT = [Case("1f1b", ring=2, pipeline=2), Case("1f1b", ulysses=2, shard=2)]
 
 
 @cache
-def generated_alone(spec: ModelSpec, sampling: Sampling, dtype: torch.dtype = torch.float64) -> list[list[int]]:
+def generated_alone(
+    spec: ModelSpec, sampling: GenerationSampling, dtype: torch.dtype = torch.float64
+) -> list[list[int]]:
     """By the plain decoder with the initial weights of seed 0."""
     model = Decoder(spec, plain=dtype == torch.float64).double()
     parameters_by_name = {parameter.name: parameter for parameter in parameters(spec)}
@@ -58,7 +60,7 @@ def generated_alone(spec: ModelSpec, sampling: Sampling, dtype: torch.dtype = to
 
 
 @torch.no_grad()
-def continued(model: Decoder, prompt: tuple[int, ...], how: Sampling) -> list[int]:
+def continued(model: Decoder, prompt: tuple[int, ...], how: GenerationSampling) -> list[int]:
     """The new tokens, each from the logits of all tokens that fit the model's positions."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + how.tokens:
@@ -68,7 +70,9 @@ def continued(model: Decoder, prompt: tuple[int, ...], how: Sampling) -> list[in
     return tokens[len(prompt) :]
 
 
-def generated_by_plan(world: World, spec: ModelSpec, plan: Plan, *samplings: Sampling) -> list[list[list[int]]]:
+def generated_by_plan(
+    world: World, spec: ModelSpec, plan: Plan, *samplings: GenerationSampling
+) -> list[list[list[int]]]:
     """The new tokens of each prompt, by sampling."""
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from meshwright.data.slots import Slot, slot_arrays, slots_to_run
+from meshwright.data.slots import SampleSlot, slot_arrays, slots_to_run
 from meshwright.events.span import NullRecorder
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
@@ -124,7 +124,7 @@ class Case:
         return " ".join(f"{key}={value}" for key, value in vars(self).items() if value != getattr(Case(0), key))
 
 
-def micro_batch(slot: Slot, samples: Samples, vocabulary: int) -> Any:
+def micro_batch(slot: SampleSlot, samples: Samples, vocabulary: int) -> Any:
     from meshwright.data.loader import MicroBatch
 
     def tokens_of(sample: int, start: int, stop: int) -> np.ndarray:

@@ -113,11 +113,11 @@ def test_a_rollback_goes_on_with_the_answers_of_its_checkpoint(pool: Pool, quest
 
 def rolled_back(world: World, assignment: Assignment, step: int) -> Seen:
     """The run, whose loss in this step is not finite once."""
-    from meshwright.training.session import Session
+    from meshwright.training.session import TrainingSession
 
-    begin, poisoned = Session.end_step, []
+    begin, poisoned = TrainingSession.end_step, []
 
-    def end_step(session: Session, number: int, samples: tuple[int, int]) -> None:
+    def end_step(session: TrainingSession, number: int, samples: tuple[int, int]) -> None:
         begin(session, number, samples)
         if number == step - 1 and not poisoned:
             poisoned.append(number)
@@ -129,11 +129,11 @@ def rolled_back(world: World, assignment: Assignment, step: int) -> Seen:
 
             session.engine.executor.play = play_once
 
-    Session.end_step = end_step
+    TrainingSession.end_step = end_step
     try:
         return run(world, assignment)
     finally:
-        Session.end_step = begin
+        TrainingSession.end_step = begin
 
 
 @pytest.mark.slow

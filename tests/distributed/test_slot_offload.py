@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.data.slots import Slot, rank_slots
+from meshwright.data.slots import SampleSlot, rank_slots
 from meshwright.events.span import NullRecorder
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.spec.plan import Plan, SamplePlan, SlotOffload
@@ -51,9 +51,9 @@ class CopyNames(NullRecorder):
         return super().concurrent_span(name, lane)
 
 
-def slots_of(samples: Samples, ranks: int, rank: int) -> list[Slot]:
+def slots_of(samples: Samples, ranks: int, rank: int) -> list[SampleSlot]:
     pool = RankPool(ranks, CAPACITY, TIME, offload=OFFLOAD)
-    return rank_slots(balance_samples(samples.lengths, pool), rank) or [Slot(CAPACITY)]
+    return rank_slots(balance_samples(samples.lengths, pool), rank) or [SampleSlot(CAPACITY)]
 
 
 def on_ranks(world: Any, plan: Plan, steps: list[Samples], offloads: bool) -> list[dict[str, Any]]:

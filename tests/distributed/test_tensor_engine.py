@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.spec.inference_layout import rank_pieces, rank_shape, split_error
-from meshwright.spec.layout import Part
+from meshwright.spec.layout import AxisPart
 from meshwright.spec.model import ModelSpec, parameters
 from tests.checkpoint.test_quantized import DYNAMIC, exported, in_fp8, rewrite
 from tests.distributed.cases_tensor_engine import (
@@ -157,8 +157,8 @@ def test_different_tokens_on_a_rank_are_noticed(pool: Pool) -> None:
 def test_ranks_hold_every_element_once_and_norms_each(name: str) -> None:
     spec, ranks = ALL[name], 2
     for parameter in parameters(spec):
-        held = [rank_shape(spec, parameter, Part(index, ranks)) for index in range(ranks)]
-        pieces = [piece for index in range(ranks) for piece in rank_pieces(spec, parameter, Part(index, ranks))]
+        held = [rank_shape(spec, parameter, AxisPart(index, ranks)) for index in range(ranks)]
+        pieces = [piece for index in range(ranks) for piece in rank_pieces(spec, parameter, AxisPart(index, ranks))]
         elements = [element for piece in pieces for element in _elements(piece.offsets, piece.sizes)]
         whole = set(_elements((0,) * len(parameter.shape), parameter.shape))
         assert set(elements) == whole

@@ -13,11 +13,11 @@ from tests.docs.pages import ROOT
 from tools.dashboards import DASHBOARDS
 
 from meshwright.events.exposition import exposition
-from meshwright.events.messages import Progress
+from meshwright.events.messages import ProgressMessage
 from meshwright.launch.metrics_endpoint import MetricsEndpoint, run_metrics
 from meshwright.launch.outcome import RankState
-from meshwright.launch.run_figures import FigureReader
-from meshwright.policies.host_health import Finding
+from meshwright.launch.run_figures import RunFigureReader
+from meshwright.policies.host_health import HealthFinding
 from meshwright.serve.figures import EngineFigures
 from meshwright.server.instances import Instances
 from meshwright.server.metrics import ServerMetrics
@@ -32,8 +32,10 @@ ADDED = {"instance", "__name__"}
 def served(folder: Path) -> str:
     """Metrics of a run, a server and a router, all with values."""
     endpoint = MetricsEndpoint(folder)
-    endpoint.update([RankState(0, progress=Progress("train", 7))], [Finding("thermal", "GPU 0", "too hot")])
-    figures = FigureReader(folder).read()
+    endpoint.update(
+        [RankState(0, progress=ProgressMessage("train", 7))], [HealthFinding("thermal", "GPU 0", "too hot")]
+    )
+    figures = RunFigureReader(folder).read()
     known = {field.name: 1 for field in dataclasses.fields(figures) if getattr(figures, field.name) is None}
     server = ServerMetrics("model")
     server.count_first_token(0.1)

@@ -63,9 +63,8 @@ NOT_RUN = {
     ("docs/getting-started.md", "meshwright train run.yaml cluster=auto"),
     ("docs/getting-started.md", "meshwright train benchmarks/llama3-8b.yaml"),
     ("docs/how-to/schedulers.md", "sbatch --wait --time=00:10:00 first.sbatch"),
-    ("docs/how-to/schedulers.md", "ray start --head --port=6379 --num-cpus=1 --block"),
-    ("docs/how-to/schedulers.md", "ray start --address=FIRST:6379 --num-cpus=1 --block"),
-    ("docs/how-to/schedulers.md", "python first_ray.py"),
+    ("docs/how-to/schedulers.md", "export RAY_AUTH_MODE=token"),
+    ("docs/how-to/schedulers.md", "RAY_AUTH_MODE=token python first_ray.py"),
     ("docs/how-to/schedulers.md", "export MESHWRIGHT_TOKEN=$(openssl rand -hex 32)"),
     (
         "docs/how-to/several-hosts.md",
@@ -399,7 +398,7 @@ def test_run_folder_and_metrics_are_those_of_the_page(sandbox: Sandbox) -> None:
     paths = {code.rstrip("/") for row in table("docs/reference/metrics.md", "path") for code in codes(row["path"])}
     existing = {path.name for path in run.iterdir() if not path.name.startswith(".")}
     assert existing <= paths
-    assert paths - existing == {"traces", "timelines", "tensorboard", "incidents", "mirror.json"}
+    assert paths - existing == {"traces", "timelines", "tensorboard", "incidents", "mirror.json", "coordinator"}
     shown = {code for row in table("docs/reference/metrics.md", "key") for code in codes(row["key"])}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(steps[0]) - {"kind"} <= shown

@@ -8,18 +8,18 @@ import pytest
 
 from meshwright.events.messages import (
     LINE_BYTES,
-    Begin,
-    Channel,
+    BeginMessage,
     Checkpoint,
     CollectivesRequest,
     Corruption,
-    End,
-    Failure,
+    EndMessage,
+    FailureMessage,
     Message,
-    MessageReader,
-    Progress,
-    SkippedSamples,
-    Step,
+    MessageChannel,
+    ProgressMessage,
+    RankMessageReader,
+    SkippedSamplesMessage,
+    StepMessage,
     Validation,
     decode,
     encode,
@@ -29,18 +29,18 @@ from meshwright.events.messages import (
 @pytest.mark.parametrize(
     "message",
     [
-        Begin("/runs/a b/assignment.json"),
-        Begin("/runs/a/assignment.json", {"RANK": "3", "MASTER_ADDR": "10.0.0.1"}),
-        Progress("save", 12),
-        End("rank 2 failed: torn"),
-        Step(3),
-        Step(3, {"loss": 1.5, "mfu": None}),
+        BeginMessage("/runs/a b/assignment.json"),
+        BeginMessage("/runs/a/assignment.json", {"RANK": "3", "MASTER_ADDR": "10.0.0.1"}),
+        ProgressMessage("save", 12),
+        EndMessage("rank 2 failed: torn"),
+        StepMessage(3),
+        StepMessage(3, {"loss": 1.5, "mfu": None}),
         Validation(3, 1.25),
-        SkippedSamples(16, 24),
+        SkippedSamplesMessage(16, 24),
         Corruption(1, 11, "silent corruption: on rank 1"),
         CollectivesRequest("/proc/7/fd/9"),
         Checkpoint(3, "/runs/ü/checkpoints/step-00000003"),
-        Failure(4, "two\nlines", "/log"),
+        FailureMessage(4, "two\nlines", "/log"),
     ],
 )
 def test_a_message_survives_the_line(message: Message) -> None:
@@ -55,28 +55,28 @@ def test_another_line_is_no_message(line: bytes) -> None:
 
 
 def test_a_long_text_is_cut_to_what_a_pipe_takes_in_one_piece() -> None:
-    line = encode(Failure(1, "ü" * 10_000, "/log"))
+    line = encode(FailureMessage(1, "ü" * 10_000, "/log"))
     message = decode(line)
-    assert len(line) <= LINE_BYTES and isinstance(message, Failure)
+    assert len(line) <= LINE_BYTES and isinstance(message, FailureMessage)
     assert message.message.startswith("üü") and message.message.endswith("…") and message.log == "/log"
 
 
 def test_messages_arrive_in_order_and_steps_are_dropped_while_nobody_reads() -> None:
     reading, writing = os.pipe()
-    channel, reader = Channel(writing), MessageReader(reading)
+    channel, reader = MessageChannel(writing), RankMessageReader(reading)
     assert list(reader.read()) == []
     for step in range(5000):
-        channel.send(Step(step))
-    steps = [message.step for message in reader.read() if isinstance(message, Step)]
+        channel.send(StepMessage(step))
+    steps = [message.step for message in reader.read() if isinstance(message, StepMessage)]
     assert steps == list(range(len(steps))) and 100 < len(steps) < 5000
-    channel.send(Failure(3, "full"))
-    assert list(reader.read()) == [Failure(3, "full")]
+    channel.send(FailureMessage(3, "full"))
+    assert list(reader.read()) == [FailureMessage(3, "full")]
     os.close(writing)
     assert list(reader.read()) == [] and not reader.open
     reader.close()
 
 
 def test_a_rank_without_a_launcher_of_ours_sends_nothing() -> None:
-    channel = Channel.from_environment({})
-    channel.send(Step(1))
+    channel = MessageChannel.from_environment({})
+    channel.send(StepMessage(1))
     assert not channel.connected

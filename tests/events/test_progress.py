@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 from meshwright.events import progress
-from meshwright.events.messages import Channel, MessageReader, Progress
+from meshwright.events.messages import MessageChannel, ProgressMessage, RankMessageReader
 from meshwright.events.progress import PROGRESS, PendingWait, ProgressPage, ProgressSender
 
 CHILD = """
@@ -25,34 +25,34 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_the_parent_reads_the_last_action_of_a_killed_process() -> None:
     page = ProgressPage.create()
-    assert (page.read(), page.count) == (Progress("start", 0, 0), 0)
+    assert (page.read(), page.count) == (ProgressMessage("start", 0, 0), 0)
     child = subprocess.run([sys.executable, "-c", CHILD], env={**os.environ, PROGRESS: page.path}, check=False)
     assert child.returncode == -9
-    assert (page.read(), page.count) == (Progress("train", 7, 12), 2)
+    assert (page.read(), page.count) == (ProgressMessage("train", 7, 12), 2)
 
 
 def test_a_page_holds_large_steps_and_actions() -> None:
     page = ProgressPage.create()
     page.begin("end", 2**32 - 1)
     page.set_action(2**24 - 1)
-    assert page.read() == Progress("end", 2**32 - 1, 2**24 - 1)
+    assert page.read() == ProgressMessage("end", 2**32 - 1, 2**24 - 1)
 
 
 def test_messages_follow_phases_and_changes_once_a_second() -> None:
     reading, writing = os.pipe()
-    reader, page = MessageReader(reading), ProgressPage.create()
+    reader, page = RankMessageReader(reading), ProgressPage.create()
     with mock.patch.object(progress, "SEND_SECONDS", 0.02):
-        sender = ProgressSender(page, Channel(writing))
+        sender = ProgressSender(page, MessageChannel(writing))
         for step in range(3):
             sender.begin("train", step)
         sender.begin("save", 2)
         page.set_action(5)
         deadline, messages = time.monotonic() + 10, []
-        while Progress("save", 2, 5) not in messages and time.monotonic() < deadline:
+        while ProgressMessage("save", 2, 5) not in messages and time.monotonic() < deadline:
             messages += reader.read()
     phases = [message for message in messages if message.action == -1]
-    assert phases == [Progress("train", 0), Progress("save", 2)]
-    assert messages[-1] == Progress("save", 2, 5)
+    assert phases == [ProgressMessage("train", 0), ProgressMessage("save", 2)]
+    assert messages[-1] == ProgressMessage("save", 2, 5)
 
 
 @dataclass(frozen=True)
@@ -82,4 +82,4 @@ def test_a_page_shows_for_what_the_host_waits_and_since_when() -> None:
     page.begin_wait(None)
     assert page.pending_wait == PendingWait("all_reduce", -1, -1, -1, -1, page.pending_wait.since_ns)
     page.end_wait()
-    assert page.pending_wait is None and page.read() == Progress("train", 3, 9)
+    assert page.pending_wait is None and page.read() == ProgressMessage("train", 3, 9)

@@ -14,7 +14,7 @@ from meshwright.parallel.tensor_inference import divide_for_inference
 from meshwright.serve.engine import Engine
 from meshwright.spec.engine import EngineOptions, Speculation
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import Part
+from meshwright.spec.layout import AxisPart
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.support import serving_support, support_as_plain, support_lines, training_support
 from tests.families.specimens import as_words
@@ -57,7 +57,7 @@ def test_a_run_with_what_its_model_cannot_have_is_refused(model: str, feature: s
 
 @pytest.mark.parametrize(("model", "feature", "refusal"), cases("serve"))
 def test_an_engine_with_what_its_model_cannot_have_is_refused(model: str, feature: str, refusal: str) -> None:
-    spec, two, group = MODELS[model], Part(0, 2), torch.distributed.ProcessGroup(0, 2)
+    spec, two, group = MODELS[model], AxisPart(0, 2), torch.distributed.ProcessGroup(0, 2)
     with pytest.raises(BadInput) as error:
         if feature == "tensor ranks":
             divide_for_inference(empty(spec), two, group)

@@ -39,9 +39,9 @@ from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import (
     STAGES_PER_RANK,
+    AxisPart,
     Division,
     Layout,
-    Part,
     balanced_stages,
     check_context,
     check_tensor,
@@ -183,7 +183,9 @@ def model_facts(name: str) -> Facts:
     }
     for ranks in (2, 4):
         if check_tensor(spec, ranks) is None:
-            boxes = [str(local_boxes(parameter, Division(tensor=Part(1, ranks)), Part(1, 2))) for parameter in table]
+            boxes = [
+                str(local_boxes(parameter, Division(tensor=AxisPart(1, ranks)), AxisPart(1, 2))) for parameter in table
+            ]
             facts[f"boxes of {ranks}"] = digest(boxes)
     if export_obstacle(spec) is None:
         facts["folder names"] = digest([[folder_tensor(part) for part in parts] for parts in hf_tensors(spec).values()])

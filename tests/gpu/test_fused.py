@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.optim import fused
-from meshwright.optim.fused import Coefficients, StepInputs, count_updates, new_count
+from meshwright.optim.fused import Coefficients, UpdateInputs, count_updates, new_count
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ def trained(step: Callable[..., None], gradient_dtype: torch.dtype, shift: int, 
     )
     for number in range(STEPS):
         factor = torch.full((), 0.3 + number, device="cuda", dtype=torch.float64)
-        inputs = StepInputs(1e-2, factor, torch.full((), float(number == skipped), device="cuda"))
+        inputs = UpdateInputs(1e-2, factor, torch.full((), float(number == skipped), device="cuda"))
         with count_updates(update_counts, inputs.skip):
             gradients = random_tensors(number + 1, gradient_dtype, shift)
             step(
@@ -88,7 +88,7 @@ def test_the_update_copies_nothing_to_the_host() -> None:
                 update_counts,
                 coefficients=Coefficients((0.9, 0.95), 1e-8),
                 weight_decay=0.1,
-                inputs=StepInputs(1e-2, norm, 0 * norm),
+                inputs=UpdateInputs(1e-2, norm, 0 * norm),
             )
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -18,9 +18,9 @@ from tests.gpu.test_offload import RUN, peak, same_figures
 from meshwright.config.load import load_resolved
 from meshwright.kernels.pinned import PIN_BYTES
 from meshwright.optim.chunks import ALIGNED
-from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, count_updates, new_count, update
+from meshwright.optim.fused import MOMENTS, Coefficients, UpdateInputs, count_updates, new_count, update
 from meshwright.optim.host import HostAdamW
-from meshwright.optim.packing import MASTER, Packing, pack, seed_of, unpack
+from meshwright.optim.packing import MASTER, ChunkPacking, pack, seed_of, unpack
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Moments
 from meshwright.workload.buffers import STAGING_BUFFERS
@@ -66,7 +66,7 @@ def test_same_bits_as_on_the_device(masters: bool, chunk: int | None, fraction: 
         gradients = random_tensors(step + 1)
         skipped = step == 5
         factor, skip = (torch.full((), value, device="cuda") for value in (0.3, float(skipped)))
-        inputs = StepInputs(1e-3, factor, skip)
+        inputs = UpdateInputs(1e-3, factor, skip)
         optimizer.step(gradients, inputs)
         with count_updates(update_counts, skip):
             moment_lists = (list(moments[moment].values()) for moment in MOMENTS)
@@ -127,7 +127,7 @@ def test_steps_beside_snapshots_leave_the_state_to_them(chunk: int | None) -> No
         for stepping, copies in ((optimizer, SecondBuffersOnly() if step % 2 else None), (reference, None)):
             stepping.step(
                 {name: value.clone() for name, value in gradients.items()},
-                StepInputs(1e-3, norm, 0 * norm),
+                UpdateInputs(1e-3, norm, 0 * norm),
                 None,
                 copies,
             )
@@ -149,7 +149,7 @@ def without_ties(part: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_narrow_moments_have_the_bits_of_the_reference(masters: bool, moments: Moments) -> None:
     """Each update by the kernels of the device, between packing by the plain reference on the host."""
-    names, packing = list(SHAPES), Packing(masters, moments)
+    names, packing = list(SHAPES), ChunkPacking(masters, moments)
     parts, truth = random_tensors(0), random_tensors(0)
     on_device = {name: part.to(torch.bfloat16) for name, part in parts.items()}
     release = {name: (lambda copy=copy: copy) for name, copy in on_device.items()} if masters else {}
@@ -163,7 +163,7 @@ def test_narrow_moments_have_the_bits_of_the_reference(masters: bool, moments: M
     counts = [new_count(torch.device("cuda"))]
     held = {name: {state: torch.zeros_like(truth[name]) for state in MOMENTS} for name in names}
     for step in range(3):
-        inputs = StepInputs(1e-3, *(torch.full((), value, device="cuda") for value in (0.3, 0.0)))
+        inputs = UpdateInputs(1e-3, *(torch.full((), value, device="cuda") for value in (0.3, 0.0)))
         gradients = random_tensors(step + 1)
         optimizer.step({name: gradient.clone() for name, gradient in gradients.items()}, inputs)
         with count_updates(counts, inputs.skip):
@@ -215,10 +215,10 @@ def test_chunks_are_copied_in_both_directions_at_the_same_time() -> None:
 
     gradient, norm = torch.ones_like(weights["weight"]), torch.ones((), device="cuda")
     for _ in range(2):  # the first loads kernels
-        optimizer.step({"weight": gradient}, StepInputs(1e-3, norm, 0 * norm))
+        optimizer.step({"weight": gradient}, UpdateInputs(1e-3, norm, 0 * norm))
     torch.cuda.synchronize()
     start.record()
-    optimizer.step({"weight": gradient}, StepInputs(1e-3, norm, 0 * norm), concurrent_span)
+    optimizer.step({"weight": gradient}, UpdateInputs(1e-3, norm, 0 * norm), concurrent_span)
     torch.cuda.synchronize()
     intervals = {
         direction: [

@@ -140,6 +140,8 @@ def test_an_agent_on_another_node_takes_the_place_of_one_whose_node_is_killed(no
     nodes.submit(*words())
     nodes.until(lambda: len(nodes.steps()) > 12)
     head, other = nodes.members()
+    raylet = parent(parent(head))
+    assert os.getpriority(os.PRIO_PROCESS, head) == os.getpriority(os.PRIO_PROCESS, raylet)
     nodes.kill_node_of(other)
     nodes.add()
     assert nodes.code() == 0, nodes.log()

@@ -60,8 +60,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
+    """Variables of a shell on a host, with a home folder that all hosts share."""
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PATH": path, "HOME": str(folder), "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
 
 
 def bash(block: Block) -> list[str]:
@@ -115,7 +116,7 @@ def background() -> Iterator[list[subprocess.Popen[bytes]]]:
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
 def test_ray(folder: Path, background: list[subprocess.Popen[bytes]]) -> None:
     env = environment(folder)
-    with closing(Hosts(2, folder)) as hosts:
+    with closing(Hosts(2, folder, shared=(folder,))) as hosts:  # Ray finds its cluster by files in /tmp
         for block in transcript("ray"):
             if (host := block.option("at")) is None:
                 run(hosts.prefix(0), block, folder, env)

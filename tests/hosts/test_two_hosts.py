@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.chaos.hosts import Hosts, address, host_name, namespace_obstacle
+from meshwright.chaos.hosts import Hosts, Links, address, host_name, namespace_obstacle
 from meshwright.chaos.suite import Suite, scenario_named
 from tests.training.tiny import make_tiny, tiny_run
 
 pytestmark = pytest.mark.skipif(namespace_obstacle() is not None, reason=f"two hosts: {namespace_obstacle()}")
-RATE = "400mbit"
-"""Rate of the links under jobs: 50 MB/s each way."""
+LINKS = Links("400mbit")
+"""Links under jobs: 50 MB/s each way."""
 
 SEND = """
 import socket, sys
@@ -38,9 +38,40 @@ while data := taken.recv(1 << 20):
 """Prints the bytes that have arrived, and the seconds since the connection."""
 
 
+ECHO = """
+import socket
+echo = socket.socket(type=socket.SOCK_DGRAM)
+echo.bind(("", 5000))
+print("ready", flush=True)
+while True:
+    echo.sendto(*echo.recvfrom(2000))
+"""
+"""Sends back what comes."""
+ASK = """
+import contextlib, socket, sys, time
+asking = socket.socket(type=socket.SOCK_DGRAM)
+asking.connect((sys.argv[1], 5000))
+asking.settimeout(0.5)
+heard = b""
+while heard != b"begin":  # the hosts may lose the question for the other's hardware address
+    asking.send(b"begin")
+    with contextlib.suppress(TimeoutError):
+        heard = asking.recv(2000)
+sent = {}
+for number in range(100):
+    sent[str(number).encode()] = time.monotonic()
+    asking.send(str(number).encode())
+with contextlib.suppress(TimeoutError):
+    while True:
+        if (heard := asking.recv(2000)) in sent:
+            print(time.monotonic() - sent[heard])
+"""
+"""Sends 100 datagrams, and prints the seconds until each that comes back."""
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    with closing(Hosts(2, tmp_path, rate="80mbit", shared=[tmp_path])) as made:
+    with closing(Hosts(2, tmp_path, Links("80mbit"), shared=[tmp_path])) as made:
         yield made
 
 
@@ -113,6 +144,22 @@ def test_links_have_their_rate_and_a_partition_only_delays_what_is_sent(hosts: H
         flow.wait_for(3_002_000)
 
 
+@pytest.mark.parametrize("links", [Links(seconds=0.03), Links(loss=0.2)], ids=str)
+def test_links_are_late_or_lose_frames(links: Links, tmp_path: Path) -> None:
+    with closing(Hosts(2, tmp_path, links)) as hosts:
+        (relay,) = [process for process in hosts._processes if process not in hosts._holders]
+        echo = subprocess.Popen([*hosts.prefix(1), sys.executable, "-c", ECHO], stdout=subprocess.PIPE, text=True)
+        assert echo.stdout is not None and echo.stdout.readline() == "ready\n"
+        answered = sorted(map(float, on(hosts, 0, sys.executable, "-c", ASK, address(1)).split()))
+        echo.kill()
+        echo.communicate()
+        if links.loss:
+            assert 45 <= len(answered) <= 83  # (1 - 0.2) ** 2 of them, and four deviations
+        else:
+            assert len(answered) == 100 and answered[0] >= 0.06 and answered[50] < 0.09
+    assert relay.returncode is not None
+
+
 def test_namespaces_end_with_the_hosts(tmp_path: Path) -> None:
     hosts = Hosts(2, tmp_path)
     names = list(hosts._names)
@@ -124,7 +171,7 @@ def test_namespaces_end_with_the_hosts(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
     file = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
-    return Suite(tiny_run(file), [str(file)], tmp_path_factory.mktemp("runs"), steps=36, patience=3.0, rate=RATE)
+    return Suite(tiny_run(file), [str(file)], tmp_path_factory.mktemp("runs"), steps=36, patience=3.0, links=LINKS)
 
 
 @pytest.mark.slow

@@ -8,23 +8,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.parallel.token_exchange_peers import PeerExchange, Route, Window
+from meshwright.parallel.token_exchange_peers import MappedWindow, PeerExchange, Route
 
 
 class EmulatedRanks:
     """The exchanges of `ranks` ranks on `device`; arguments and results are lists by rank."""
 
     def __init__(self, ranks: int, device: str, bound: float, fp8: bool = False) -> None:
-        self._windows: dict[int, list[Window]] = {}
+        self._windows: dict[int, list[MappedWindow]] = {}
         self._device, self._fp8 = device, fp8
         self.exchanges = [PeerExchange(rank, ranks, bound, fp8, self._opener(rank, ranks)) for rank in range(ranks)]
 
-    def _opener(self, rank: int, ranks: int) -> Callable[[int], Window]:
-        def open_window(size: int) -> Window:
+    def _opener(self, rank: int, ranks: int) -> Callable[[int], MappedWindow]:
+        def open_window(size: int) -> MappedWindow:
             if size not in self._windows:
                 memories = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(ranks)]
                 addresses = torch.tensor([memory.data_ptr() for memory in memories], device=self._device)
-                self._windows[size] = [Window(memory, addresses) for memory in memories]
+                self._windows[size] = [MappedWindow(memory, addresses) for memory in memories]
             return self._windows[size][rank]
 
         return open_window

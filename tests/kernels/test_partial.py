@@ -8,7 +8,7 @@ import torch
 from meshwright.kernels import partial
 from meshwright.kernels.attention import attention
 from meshwright.kernels.partial import AttentionAccumulator, partial_attention, partial_gradients, visible_block
-from meshwright.spec.layout import Part, local_tokens
+from meshwright.spec.layout import AxisPart, local_tokens
 
 
 def inputs(seq=24, heads=4, kv_heads=2, head_dim=8):
@@ -18,7 +18,9 @@ def inputs(seq=24, heads=4, kv_heads=2, head_dim=8):
 
 
 def part_of(x, rank, ranks):
-    return torch.cat([x[:, chunk.start : chunk.stop] for chunk in local_tokens(x.shape[1], Part(rank, ranks))], dim=1)
+    return torch.cat(
+        [x[:, chunk.start : chunk.stop] for chunk in local_tokens(x.shape[1], AxisPart(rank, ranks))], dim=1
+    )
 
 
 def whole_of(rank_tensors):
@@ -31,7 +33,7 @@ def whole_of(rank_tensors):
     )
     for rank, rank_tensor in enumerate(rank_tensors):
         start = 0
-        for chunk in local_tokens(sequence.shape[1], Part(rank, len(rank_tensors))):
+        for chunk in local_tokens(sequence.shape[1], AxisPart(rank, len(rank_tensors))):
             sequence[:, chunk.start : chunk.stop] = rank_tensor[:, start : start + len(chunk)]
             start += len(chunk)
     return sequence

@@ -153,7 +153,7 @@ def test_adamw(skip: bool, gradient_dtype: torch.dtype, monkeypatch: pytest.Monk
         weights, gradients, first, second = ([torch.randn(shape, generator=draw) for shape in shapes] for _ in range(4))
         second = [gradient.square() for gradient in second]
         update_counts = [fused.new_count(cpu) + index for index in range(len(shapes))]
-        inputs = fused.StepInputs(1e-2, torch.full((), 0.3), torch.full((), float(skip)))
+        inputs = fused.UpdateInputs(1e-2, torch.full((), 0.3), torch.full((), float(skip)))
         with fused.count_updates(update_counts, inputs.skip):
             update(
                 weights,

@@ -8,31 +8,31 @@ import sys
 import time
 from pathlib import Path
 
-from meshwright.events.messages import Begin, Channel, End, Failure, Step, decode
+from meshwright.events.messages import BeginMessage, EndMessage, FailureMessage, MessageChannel, StepMessage, decode
 
 
 def main() -> None:
     behaviour, folder = sys.argv[1], Path(sys.argv[2])
-    rank, channel = int(os.environ["RANK"]), Channel.from_environment()
+    rank, channel = int(os.environ["RANK"]), MessageChannel.from_environment()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if behaviour == "succeed":
         print("rank", rank, "of", os.environ["WORLD_SIZE"])
     elif behaviour == "begin":
         message = decode(sys.stdin.buffer.readline())
-        assert isinstance(message, Begin)
+        assert isinstance(message, BeginMessage)
         sys.stdout.write(f"rank {rank}: {message.assignment}\n")
     elif behaviour == "end":
         # Rank 1 fails; rank 0 ends as soon as the launcher says so, and writes what it was told.
         if rank == 1:
-            channel.send(Failure(4, "torn"))
+            channel.send(FailureMessage(4, "torn"))
             sys.exit(4)
         message = decode(sys.stdin.buffer.readline())
-        assert isinstance(message, End)
+        assert isinstance(message, EndMessage)
         (folder / "cause").write_text(message.cause)
         sys.exit(5)
     elif behaviour == "steps":
         for step in range(1, 6):
-            channel.send(Step(step, {"loss": 1.0 / step} if rank == 0 else {}))
+            channel.send(StepMessage(step, {"loss": 1.0 / step} if rank == 0 else {}))
     elif behaviour == "one-fails":
         if rank == 1:
             while not (folder / "pid-0").exists():
@@ -52,7 +52,7 @@ def main() -> None:
     elif behaviour == "hangs":
         # Rank 0 gives up waiting for rank 1, which had finished four steps.
         if rank == 1:
-            channel.send(Step(4))
+            channel.send(StepMessage(4))
             (folder / "sent").touch()
             time.sleep(60)
         while not (folder / "sent").exists():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.launch.test_coordinator_restart import CHECKPOINT_EVERY, STEPS, Clock, SimulatedRanks
 
-from meshwright.events.messages import Checkpoint, Message, Progress, SelfTestResult
+from meshwright.events.messages import Checkpoint, Message, ProgressMessage, SelfTestResult
 from meshwright.launch import agent as agent_module
 from meshwright.launch import attempts, state_file
 from meshwright.launch import coordinator as coordinator_module
@@ -111,7 +111,7 @@ class Ranks(SimulatedRanks):
         if not self._attempt or state.code is not None or self.hung:
             return
         step = (state.last_step or 0) + 1
-        state.last_step, state.progress = step, Progress("train", step)
+        state.last_step, state.progress = step, ProgressMessage("train", step)
         state.progress_count += 1
         state.code = 0 if step == STEPS else None
         if step % CHECKPOINT_EVERY == 0 and state.rank == 0 and listener is not None:

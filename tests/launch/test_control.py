@@ -15,8 +15,8 @@ import pytest
 
 from meshwright.connections.accept import listen_at
 from meshwright.connections.limits import COORDINATOR
-from meshwright.connections.proof import Challenge, Session, WrongProof, answer_challenge
-from meshwright.events.messages import Failure, Progress
+from meshwright.connections.proof import Challenge, ProofSession, WrongProof, answer_challenge
+from meshwright.events.messages import FailureMessage, ProgressMessage
 from meshwright.launch import control, http_listener
 from meshwright.launch.control import ControlClient, ControlServer, coordinator_address
 from meshwright.launch.hosts import checked_report
@@ -33,7 +33,7 @@ REPORT = Report(
     4000,
     2,
     False,
-    (RankState(3, -9, Failure(5, "lost"), 7, Progress("train", 8, 3), 99),),
+    (RankState(3, -9, FailureMessage(5, "lost"), 7, ProgressMessage("train", 8, 3), 99),),
     (4,),
     ((16, 24),),
 )
@@ -80,7 +80,7 @@ def send(connection: socket.socket, data: bytes) -> bytes:
 
 
 @contextmanager
-def proved(address: tuple[str, int], token: str = TOKEN) -> Iterator[tuple[socket.socket, Session]]:
+def proved(address: tuple[str, int], token: str = TOKEN) -> Iterator[tuple[socket.socket, ProofSession]]:
     """A connection after the exchange of nonces."""
     with socket.create_connection(address, timeout=60) as connection:
         challenge = Challenge(token, RUN)
@@ -89,7 +89,12 @@ def proved(address: tuple[str, int], token: str = TOKEN) -> Iterator[tuple[socke
 
 
 def request(
-    session: Session, body: bytes = b"{}", method: str = "POST", path: str = "/report", lines: str = "", **headers: str
+    session: ProofSession,
+    body: bytes = b"{}",
+    method: str = "POST",
+    path: str = "/report",
+    lines: str = "",
+    **headers: str,
 ) -> bytes:
     """A request with its proof; `headers` replace those that it has."""
     digest = hashlib.sha256(body).hexdigest()
@@ -115,7 +120,7 @@ def test_reports_and_directives_survive_the_connection_which_is_kept_open() -> N
 
 
 def test_without_the_token_nothing_is_answered_but_401() -> None:
-    stranger = Session(b"key", b"client", b"listener")
+    stranger = ProofSession(b"key", b"client", b"listener")
     for data in (
         request(stranger),
         b"POST /report HTTP/1.1\r\n\r\n",
@@ -138,7 +143,9 @@ def test_a_client_without_the_token_passes_no_request_after_the_proof_of_the_ser
     with server() as address, socket.create_connection(address, timeout=60) as connection:
         answer = send(connection, f"GET /proof HTTP/1.1\r\nnonce: {'0' * 64}\r\n\r\n".encode())
         assert answer.startswith(b"HTTP/1.1 200 ") and TOKEN.encode() not in answer
-        guess = Session(bytes.fromhex(json.loads(answer.partition(b"\r\n\r\n")[2])["proof"]), b"client", b"listener")
+        guess = ProofSession(
+            bytes.fromhex(json.loads(answer.partition(b"\r\n\r\n")[2])["proof"]), b"client", b"listener"
+        )
         assert send(connection, request(guess, report_with())).startswith(b"HTTP/1.1 401 ")
 
 
@@ -231,7 +238,9 @@ def test_strangers_are_refused_and_the_server_goes_on(data: bytes, status: int) 
         (lambda session: request(session, report_with(other=1)), 400),
     ],
 )
-def test_a_malformed_request_is_refused_and_the_server_goes_on(make: Callable[[Session], bytes], status: int) -> None:
+def test_a_malformed_request_is_refused_and_the_server_goes_on(
+    make: Callable[[ProofSession], bytes], status: int
+) -> None:
     with server() as address:
         with proved(address) as (connection, session):
             assert send(connection, make(session)).startswith(f"HTTP/1.1 {status} ".encode())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.events.messages import Corruption, Progress
+from meshwright.events.messages import Corruption, ProgressMessage
 from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.incidents import read_incidents
 from meshwright.launch.outcome import RankState
@@ -95,7 +95,7 @@ def test_no_rank_counts_as_hung_while_a_host_is_not_heard(tmp_path: Path) -> Non
             now[0] += 0.1
             for rank, host in enumerate("ab"):
                 step = 1 + round(10 * (now[0] if progress else progressed))
-                state = RankState(rank, last_step=step, progress=Progress("train", step), progress_count=step)
+                state = RankState(rank, last_step=step, progress=ProgressMessage("train", step), progress_count=step)
                 if host in hosts:
                     coordinator.receive(Report(host, attempt=1, ended=False, ranks=(state,)))
             coordinator.tick()
@@ -120,7 +120,7 @@ def test_corrupt_state_makes_its_host_a_suspect_and_is_recorded(tmp_path: Path) 
         time.sleep(0.001)
     corruption = Corruption(1, 11, "silent corruption: on rank 1 (host b) norm.weight changed between two updates")
     for _ in range(2):
-        ranks = (RankState(0, last_step=11, progress=Progress("train", 11)),)
+        ranks = (RankState(0, last_step=11, progress=ProgressMessage("train", 11)),)
         coordinator.receive(Report("a", attempt=1, ended=False, ranks=ranks, corruptions=(corruption,)))
     assert [suspect.host for suspect in coordinator.state.suspects] == ["b"]
     assert coordinator.state.status == "running"
@@ -139,7 +139,7 @@ def test_agents_learn_of_the_evidence_also_when_all_ranks_have_ended_and_the_nex
     while coordinator.state.status != "running":
         coordinator.tick()
         time.sleep(0.001)
-    killed = Report("a", port=1, attempt=1, ended=True, ranks=(RankState(0, -9, progress=Progress("train", 3)),))
+    killed = Report("a", port=1, attempt=1, ended=True, ranks=(RankState(0, -9, progress=ProgressMessage("train", 3)),))
     assert coordinator.receive(killed).order == "run"
     coordinator.tick()
     directive = coordinator.receive(killed)
@@ -161,7 +161,7 @@ def test_a_host_that_does_not_answer_is_named_instead_of_a_rank_that_lost_it(
     while coordinator.state.status != "running":
         coordinator.tick()
         time.sleep(0.001)
-    ended = Report("a", attempt=1, ended=True, ranks=(RankState(0, code=code, progress=Progress("train", 7)),))
+    ended = Report("a", attempt=1, ended=True, ranks=(RankState(0, code=code, progress=ProgressMessage("train", 7)),))
     while "b" not in coordinator.state.lost:
         now[0] += 0.1
         coordinator.receive(ended)

@@ -15,7 +15,7 @@ from typing import cast
 
 import pytest
 
-from meshwright.events.messages import Checkpoint, Message, Progress, SelfTestResult
+from meshwright.events.messages import Checkpoint, Message, ProgressMessage, SelfTestResult
 from meshwright.launch import hosts as hosts_module
 from meshwright.launch.agent import Agent
 from meshwright.launch.attempts import finished_state, job_state
@@ -78,7 +78,7 @@ class SimulatedRanks(Ranks):
         if self._attempt == 1 and step == CRASH_STEP:
             state.code = -signal.SIGSEGV if state.rank == 1 else None
             return
-        state.last_step, state.progress = step, Progress("train", step)
+        state.last_step, state.progress = step, ProgressMessage("train", step)
         state.progress_count += 1
         state.code = 0 if step == STEPS else None
         if step % CHECKPOINT_EVERY == 0 and state.rank == 0 and listener is not None:

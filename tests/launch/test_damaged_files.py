@@ -18,7 +18,7 @@ from meshwright.durable.lock import LOCK
 from meshwright.launch import attempts, hosts, prepare
 from meshwright.launch.attempts import RunFinished, prepared_before, write_attempt
 from meshwright.launch.control import ControlClient
-from meshwright.launch.prepare import Prepared
+from meshwright.launch.prepare import PreparedRun
 from meshwright.launch.reports import Directive, Report
 from meshwright.launch.state_file import STATE_FILE, StateFile, read_state
 from meshwright.policies.supervision import State
@@ -61,16 +61,16 @@ def test_a_damaged_assignment_is_prepared_anew_for_the_next_attempt_only(
 ) -> None:
     write_both(tmp_path)
     file, notes, calls = tmp_path / "assignment.json", list[str](), list[int]()
-    assert prepared_before(RUN, tmp_path, notes.append) == Prepared(assignment(tmp_path), tmp_path, resumes=True)
+    assert prepared_before(RUN, tmp_path, notes.append) == PreparedRun(assignment(tmp_path), tmp_path, resumes=True)
     file.write_bytes(DAMAGE[damage](file.read_bytes()))
     with pytest.raises(Damaged, match=f"{file}: damaged"):
         Assignment.read(file)
     assert prepared_before(RUN, tmp_path, notes.append) is None
     assert len(notes) == 1 and str(file) in notes[0]
 
-    def again() -> Prepared:
+    def again() -> PreparedRun:
         calls.append(1)
-        return Prepared(assignment(tmp_path), tmp_path, resumes=True)
+        return PreparedRun(assignment(tmp_path), tmp_path, resumes=True)
 
     monkeypatch.setattr(attempts, "take_over", lambda folder: LEASE)
     prepare_attempt = partial(write_attempt, again)

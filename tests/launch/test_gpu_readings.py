@@ -17,7 +17,7 @@ import pytest
 
 from meshwright.chaos.health_faults import FOLDER
 from meshwright.launch.gpu_readings import _MEMBERS, GpuReader, NoGpus, visible_indices
-from meshwright.policies.host_health import HealthWatch, Reading
+from meshwright.policies.host_health import HealthReading, HealthWatch
 
 FAKE = FOLDER / "pynvml.py"
 
@@ -45,7 +45,7 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
     yield FakeNvml(tmp_path / "nvml.json", module)
 
 
-def read(reader: GpuReader, gpu: int = 0) -> Reading:
+def read(reader: GpuReader, gpu: int = 0) -> HealthReading:
     return reader.read({}, os.getpid())[gpu]
 
 

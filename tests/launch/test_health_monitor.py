@@ -22,7 +22,7 @@ from meshwright.launch.host_readings import HostReader
 from meshwright.launch.hosts import checked_report
 from meshwright.launch.local import Ranks
 from meshwright.launch.reports import Directive, Report
-from meshwright.policies.host_health import Finding
+from meshwright.policies.host_health import HealthFinding
 from meshwright.policies.restart import RestartPolicy
 from meshwright.policies.supervision import Rules
 from meshwright.spec.cluster import ClusterSpec
@@ -105,15 +105,15 @@ def test_a_host_is_ready_once_its_health_was_read_and_reports_what_is_wrong(worl
         assert agent.report().port == 0
         until(lambda: agent.report().port == 7)
         (finding,) = (each for each in agent.report().findings if each.part.startswith("GPU"))
-        assert finding == Finding("remap-failed", "GPU 0", finding.text)
+        assert finding == HealthFinding("remap-failed", "GPU 0", finding.text)
         report = agent.report()
         assert checked_report(to_plain(report)) == report
 
 
 def test_reports_with_findings_of_no_rule_or_of_another_form_are_refused() -> None:
-    good = Report("a/1", findings=(Finding("thermal", "GPU 0", "hot"),))
+    good = Report("a/1", findings=(HealthFinding("thermal", "GPU 0", "hot"),))
     assert checked_report(to_plain(good)) == good
-    for finding in (Finding("none-such", "GPU 0", "x"), Finding("thermal", "GPU 0", "x" * 2000)):
+    for finding in (HealthFinding("none-such", "GPU 0", "x"), HealthFinding("thermal", "GPU 0", "x" * 2000)):
         with pytest.raises(ValueError, match="expected findings"):
             checked_report(to_plain(replace(good, findings=(finding,))))
     with pytest.raises(ValueError, match="expected findings"):
@@ -125,7 +125,7 @@ def test_a_warning_is_printed_once_although_each_report_repeats_it(
 ) -> None:
     coordinator = Coordinator(tmp_path, Rules(1, 8, RestartPolicy(3)), 1, lambda state: tmp_path)
     for value in range(5):
-        coordinator.receive(Report("a", findings=(Finding("disk-space", "host", f"{value} bytes"),)))
+        coordinator.receive(Report("a", findings=(HealthFinding("disk-space", "host", f"{value} bytes"),)))
     coordinator.close()
     assert capfd.readouterr().err == "meshwright: host a: 0 bytes\n"
 
@@ -135,7 +135,7 @@ def test_an_excluded_member_ends_its_ranks_before_it_idles(tmp_path: Path) -> No
     for host in "ab":
         coordinator.receive(Report(host, port=1))
     until(lambda: coordinator.tick() or coordinator.state.status == "running")
-    lost = (Finding("xid-lost", "GPU 0", "XID 79"),)
+    lost = (HealthFinding("xid-lost", "GPU 0", "XID 79"),)
     assert coordinator.receive(Report("b", attempt=1, ended=False, findings=lost)).order == "end"
     assert coordinator.receive(Report("a", attempt=1, ended=False)).order == "end"
     for report in (Report("b", attempt=1, findings=lost), Report("a", port=1, attempt=1)):

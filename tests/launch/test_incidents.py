@@ -17,7 +17,7 @@ import pytest
 
 from meshwright.cli.incidents import incidents
 from meshwright.diagnosis.culprit import Culprit, Waiting
-from meshwright.events.messages import CHANNEL, CollectivesRequest, Progress, encode
+from meshwright.events.messages import CHANNEL, CollectivesRequest, ProgressMessage, encode
 from meshwright.events.stacks import STACKS, evidence_memory
 from meshwright.launch import evidence
 from meshwright.launch.evidence import CRASH_SECONDS, HANG_SECONDS, SILENT_SECONDS, RankProcess, collect
@@ -26,7 +26,10 @@ from meshwright.launch.outcome import RankState
 from meshwright.policies.restart import Incident
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_PREEMPTED
 
-RANKS = [RankState(0, progress=Progress("train", 41, 3)), RankState(1, progress=Progress("train", 41, 7), stopped=True)]
+RANKS = [
+    RankState(0, progress=ProgressMessage("train", 41, 3)),
+    RankState(1, progress=ProgressMessage("train", 41, 7), stopped=True),
+]
 HANG = Incident(EXIT_COMMUNICATION, "rank 1 has made no progress", 1, "b", 41, hang=True)
 ENTRY = {"profiling_name": "gloo:all_reduce", "process_group": ["1", "shard"], "is_p2p": False, "collective_seq_id": 7}
 ENTRY |= {"retired": False, "state": "scheduled", "input_sizes": [[4]]}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.events.messages import CHANNEL, Message, Step
+from meshwright.events.messages import CHANNEL, Message, StepMessage
 from meshwright.events.start import START_TIME_VARIABLE
 from meshwright.launch.local import _environment, listening_socket, run_ranks, started_ranks
 from meshwright.policies import job_end
@@ -92,8 +92,10 @@ def test_a_listener_gets_every_message_of_every_rank(tmp_path: Path) -> None:
         listener=lambda rank, message: messages.append((rank, message)),
     )
     assert code == 0
-    assert [message for rank, message in messages if rank == 0] == [Step(n, {"loss": 1.0 / n}) for n in range(1, 6)]
-    assert [message for rank, message in messages if rank == 1] == [Step(n) for n in range(1, 6)]
+    assert [message for rank, message in messages if rank == 0] == [
+        StepMessage(n, {"loss": 1.0 / n}) for n in range(1, 6)
+    ]
+    assert [message for rank, message in messages if rank == 1] == [StepMessage(n) for n in range(1, 6)]
 
 
 def test_what_a_listener_raises_ends_the_ranks(tmp_path: Path) -> None:

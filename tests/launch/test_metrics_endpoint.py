@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.config.load import load_run
-from meshwright.events.messages import Progress
+from meshwright.events.messages import ProgressMessage
 from meshwright.launch.metrics_endpoint import Metric, MetricsEndpoint, exposition, metrics_endpoint
 from meshwright.launch.outcome import RankState
 from meshwright.spec.errors import BadConfig, BadInput
@@ -63,9 +63,11 @@ def test_the_text_is_the_format_with_every_character_escaped() -> None:
 def test_ranks_have_their_step_and_the_age_of_their_phase(tmp_path: Path) -> None:
     now = [100.0]
     endpoint = MetricsEndpoint(tmp_path / "small", lambda: now[0])
-    endpoint.update([RankState(4, progress=Progress("train", 7, 1)), RankState(5)])
+    endpoint.update([RankState(4, progress=ProgressMessage("train", 7, 1)), RankState(5)])
     now[0] = 103.0
-    endpoint.update([RankState(4, progress=Progress("train", 7, 5)), RankState(5, progress=Progress("train", 7))])
+    endpoint.update(
+        [RankState(4, progress=ProgressMessage("train", 7, 5)), RankState(5, progress=ProgressMessage("train", 7))]
+    )
     now[0] = 104.5
     found = parse(endpoint.text())
     step, age = (found[f"meshwright_rank_{name}"][2] for name in ("step", "phase_age_seconds"))

@@ -15,7 +15,7 @@ from meshwright.config.load import load_resolved, load_run
 from meshwright.data.stdlib import VOCABULARY
 from meshwright.durable.lease import read_lease
 from meshwright.launch import prepare
-from meshwright.launch.prepare import Prepared
+from meshwright.launch.prepare import PreparedRun
 from meshwright.planner.candidate import peak_bytes
 from meshwright.planner.reprice import predict
 from meshwright.spec.errors import OutOfResources
@@ -98,7 +98,7 @@ def test_death_at_any_call_of_a_start_leaves_a_run_that_can_be_continued(tmp_pat
 
     plan = prepared(tiny, tmp_path / "count", "train.steps=7").assignment.plan
 
-    def start(runs: Path) -> Prepared:
+    def start(runs: Path) -> PreparedRun:
         with (  # the choice of a plan writes nothing, and takes most of the time
             patch.object(prepare, "training_plan", return_value=plan),
             patch.object(prepare, "predict", return_value=plan),

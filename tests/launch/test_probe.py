@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.events.messages import Failure
+from meshwright.events.messages import FailureMessage
 from meshwright.launch.probe import STEPS, Probe, Watch, check_here, failure_text, leading, too_slow, with_fastest_probe
 from meshwright.observe.prediction_account import WARM_UP, TypicalStep
-from meshwright.planner.candidate import Answer, Candidate
+from meshwright.planner.candidate import Candidate, SearchResult
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERNAL, EXIT_NO_RESOURCES, BadInput, OutOfResources
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Predicted, SchedulePlan
@@ -44,7 +44,7 @@ def ran(plan: Plan, seconds: float) -> Probe:
     )
 
 
-ANSWER = Answer(
+ANSWER = SearchResult(
     Candidate(probed_plan("shard")),
     (
         Candidate(probed_plan("shard", micro_batch=2)),
@@ -156,10 +156,10 @@ def test_only_the_machine_it_runs_on_is_probed(
 
 
 def test_a_failed_probe_says_why_in_its_ranks_words() -> None:
-    peer_failure = Failure(EXIT_COMMUNICATION, "communication failed")
-    full = Failure(EXIT_NO_RESOURCES, "out of memory: tried to allocate 2 GiB; lower plan.micro_batch")
+    peer_failure = FailureMessage(EXIT_COMMUNICATION, "communication failed")
+    full = FailureMessage(EXIT_NO_RESOURCES, "out of memory: tried to allocate 2 GiB; lower plan.micro_batch")
     assert failure_text(EXIT_NO_RESOURCES, [peer_failure, full]) == full.message
     assert failure_text(EXIT_NO_RESOURCES, []) == "out of memory"
-    internal = Failure(EXIT_INTERNAL, "internal error: KeyError: 3", "/log")
+    internal = FailureMessage(EXIT_INTERNAL, "internal error: KeyError: 3", "/log")
     assert failure_text(EXIT_INTERNAL, [internal]) == "failed with exit code 1: internal error: KeyError: 3"
     assert failure_text(EXIT_COMMUNICATION, []) == "failed with exit code 5"

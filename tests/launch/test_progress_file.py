@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.events.messages import Progress
+from meshwright.events.messages import ProgressMessage
 from meshwright.events.progress import PendingWait
 from meshwright.launch import progress_file
 from meshwright.launch.coordinator import Coordinator
@@ -29,7 +29,10 @@ def test_a_coordinator_writes_where_its_ranks_are(tmp_path: Path) -> None:
         coordinator.tick()
         time.sleep(0.001)
     wait = PendingWait("recv", 1, 2, -1, 0, 123)
-    states = RankState(0, progress=Progress("train", 7, 3), progress_count=9), RankState(1, pending=wait, stopped=True)
+    states = (
+        RankState(0, progress=ProgressMessage("train", 7, 3), progress_count=9),
+        RankState(1, pending=wait, stopped=True),
+    )
     for host, state in zip("ab", states, strict=True):
         coordinator.receive(Report(host, attempt=1, ended=False, ranks=(state,)))
     now[0] = 12.5

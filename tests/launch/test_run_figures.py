@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.launch.progress_file import JobProgress, ProgressFile
-from meshwright.launch.run_figures import FigureReader
+from meshwright.launch.run_figures import RunFigureReader
 
 HOUR = 3600.0
 
@@ -55,7 +55,7 @@ def test_figures_of_a_run_of_two_jobs(tmp_path: Path) -> None:
     for name in ("checkpoints/step-00000008", "checkpoints/step-00000010", "incidents/0007-9"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000008" / "COMMITTED").touch()
-    figures = FigureReader(tmp_path).read()
+    figures = RunFigureReader(tmp_path).read()
     assert (figures.state, figures.running, figures.restarts, figures.incidents) == ("finished", False, 1, 7)
     assert (figures.step, figures.steps, figures.seconds_left, figures.checkpoint_step) == (10, 40, 300.0, 8)
     assert (figures.tokens, figures.mfu, figures.goodput) == (1000, None, None)
@@ -66,12 +66,12 @@ def test_time_left_counts_the_samples_of_a_ramp(tmp_path: Path) -> None:
     lines(tmp_path / "metrics.jsonl", steps(10))
     train = {"steps": 16, "global_batch": 8, "batch_ramp": [{"until": 12, "batch": 2}]}
     (tmp_path / "config.yaml").write_text(json.dumps({"train": train}))
-    assert FigureReader(tmp_path).read().seconds_left == pytest.approx(180.0)
+    assert RunFigureReader(tmp_path).read().seconds_left == pytest.approx(180.0)
 
 
 def test_goodput_is_that_of_the_account_and_follows_its_file(tmp_path: Path) -> None:
     """A start of 30 s with a first step of 10 s, and steps of 10 s of which 1 s waits for data."""
-    reader, file = FigureReader(tmp_path), tmp_path / "wall_time.jsonl"
+    reader, file = RunFigureReader(tmp_path), tmp_path / "wall_time.jsonl"
     start = {"time": 130.0, "kind": "start", "step": 0, "seconds": 30.0, "first_step_seconds": 10.0}
     step = {"kind": "step", "data_seconds": 1.0}
     lines(file, [start, *({**step, "time": 130.0 + 10 * (number - 1), "step": number} for number in (1, 2))])
@@ -87,7 +87,7 @@ def test_goodput_is_that_of_the_account_and_follows_its_file(tmp_path: Path) -> 
 def test_a_job_runs_while_its_progress_is_new(tmp_path: Path) -> None:
     now = time.time()
     lines(tmp_path / "supervision.jsonl", [supervision(now, "preparing", 1), supervision(now, "running", 1)])
-    reader = FigureReader(tmp_path)
+    reader = RunFigureReader(tmp_path)
     file = ProgressFile(tmp_path, lambda: JobProgress("a", 1, "running"))
     file.close()
     figures = reader.read(now + 5)
@@ -101,7 +101,7 @@ def test_a_job_runs_while_its_progress_is_new(tmp_path: Path) -> None:
 
 
 def state_of(folder: Path) -> str:
-    return FigureReader(folder).read().state
+    return RunFigureReader(folder).read().state
 
 
 def test_states_of_a_run_without_supervision(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.observe.goodput import CATEGORIES, Goodput, goodput, run_goodput
+from meshwright.observe.goodput import CATEGORIES, RunGoodput, goodput, run_goodput
 from meshwright.observe.wall_time import WallTimeWriter
 
 BEGIN = 1_790_000_000.0
@@ -56,7 +56,7 @@ class Run:
     def ends(self) -> None:
         self.writer.end(0)
 
-    def account(self) -> Goodput:
+    def account(self) -> RunGoodput:
         lines = [json.loads(line) for line in self.path.read_text().splitlines()]
         found = goodput(lines, self.incidents)
         assert found is not None

@@ -17,7 +17,7 @@ from meshwright.config.load import load_run
 from meshwright.events.span import Span, StepSpans
 from meshwright.launch.prepare import plan_for
 from meshwright.observe.measured_timeline import measured_timeline
-from meshwright.observe.timeline_files import MeasuredSteps, Recording, on_one_clock, summary, table, trace_spans
+from meshwright.observe.timeline_files import RecordedSteps, Recording, on_one_clock, summary, table, trace_spans
 from meshwright.parallel.world import World
 from meshwright.schedules.action import COMPUTE
 from meshwright.schedules.expand import expand
@@ -151,7 +151,7 @@ def test_the_trace_and_the_table_have_measured_and_predicted_steps() -> None:
     rows = as_recorded(timeline, late=3.0)
     ranks = [Recording((replace(row, step=9),), (2.5, 40.0)) for row in rows]
     layout = Layout((("pipeline", 2), ("shard", 1)), 2)
-    measured = MeasuredSteps.of(timeline.schedule, layout, ranks)
+    measured = RecordedSteps.of(timeline.schedule, layout, ranks)
     spans = list(trace_spans(measured, timeline))
     begins = {rank: min(s.start for s in spans if s.rank == rank) for rank in range(4)}
     assert begins[0] == begins[2] and {s.step for s in spans} == {9}

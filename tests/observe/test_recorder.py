@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from meshwright.observe.device_clock import HostClock, Reference
+from meshwright.observe.device_clock import ClockReference, HostClock
 from meshwright.observe.recorder import KEPT_STEPS, SAMPLED_WAITS, DetailRecorder, StepRecorder
 from meshwright.schedules.action import parse
 
@@ -45,7 +45,7 @@ class DeviceClock:
 
     def reference(self):
         now = round(self.now * 1e9)
-        return Reference([self.now], now - 1000, now + 1000)
+        return ClockReference([self.now], now - 1000, now + 1000)
 
 
 def recorder_with_clock():
@@ -337,7 +337,7 @@ def test_the_error_of_the_clock_shrinks_to_that_of_the_best_reference():
     def reference(self=clock):
         now, error = round(clock.now * 1e9), errors[len(bounds)]
         bounds.append(error)
-        return Reference([clock.now], now - error, now + error)
+        return ClockReference([clock.now], now - error, now + error)
 
     bounds: list[int] = []
     clock.reference = reference

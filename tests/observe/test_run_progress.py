@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from meshwright.observe.run_progress import Progress
+from meshwright.observe.run_progress import RunProgress
 from meshwright.spec.batch_sizes import BatchSizes, BatchStage
 
 
@@ -32,7 +32,7 @@ def record(step, **changes):
 
 def plain(steps, seconds_each, **options):
     stream, time = io.StringIO(), Time()
-    with Progress(steps, stream=stream, clock=time, **options) as progress:
+    with RunProgress(steps, stream=stream, clock=time, **options) as progress:
         for step in range(1, steps + 1):
             time.now += seconds_each
             progress.update(record(step))
@@ -68,7 +68,7 @@ def test_steps_without_a_line_are_counted():
 
 
 def test_a_loss_is_that_of_its_step_in_line_and_display():
-    progress = Progress(9, stream=io.StringIO())
+    progress = RunProgress(9, stream=io.StringIO())
     for step, loss in enumerate((8.0, 6.0, 7.0), 1):
         progress.update(record(step, loss=loss))
     assert "loss 7.0000" in progress._figure_lines()[0].plain
@@ -85,7 +85,7 @@ def test_a_long_run_prints_at_most_every_thirty_seconds():
 
 def test_time_left_follows_the_pace_and_skips_the_first_step():
     stream, time = io.StringIO(), Time()
-    progress = Progress(100, stream=stream, clock=time)
+    progress = RunProgress(100, stream=stream, clock=time)
     time.now = 500.0  # compiling
     progress.update(record(1))
     time.now = 502.0
@@ -96,7 +96,7 @@ def test_time_left_follows_the_pace_and_skips_the_first_step():
 def test_time_left_counts_the_samples_of_a_ramp():
     stream, time = io.StringIO(), Time()
     sizes = BatchSizes(8, [BatchStage(until=4, batch=2)])
-    progress = Progress(8, samples_before=sizes.samples_before, stream=stream, clock=time)
+    progress = RunProgress(8, samples_before=sizes.samples_before, stream=stream, clock=time)
     for step in (1, 2, 3):
         time.now += 10.0
         progress.update(record(step))
@@ -105,23 +105,23 @@ def test_time_left_counts_the_samples_of_a_ramp():
 
 def test_unknown_figures_are_left_out():
     stream = io.StringIO()
-    progress = Progress(9, stream=stream)
+    progress = RunProgress(9, stream=stream)
     progress.update(record(1, mfu=None, memory_peak_bytes=None, grad_norm=1.5))
     assert "MFU" not in stream.getvalue() and "mem" not in stream.getvalue() and "grad 1.5" in stream.getvalue()
     hidden = io.StringIO()
-    Progress(9, stream=hidden, show_mfu=False).update(record(1))
+    RunProgress(9, stream=hidden, show_mfu=False).update(record(1))
     assert "MFU" not in hidden.getvalue()
 
 
 def test_a_loss_that_is_not_finite_is_said():
     stream = io.StringIO()
-    Progress(9, stream=stream).update(record(1, loss=None, grad_norm=float("nan")))
+    RunProgress(9, stream=stream).update(record(1, loss=None, grad_norm=float("nan")))
     assert "loss not finite" in stream.getvalue() and "grad not finite" in stream.getvalue()
 
 
 def test_validation_prints_a_line_and_joins_the_next():
     stream = io.StringIO()
-    progress = Progress(9, stream=stream)
+    progress = RunProgress(9, stream=stream)
     progress.update({"kind": "validation", "step": 1, "loss": 2.5})
     progress.update(record(2))
     lines = stream.getvalue().splitlines()
@@ -134,13 +134,13 @@ def test_validation_prints_a_line_and_joins_the_next():
 
 def test_notes_are_plain_text():
     stream = io.StringIO()
-    Progress(9, stream=stream).note("[bold]checkpoint[/] written to /a/very/long/path" + "x" * 200)
+    RunProgress(9, stream=stream).note("[bold]checkpoint[/] written to /a/very/long/path" + "x" * 200)
     assert stream.getvalue() == "[bold]checkpoint[/] written to /a/very/long/path" + "x" * 200 + "\n"
 
 
 def test_a_closed_stream_ends_the_display_and_not_the_run():
     stream = io.StringIO()
-    progress = Progress(9, stream=stream)
+    progress = RunProgress(9, stream=stream)
     stream.close()
     progress.update(record(1))
     progress.note("still running")
@@ -150,7 +150,7 @@ def test_a_closed_stream_ends_the_display_and_not_the_run():
 def test_a_broken_pipe_ends_the_display_and_not_the_run():
     reader, writer = os.pipe()
     stream = os.fdopen(writer, "w", buffering=1)
-    progress = Progress(9, stream=stream)
+    progress = RunProgress(9, stream=stream)
     os.close(reader)
     progress.update(record(1))
     progress.update(record(2))
@@ -165,7 +165,7 @@ def on_terminal(monkeypatch, scene, columns=80, **options):
     monkeypatch.setenv("COLUMNS", str(columns))
     ours, theirs = pty.openpty()
     stream = os.fdopen(theirs, "w")
-    with Progress(100, stream=stream, title="quick", ranks=2, **options) as progress:
+    with RunProgress(100, stream=stream, title="quick", ranks=2, **options) as progress:
         scene(progress)
     stream.close()
     return drained(ours)
@@ -233,7 +233,7 @@ def test_progress_goes_to_stdout_and_never_to_stderr(monkeypatch, terminal):
     with os.fdopen(theirs, "w") as out, io.StringIO() as err:
         monkeypatch.setattr("sys.stdout", out)
         monkeypatch.setattr("sys.stderr", err)
-        with Progress(9) as progress:
+        with RunProgress(9) as progress:
             progress.update(record(1))
             print("a warning", file=sys.stderr)
         shown = err.getvalue()
@@ -244,7 +244,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = pty.openpty()
     stream = os.fdopen(theirs, "w")
-    progress = Progress(100, stream=stream)
+    progress = RunProgress(100, stream=stream)
     os.close(ours)
     progress.update(record(1))
     progress.note("still running")

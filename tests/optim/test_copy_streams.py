@@ -15,10 +15,10 @@ import torch
 from meshwright.optim import copy_streams, host
 from meshwright.optim.chunks import ALIGNED
 from meshwright.optim.copy_streams import CopyStreams
-from meshwright.optim.fused import Coefficients, StepInputs
+from meshwright.optim.fused import Coefficients, UpdateInputs
 from meshwright.optim.host import HostAdamW
 from meshwright.optim.packing import MASTER
-from meshwright.simulator.update_timeline import Interval, Operation, StepWork, play, step_operations
+from meshwright.simulator.update_timeline import Interval, StepWork, UpdateOperation, play, step_operations
 from meshwright.workload.buffers import STAGING_BUFFERS
 
 UNITS, CHUNKS, STEPS = 5, 4, 3
@@ -58,7 +58,7 @@ class RecordedRuntime:
     """The part of `torch.cuda` that the optimizer uses."""
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[UpdateOperation] = []
         self.compute = self.current = RecordedStream(self, "compute")
         self._names = iter(("in", "update", "out"))
 
@@ -79,7 +79,7 @@ class RecordedRuntime:
     def add(self, name: str, seconds: float) -> int:
         stream, index = self.current, len(self.operations)
         engine = {"in": "to device", "out": "to host"}.get(stream.name)
-        self.operations.append(Operation(stream.name, seconds, tuple(sorted(stream.waits)), engine, name))
+        self.operations.append(UpdateOperation(stream.name, seconds, tuple(sorted(stream.waits)), engine, name))
         stream.waits, stream.last = set(), frozenset([index])
         return index
 
@@ -133,14 +133,14 @@ def recorded(
         assert optimizer._pending is None
         ends.append([runtime.add(f"backward {unit}", backward) for unit in reversed(range(UNITS))][-1])
         gradients = {name: torch.full((CHUNKS * ALIGNED,), 0.5) for name in NAMES}
-        optimizer.step(gradients, StepInputs(1e-3, torch.ones(()), torch.zeros(())))
+        optimizer.step(gradients, UpdateInputs(1e-3, torch.ones(()), torch.zeros(())))
         assert step or optimizer._pending is not None
     optimizer.complete_updates()
     assert not torch.equal(optimizer.state(MASTER, NAMES[-1]), weights[NAMES[-1]])
     return runtime, ends
 
 
-def check_order(operations: list[Operation], intervals: list[Interval], buffers: int = STAGING_BUFFERS) -> None:
+def check_order(operations: list[UpdateOperation], intervals: list[Interval], buffers: int = STAGING_BUFFERS) -> None:
     """No operation begins before those that it depends on have ended; operations are listed as the host launches them.
 
     A chunk is fetched after its last copy to the host, and after that of the chunk that was in its buffer.
@@ -177,7 +177,8 @@ def test_no_operation_begins_too_early_for_any_durations(
     draw = random.Random(0)
     for _ in range(20):
         operations = [
-            Operation(o.stream, draw.choice((0.01, 1.0, 10.0)), o.after, o.engine, o.name) for o in runtime.operations
+            UpdateOperation(o.stream, draw.choice((0.01, 1.0, 10.0)), o.after, o.engine, o.name)
+            for o in runtime.operations
         ]
         check_order(operations, play(operations), buffers)
 

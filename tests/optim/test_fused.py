@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.optim.clip import clip_factor, gradient_norm
-from meshwright.optim.fused import Coefficients, StepInputs, count_updates, new_count, update
+from meshwright.optim.fused import Coefficients, UpdateInputs, count_updates, new_count, update
 
 SHAPES = [(33, 7), (5,), (0, 4), (64, 64)]
 BETAS, EPSILON, RATE, DECAY = (0.9, 0.95), 1e-8, 1e-2, 0.1
@@ -33,7 +33,7 @@ def trained(
     for step in range(STEPS):
         gradients = [gradient.to(dtype) if wide else gradient for gradient in random_tensors(step + 1, gradient_dtype)]
         norm = gradient_norm(gradients, None, torch.device("cpu")) * (torch.inf if step == skipped else 1)
-        inputs = StepInputs(RATE, clip_factor(norm, limit) * error, (~norm.isfinite()).float())
+        inputs = UpdateInputs(RATE, clip_factor(norm, limit) * error, (~norm.isfinite()).float())
         with count_updates(counts, inputs.skip):
             update(
                 weights,

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.slow import quick_first
 
-from meshwright.optim.chunks import ALIGNED, Chunk, groups_in_order, plan_chunks
-from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs
+from meshwright.optim.chunks import ALIGNED, OptimizerChunk, groups_in_order, plan_chunks
+from meshwright.optim.fused import MOMENTS, Coefficients, UpdateInputs
 from meshwright.optim.host import HostAdamW, _chunks_on_device
-from meshwright.optim.packing import MASTER, Packing, pack, seed_of, unpack
+from meshwright.optim.packing import MASTER, ChunkPacking, pack, seed_of, unpack
 from meshwright.spec.plan import Moments
 
 RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
@@ -130,7 +130,7 @@ def state_with_differences(
 def run(optimizer: HostAdamW, dtype: torch.dtype, skipped: int | None = None) -> None:
     for step in range(STEPS):
         skip = torch.tensor(float(step == skipped))
-        optimizer.step(gradients(step, dtype), StepInputs(RATE, torch.ones(()), skip))
+        optimizer.step(gradients(step, dtype), UpdateInputs(RATE, torch.ones(()), skip))
 
 
 @pytest.mark.parametrize("chunk", [ALIGNED, 5 * ALIGNED, 1 << 20])
@@ -169,7 +169,7 @@ def test_every_copy_has_a_span() -> None:
 
     optimizer, _ = offloaded_optimizer(torch.float32, 1 << 20, True)
     for span in (None, concurrent_span):  # the first chunks of the second step were fetched at the end of the first
-        optimizer.step(gradients(0, torch.float32), StepInputs(RATE, torch.ones(()), torch.zeros(())), span)
+        optimizer.step(gradients(0, torch.float32), UpdateInputs(RATE, torch.ones(()), torch.zeros(())), span)
     assert sorted(inputs) == [(f"optimizer {n}", lane) for n in range(5) for lane in ("fetch", "offload")]
 
 
@@ -197,7 +197,7 @@ FORMS: list[tuple[Moments, float, int]] = [
 ]
 
 
-def noisy_gradients(step: int) -> tuple[dict[str, torch.Tensor], StepInputs]:
+def noisy_gradients(step: int) -> tuple[dict[str, torch.Tensor], UpdateInputs]:
     """Accumulated gradients of two micro-batches, with clipping that binds in most steps, and every seventh step skipped."""
     draw = torch.Generator().manual_seed(100 + step)
     sums = {
@@ -205,7 +205,7 @@ def noisy_gradients(step: int) -> tuple[dict[str, torch.Tensor], StepInputs]:
     }
     norm = torch.stack([gradient.square().sum() for gradient in sums.values()]).sum().sqrt()
     factor = (60.0 / norm).clamp(max=1.0)
-    return sums, StepInputs(RATE, factor, torch.tensor(float(step % 7 == 3)))
+    return sums, UpdateInputs(RATE, factor, torch.tensor(float(step % 7 == 3)))
 
 
 def clipped_reference(moments: Moments) -> tuple[dict[str, torch.Tensor], torch.optim.AdamW]:
@@ -215,7 +215,7 @@ def clipped_reference(moments: Moments) -> tuple[dict[str, torch.Tensor], torch.
     groups = [{"params": [weight], "weight_decay": decays[name]} for name, weight in weights.items()]
     truth = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPSILON, fused=True)
     starts = {s.name: c.start + s.offset for c in chunks_of(weights, decays) for s in c.segments if not s.first}
-    packing, updates = Packing(True, moments), 0
+    packing, updates = ChunkPacking(True, moments), 0
     for step in range(UPDATES):
         gradients, inputs = noisy_gradients(step)
         if inputs.skip:
@@ -231,7 +231,7 @@ def clipped_reference(moments: Moments) -> tuple[dict[str, torch.Tensor], torch.
 
 
 def round_state(
-    packing: Packing, weight: torch.Tensor, state: dict[str, torch.Tensor], start: int, updates: int
+    packing: ChunkPacking, weight: torch.Tensor, state: dict[str, torch.Tensor], start: int, updates: int
 ) -> None:
     size = -(-weight.numel() // ALIGNED) * ALIGNED
     padded = {name: torch.zeros(size) for name in packing.states}
@@ -248,13 +248,13 @@ def round_state(
         values.view(-1).copy_(padded[name][: weight.numel()])
 
 
-def chunks_of(weights: dict[str, torch.Tensor], decays: dict[str, float]) -> list[Chunk]:
+def chunks_of(weights: dict[str, torch.Tensor], decays: dict[str, float]) -> list[OptimizerChunk]:
     return plan_chunks(groups_in_order({name: weight.numel() for name, weight in weights.items()}, decays), ALIGNED)
 
 
 @pytest.mark.parametrize("tenths", range(11))
 def test_the_share_in_device_memory_loses_no_chunk_to_rounding(tenths: int) -> None:
-    chunks = [Chunk(start, 10, 0.0, ()) for start in range(0, 100, 10)]
+    chunks = [OptimizerChunk(start, 10, 0.0, ()) for start in range(0, 100, 10)]
     assert _chunks_on_device(chunks, tenths / 10) == 10 - tenths
 
 
@@ -295,7 +295,7 @@ def test_a_deferred_update_is_launched_for_what_is_asked() -> None:
     optimizer, on_device = offloaded_optimizer(torch.float32, 2 * ALIGNED, True)
     optimizer.deferred = True
     before = {name: weight.clone() for name, weight in on_device.items()}
-    optimizer.step(gradients(0, torch.float32), StepInputs(RATE, torch.ones(()), torch.zeros(())))
+    optimizer.step(gradients(0, torch.float32), UpdateInputs(RATE, torch.ones(()), torch.zeros(())))
     assert all(torch.equal(weight, before[name]) for name, weight in on_device.items())
     assert optimizer.complete_updates(["a", "b"]) and not optimizer.complete_updates(["a", "empty"])
     changed = {name for name, weight in on_device.items() if not torch.equal(weight, before[name])}

@@ -15,7 +15,7 @@ from meshwright.optim.packing import (
     BLOCK,
     MASTER,
     NEAREST,
-    Packing,
+    ChunkPacking,
     join_master,
     moment_of,
     pack,
@@ -68,7 +68,7 @@ def test_any_values_are_restored(values: list[float]) -> None:
     check_split(torch.tensor(values, dtype=torch.float32))
 
 
-def record_of(packing: Packing, size: int) -> tuple[dict[str, Tensor], Tensor]:
+def record_of(packing: ChunkPacking, size: int) -> tuple[dict[str, Tensor], Tensor]:
     return packing.fields(torch.zeros(packing.bytes(size), dtype=torch.uint8), size), torch.zeros(
         size, dtype=torch.bfloat16
     )
@@ -86,7 +86,7 @@ def states_of(size: int, seed: int = 0) -> dict[str, Tensor]:
     return {MOMENTS[0]: first, MOMENTS[1]: second, MASTER: weight}
 
 
-def unpacked(packing: Packing, fields: dict[str, Tensor], rounded: Tensor | None) -> dict[str, Tensor]:
+def unpacked(packing: ChunkPacking, fields: dict[str, Tensor], rounded: Tensor | None) -> dict[str, Tensor]:
     outputs = {name: torch.empty(fields[MOMENTS[0]].shape) for name in packing.states}
     unpack(packing, fields, rounded, outputs)
     return outputs
@@ -95,7 +95,7 @@ def unpacked(packing: Packing, fields: dict[str, Tensor], rounded: Tensor | None
 @pytest.mark.parametrize(("master", "form"), FORMS)
 def test_a_packed_state_is_packed_to_the_same_bits_again(master: bool, form: Moments) -> None:
     """So a skipped update, and a checkpoint in fp32 that is loaded, change nothing."""
-    packing, size = Packing(master, form), 4 * BLOCK
+    packing, size = ChunkPacking(master, form), 4 * BLOCK
     fields, rounded = record_of(packing, size)
     states = states_of(size)
     seed = seed_of(torch.tensor(7.0))
@@ -119,7 +119,7 @@ def test_a_packed_state_is_packed_to_the_same_bits_again(master: bool, form: Mom
 
 @pytest.mark.parametrize(("form", "step"), [("bf16", 2.0**-7), ("int8", 2.0**-3)])
 def test_rounding_is_within_one_step_and_unbiased(form: Moments, step: float) -> None:
-    packing, size = Packing(False, form), 400 * BLOCK
+    packing, size = ChunkPacking(False, form), 400 * BLOCK
     value, fields = torch.full((size,), 1.3), record_of(packing, size)[0]
     pack(packing, {MOMENTS[0]: -value, MOMENTS[1]: value}, fields, None, seed_of(torch.tensor(5.0)), 0)
     first, second = (moment_of(packing, name, fields) for name in MOMENTS)
@@ -135,7 +135,7 @@ def test_rounding_is_within_one_step_and_unbiased(form: Moments, step: float) ->
 
 def test_a_moment_that_is_not_a_number_stays_so() -> None:
     """The usual NaN of a GPU has all bits set: random bits would carry into its sign."""
-    packing, fields = Packing(False, "bf16"), record_of(Packing(False, "bf16"), BLOCK)[0]
+    packing, fields = ChunkPacking(False, "bf16"), record_of(ChunkPacking(False, "bf16"), BLOCK)[0]
     nan = from_bits(torch.full((BLOCK,), 0x7FFFFFFF))
     pack(packing, {MOMENTS[0]: nan, MOMENTS[1]: nan}, fields, None, seed_of(torch.tensor(5.0)), 0)
     assert all(bool(moment_of(packing, name, fields).isnan().all()) for name in MOMENTS)
@@ -143,7 +143,7 @@ def test_a_moment_that_is_not_a_number_stays_so() -> None:
 
 def test_eight_bits_keep_what_the_update_divides_by() -> None:
     """A second moment far below its block's largest is not 0; relative errors are below 1/8 within the format's range."""
-    packing = Packing(False, "int8")
+    packing = ChunkPacking(False, "int8")
     fields, _ = record_of(packing, BLOCK)
     exponents = torch.arange(BLOCK, dtype=torch.float32) / 2.1
     values = 1.5 * torch.exp2(-exponents)
@@ -182,11 +182,11 @@ def test_the_kernel_equals_the_passes(master: bool, form: Moments, skip: bool, m
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
     monkeypatch.setattr(torch, "tensor", lambda values, pin_memory=False, **options: tensor(values, **options))
     monkeypatch.setattr(fused, "_plain", fused._fast)
-    packing, count, position = Packing(master, form), TILE + 77, (1 << 33) + 12345
+    packing, count, position = ChunkPacking(master, form), TILE + 77, (1 << 33) + 12345
     padded = -(-count // BLOCK) * BLOCK
     counts = {"other": torch.tensor(9.0), "weight": torch.tensor(3.0)}
     coefficients = fused.Coefficients((0.9, 0.95), 1e-8)
-    inputs = fused.StepInputs(1e-2, torch.tensor(0.3, dtype=torch.float64), torch.tensor(float(skip)))
+    inputs = fused.UpdateInputs(1e-2, torch.tensor(0.3, dtype=torch.float64), torch.tensor(float(skip)))
     table = StepTable.of(counts, coefficients, inputs)
     states = {name: torch.where(torch.arange(padded) < count, state, 0) for name, state in states_of(padded, 1).items()}
     states[MASTER][7] = torch.nan

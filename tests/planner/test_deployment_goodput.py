@@ -15,7 +15,7 @@ from meshwright.config.load import load_run
 from meshwright.config.trace_file import workload_requests
 from meshwright.costs.serve_costs import InstanceCosts, ServeCosts
 from meshwright.costs.serve_work import PromptPart
-from meshwright.costs.step_times import StepTimes
+from meshwright.costs.step_times import InstanceStepTimes
 from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
 from meshwright.planner.deployment_goodput import GoodputSearch, RequestSample
 from meshwright.planner.deployment_space import TOKEN_BUDGETS, deployment_space
@@ -30,8 +30,10 @@ SINGLE = Deployment(instances=(InstanceSpec(),))
 RUN = load_run(None, ["model=llama3-8b", "cluster.gpu=H200", "cluster.gpus_per_node=8"])
 
 
-def first_come_first_served(deployment: Deployment, requests: Sequence[TimedRequest]) -> ServedDeployment:
-    """One server that takes `SERVICE` seconds for each request."""
+def first_come_first_served(
+    deployment: Deployment, requests: Sequence[TimedRequest], sought: float = 0.0
+) -> ServedDeployment:
+    """One server that takes `SERVICE` seconds for each request; it serves all of them whatever attainment is sought."""
     free, times = 0.0, []
     for request in requests:
         free = max(free, request.arrival_seconds) + SERVICE
@@ -65,14 +67,14 @@ def test_goodput_of_one_server_is_that_of_its_queue(estimate: float) -> None:
 def test_a_rate_that_cannot_be_sustained_has_no_attainment() -> None:
     requests = workload_requests(Workload(rate=1.0, input_tokens=100, output_tokens=1))[:500]
     loose = replace(LIMITS, ttft_seconds=1000.0)
-    search = GoodputSearch(lambda d, r: replace(first_come_first_served(d, r), limits=loose), loose, requests)
+    search = GoodputSearch(lambda d, r, _: replace(first_come_first_served(d, r), limits=loose), loose, requests)
     assert search.goodput(SINGLE, 1.0, 500).rate == pytest.approx(1 / SERVICE, rel=0.15)
 
 
 def test_limits_that_no_rate_meets_give_no_goodput() -> None:
     tight = replace(LIMITS, ttft_seconds=SERVICE / 2)
     requests = workload_requests(Workload(rate=1.0, input_tokens=100, output_tokens=1))[:100]
-    search = GoodputSearch(lambda d, r: replace(first_come_first_served(d, r), limits=tight), tight, requests)
+    search = GoodputSearch(lambda d, r, _: replace(first_come_first_served(d, r), limits=tight), tight, requests)
     assert search.goodput(SINGLE, 10.0, 100).rate == 0
 
 
@@ -87,7 +89,7 @@ def test_a_sample_keeps_runs_of_requests_and_has_its_rate() -> None:
     assert len(RequestSample(requests[:3], 80).at(1.0)) == 80
 
 
-class QueueTimes(StepTimes):
+class QueueTimes(InstanceStepTimes):
     """Step times: a whole prompt takes `SERVICE`, a decode step 1 ms and 0.1 ms for each request."""
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ from meshwright.config.load import load_run
 from meshwright.config.trace_file import workload_requests
 from meshwright.costs.serve_costs import ServeCosts
 from meshwright.planner import deployment_search
-from meshwright.planner.deployment_goodput import Goodput, GoodputSearch, RatePoint
-from meshwright.planner.deployment_reasons import Option, choice_reasons, why_not
+from meshwright.planner.deployment_goodput import DeploymentGoodput, GoodputSearch, RatePoint
+from meshwright.planner.deployment_reasons import DeploymentOption, choice_reasons, why_not
 from meshwright.planner.deployment_search import FINALISTS, plan_deployment
 from meshwright.planner.deployment_space import deployment_space
 from meshwright.simulator.serve_simulation import simulate
@@ -35,8 +35,8 @@ LIMITS = ServeLimits(ttft_seconds=1.0, tpot_seconds=0.1)
 COLOCATED, PAIR = instances(("both", 8, 1)), instances(("prefill", 5, 1), ("decode", 3, 1))
 
 
-def goodput(rate: float) -> Goodput:
-    return Goodput(rate, "tpot", ())
+def goodput(rate: float) -> DeploymentGoodput:
+    return DeploymentGoodput(rate, "tpot", ())
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_groups_that_cannot_be_served_are_shown_and_never_chosen() -> None:
     assert set(finalists) == {COLOCATED, PAIR, grouped(2), grouped(2, 1024)}
     compared = {deployment: goodput(estimates[deployment]) for deployment in finalists}
     search = SimpleNamespace(goodput=lambda deployment, *_, **__: compared[deployment])
-    refined = deployment_search._refine(cast(GoodputSearch, search), compared, {COLOCATED, PAIR})
+    refined = deployment_search._refine(cast(GoodputSearch, search), compared, estimates, {COLOCATED, PAIR})
     assert set(refined) == {COLOCATED, PAIR} and deployment_search._choose(refined) == COLOCATED
-    options = [Option(deployment, rate.rate, rate) for deployment, rate in compared.items()]
+    options = [DeploymentOption(deployment, rate.rate, rate) for deployment, rate in compared.items()]
     best = options[finalists.index(COLOCATED)]
     assert "not runnable" in why_not(best, options[finalists.index(grouped(2))])
     assert "colocated: prefill and decode instances" in next(choice_reasons(best, options[1:], LIMITS))
@@ -142,7 +142,7 @@ def test_a_mixture_has_deployments_with_groups_of_experts() -> None:
 
 def test_the_curve_gives_the_rate_of_an_attainment() -> None:
     points = tuple(RatePoint(rate, share, 1.0, share) for rate, share in ((1.0, 1.0), (4.0, 0.8), (16.0, 0.0)))
-    curve = Goodput(4.0, "tpot", points)
+    curve = DeploymentGoodput(4.0, "tpot", points)
     assert curve.rate_at(0.9) == pytest.approx(2.0) and curve.rate_at(0.4) == pytest.approx(8.0)
     assert (curve.rate_at(0.0), curve.rate_at(1.0)) == (16.0, 1.0)
 
@@ -155,12 +155,13 @@ def test_the_band_spans_samples_that_are_harder_and_easier() -> None:
         def point(self, deployment: Deployment, rate: float, count: int, seed: int | None = None) -> RatePoint:
             return RatePoint(rate, 1.0 - 0.1 * log(harder[seed] * rate / 10.0), 1.0, 1.0)
 
-    search = Curve(lambda deployment, requests: pytest.fail("no simulation"), LIMITS, [])
-    chosen = Goodput(10.0, "tpot", (search.point(PAIR, 10.0, 1), search.point(PAIR, 10.1, 1)))
+    search = Curve(lambda deployment, requests, sought: pytest.fail("no simulation"), LIMITS, [])
+    chosen = DeploymentGoodput(10.0, "tpot", (search.point(PAIR, 10.0, 1), search.point(PAIR, 10.1, 1)))
     narrower = sqrt(deployment_search.BAND_REQUESTS / deployment_search.FINE_REQUESTS)
     rates = sorted(10.0 / factor**narrower for factor in harder.values())
     low, high = rates[0] + 0.4 * (rates[1] - rates[0]), rates[3] + 0.6 * (rates[4] - rates[3])
-    assert deployment_search._band(search, PAIR, chosen) == pytest.approx((low, high))
+    around = [search.point(PAIR, factor * 10.0, 1) for factor in deployment_search.BAND_RATES]
+    assert deployment_search._band(search, PAIR, chosen, around) == pytest.approx((low, high))
 
 
 def test_the_band_of_a_cliff_ends_at_the_rate_that_fails() -> None:
@@ -169,9 +170,32 @@ def test_the_band_of_a_cliff_ends_at_the_rate_that_fails() -> None:
             share = float(rate <= 10.0)
             return RatePoint(rate, share, share, 1.0)
 
-    search = Cliff(lambda deployment, requests: pytest.fail("no simulation"), LIMITS, [])
-    chosen = Goodput(10.0, "ttft", tuple(search.point(PAIR, rate, 1) for rate in (9.0, 10.0, 10.15, 10.5)))
-    assert deployment_search._band(search, PAIR, chosen) == (10.0, 10.15)
+    search = Cliff(lambda deployment, requests, sought: pytest.fail("no simulation"), LIMITS, [])
+    chosen = DeploymentGoodput(10.0, "ttft", tuple(search.point(PAIR, rate, 1) for rate in (9.0, 10.0, 10.15, 10.5)))
+    around = [search.point(PAIR, factor * 10.0, 1) for factor in deployment_search.BAND_RATES]
+    assert deployment_search._band(search, PAIR, chosen, around) == (10.0, 10.15)
+
+
+def test_rates_below_one_that_all_requests_meet_are_not_simulated() -> None:
+    asked: list[float] = []
+
+    class Loaded(GoodputSearch):
+        def point(self, deployment: Deployment, rate: float, count: int, seed: int | None = None) -> RatePoint:
+            asked.append(rate)
+            return RatePoint(rate, 1.0 if rate <= 6.0 else 0.95, 1.0, 1.0)
+
+    search = Loaded(lambda deployment, requests, sought: pytest.fail("no simulation"), LIMITS, [])
+    met, missed = RatePoint(10.0, 0.9, 0.9, 1.0), RatePoint(10.1, 0.89, 0.89, 1.0)
+    cut = RatePoint(11.0, 0.8, 0.8, 1.0, cut=True)
+    curve = deployment_search._curve(search, PAIR, DeploymentGoodput(10.0, "ttft", (met, missed, cut)))
+    rates = [1.0, 3.0, 6.0, 8.5, 10.0, 10.1]
+    assert [(point.rate, point.attainment) for point in curve] == list(
+        zip(rates, [1, 1, 1, 0.95, 0.9, 0.89], strict=True)
+    )
+    assert asked == [8.5, 6.0]
+    # Without a whole simulation above the goodput, the nearest that was cut is repeated.
+    curve = deployment_search._curve(search, PAIR, DeploymentGoodput(10.0, "ttft", (met, cut)))
+    assert (curve[-1].rate, curve[-1].attainment) == (11.0, 0.95)
 
 
 @pytest.mark.slow
@@ -187,7 +211,7 @@ def test_the_choice_is_near_the_best_of_all_deployments(
     again = plan_deployment(RUN.model, RUN.cluster, requests, limits, Quantisation())
     assert replace(answer, search_seconds=0.0) == replace(again, search_seconds=0.0)
     costs = ServeCosts(RUN.model, RUN.cluster)
-    search = GoodputSearch(lambda d, r: simulate(d, r, costs, limits), limits, requests)
+    search = GoodputSearch(lambda d, r, _: simulate(d, r, costs, limits), limits, requests)
     space = deployment_space(RUN.model, RUN.cluster, Quantisation(), costs.of)
     best = max(search.goodput(deployment, 20.0, 400, tolerance=0.03).rate for deployment in space.deployments)
     assert answer.chosen.goodput_per_gpu * RUN.cluster.ranks > 0.93 * best

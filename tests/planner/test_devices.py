@@ -8,7 +8,7 @@ import pytest
 from tests.slow import quick_first
 
 from meshwright.config.load import load_run
-from meshwright.planner.devices import MIN_SPEEDUP, Choice, choose_devices, describe_nodes, settings
+from meshwright.planner.devices import MIN_SPEEDUP, DeviceChoice, choose_devices, describe_nodes, settings
 from meshwright.planner.search import search, seconds_bound
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.run import RunSpec
@@ -21,7 +21,7 @@ def ask(words: str) -> RunSpec:
     return load_run(None, shlex.split(f"{MODEL} {words}"))
 
 
-def idle_of(choice: Choice) -> tuple[int, int]:
+def idle_of(choice: DeviceChoice) -> tuple[int, int]:
     assert choice.idle is not None
     return choice.idle.used, choice.idle.devices
 

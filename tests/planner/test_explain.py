@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config.load import load_run
-from meshwright.planner.candidate import HEADROOM, Answer, Candidate, peak_bytes
+from meshwright.planner.candidate import HEADROOM, Candidate, SearchResult, peak_bytes
 from meshwright.planner.explain import border, limits, parts_of, reason_against, shortfall
 from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search
@@ -21,7 +21,7 @@ def ask(*words: str) -> RunSpec:
 
 
 @pytest.fixture(scope="module")
-def hsdp() -> tuple[RunSpec, Answer]:
+def hsdp() -> tuple[RunSpec, SearchResult]:
     """Two replicas whose sums cross a slow network."""
     run = ask("plan.replicate=2", "plan.shard=2")
     return run, search(run, trainable=True)
@@ -53,7 +53,7 @@ def test_experts_inside_a_node_are_said_to_be_there() -> None:
         assert border(run, plan, "shard").startswith("between nodes")
 
 
-def test_the_parts_are_the_step(hsdp: tuple[RunSpec, Answer]) -> None:
+def test_the_parts_are_the_step(hsdp: tuple[RunSpec, SearchResult]) -> None:
     _, answer = hsdp
     for candidate in (answer.best, *answer.others):
         predicted = candidate.plan.predicted
@@ -62,7 +62,7 @@ def test_the_parts_are_the_step(hsdp: tuple[RunSpec, Answer]) -> None:
         )
 
 
-def test_a_slow_network_is_what_limits(hsdp: tuple[RunSpec, Answer]) -> None:
+def test_a_slow_network_is_what_limits(hsdp: tuple[RunSpec, SearchResult]) -> None:
     run, answer = hsdp
     limits_found = limits(run, answer.best.plan)
     assert [limit.seconds for limit in limits_found] == sorted((limit.seconds for limit in limits_found), reverse=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 from meshwright.config.load import load_run
-from meshwright.planner.candidate import memory_budget
-from meshwright.planner.finalists import with_room_used
-from meshwright.planner.memory_moves import staging, state_on_device, with_more_recompute
+from meshwright.planner.candidate import least_fitting, memory_budget
+from meshwright.planner.finalists import with_layers_eased, with_room_used
+from meshwright.planner.memory_moves import staging, state_on_device, with_more_recompute, with_sums_on_host
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
 
 WORDS = [
@@ -60,3 +61,48 @@ def test_room_that_others_freed_is_used() -> None:
     plan = plan_with(LayerStrategy(range="0-1", recompute="full"), LayerStrategy(range="2-3"))
     assert [moved.layers for moved in with_room_used(run, plan, memory_budget(run))] == [(LayerStrategy(),)]
     assert not list(with_room_used(run, plan_with(LayerStrategy()), memory_budget(run)))
+
+
+def test_layers_are_eased_where_memory_is_left_and_no_pin_decides() -> None:
+    plan = plan_with(LayerStrategy(recompute="full", offload="activations"))
+    eased = {
+        LayerStrategy(recompute="none", offload="activations"),
+        LayerStrategy(recompute="selective", offload="activations"),
+        LayerStrategy(recompute="all_but_attention", offload="activations"),
+        LayerStrategy(recompute="full"),
+        LayerStrategy(recompute="full", offload="activations", reshard=False),
+    }
+    for pins, left_out in (
+        ([], set()),
+        (["plan.recompute=full"], {layer for layer in eased if layer.recompute != "full"}),
+        (["plan.offload=activations"], {layer for layer in eased if layer.offload == "none"}),
+    ):
+        run = load_run(None, [*WORDS, *pins])
+        found = [moved.layers for moved in with_layers_eased(run, plan, memory_budget(run))]
+        assert set(found) == {(layer,) for layer in eased - left_out}
+
+
+def test_layouts_are_searched_with_sums_in_host_memory_where_these_take_memory() -> None:
+    words = ["model=llama3-8b", "train.seq_len=4096", "train.global_batch=64", "cluster.gpus_per_node=8"]
+    for cluster, pins, searched in (
+        ("cluster.gpu=L4", [], True),
+        ("cluster.gpu=H200", [], False),
+        ("cluster.gpu=L4", ["plan.gradients=whole"], False),
+    ):
+        pinned = with_sums_on_host(load_run(None, [*words, cluster, *pins]))
+        assert (pinned is not None) is searched
+        assert pinned is None or (pinned.plan.accumulation, pinned.plan.gradients) == ("host", "shard")
+
+
+def test_the_least_number_that_fits_is_found_for_each_rank() -> None:
+    draw = random.Random(1)
+    for _ in range(200):
+        most = [draw.randint(0, 40) for _ in range(draw.randint(1, 4))]
+        check_least_fitting([sorted((draw.uniform(-5, 5) for _ in range(number + 1)), reverse=True) for number in most])
+
+
+def check_least_fitting(excess: list[list[float]]) -> None:
+    """Compare with the first number of each rank's table that fits, or the last."""
+    expected = [next((n for n, left in enumerate(table) if left <= 0), len(table) - 1) for table in excess]
+    most = [len(table) - 1 for table in excess]
+    assert least_fitting(most, lambda counts: [table[n] for table, n in zip(excess, counts, strict=True)]) == expected

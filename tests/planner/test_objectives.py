@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config.load import load_run
-from meshwright.planner.candidate import Answer, Candidate
+from meshwright.planner.candidate import Candidate, SearchResult
 from meshwright.planner.objectives import (
     Point,
     at_size,
@@ -30,7 +30,7 @@ def point(gpus: int, seconds: float) -> Point:
         batch=BatchPlan(global_batch=16, micro_batch=1, accumulate=1),
         predicted=Predicted(memory_peak_bytes=1, step_seconds=seconds),
     )
-    return Point(gpus, ask(), Answer(Candidate(plan, fits=True), (), 1, 0.0))
+    return Point(gpus, ask(), SearchResult(Candidate(plan, fits=True), (), 1, 0.0))
 
 
 def test_sizes_double_and_fill_nodes() -> None:

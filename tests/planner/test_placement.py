@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.collective_costs import Group, rank_group
+from meshwright.costs.collective_costs import CollectiveGroup, rank_group
 from meshwright.costs.constants import constants
 from meshwright.costs.machine_rates import machine_of
 from meshwright.planner.placement import INNER, OUTER, heterogeneity_factors, orders
@@ -45,7 +45,7 @@ def priced(order: tuple[str, ...], sizes: dict[str, int], cluster: ClusterSpec) 
     layout, machine = Layout(tuple((axis, sizes.get(axis, 1)) for axis in order), 8), machine_of(cluster)
     factors = []
     for axis in sorted(sizes):
-        where: Group = rank_group(machine, K, float(layout.size(axis)), layout.stride(axis))
+        where: CollectiveGroup = rank_group(machine, K, float(layout.size(axis)), layout.stride(axis))
         factors.append((where.size, where.inside, where.domains, float(where.bandwidth) if where.size > 1 else 0.0))
     return factors
 

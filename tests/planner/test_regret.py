@@ -116,6 +116,25 @@ CASES = {
         "cluster.network.port_gb_per_s=8",
         "plan.context_ring=4",
     ),
+    "gradient sums in host memory, with which other layouts are the fastest": (
+        "model=glm4.5-air cluster.gpu=L4 cluster.nodes=8 cluster.gpus_per_node=6 train.seq_len=32768 train.global_batch=256 "
+        "cluster.network.fabric=tcp",
+        "plan.accumulation=host",
+    ),
+    "hosts that cannot hold all of the optimizer's state": (
+        "model=gpt-530b cluster.gpu=GB300 cluster.nodes=3 cluster.gpus_per_node=8 train.seq_len=512 train.global_batch=1024 "
+        "cluster.network.port_gb_per_s=15",
+        "plan.context_ring=2",
+    ),
+    "shards without replicas, whose sums the estimate by stages hides": (
+        "model=olmo2-7b cluster.gpu=GB200 cluster.nodes=8 cluster.gpus_per_node=4 train.seq_len=4096 train.global_batch=8 "
+        "cluster.network.port_gb_per_s=20",
+        "plan.pipeline=1 plan.recompute=none",
+    ),
+    "layers that recompute less where the update needs most memory": (
+        "model=mixtral-8x7b cluster.gpu=RTX6000-Ada cluster.nodes=1 cluster.gpus_per_node=8 train.seq_len=2048 train.global_batch=24",
+        "plan.gradients=shard plan.context_ulysses=1",
+    ),
 }
 """Questions whose answers were once more than 2% slower than with the pins."""
 

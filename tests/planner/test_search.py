@@ -12,7 +12,7 @@ from meshwright.planner.finalists import SAME_TIME_TOLERANCE, plan_at, simplest
 from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search, with_untrainable
 from meshwright.planner.space import points
-from meshwright.planner.strategies import End, Strategy
+from meshwright.planner.strategies import Strategy, StrategyEnd
 from meshwright.planner.sweep import smallest
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, OutOfResources
@@ -214,7 +214,7 @@ def test_the_answer_is_the_fastest_of_all_simulated(layers: int, batch: int, tcp
     question = run("llama3-1b", batch=batch, cluster=cluster, seq=2048)
     question = replace(question, model=replace(question.model, layers=layers))
     space, budget = points(question, trainable=True), memory_budget(question, None)
-    ends = [End(reshard, "none") for reshard in (False, True)]
+    ends = [StrategyEnd(reshard, "none") for reshard in (False, True)]
     plans = [
         plan_at(question, space, index, Strategy(end, end, gradients), budget)
         for index in range(len(space))

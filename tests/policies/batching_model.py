@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from meshwright.policies.batch_request import CacheGroup, Ended, Part, Request, Step
+from meshwright.policies.batch_request import CacheGroup, EngineStep, Request, RequestEnded, RequestPart
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.cache_blocks import CacheBlocks
 
@@ -42,7 +42,7 @@ def next_token(content: int) -> int:
 class Outcome:
     """Result of a computed step: for each sampling part its new tokens."""
 
-    step: Step
+    step: EngineStep
     tokens: list[list[int]]
     fails: bool
 
@@ -59,7 +59,7 @@ class CacheModel:
     """All tokens of each request, as the device knows them."""
     next_position: dict[tuple[int, int], int] = field(default_factory=dict)
     """First position that is not computed yet, by request and computation."""
-    previous: list[tuple[Part, int, list[list[int]]]] = field(default_factory=list)
+    previous: list[tuple[RequestPart, int, list[list[int]]]] = field(default_factory=list)
     """Parts of the last step, with `start` and tables as they were."""
     failed: set[int] = field(default_factory=set)
     """Requests of steps that were not computed."""
@@ -68,7 +68,7 @@ class CacheModel:
         self.policy.add(request)
         self.texts[request.number] = list(request.prompt)
 
-    def compute(self, step: Step, wrong_drafts: int = 0, fails: bool = False) -> Outcome:
+    def compute(self, step: EngineStep, wrong_drafts: int = 0, fails: bool = False) -> Outcome:
         """Compute a step; in each decode with drafts, the last `wrong_drafts` of them are rejected.
 
         A step that fails leaves useless contents in its slots.
@@ -105,7 +105,7 @@ class CacheModel:
                 self._check_reads(part, chains[part.request.number])
         return outcome
 
-    def _check_unchanged(self, step: Step) -> None:
+    def _check_unchanged(self, step: EngineStep) -> None:
         """A caller that keeps parts and tables of the last step only needs `unchanged` and `grown`."""
         if step.unchanged:
             assert [part for part, *_ in self.previous] == step.parts
@@ -114,7 +114,7 @@ class CacheModel:
             assert step.grown == changed
         self.previous = [(part, part.start, [list(table) for table in part.tables]) for part in step.parts]
 
-    def _check_position(self, part: Part, last: int) -> None:
+    def _check_position(self, part: RequestPart, last: int) -> None:
         """Each position is computed once in each computation, after a prefix of whole cached blocks."""
         key = (part.request.number, part.computation)
         expected = self.next_position.get(key)
@@ -124,7 +124,7 @@ class CacheModel:
             assert part.start == expected
         self.next_position[key] = part.start + last + 1
 
-    def _write(self, part: Part, chain: list[int], written: set[tuple[int, int, int]]) -> None:
+    def _write(self, part: RequestPart, chain: list[int], written: set[tuple[int, int, int]]) -> None:
         size = self.policy.cache.tokens_per_block
         for group, table in enumerate(part.tables):
             for position in range(part.start, part.start + part.count):
@@ -134,14 +134,14 @@ class CacheModel:
                 written.add(slot)
                 self.slots[slot] = chain[position] if part.request.number not in self.failed else 0
 
-    def _check_reads(self, part: Part, chain: list[int]) -> None:
+    def _check_reads(self, part: RequestPart, chain: list[int]) -> None:
         size = self.policy.cache.tokens_per_block
         for group, table in enumerate(part.tables):
             window = self.groups[group].window or len(chain)
             for position in range(max(part.start - window + 1, 0), part.start + part.count):
                 assert self.slots[group, table[position // size], position % size] == chain[position]
 
-    def complete(self, outcome: Outcome) -> list[Ended]:
+    def complete(self, outcome: Outcome) -> list[RequestEnded]:
         """Give the results of a step to the policy; a stop token ends a request, and tokens after it are dropped."""
         step, stopped, delivered = outcome.step, set(), []
         for part, tokens in zip(step.sampling, outcome.tokens, strict=True):

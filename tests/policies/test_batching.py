@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Ended, Request, Step
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, EngineStep, Request, RequestEnded
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
@@ -21,7 +21,7 @@ def make_policy(
     )
 
 
-def parts_of(step: Step | None) -> list[tuple[int, int, int]]:
+def parts_of(step: EngineStep | None) -> list[tuple[int, int, int]]:
     """(request, start, count) of each part."""
     return [(part.request.number, part.start, part.count) for part in step.parts] if step else []
 
@@ -46,7 +46,7 @@ def test_a_prompt_is_computed_in_chunks_and_then_decoded() -> None:
     policy = make_policy(tokens=8)
     policy.add(Request(1, range(18), 3))
     assert finish(policy) == [[(1, 0, 8)], [(1, 8, 8)], [(1, 16, 2)], [(1, 18, 1)], [(1, 19, 1)]]
-    assert policy.drain_ended() == [Ended(1, "length", 3)]
+    assert policy.drain_ended() == [RequestEnded(1, "length", 3)]
     assert policy.cache.pools[0].free == 64
 
 
@@ -71,7 +71,7 @@ def test_a_text_goes_on_by_decodes_after_another_engine_has_computed_its_prompt(
     first = [(1, length, 1), (2, length, 1)] if length == start else [(1, length, 1), (2, start, length + 1 - start)]
     # The first text takes the block that is not full over: it writes to it.
     assert finish(policy) == [first, *([(1, length + more, 1), (2, length + more, 1)] for more in (1, 2))]
-    assert policy.drain_ended() == [Ended(1, "length", 4), Ended(2, "length", 4)]
+    assert policy.drain_ended() == [RequestEnded(1, "length", 4), RequestEnded(2, "length", 4)]
     assert sender.cache.pools[0].free == policy.cache.pools[0].free == 64
 
 
@@ -99,7 +99,7 @@ def test_a_step_planned_ahead_counts_the_tokens_in_flight() -> None:
     assert policy.next_step(0.0) is None
     policy.complete(second, [8])
     policy.complete(third, [9])
-    assert policy.drain_ended() == [Ended(1, "length", 3)]
+    assert policy.drain_ended() == [RequestEnded(1, "length", 3)]
     assert first.parts[0].tokens == [0, 1, 2, 3, 4, 7, 8, 9]
 
 
@@ -112,7 +112,7 @@ def test_a_request_that_stopped_wastes_the_part_planned_ahead() -> None:
     assert parts_of(policy.next_step(0.0)) == [(2, 6, 1)]
     policy.complete(second, [5, 6])
     assert second.parts[0].tokens[5:] == [7] and second.parts[1].tokens[5:] == [8, 6]
-    assert policy.drain_ended() == [Ended(1, "stop", 1)]
+    assert policy.drain_ended() == [RequestEnded(1, "stop", 1)]
 
 
 def test_full_blocks_of_a_prefix_are_shared_and_the_last_token_is_computed() -> None:
@@ -195,7 +195,7 @@ def test_the_last_request_in_order_is_preempted_and_computed_again() -> None:
     assert policy.preemptions == 1
     steps = finish(policy)
     assert steps[6:8] == [[(2, 0, 9)], [(2, 9, 1)]]
-    assert policy.drain_ended() == [Ended(1, "length", 9), Ended(2, "length", 9)]
+    assert policy.drain_ended() == [RequestEnded(1, "length", 9), RequestEnded(2, "length", 9)]
 
 
 def test_a_higher_priority_displaces_a_lower_within_its_limit_of_seconds() -> None:
@@ -217,7 +217,7 @@ def test_a_request_ends_at_its_deadline() -> None:
     advance(policy, 3.9)
     assert [number for number, *_ in advance(policy, 4.0)] == [1]
     assert not advance(policy, 6.0)
-    assert policy.drain_ended() == [Ended(2, "deadline", 1), Ended(1, "deadline", 2)]
+    assert policy.drain_ended() == [RequestEnded(2, "deadline", 1), RequestEnded(1, "deadline", 2)]
     assert policy.cache.pools[0].free == 64
 
 
@@ -259,7 +259,7 @@ def test_draft_tokens_are_verified_and_the_next_step_begins_after_the_accepted()
     # Of the nine new tokens, three are known: five drafts and the token after them are what is left.
     assert parts_of(step) == [(1, 7, 6)]
     policy.complete_drafts(step, [[12, 13, 14, 15, 16, 17]])
-    assert policy.drain_ended() == [Ended(1, "length", 9)]
+    assert policy.drain_ended() == [RequestEnded(1, "length", 9)]
 
 
 def test_a_step_that_fails_ends_its_requests_only() -> None:
@@ -270,7 +270,7 @@ def test_a_step_that_fails_ends_its_requests_only() -> None:
     second = policy.next_step(0.0)
     assert parts_of(second) == [(1, 8, 1), (2, 0, 8)]
     policy.fail(first)
-    assert policy.drain_ended() == [Ended(1, "failed", 0)]
+    assert policy.drain_ended() == [RequestEnded(1, "failed", 0)]
     policy.complete(second, [7])
     # The prompt of the first is not in the cache: the second has computed its own.
     assert advance(policy) == [(2, 8, 1)]
@@ -300,4 +300,4 @@ def test_a_repeated_step_ends_before_blocks_run_out_and_at_the_end_of_a_request(
     policy.complete(step, None)
     assert policy.drain_ended() == []
     assert advance(policy) == [(1, 7, 1)]
-    assert policy.drain_ended() == [Ended(1, "length", 6)]
+    assert policy.drain_ended() == [RequestEnded(1, "length", 6)]

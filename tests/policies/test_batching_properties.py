@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Ended, Request
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, RequestEnded
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.cache_blocks import CacheBlocks
 from tests.policies.batching_model import STOP, VOCABULARY, CacheModel, Outcome, check_blocks, text_after
@@ -66,7 +66,7 @@ class Session:
         self.drafts = drafts
         self.in_flight: list[Outcome] = []
         self.requests: dict[int, Request] = {}
-        self.ends: dict[int, Ended] = {}
+        self.ends: dict[int, RequestEnded] = {}
         self.now = 0.0
         self.steps = 0
 
@@ -110,7 +110,7 @@ class Session:
         else:
             self._note(self.model.complete(outcome))
 
-    def _note(self, ends: list[Ended]) -> None:
+    def _note(self, ends: list[RequestEnded]) -> None:
         for ended in ends:
             assert ended.number not in self.ends
             self.ends[ended.number] = ended

@@ -14,8 +14,8 @@ from meshwright.policies.host_health import (
     IGNORED_XIDS,
     READING_SECONDS,
     RULES,
+    HealthReading,
     HealthWatch,
-    Reading,
     action_of,
 )
 
@@ -41,7 +41,7 @@ HEALTHY = {
 
 def actions(xid: int) -> tuple[str, ...]:
     """Actions of an XID before the start, during the run, and after a failure."""
-    (finding,) = HealthWatch().update(0.0, [Reading("GPU 1", {}, (xid,))])
+    (finding,) = HealthWatch().update(0.0, [HealthReading("GPU 1", {}, (xid,))])
     assert f"XID {xid}" in finding.description and finding.part == "GPU 1"
     return tuple(action_of(finding.rule, moment) for moment in ("start", "run", "failure"))
 
@@ -53,13 +53,13 @@ def test_xids_lead_to_the_actions_of_the_catalogue() -> None:
     assert actions(63) == actions(94) == ("warn", "warn", "drain")
     assert actions(13) == actions(999) == ("warn",) * 3
     for xid in IGNORED_XIDS:
-        assert HealthWatch().update(0.0, [Reading("GPU 1", {}, (xid,))]) == ()
+        assert HealthWatch().update(0.0, [HealthReading("GPU 1", {}, (xid,))]) == ()
 
 
 def test_an_xid_counts_until_the_agent_ends() -> None:
     watch = HealthWatch()
-    watch.update(0.0, [Reading("GPU 1", HEALTHY, (48,))])
-    assert [finding.rule for finding in watch.update(1e6, [Reading("GPU 1", HEALTHY)])] == ["xid-memory"]
+    watch.update(0.0, [HealthReading("GPU 1", HEALTHY, (48,))])
+    assert [finding.rule for finding in watch.update(1e6, [HealthReading("GPU 1", HEALTHY)])] == ["xid-memory"]
 
 
 def first_seconds(changed: dict[str, float], rule: str) -> float:
@@ -67,11 +67,11 @@ def first_seconds(changed: dict[str, float], rule: str) -> float:
     watch, now = HealthWatch(), 0.0
     for _ in range(30):
         now += READING_SECONDS
-        assert watch.update(now, [Reading("GPU 0", HEALTHY)]) == ()
+        assert watch.update(now, [HealthReading("GPU 0", HEALTHY)]) == ()
     changed_at = now  # just after a reading, which is the worst case
     for _ in range(60):
         now += READING_SECONDS
-        if any(finding.rule == rule for finding in watch.update(now, [Reading("GPU 0", {**HEALTHY, **changed})])):
+        if any(finding.rule == rule for finding in watch.update(now, [HealthReading("GPU 0", {**HEALTHY, **changed})])):
             return now - changed_at
     raise AssertionError(f"{changed} is not found")
 
@@ -99,17 +99,17 @@ def test_counters_are_compared_within_the_time_of_their_rule_and_may_start_again
     found: list[str] = []
     for replays in (5.0, 9.0, 13.0, 0.0, 4.0):  # four in each minute, and a driver that was loaded again
         now += 61.0
-        found += [finding.rule for finding in watch.update(now, [Reading("GPU 0", {"pcie_replays": replays})])]
+        found += [finding.rule for finding in watch.update(now, [HealthReading("GPU 0", {"pcie_replays": replays})])]
     assert found == []
-    (finding,) = watch.update(now + 3.0, [Reading("GPU 0", {"pcie_replays": 13.0})])
+    (finding,) = watch.update(now + 3.0, [HealthReading("GPU 0", {"pcie_replays": 13.0})])
     assert finding.rule == "pcie-replays" and "pcie_replays 9" in finding.text
     two_losses = [
-        watch.update(now + late, [Reading("port a", {"link_downed": count})]) for late, count in ((9, 7), (99, 9))
+        watch.update(now + late, [HealthReading("port a", {"link_downed": count})]) for late, count in ((9, 7), (99, 9))
     ]
     assert [finding.rule for finding in two_losses[1] if finding.part == "port a"] == ["port-flaps"]
 
 
-def normal_day(seed: int) -> list[Reading]:
+def normal_day(seed: int) -> list[HealthReading]:
     """A reading of a busy GPU every 3 s for a day, with what healthy GPUs show."""
     chance = random.Random(seed)
     counters = {"corrected_errors": 12.0, "pcie_replays": 7.0, "nvlink_crc_errors": 400.0}
@@ -126,7 +126,7 @@ def normal_day(seed: int) -> list[Reading]:
         values["power_brake"] = float(number % 9000 == 7000)
         values["software_thermal_slowdown"] = float(number % 2000 < 15)  # 45 s, in the afternoon
         values["memory_of_others"] = 10e6  # a monitoring agent
-        day.append(Reading("GPU 0", values, (43,) if number == 20_000 else ()))
+        day.append(HealthReading("GPU 0", values, (43,) if number == 20_000 else ()))
     return day
 
 
@@ -154,7 +154,7 @@ def test_recorded_readings_of_healthy_gpus_lead_to_nothing() -> None:
 
 def test_recorded_series_are_the_readings() -> None:
     kept = [
-        [Reading("GPU 0", {"lost": 0.0, "temperature": 40 + n} | ({"flips": 1.0} if n else {}), (43,) * (n == 1))]
+        [HealthReading("GPU 0", {"lost": 0.0, "temperature": 40 + n} | ({"flips": 1.0} if n else {}), (43,) * (n == 1))]
         for n in range(3)
     ]
     assert list(readings_of(series_of(kept), 3)) == kept
@@ -163,7 +163,7 @@ def test_recorded_series_are_the_readings() -> None:
 def test_the_memory_of_the_watch_does_not_grow() -> None:
     watch = HealthWatch()
     for number in range(10_000):
-        watch.update(number * READING_SECONDS, [Reading("GPU 0", {**HEALTHY, "pcie_replays": number / 100})])
+        watch.update(number * READING_SECONDS, [HealthReading("GPU 0", {**HEALTHY, "pcie_replays": number / 100})])
     assert max(len(series) for series in watch._series.values()) <= 202
 
 

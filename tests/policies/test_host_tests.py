@@ -9,24 +9,24 @@ import pytest
 
 from meshwright.policies.host_tests import Suspect, seconds_of_test, self_test_groups, suspects_after
 from meshwright.policies.job_events import (
-    Begin,
+    AttemptPrepared,
+    BeginAttempt,
     Corrupted,
-    End,
-    Ended,
+    EndAttempt,
     Event,
     Failed,
     Finish,
+    HostEnded,
     Lost,
     Note,
     Prepare,
-    Prepared,
     Ready,
-    Record,
+    RecordIncident,
     SelfTestEnded,
+    StepTrained,
     StopRequested,
     Test,
     Tick,
-    Trained,
     Unplannable,
 )
 from meshwright.policies.restart import Incident, RestartPolicy
@@ -88,7 +88,7 @@ class Job:
 
     def __init__(self, rules: Rules = RULES, *spares: str) -> None:
         self.rules, self.state, self.now = rules, State(), 0.0
-        self.take(*(Ready(host) for host in (*MEMBERS[: rules.hosts], *spares)), Prepared(1), Trained())
+        self.take(*(Ready(host) for host in (*MEMBERS[: rules.hosts], *spares)), AttemptPrepared(1), StepTrained())
 
     def take(self, *events: Event, seconds: float = 0.0) -> list[object]:
         """The actions that follow events."""
@@ -102,7 +102,7 @@ class Job:
     def fail(self, failure: Incident) -> list[object]:
         """End the attempt with a failure; all members are ready again."""
         attempt, members = self.state.attempt, self.state.members
-        ends = [Ended(attempt, host) for host in members]
+        ends = [HostEnded(attempt, host) for host in members]
         return self.take(Failed(attempt, failure), *ends, *(Ready(host) for host in members))
 
 
@@ -112,27 +112,27 @@ def types(actions: list[object]) -> list[type]:
 
 def test_an_attempt_begins_once_it_is_prepared_and_the_suspect_has_passed() -> None:
     job = Job()
-    assert types(job.fail(incident(-signal.SIGBUS))) == [End, Prepare]
-    assert job.state.testing == ("b/2",) and job.take(Prepared(2)) == []
-    assert types(job.take(SelfTestEnded(2, "b/2"))) == [Begin]
+    assert types(job.fail(incident(-signal.SIGBUS))) == [EndAttempt, Prepare]
+    assert job.state.testing == ("b/2",) and job.take(AttemptPrepared(2)) == []
+    assert types(job.take(SelfTestEnded(2, "b/2"))) == [BeginAttempt]
     assert job.state.suspects == () and job.state.status == "running"
 
 
 def test_a_suspect_that_fails_is_excluded_and_a_spare_host_replaces_it() -> None:
     job = Job(RULES, "c/3")
     job.fail(incident(-signal.SIGBUS))
-    job.take(Prepared(2), Ready("a/1"))  # as reports of a host that waits say again
+    job.take(AttemptPrepared(2), Ready("a/1"))  # as reports of a host that waits say again
     note, prepare = job.take(SelfTestEnded(2, "b/2", "wrong product"))
     assert isinstance(note, Note) and "b/2 failed the self-test" in note.text and isinstance(prepare, Prepare)
     assert job.state.members == ("a/1", "c/3") and job.state.excluded[0].cause == "wrong product"
-    assert types(job.take(Prepared(2), Prepared(3))) == [Begin]
+    assert types(job.take(AttemptPrepared(2), AttemptPrepared(3))) == [BeginAttempt]
     assert job.take(Ready("b/7")) == [] and job.state.ready == () and is_excluded(job.state, "b/7")
 
 
 def test_a_spare_host_takes_the_place_of_a_slow_member_only_after_some_seconds() -> None:
     for seconds, spare in ((1.0, False), (6.0, True)):
         job = Job(RULES, "c/3")
-        job.take(Failed(1, incident(-9)), Ended(1, "a/1"), Ended(1, "b/2"), Ready("a/1"))
+        job.take(Failed(1, incident(-9)), HostEnded(1, "a/1"), HostEnded(1, "b/2"), Ready("a/1"))
         job.take(Tick(), seconds=seconds)
         job.take(Ready("b/2"))
         assert job.state.members == (("a/1", "c/3") if spare else ("a/1", "b/2"))
@@ -142,7 +142,7 @@ def test_a_failed_exchange_excludes_the_suspect_and_not_its_partner() -> None:
     job = Job(RULES, "c/3")
     job.fail(incident(5, hang=True))
     assert job.state.tests == (("b/2", "a/1"),)
-    job.take(Prepared(2), SelfTestEnded(2, "a/1", exchange="no answer"))
+    job.take(AttemptPrepared(2), SelfTestEnded(2, "a/1", exchange="no answer"))
     assert [(exclusion.host, exclusion.cause) for exclusion in job.state.excluded] == [
         ("b/2", "exchange with a/1: no answer")
     ]
@@ -154,11 +154,11 @@ def test_a_test_that_does_not_end_is_repeated_once_with_a_longer_limit_before_it
         job.fail(incident(5, hang=True, host="a/1"))
         assert seconds_of_test(("a/1",), job.state.incomplete) == 60
         late = SelfTestEnded(2, "a/1", exchange="it did not answer in time", complete=False)
-        assert types(job.take(Prepared(2), late)) == [Note] and not job.state.excluded
-        assert types(job.take(Tick(), Ready("a/1"), Prepared(3), seconds=60)) == [Prepare]
+        assert types(job.take(AttemptPrepared(2), late)) == [Note] and not job.state.excluded
+        assert types(job.take(Tick(), Ready("a/1"), AttemptPrepared(3), seconds=60)) == [Prepare]
         assert job.state.testing == ("a/1",) and seconds_of_test(("a/1",), job.state.incomplete) == 180
         if passes:
-            assert types(job.take(SelfTestEnded(3, "a/1"))) == [Begin] and job.state.incomplete == ()
+            assert types(job.take(SelfTestEnded(3, "a/1"))) == [BeginAttempt] and job.state.incomplete == ()
         else:
             assert job.take(SelfTestEnded(3, "a/1", exchange="late", complete=False))[-1] == Finish(5)
     job = Job()
@@ -185,7 +185,7 @@ def test_a_job_whose_only_host_is_excluded_ends_with_5() -> None:
 def test_values_that_stay_non_finite_end_the_job_only_after_all_hosts_have_passed() -> None:
     rules = Rules(2, 8, RestartPolicy(3), test_at_end=True)
     job = Job(rules)
-    assert types(job.fail(incident(6))) == [End, Test]
+    assert types(job.fail(incident(6))) == [EndAttempt, Test]
     assert job.take(SelfTestEnded(2, "a/1"), SelfTestEnded(2, "b/2")) == [Finish(6)]
     job = Job(rules, "c/3")
     job.fail(incident(6))
@@ -193,29 +193,29 @@ def test_values_that_stay_non_finite_end_the_job_only_after_all_hosts_have_passe
     assert job.state.stop is None and job.state.members == ("a/1", "c/3")
     # the remaining member was not tested to the end, so it still has to pass
     assert job.state.testing == ("a/1",)
-    assert types(Job(rules).fail(incident(6))[:1]) == [End]
+    assert types(Job(rules).fail(incident(6))[:1]) == [EndAttempt]
 
 
 def test_without_persisting_values_or_without_ready_hosts_code_6_ends_the_job_untested() -> None:
-    assert types(Job().fail(incident(6))) == [End, Finish]
+    assert types(Job().fail(incident(6))) == [EndAttempt, Finish]
     job = Job(Rules(2, 8, RestartPolicy(3), test_at_end=True))
-    job.take(Failed(1, incident(6)), Ended(1, "a/1"), Ended(1, "b/2"), Ready("a/1"))
+    job.take(Failed(1, incident(6)), HostEnded(1, "a/1"), HostEnded(1, "b/2"), Ready("a/1"))
     assert job.take(Tick(), Tick(), seconds=16) == [Finish(6)]
     job = Job(Rules(2, 8, RestartPolicy(3), test_at_end=True))
-    job.take(Failed(1, incident(6)), Ended(1, "a/1"), Ended(1, "b/2"), Ready("a/1"))
+    job.take(Failed(1, incident(6)), HostEnded(1, "a/1"), HostEnded(1, "b/2"), Ready("a/1"))
     assert job.take(StopRequested(75)) == [Finish(6)]
 
 
 def test_a_number_of_hosts_without_a_plan_is_not_tried_again_and_fewer_are() -> None:
     rules = Rules(4, 8, RestartPolicy(3), wait_seconds=5.0)
     job = Job(rules, "c/3", "d/4")
-    job.take(Lost("d/4", "silent"), *(Ended(1, host) for host in job.state.members))
+    job.take(Lost("d/4", "silent"), *(HostEnded(1, host) for host in job.state.members))
     job.take(Ready("a/1"), Ready("b/2"), Ready("c/3"), Tick())
     assert types(job.take(Tick(), seconds=6)) == [Prepare] and len(job.state.members) == 3
     note, prepare = job.take(Unplannable(2, "plan: no"))
     assert note == Note("there is no plan for 3 of 4 hosts; 2 are tried (plan: no)") and isinstance(prepare, Prepare)
     assert job.state.members == ("a/1", "b/2") and job.state.ready == ("c/3",)
-    assert types(job.take(Prepared(3))) == [Begin] and job.state.short_since is None
+    assert types(job.take(AttemptPrepared(3))) == [BeginAttempt] and job.state.short_since is None
 
 
 def test_without_any_plan_the_job_waits_for_hosts_and_then_ends_with_5() -> None:
@@ -223,7 +223,7 @@ def test_without_any_plan_the_job_waits_for_hosts_and_then_ends_with_5() -> None
 
     def short() -> Job:
         job = Job(rules)
-        job.take(Lost("b/2", "silent"), Ended(1, "a/1"), Ready("a/1"))
+        job.take(Lost("b/2", "silent"), HostEnded(1, "a/1"), Ready("a/1"))
         assert types(job.take(Tick(), seconds=6)) == [Prepare]
         (note,) = job.take(Unplannable(2, "plan.shard: no"))
         assert isinstance(note, Note) and "the job waits for others, at most 900 s" in note.text
@@ -244,13 +244,13 @@ def test_the_host_of_a_rank_with_corrupt_state_is_tested_before_the_next_attempt
     assert suspects_after([corrupt], MEMBERS) == (Suspect("b/2"),)
     state = State(status="running", attempt=1, members=MEMBERS)
     state, actions = decide(state, Corrupted(1, 1, corrupt), 0.0, RULES)
-    assert actions == (Record(corrupt),) and state.status == "running" and not state.incidents
+    assert actions == (RecordIncident(corrupt),) and state.status == "running" and not state.incidents
     assert decide(state, Corrupted(1, 1, corrupt), 0.0, RULES) == (state, ())  # an agent reports it again
     failed, _ = decide(state, Failed(1, incident(-signal.SIGKILL, host="a/1")), 0.0, RULES)
     assert failed.suspects == (Suspect("b/2"),)
     again, actions = decide(state, Corrupted(1, 2, corrupt), 0.0, RULES)
     assert again.status == "ending" and again.suspects == (Suspect("b/2"),)
-    assert actions[0] == End(corrupt.cause, corrupt)
+    assert actions[0] == EndAttempt(corrupt.cause, corrupt)
     without = replace(RULES, policy=RestartPolicy(0))
     assert (
         decide(State(status="running", attempt=1, members=MEMBERS), Corrupted(1, 1, corrupt), 0.0, without)[0].suspects

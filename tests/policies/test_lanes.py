@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from meshwright.policies.lanes import WINDOW_PARTS, LaneOrder, Part, parts_of
+from meshwright.policies.lanes import WINDOW_PARTS, LaneOrder, LanePart, parts_of
 
 
 def drawn_parts(order: LaneOrder, count: int) -> list[tuple[int, int]]:
@@ -15,7 +15,7 @@ def drawn_parts(order: LaneOrder, count: int) -> list[tuple[int, int]]:
     rounds = -(-count // order.lanes)
     by_lane = []
     for lane in range(order.lanes):
-        parts: list[Part] = []
+        parts: list[LanePart] = []
         window = 0
         while len(parts) < rounds:
             parts += order.window(lane, window)
@@ -43,7 +43,7 @@ def test_the_order_follows_from_seed_and_source_alone() -> None:
 
 def test_parts_divide_the_documents_of_their_group() -> None:
     for count in (0, 1, 5, 100):
-        ranges = [Part(0, number, 7).documents(count) for number in range(7)]
+        ranges = [LanePart(0, number, 7).documents(count) for number in range(7)]
         assert [document for each in ranges for document in each] == list(range(count))
 
 

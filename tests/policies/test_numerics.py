@@ -8,7 +8,7 @@ from meshwright.policies.numerics import (
     FEWEST_STEPS,
     WINDOW_STEPS,
     GoodStep,
-    Limits,
+    SpikeLimits,
     judge,
     spike_limits,
 )
@@ -19,11 +19,11 @@ def history(steps: int) -> list[GoodStep]:
 
 
 def test_limits_are_a_factor_of_the_median_of_earlier_steps() -> None:
-    assert spike_limits(history(FEWEST_STEPS - 1), 1000, 3.0) == Limits()
-    assert spike_limits(history(FEWEST_STEPS), FEWEST_STEPS + 1, 3.0) == Limits(), "the last step is not read yet"
-    assert spike_limits(history(FEWEST_STEPS), FEWEST_STEPS + 2, 3.0) == Limits(6.0, 1.5)
+    assert spike_limits(history(FEWEST_STEPS - 1), 1000, 3.0) == SpikeLimits()
+    assert spike_limits(history(FEWEST_STEPS), FEWEST_STEPS + 1, 3.0) == SpikeLimits(), "the last step is not read yet"
+    assert spike_limits(history(FEWEST_STEPS), FEWEST_STEPS + 2, 3.0) == SpikeLimits(6.0, 1.5)
     longer = [GoodStep(0, 1e9, 1e9)] * 100 + history(WINDOW_STEPS)
-    assert spike_limits(longer, 1000, 3.0) == Limits(6.0, 1.5), "old steps do not count"
+    assert spike_limits(longer, 1000, 3.0) == SpikeLimits(6.0, 1.5), "old steps do not count"
 
 
 def test_limits_of_a_step_do_not_depend_on_when_they_are_computed() -> None:
@@ -45,4 +45,4 @@ def test_limits_of_a_step_do_not_depend_on_when_they_are_computed() -> None:
     ],
 )
 def test_verdicts(loss: float, norm: float, verdict: str) -> None:
-    assert judge(loss, norm, Limits(10.0, 20.0)) == verdict
+    assert judge(loss, norm, SpikeLimits(10.0, 20.0)) == verdict

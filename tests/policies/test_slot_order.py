@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.slots import Slot, slots_to_run
+from meshwright.data.slots import SampleSlot, slots_to_run
 from meshwright.policies.sample_balance import Balance, RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
 from meshwright.policies.slot_order import slot_order
@@ -92,7 +92,7 @@ def test_the_rest_of_a_schedule_is_counted_from_0(in_turns: bool) -> None:
         assert sorted(map(str, ours)) == sorted(map(str, theirs))
 
 
-def come_to_the_end(slots: list[list[Slot]], name: str, pipeline: int) -> bool:
+def come_to_the_end(slots: list[list[SampleSlot]], name: str, pipeline: int) -> bool:
     """Whether pipelines end a step of their `slots`; the ranks of a divided sample run each pass of it together."""
     schedules = [_schedule(of_pipeline, name, pipeline) for of_pipeline in slots]
     actions = {
@@ -136,7 +136,7 @@ def come_to_the_end(slots: list[list[Slot]], name: str, pipeline: int) -> bool:
     return True
 
 
-def _schedule(slots: list[Slot], name: str, pipeline: int) -> Schedule:
+def _schedule(slots: list[SampleSlot], name: str, pipeline: int) -> Schedule:
     numbers = [number if slot.common is None else slot.common.number for number, slot in enumerate(slots)]
     count = max(numbers) + 1 if slots[0].common is None else slots[0].common.count
     schedule = build(name, pipeline, count).only(numbers)

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.policies.snapshot_copies import NEGLIGIBLE_SECONDS, StepTimes, plan_device_copies
+from meshwright.policies.snapshot_copies import NEGLIGIBLE_SECONDS, PassTimes, plan_device_copies
 
 SECONDS = st.floats(0.0, 10.0)
 
 
-def simulated_stall(group_bytes: list[float], first: int, times: StepTimes, copy_seconds: float) -> float:
+def simulated_stall(group_bytes: list[float], first: int, times: PassTimes, copy_seconds: float) -> float:
     """Stall of an update that walks through its groups and waits for the copy of each from `first` on, by two clocks."""
     rate, per_byte = copy_seconds / sum(group_bytes), times.update_seconds / sum(group_bytes)
     link, update, stall = 0.0, times.compute_seconds, 0.0
@@ -28,7 +28,7 @@ def simulated_stall(group_bytes: list[float], first: int, times: StepTimes, copy
 def test_the_fewest_groups_without_a_stall_or_as_many_as_fit(
     group_bytes: list[float], copy: float, compute: float, update: float, share: float
 ) -> None:
-    times, room = StepTimes(compute, update, 1.0), share * sum(group_bytes)
+    times, room = PassTimes(compute, update, 1.0), share * sum(group_bytes)
     plan = plan_device_copies(group_bytes, times, room, copy)
     stalls = [simulated_stall(group_bytes, first, times, copy) for first in range(len(group_bytes) + 1)]
     assert plan.stall_seconds == pytest.approx(stalls[plan.groups], abs=1e-9)
@@ -39,7 +39,7 @@ def test_the_fewest_groups_without_a_stall_or_as_many_as_fit(
 
 
 def test_a_copy_of_a_second_beside_half_a_second_of_compute_needs_half_of_the_state_in_device_memory() -> None:
-    times = StepTimes(compute_seconds=0.5, update_seconds=0.0, copy_bytes_per_second=32.0)
+    times = PassTimes(compute_seconds=0.5, update_seconds=0.0, copy_bytes_per_second=32.0)
     assert plan_device_copies([1.0] * 32, times, room=100).groups == 16
     assert plan_device_copies([1.0] * 32, times, room=8).stall_seconds == pytest.approx(0.25)
     assert plan_device_copies([1.0] * 32, times, room=100, copy_seconds=0.4).groups == 0
@@ -47,11 +47,11 @@ def test_a_copy_of_a_second_beside_half_a_second_of_compute_needs_half_of_the_st
 
 def test_groups_in_host_memory_take_no_room() -> None:
     """Of a rank whose optimizer state is partly in host memory, the first groups have no bytes on the device."""
-    times = StepTimes(compute_seconds=0.5, update_seconds=0.0, copy_bytes_per_second=1.0)
+    times = PassTimes(compute_seconds=0.5, update_seconds=0.0, copy_bytes_per_second=1.0)
     plan = plan_device_copies([0.0, 0.0, 1.0, 1.0], times, room=2)
     assert (plan.groups, plan.bytes, plan.stall_seconds) == (4, 2, 0.0)
 
 
 def test_times_of_a_step() -> None:
-    times = StepTimes.of_step(1.0, 12e9, 280e9, 5e9)
+    times = PassTimes.of_step(1.0, 12e9, 280e9, 5e9)
     assert (times.compute_seconds, times.update_seconds) == (pytest.approx(0.9), pytest.approx(0.1))

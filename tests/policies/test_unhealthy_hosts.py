@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.policies.host_health import Finding
+from meshwright.policies.host_health import HealthFinding
 from meshwright.policies.job_events import (
     Action,
-    Begin,
+    AttemptPrepared,
+    BeginAttempt,
     Committed,
-    End,
-    Ended,
+    EndAttempt,
     Event,
     Failed,
     Finish,
+    HostEnded,
     Lost,
     Note,
     Prepare,
-    Prepared,
     Ready,
+    StepTrained,
     StopRequested,
     Tick,
-    Trained,
     Unhealthy,
 )
 from meshwright.policies.restart import Incident, RestartPolicy
 from meshwright.policies.supervision import Rules, State, decide
 
 RULES = Rules(hosts=2, global_batch=8, policy=RestartPolicy(3))
-LOST_GPU = Finding("xid-lost", "GPU 3", "XID 79, the GPU has fallen off the bus")
-HOT = Finding("thermal", "GPU 3", "too hot")
-REMAP = Finding("remap-pending", "GPU 3", "a memory row is replaced at the next reset")
-CONTAINED = Finding("xid-contained", "GPU 3", "XID 94")
+LOST_GPU = HealthFinding("xid-lost", "GPU 3", "XID 79, the GPU has fallen off the bus")
+HOT = HealthFinding("thermal", "GPU 3", "too hot")
+REMAP = HealthFinding("remap-pending", "GPU 3", "a memory row is replaced at the next reset")
+CONTAINED = HealthFinding("xid-contained", "GPU 3", "XID 94")
 SAVED = Incident(75, "ended on request after step 7", 0, "a", 7)
 
 
@@ -46,22 +46,22 @@ def after(*events: Event, rules: Rules = RULES, state: State | None = None) -> t
 
 def running(*hosts: str, rules: Rules = RULES) -> State:
     """A job that trains on a and b; further hosts are spares."""
-    state, _ = after(Ready("a"), Ready("b"), Prepared(1), Trained(), *map(Ready, hosts), rules=rules)
+    state, _ = after(Ready("a"), Ready("b"), AttemptPrepared(1), StepTrained(), *map(Ready, hosts), rules=rules)
     assert state.status == "running" and state.members == ("a", "b")
     return state
 
 
 def test_a_broken_gpu_fails_the_attempt_at_once_and_a_spare_takes_its_place() -> None:
     state, actions = after(Unhealthy("b", LOST_GPU), Unhealthy("b", LOST_GPU), state=running("c"))
-    assert state.status == "ending" and [type(action) for action in actions] == [Note, End]
+    assert state.status == "ending" and [type(action) for action in actions] == [Note, EndAttempt]
     assert actions[0] == Note(f"host b is not healthy and is excluded from the job: {LOST_GPU.description}")
     assert state.incidents[-1].host == "b" and [each.host for each in state.excluded] == ["b"]
-    state, actions = after(Ended(1, "a"), Ended(1, "b"), Ready("a"), Ready("b"), state=state)
+    state, actions = after(HostEnded(1, "a"), HostEnded(1, "b"), Ready("a"), Ready("b"), state=state)
     assert state.members == ("a", "c") and [type(action) for action in actions] == [Prepare]
 
 
 def test_a_broken_gpu_without_a_spare_leaves_fewer_hosts_as_a_failed_self_test_does() -> None:
-    state, _ = after(Unhealthy("b", LOST_GPU), Ended(1, "a"), Ended(1, "b"), Ready("a"), state=running())
+    state, _ = after(Unhealthy("b", LOST_GPU), HostEnded(1, "a"), HostEnded(1, "b"), Ready("a"), state=running())
     assert state.status == "gathering"
     state, actions = decide(state, Tick(), 40.0, RULES)
     assert state.members == ("a",) and [type(action) for action in actions] == [Prepare]
@@ -69,7 +69,9 @@ def test_a_broken_gpu_without_a_spare_leaves_fewer_hosts_as_a_failed_self_test_d
 
 def test_the_only_host_ends_the_job_and_says_why() -> None:
     alone = replace(RULES, hosts=1, others_may_join=False)
-    state, _ = after(Ready("a"), Prepared(1), Trained(), Unhealthy("a", LOST_GPU), Ended(1, "a"), rules=alone)
+    state, _ = after(
+        Ready("a"), AttemptPrepared(1), StepTrained(), Unhealthy("a", LOST_GPU), HostEnded(1, "a"), rules=alone
+    )
     assert state.status == "finished" and state.stop is not None
     assert (state.stop.code, state.stop.diagnosis) == (5, "too few hosts: host a is not healthy")
 
@@ -80,11 +82,11 @@ def test_a_hot_host_is_replaced_after_the_running_step_without_a_failure() -> No
     assert actions == [Note("host b is replaced after the running step: GPU 3: too hot")]
     state, actions = after(Committed(7), Failed(1, SAVED), state=state)
     assert state.status == "ending" and not state.incidents and state.stop is None
-    assert actions == [End("the next attempt is to leave out host b (GPU 3: too hot)")]
-    state, actions = after(Ready("a"), Ready("b"), Ended(1, "a"), Ended(1, "b"), Ready("b"), state=state)
+    assert actions == [EndAttempt("the next attempt is to leave out host b (GPU 3: too hot)")]
+    state, actions = after(Ready("a"), Ready("b"), HostEnded(1, "a"), HostEnded(1, "b"), Ready("b"), state=state)
     assert state.members == ("a", "c") and not state.draining and state.restart.delay == 0
-    state, actions = after(Prepared(2), state=state)
-    assert [type(action) for action in actions] == [Begin]
+    state, actions = after(AttemptPrepared(2), state=state)
+    assert [type(action) for action in actions] == [BeginAttempt]
 
 
 def test_a_hot_host_stays_while_no_other_is_ready_and_is_replaced_once_one_is() -> None:
@@ -100,20 +102,20 @@ def test_a_hot_host_stays_while_no_other_is_ready_and_is_replaced_once_one_is() 
 
 
 STAYS = "the host stays, as no other one is ready to take its place"
-ENDED = (Ended(1, "a"), Ended(1, "b"), Ready("a"), Ready("b"))
-WORN = Finding("xid-memory", "GPU 3", "XID 48")
+ENDED = (HostEnded(1, "a"), HostEnded(1, "b"), Ready("a"), Ready("b"))
+WORN = HealthFinding("xid-memory", "GPU 3", "XID 48")
 
 
 def test_a_drained_host_stays_if_the_spare_is_lost_before_its_ranks_have_ended() -> None:
     for moment in range(3):
-        events = [Committed(7), Failed(1, SAVED), Ended(1, "a")]
+        events = [Committed(7), Failed(1, SAVED), HostEnded(1, "a")]
         events.insert(moment, Lost("c", "silent"))
         state, actions = after(Unhealthy("b", HOT), *events, *ENDED, state=running("c"))
         assert state.members == ("a", "b") and not state.excluded and not state.draining
         assert [action for action in actions if isinstance(action, Note)][-1] == Note(
             f"host b: {HOT.description}; {STAYS}"
         )
-        state, _ = after(Prepared(2), state=state)
+        state, _ = after(AttemptPrepared(2), state=state)
         assert state.status == "running"
 
 
@@ -140,8 +142,8 @@ def test_fewer_hosts_go_on_if_wait_seconds_allows_them() -> None:
     state, _ = after(
         Unhealthy("b", HOT),
         Failed(1, SAVED),
-        Ended(1, "a"),
-        Ended(1, "b"),
+        HostEnded(1, "a"),
+        HostEnded(1, "b"),
         Ready("a"),
         rules=rules,
         state=running(rules=rules),
@@ -158,13 +160,13 @@ def test_a_run_that_writes_no_checkpoint_drains_nobody() -> None:
 
 def test_a_stop_request_during_a_drain_ends_the_job() -> None:
     state, actions = after(Unhealthy("b", HOT), StopRequested(75), Failed(1, SAVED), state=running("c"))
-    state, actions = after(Ended(1, "a"), Ended(1, "b"), state=state)
+    state, actions = after(HostEnded(1, "a"), HostEnded(1, "b"), state=state)
     assert actions == [Finish(75)]
 
 
 def test_a_host_that_is_drained_and_fails_is_left_out_too() -> None:
     for failure in (Failed(1, Incident(5, "rank 1 hangs", 1, "b", 4, hang=True)), Lost("b", "silent")):
-        events = (failure, Ready("a"), Ready("b"), Ended(1, "a"), Ended(1, "b"))
+        events = (failure, Ready("a"), Ready("b"), HostEnded(1, "a"), HostEnded(1, "b"))
         state, _ = after(Unhealthy("b", HOT), *events, state=running("c"))
         assert state.members == ("a", "c") and len(state.incidents) == 1
 

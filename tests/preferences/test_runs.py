@@ -24,7 +24,7 @@ from meshwright.observe.comparison import comparison_sheet, table_rows
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
 from meshwright.observe.report import write_report
 from meshwright.observe.report_charts import sheet
-from meshwright.observe.run_progress import Progress
+from meshwright.observe.run_progress import RunProgress
 from meshwright.observe.runfolder import read_run
 from meshwright.preferences.reference import (
     place_of,
@@ -81,7 +81,7 @@ def test_a_start_says_what_a_step_has(pairs: Path) -> None:
 def test_lines_have_accuracy_and_margin() -> None:
     stream = io.StringIO()
     step = {**dict.fromkeys(STEP_KEYS, 1.0), "kind": "step", "step": 1, **JUDGED}
-    with Progress(2, stream=stream) as progress:
+    with RunProgress(2, stream=stream) as progress:
         progress.update({"kind": "validation", "step": 0, "loss": 0.69, "tokens": 80, **JUDGED})
         progress.update(step)
     first, second = stream.getvalue().splitlines()[:2]
@@ -131,7 +131,7 @@ def test_the_calibration_of_a_reward_model_is_shown(tmp_path: Path) -> None:
     assert "calibration error 0.062" in write_report(runs[0]).read_text()
     assert dict(table_rows(compared_runs(runs)))["held-out calibration error, last"] == ["0.062", "0.125"]
     stream = io.StringIO()
-    with Progress(2, stream=stream) as progress:
+    with RunProgress(2, stream=stream) as progress:
         progress.update({"kind": "validation", "step": 2, "loss": 0.5, "tokens": 80, "calibration_error": 0.0625})
     assert "calibration error 0.062" in stream.getvalue()
 

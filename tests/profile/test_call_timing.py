@@ -11,7 +11,7 @@ from meshwright.profile.call_timing import (
     MAX_BATCHES,
     MIN_BATCH_SECONDS,
     MIN_BATCHES,
-    Clock,
+    TeamClock,
     _batches_within_budget,
 )
 from meshwright.profile.team import Team
@@ -49,16 +49,16 @@ def test_repeats_fill_the_budget_within_bounds(each: float, budget: float, inner
 
 def test_the_first_half_warms_up_and_one_outlier_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_start = Hands(monkeypatch, 9.0, 0.1, 0.1, *[0.3] * 5, 0.2, 0.2, 7.0, 0.2, 0.2)
-    assert Clock(ALONE).seconds(slow_start, 1.0) == pytest.approx(0.2)
+    assert TeamClock(ALONE).seconds(slow_start, 1.0) == pytest.approx(0.2)
     assert slow_start.calls == 13
 
 
 def test_keeping_busy_takes_about_the_time_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     hands = Hands(monkeypatch, 0.01)
-    Clock(ALONE).keep_busy(hands, 2.0)
+    TeamClock(ALONE).keep_busy(hands, 2.0)
     assert hands.calls == 203
 
 
 def test_alone_one_rank_agrees_with_itself() -> None:
     assert (ALONE.largest(3.0), ALONE.from_first_rank(2.0), ALONE.ranks, ALONE.nodes) == (3.0, 2.0, 1, 1)
-    assert Clock(ALONE).burst_seconds(lambda: None) >= 0
+    assert TeamClock(ALONE).burst_seconds(lambda: None) >= 0

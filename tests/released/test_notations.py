@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.server.chat_template import ChatTemplate
+from meshwright.server.chat_template import ServedChatTemplate
 from meshwright.server.errors import RequestError
 from meshwright.server.notations import NOTATIONS, template_notation
 from meshwright.server.output_reader import OutputFormat
@@ -27,7 +27,7 @@ THOUGHTS = "I think so."
 NAMES = {name for name in SOURCES if template_notation(SOURCES[name][0]) is not None}
 
 
-def written(template: ChatTemplate, calls: list[Call], thoughts: str | None) -> tuple[str, str] | None:
+def written(template: ServedChatTemplate, calls: list[Call], thoughts: str | None) -> tuple[str, str] | None:
     """The end of the prompt before an answer with calls, and the answer as the template writes it; None if it refuses them."""
     tool_calls = [
         {"id": f"call0000{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -55,7 +55,7 @@ def test_what_a_template_writes_is_read_back(name: str) -> None:
     source, named = SOURCES[name]
     notation = template_notation(source)
     assert notation is not None
-    template, marks = ChatTemplate(source, named), NOTATIONS[notation].reasoning
+    template, marks = ServedChatTemplate(source, named), NOTATIONS[notation].reasoning
     read = 0
     for calls in ([WRITE], [RUN], [WRITE, RUN]):
         for thoughts in (None, THOUGHTS):

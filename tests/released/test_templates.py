@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.encode_chat import encode_chats
 from tests.released.chats import compared
 from tests.released.templates import SHAPES, Template, page, released_templates
@@ -36,7 +36,7 @@ def test_the_tokens_that_are_trained_on_are_those_of_the_ranges(template: Templa
         if isinstance(chat, str) or not verdict.spans:
             continue
         text, spans = template.ranges(chat)
-        (encoded,) = encode_chats([Document("f", 1, "k", text, 0, tuple(spans))], tokenizer, [], "uint32", 1)
+        (encoded,) = encode_chats([CorpusDocument("f", 1, "k", text, 0, tuple(spans))], tokenizer, [], "uint32", 1)
         assert encoded.weights is not None
         trained = [id for id, bit in zip(encoded.tokens.tolist(), encoded.weights.tolist(), strict=True) if bit]
         assert tokenizer.decode(trained, skip_special_tokens=False) == "".join(verdict.spans)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from meshwright.rl.objectives import Agreement, PolicyObjective
-from meshwright.rl.samples import Answer, batch_of
+from meshwright.rl.samples import SampledAnswer, batch_of
 from meshwright.spec.rl import Correction, RewardSpec, RlSpec
 
 PLACES, TOKENS, STEPS = 4, 6, 120
@@ -37,7 +37,7 @@ def learned(correction: Correction, difference: float) -> tuple[float, float]:
         tokens = torch.multinomial(engine.exp(), 8 * RL.samples, replacement=True, generator=draw).T
         groups = [
             [
-                Answer(
+                SampledAnswer(
                     [0],
                     (row + 1).tolist(),
                     engine[range(PLACES), row].tolist(),

@@ -22,7 +22,7 @@ from meshwright.kernels.rope import RotaryTables
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
 from meshwright.rl.rollouts import ANSWERS
-from meshwright.rl.samples import Answer, from_plain
+from meshwright.rl.samples import SampledAnswer, from_plain
 from meshwright.serve.cached_attention import whole_tables
 from meshwright.serve.kv_cache import KVCache
 from tests.distributed.pool import Pool
@@ -128,7 +128,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_questions(tmp_path_factory.getbasetemp() / "questions")
 
 
-def stored_answers(runs: Path) -> list[Answer]:
+def stored_answers(runs: Path) -> list[SampledAnswer]:
     """The answers of the batch within which a run was stopped, from its checkpoint."""
     (checkpoint,) = runs.glob("*/checkpoints/step-*")
     with CheckpointReader(checkpoint) as reader:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.data.loader import MicroBatch
-from meshwright.rl.reference import Reference
+from meshwright.rl.reference import ReferenceModel
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import GPT2, LLAMA
 from tests.serve.helpers import newer, save_run
@@ -19,7 +19,7 @@ from tests.serve.helpers import newer, save_run
 def test_the_column_is_that_of_the_initial_model(tmp_path: Path, spec: object) -> None:
     model, draw = newer(spec), torch.Generator().manual_seed(0)
     save_run(tmp_path / "run", model)
-    reference = Reference(model.spec, f"checkpoint:{tmp_path / 'run'}", torch.device("cpu"), torch.float32)
+    reference = ReferenceModel(model.spec, f"checkpoint:{tmp_path / 'run'}", torch.device("cpu"), torch.float32)
     tokens = torch.randint(0, model.spec.vocab_size, (2, 12), generator=draw)
     targets = torch.randint(-1, model.spec.vocab_size, (2, 12), generator=draw)
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
@@ -33,4 +33,4 @@ def test_the_column_is_that_of_the_initial_model(tmp_path: Path, spec: object) -
 
 def test_a_run_from_scratch_has_no_reference() -> None:
     with pytest.raises(BadInput, match="rl.kl.weight: expected 0, as model.init is scratch"):
-        Reference(LLAMA, "scratch", torch.device("cpu"), torch.float32)
+        ReferenceModel(LLAMA, "scratch", torch.device("cpu"), torch.float32)

@@ -15,7 +15,7 @@ from meshwright.checkpoint.models.convert import export_checkpoint
 from meshwright.data.source import open_data
 from meshwright.data.text_format import TextFormat
 from meshwright.rl.reward_model import RewardModel
-from meshwright.rl.samples import Answer
+from meshwright.rl.samples import SampledAnswer
 from meshwright.spec.errors import BadConfig, BadInput
 from meshwright.workload.rollout_memory import rollout_bytes
 from tests.distributed.pool import Pool
@@ -59,7 +59,7 @@ def test_rewards_are_the_scores_that_transformers_gives(rewarding: Path, questio
     theirs: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "folder", dtype=FP32).eval()
     draw = torch.Generator().manual_seed(0)
     answers = [
-        Answer(
+        SampledAnswer(
             torch.randint(1, 300, (3,), generator=draw).tolist(),
             torch.randint(1, 300, (size,), generator=draw).tolist(),
             [],
@@ -97,7 +97,7 @@ def test_a_run_learns_from_a_reward_model_and_goes_on_with_the_same_bits(
 def test_a_score_that_is_not_finite_is_no_reward(rewarding: Path, questions: Path, monkeypatch: Any) -> None:
     model = RewardModel(tiny_run(questions, judged_by(rewarding)), text_format(questions), CPU, FP32)
     monkeypatch.setattr(model._scorer, "score", lambda texts: [math.nan, 1.5][: len(texts)])
-    answers = [Answer([1], [2], [0.0], truncated=False) for _ in range(2)]
+    answers = [SampledAnswer([1], [2], [0.0], truncated=False) for _ in range(2)]
     model.judge(answers, lambda: None)
     assert [(answer.outcome, answer.reward) for answer in answers] == [("error", None), ("reward", 1.5)]
 

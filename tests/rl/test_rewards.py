@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from meshwright.rl import rewards
-from meshwright.rl.rewards import RewardProcesses, Verdict
+from meshwright.rl.rewards import RewardProcesses, RewardVerdict
 from meshwright.spec.errors import BadInput
 from meshwright.spec.rl import RewardSpec
 
 JUDGE = str(Path(__file__).with_name("judge.py"))
 
 
-def submit(judge: RewardProcesses, answer: str) -> Future[Verdict]:
+def submit(judge: RewardProcesses, answer: str) -> Future[RewardVerdict]:
     return judge.submit("q", lambda: answer, {})
 
 
@@ -57,8 +57,8 @@ def test_a_call_gives_a_reward_or_says_why_not(
 ) -> None:
     first, second = submit(judge, answer), submit(judge, "1")
     assert first.result(60)[:2] == (outcome, reward)
-    assert second.result(60) == Verdict("reward", 1.0)
-    assert submit(judge, "-3").result(60) == Verdict("reward", -3.0)
+    assert second.result(60) == RewardVerdict("reward", 1.0)
+    assert submit(judge, "-3").result(60) == RewardVerdict("reward", -3.0)
 
 
 def test_what_is_wrong_is_in_the_message(judge: RewardProcesses) -> None:

@@ -14,14 +14,14 @@ from torch import Tensor
 from meshwright.data.loader import MicroBatch
 from meshwright.rl.advantages import advantages
 from meshwright.rl.objectives import Agreement, PolicyObjective, kl_of_tokens
-from meshwright.rl.samples import Answer, batch_of
+from meshwright.rl.samples import SampledAnswer, batch_of
 from meshwright.spec.rl import Divisor, KlSpec, Policy, RewardSpec, RlSpec
 
 RL = RlSpec(reward=RewardSpec(file="judge.py"), samples=3, new_tokens=8)
 SEQ = 16
 
 
-def answers(seed: int, prompts: int = 4) -> list[list[Answer]]:
+def answers(seed: int, prompts: int = 4) -> list[list[SampledAnswer]]:
     draw = np.random.default_rng(seed)
     groups = []
     for _ in range(prompts):
@@ -30,7 +30,7 @@ def answers(seed: int, prompts: int = 4) -> list[list[Answer]]:
         for _ in range(RL.samples):
             size = int(draw.integers(1, 9))
             group.append(
-                Answer(
+                SampledAnswer(
                     prompt,
                     draw.integers(0, 50, size).tolist(),
                     (-draw.random(size)).tolist(),
@@ -43,7 +43,7 @@ def answers(seed: int, prompts: int = 4) -> list[list[Answer]]:
     return groups
 
 
-def plain_loss(groups: list[list[Answer]], rl: RlSpec, value_of: Any) -> Tensor:
+def plain_loss(groups: list[list[SampledAnswer]], rl: RlSpec, value_of: Any) -> Tensor:
     """The loss of a step by loops over answers and tokens."""
     total, divisor = torch.zeros((), dtype=torch.float64), 0.0
     for group in groups:

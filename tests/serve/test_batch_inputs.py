@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, EngineStep, Request, RequestPart
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.cache_blocks import CacheBlocks
-from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
+from meshwright.serve.batch_inputs import BatchInputs, PackedStep, StepInputs
 from meshwright.serve.request_rows import RequestRows
 
 SIZE, SEQUENCES, STEP_TOKENS, CONTEXT = 4, 5, 12, 40
@@ -30,7 +30,7 @@ def whole_text(number: int, prompt: int, total: int) -> list[int]:
 class Piece(NamedTuple):
     """Consecutive tokens of a part."""
 
-    part: Part
+    part: RequestPart
     start: int
     count: int
 
@@ -58,7 +58,7 @@ class Player:
             drafts=3,
         )
         self.texts: dict[int, list[int]] = {}
-        self.in_flight: tuple[Step, list[int]] | None = None
+        self.in_flight: tuple[EngineStep, list[int]] | None = None
         self.seen: Counter[str] = Counter()
 
     def play(self, requests: int, overlap: bool) -> None:
@@ -82,7 +82,7 @@ class Player:
         self.texts[number] = text = whole_text(number, prompt, prompt + new)
         self.policy.add(Request(number, text[:prompt], new))
 
-    def launch(self) -> tuple[Step, list[int]] | None:
+    def launch(self) -> tuple[EngineStep, list[int]] | None:
         """Plan a step, check its tensors, and leave the new tokens where the next step finds them."""
         if (step := self.policy.next_step(0.0)) is None:
             return None
@@ -110,7 +110,7 @@ class Player:
         for ended in self.policy.drain_ended():
             self.table_rows.release(ended.number)
 
-    def check(self, step: Step, packed: Packed, inputs: StepInputs) -> None:
+    def check(self, step: EngineStep, packed: PackedStep, inputs: StepInputs) -> None:
         """Decodes come first, then tokens of chunks that attend to the cache, then those that do not."""
         chunks = step.parts[step.decodes :]
         alone = [part.count // self.unit * self.unit if part.start == 0 else 0 for part in chunks]
@@ -152,7 +152,7 @@ class Player:
             assert 0 not in table[first:last]
             self.seen["blocks outside of the window"] += first > 0
 
-    def check_samples(self, parts: list[Piece], packed: Packed, inputs: StepInputs) -> None:
+    def check_samples(self, parts: list[Piece], packed: PackedStep, inputs: StepInputs) -> None:
         samples = [part for part in parts if part.samples]
         assert list(packed.sampled_parts) == [part.part for part in samples]
         assert packed.sampled_rows.tolist() == [self.table_rows.row_of[part.part.request.number] for part in samples]
@@ -163,7 +163,7 @@ class Player:
         else:
             assert samples == parts
 
-    def count_cases(self, step: Step, padding: int) -> None:
+    def count_cases(self, step: EngineStep, padding: int) -> None:
         parts = step.parts
         unknown = [part for part in parts if len(part.tokens) < part.start + part.count]
         self.seen["tokens on the device only"] += len(unknown)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.policies.drafting import TRIAL
-from meshwright.serve.batch_inputs import Packed
+from meshwright.serve.batch_inputs import PackedStep
 from meshwright.serve.engine import Engine
 from meshwright.serve.generation import Generation, TokenLogprob
 from meshwright.serve.graphs import Graphs
@@ -123,7 +123,7 @@ def test_graphs_and_padding_do_not_change_texts(source: str, spec: Any, monkeypa
     assert not engine._inputs.tables.any(), "captured steps are padding"
     logits = engine._runner.logits
 
-    def record(packed: Packed) -> Tensor:
+    def record(packed: PackedStep) -> Tensor:
         if packed.drafts is not None and packed.mixed is None:
             counts = packed.drafts.counts
             assert (packed.decode_size, 1 + LOOKUP.tokens) in engine._runner._graphs._graphs

@@ -21,7 +21,7 @@ from meshwright.serve.timed_engine import TimedEngine, TimedStep
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import InstanceSpec
 from meshwright.spec.engine import EngineOptions, EngineSettings
-from meshwright.spec.serve_profile import Chunk
+from meshwright.spec.serve_profile import ProfiledChunk
 from tests.models.tiny import LLAMA
 from tests.serve.helpers import tiny
 
@@ -42,8 +42,8 @@ def test_shapes_are_those_asked_for_and_their_steps_price_an_instance() -> None:
         assert least <= positions <= least + 2 * more * len(lengths)
         assert max(lengths) + 8 <= longest <= max(lengths) + 8 + 2 * more
     prompts = [(step.decodes, step.chunks) for step in measured.steps if step.chunks]
-    with_a_decode = [(1, (Chunk(start=0, count=count),)) for count in (15, 31)]
-    assert len(prompts) == 3 and {*prompts} == {*with_a_decode, (0, (Chunk(start=0, count=8),) * 4)}
+    with_a_decode = [(1, (ProfiledChunk(start=0, count=count),)) for count in (15, 31)]
+    assert len(prompts) == 3 and {*prompts} == {*with_a_decode, (0, (ProfiledChunk(start=0, count=8),) * 4)}
     assert all(step.seconds > 0 for step in measured.steps) and measured.item_bytes == 4
     costs = ServeCosts(SPEC, ClusterSpec(), settings=EngineSettings(sequences=4), profile=measured)
     assert costs.of(InstanceSpec()).times.constants is measured.constants
@@ -66,7 +66,7 @@ def test_engines_with_few_tokens_a_step_and_a_short_context_are_measured(step_to
     assert {step.decodes for step in measured.steps if not step.chunks} >= {1}
     prompts = {(step.decodes, step.chunks) for step in measured.steps if step.chunks}
     beside = int(step_tokens > 1)  # one of the step's tokens
-    assert prompts == {(beside, (Chunk(start=0, count=step_tokens - beside),))}
+    assert prompts == {(beside, (ProfiledChunk(start=0, count=step_tokens - beside),))}
 
 
 def test_measured_prompts_take_a_share_of_the_time() -> None:

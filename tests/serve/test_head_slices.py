@@ -14,7 +14,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.tensor_inference import divide_for_inference
 from meshwright.serve.head_slices import HeadSlices
 from meshwright.serve.weight_sums import weight_sums
-from meshwright.spec.layout import WHOLE, Part
+from meshwright.spec.layout import WHOLE, AxisPart
 from meshwright.spec.model import ModelSpec
 from tests.models.tiny import DEEPSEEK_V2, LLAMA, SHARED
 from tests.serve.helpers import tiny
@@ -53,10 +53,10 @@ def test_sums_of_weights_do_not_depend_on_the_ranks(spec: ModelSpec) -> None:
     for rank in range(2):
         with torch.device("meta"):
             model = Decoder(spec)
-        divide_for_inference(model, Part(rank, 2), cast(dist.ProcessGroup, None))
+        divide_for_inference(model, AxisPart(rank, 2), cast(dist.ProcessGroup, None))
         model = model.to(torch.float32).to_empty(device="cpu")
-        stored.copy_to(model, Part(rank, 2))
-        total = total + weight_sums(model, spec, Part(rank, 2))
+        stored.copy_to(model, AxisPart(rank, 2))
+        total = total + weight_sums(model, spec, AxisPart(rank, 2))
     sums = weight_sums(whole, spec, WHOLE)
     assert torch.equal(total, sums) and len(sums) == len(weights)
     weights["layers.1.attention_norm.weight"].data[3] += 1

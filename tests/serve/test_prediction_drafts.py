@@ -14,7 +14,7 @@ from meshwright.checkpoint.models.hf import export_hf
 from meshwright.checkpoint.models.single_device import load_model
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import RoutedOutput
-from meshwright.serve.batch_inputs import Packed
+from meshwright.serve.batch_inputs import PackedStep
 from meshwright.serve.drafts import CheckedStep
 from meshwright.serve.engine import Engine
 from meshwright.serve.prediction_drafts import PredictionDrafter, _module_inputs
@@ -66,7 +66,7 @@ def watch_drafts(engine: Engine) -> dict[int, dict[int, list[int]]]:
     assert isinstance(drafter, PredictionDrafter)
     draw = drafter.draw_next
 
-    def draw_next(packed: Packed, checked: CheckedStep) -> None:
+    def draw_next(packed: PackedStep, checked: CheckedStep) -> None:
         draw(packed, checked)
         numbers = {row: number for number, row in engine._table_rows.row_of.items()}
         _, _, rows, positions = _module_inputs(packed, checked)

@@ -26,7 +26,7 @@ from meshwright.serve.quantized_layers import QuantizedLinear
 from meshwright.serve.weight_sums import weight_sums
 from meshwright.spec.engine import EngineOptions
 from meshwright.spec.errors import OutOfResources
-from meshwright.spec.layout import WHOLE, Part
+from meshwright.spec.layout import WHOLE, AxisPart
 from meshwright.spec.model import ModelSpec
 from tests.checkpoint.test_quantized import (
     BLOCKS_WIDE,
@@ -123,7 +123,7 @@ def test_tensor_ranks_read_whole_blocks(tmp_path: Path) -> None:
         assert stored.cuts_blocks("layers.0.mlp.down.weight", 8) and not stored.cuts_blocks(
             "layers.0.mlp.down.weight", 4
         )
-        parts = [dict(stored.tensors(Part(index, 2), formats=formats)) for index in range(2)]
+        parts = [dict(stored.tensors(AxisPart(index, 2), formats=formats)) for index in range(2)]
     for name, dim in (("gate_up", 0), ("down", 1)):
         halves = [part[f"layers.0.mlp.{name}.weight"] for part in parts]
         assert all(isinstance(half, Fp8Blocks) for half in halves)
@@ -145,12 +145,12 @@ def test_sums_of_weights_in_blocks_do_not_depend_on_the_ranks(tmp_path: Path) ->
         for rank in range(2):
             with torch.device("meta"):
                 model = Decoder(stored.spec)
-            divide_for_inference(model, Part(rank, 2), cast(dist.ProcessGroup, None))
+            divide_for_inference(model, AxisPart(rank, 2), cast(dist.ProcessGroup, None))
             model.to(torch.float32)
             use_stored_formats(model, partial(stored.format_of, ranks=2), CPU, weights="fp8")
             model = model.to_empty(device="cpu")
-            fill(model, stored, Part(rank, 2))
-            total = total + weight_sums(model, stored.spec, Part(rank, 2))
+            fill(model, stored, AxisPart(rank, 2))
+            total = total + weight_sums(model, stored.spec, AxisPart(rank, 2))
         sums = weight_sums(whole, stored.spec, WHOLE)
     assert torch.equal(total, sums) and (sums[:, 1] != 0).sum() == 8
 

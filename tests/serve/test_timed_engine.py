@@ -8,7 +8,7 @@ import torch
 
 from meshwright.serve.timed_engine import TimedEngine
 from meshwright.spec.engine import EngineOptions
-from meshwright.spec.serve_profile import Chunk
+from meshwright.spec.serve_profile import ProfiledChunk
 from tests.models.tiny import LLAMA, built
 
 
@@ -19,7 +19,7 @@ def test_steps_have_their_shapes_and_times_in_order() -> None:
     engine.submit([1] * 10, new_tokens=3)
     assert len(list(engine.run())) == 3
     shapes = [(step.decodes, step.positions, step.chunks) for step in engine.steps]
-    chunks = [(Chunk(start=0, count=8),), (Chunk(start=8, count=2),)]
+    chunks = [(ProfiledChunk(start=0, count=8),), (ProfiledChunk(start=8, count=2),)]
     assert shapes == [(0, 0, chunks[0]), (0, 0, chunks[1]), (1, 11, ()), (1, 12, ())]
     for step in engine.steps:
         assert step.launch_begin < step.launch_end < step.end

@@ -21,7 +21,7 @@ from meshwright.serve.engine import Engine
 from meshwright.server.app import api_app
 from meshwright.server.endpoints import Api
 from meshwright.server.engine_client import EngineClient, connect
-from meshwright.server.engine_process import Connection, load_engine, serve_engine
+from meshwright.server.engine_process import EngineConnection, load_engine, serve_engine
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.model_files import read_model_files
@@ -155,12 +155,12 @@ def running_server(folder: Path, **settings: Any) -> Iterator[RunningServer]:
 
 @contextmanager
 def running_api(
-    folder: Path, spec: ServeSpec, engine: Callable[[Connection], None]
+    folder: Path, spec: ServeSpec, engine: Callable[[EngineConnection], None]
 ) -> Iterator[tuple[str, Api, asyncio.AbstractEventLoop]]:
     """The API for the tokenizer in `folder` at a free port, with its loop; `engine` runs the other end of its socket."""
     files = read_model_files(folder, defaults=spec.generation_config == "auto")
     ours, theirs = socket.socketpair()
-    engine_thread = threading.Thread(target=engine, args=(Connection(theirs),))
+    engine_thread = threading.Thread(target=engine, args=(EngineConnection(theirs),))
     engine_thread.start()
     listening = socket.create_server(("127.0.0.1", 0))
     ready, stop = threading.Event(), threading.Event()

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.server.engine_process import Connection
+from meshwright.server.engine_process import EngineConnection
 from meshwright.server.packed_ids import ids_of_text
 from meshwright.spec.serve import ServeSpec
 from tests.server.chat_templates import SPECIAL_TOKENS, TEMPLATES
@@ -38,7 +38,7 @@ CALLS: Mapping[str, str] = {
 """The call of the tool in the notation of each form of template."""
 
 
-def say(form: str, connection: Connection) -> None:
+def say(form: str, connection: EngineConnection) -> None:
     """An engine that calls the tool until a prompt has the tool's answer; three tokens a step."""
     connection.send({"ready": {"context": 8192, "vocab": 300, "sequences": 8}})
     tokenizer = byte_tokenizer(*SPECIAL)
@@ -57,7 +57,7 @@ def say(form: str, connection: Connection) -> None:
         return
 
 
-def _send(connection: Connection, entry: list[Any]) -> None:
+def _send(connection: EngineConnection, entry: list[Any]) -> None:
     connection.send({"step": [entry], "figures": [0, 0, 0.0, 0, 0]})
 
 

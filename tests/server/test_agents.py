@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from meshwright.server.agent_fields import IGNORED
-from meshwright.server.chat_template import ChatTemplate
-from meshwright.server.engine_process import Connection
+from meshwright.server.chat_template import ServedChatTemplate
+from meshwright.server.engine_process import EngineConnection
 from meshwright.server.packed_ids import ids_of_text
 from meshwright.spec.serve import ServeSpec
 from tests.server.chat_templates import SPECIAL_TOKENS, TEMPLATES
@@ -46,7 +46,7 @@ class Script:
         """The end of an answer waits for it."""
         self.may_end.set()
 
-    def say(self, connection: Connection) -> None:
+    def say(self, connection: EngineConnection) -> None:
         """Run the engine; three tokens a step."""
         connection.send({"ready": {"context": 1 << 18, "vocab": 300, "sequences": 8}})
         try:
@@ -57,7 +57,7 @@ class Script:
         except EOFError:
             return
 
-    def _continue(self, connection: Connection, request: Mapping[str, Any]) -> None:
+    def _continue(self, connection: EngineConnection, request: Mapping[str, Any]) -> None:
         self.tokens.append(list(ids_of_text(request["tokens"])))
         self.prompts.append(self.tokenizer.decode(self.tokens[-1], skip_special_tokens=False))
         new = self.tokenizer.encode(self._answer(self.prompts[-1])).ids
@@ -257,7 +257,7 @@ def test_late_system_messages_do_not_move_the_prefix(form: str) -> None:
             "{%- elif message.role == 'assistant' %}",
             1,
         )
-    template = ChatTemplate(source, SPECIAL_TOKENS[form])
+    template = ServedChatTemplate(source, SPECIAL_TOKENS[form])
     first = [
         {"role": "system", "content": "Be exact."},
         {"role": "user", "content": "List."},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.server.engine_process import Connection
+from meshwright.server.engine_process import EngineConnection
 from meshwright.spec.serve import ServeSpec
 from tests.server.helpers import END, SIZES, TEMPLATE, byte_tokenizer, running_api
 
@@ -19,7 +19,7 @@ TOKENS = byte_tokenizer().encode(TEXT).ids
 STOP_TOKEN, CACHED = 7, 4
 
 
-def say(connection: Connection, at_once: int) -> None:
+def say(connection: EngineConnection, at_once: int) -> None:
     """An engine that answers each request with `TEXT`, then with a stop token of the request if there is one."""
     connection.send({"ready": {"context": 60, "vocab": 300, "sequences": 8}})
     try:
@@ -32,7 +32,7 @@ def say(connection: Connection, at_once: int) -> None:
         return
 
 
-def answer(connection: Connection, id: int, request: dict[str, Any], at_once: int) -> None:
+def answer(connection: EngineConnection, id: int, request: dict[str, Any], at_once: int) -> None:
     new = TOKENS[: request["new_tokens"]]
     logprobs = [[-0.5, [[token, -0.5], [token + 1, -1.5]]] for token in new]
     for start in range(0, len(new), at_once):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.server.chat_messages import read_messages
-from meshwright.server.chat_template import ChatTemplate
+from meshwright.server.chat_template import ServedChatTemplate
 from meshwright.server.errors import RequestError
 from tests.server.chat_templates import QWEN3, SPECIAL_TOKENS, TEMPLATES
 
@@ -33,7 +33,7 @@ def called(arguments: object = '{"city": "Paris"}', id: str = "a1b2c3d4e", **key
 
 
 def prompt(form: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    template = ChatTemplate(TEMPLATES.get(form, form), SPECIAL_TOKENS.get(form, {}))
+    template = ServedChatTemplate(TEMPLATES.get(form, form), SPECIAL_TOKENS.get(form, {}))
     return template.render(read_messages(list(messages)), **options)
 
 
@@ -41,7 +41,7 @@ def prompt(form: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> 
 def test_the_servers_own_call_can_be_sent_back(form: str) -> None:
     result = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "Sunny", "name": None}
     plain = {**called({"city": "Paris"}), "content": ""}
-    expected = ChatTemplate(TEMPLATES[form], SPECIAL_TOKENS[form]).render([ASK, plain, result], TOOLS)
+    expected = ServedChatTemplate(TEMPLATES[form], SPECIAL_TOKENS[form]).render([ASK, plain, result], TOOLS)
     assert '{"city": "Paris"}' in expected and "Sunny" in expected
     assert prompt(form, [ASK, called(**DUMPED), result], tools=TOOLS) == expected
     parts = {**result, "content": [{"type": "text", "text": "Sun"}, {"type": "text", "text": "ny"}]}
@@ -155,7 +155,7 @@ def test_half_characters_anywhere_in_a_chat_are_refused() -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("begun", ["Paris is ", "", "Paris is\n", "Weather?", "[INST] <|im_end|>"])
 def test_the_last_message_is_continued(form: str, begun: str) -> None:
-    template = ChatTemplate(TEMPLATES[form], SPECIAL_TOKENS[form])
+    template = ServedChatTemplate(TEMPLATES[form], SPECIAL_TOKENS[form])
     messages = read_messages([ASK, {"role": "assistant", "content": begun}])
     text = template.continued(messages)
     assert text.endswith(begun) and "\ufdd0" not in text
@@ -169,5 +169,5 @@ def test_the_last_message_is_continued(form: str, begun: str) -> None:
 def test_a_template_that_cannot_continue_says_so(source: str) -> None:
     for messages, status in (([ASK, {"role": "assistant", "content": "x"}], 422), ([ASK], 400), ([ASK, called()], 400)):
         with pytest.raises(RequestError) as raised:
-            ChatTemplate(source, {}).continued(read_messages(messages))
+            ServedChatTemplate(source, {}).continued(read_messages(messages))
         assert (raised.value.status, raised.value.param) == (status, "continue_final_message")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.connections.limits import SERVE, Limits
+from meshwright.connections.limits import SERVE, ListenerLimits
 from meshwright.server.addresses import listening_socket
 from meshwright.server.run import uvicorn_server
 
@@ -28,7 +28,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def server(limits: Limits = SERVE) -> AsyncIterator[int]:
+async def server(limits: ListenerLimits = SERVE) -> AsyncIterator[int]:
     """A server of `app`: its port."""
     end = listening_socket("127.0.0.1", 0, "port")
     serving = uvicorn_server(app, limits)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.server.engine_process import Connection, EngineLoop, load_engine
+from meshwright.server.engine_process import EngineConnection, EngineLoop, load_engine
 from meshwright.server.engine_setup import EngineSetup
-from meshwright.server.messages import MessageReader, encode
+from meshwright.server.messages import ServerMessageReader, encode
 from meshwright.server.packed_ids import ids_as_text
 from tests.server.helpers import SIZES
 
@@ -44,7 +44,7 @@ def test_a_request_that_is_aborted_in_a_step_has_no_blocks_after_the_next(
     monkeypatch.setattr(engine, "step", watched_step)
     with ours, theirs:
         ours.sendall(encode({"submit": {"ids": [0], **REQUEST}}))
-        EngineLoop(engine, Connection(theirs)).run()
-        messages = MessageReader().add(ours.recv(1 << 20))
+        EngineLoop(engine, EngineConnection(theirs)).run()
+        messages = ServerMessageReader().add(ours.recv(1 << 20))
     assert free == [False, False, False, True]
     assert [entry[2] for message in messages for entry in message["step"] if len(entry) > 2] == [{"reason": "abort"}]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.events.exposition import Histogram
-from meshwright.server.chat_template import ChatTemplate
+from meshwright.server.chat_template import ServedChatTemplate
 from meshwright.server.errors import RequestError
 from meshwright.server.fields import parse_object
-from meshwright.server.messages import MessageReader, encode
+from meshwright.server.messages import ServerMessageReader, encode
 from meshwright.server.model_files import read_model_files
 from meshwright.spec.errors import BadInput
 from tests.server.helpers import byte_tokenizer
@@ -29,14 +29,14 @@ VALUES = st.recursive(
 def test_messages_arrive_whole_however_bytes_are_split(messages: list[dict], data: st.DataObject) -> None:
     sent = b"".join(map(encode, messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=6)))
-    reader = MessageReader()
+    reader = ServerMessageReader()
     pieces = [sent[start:end] for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
     assert [message for piece in pieces for message in reader.add(piece)] == messages
 
 
 def test_a_length_that_no_message_has_is_refused() -> None:
     with pytest.raises(ValueError, match="at most"):
-        MessageReader().add(b"\xff" * 8)
+        ServerMessageReader().add(b"\xff" * 8)
 
 
 @pytest.mark.parametrize(
@@ -72,18 +72,18 @@ def test_a_histogram_counts_up_to_each_bound() -> None:
 
 
 def test_templates_run_in_a_sandbox() -> None:
-    template = ChatTemplate("{{ messages.append(1) }}", {})
+    template = ServedChatTemplate("{{ messages.append(1) }}", {})
     with pytest.raises(RequestError) as error:
         template.render([])
     assert error.value.status == 422
-    escape = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
+    escape = ServedChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
     with pytest.raises(RequestError):
         escape.render([])
-    refusing = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    refusing = ServedChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(RequestError, match="roles must alternate"):
         refusing.render([])
     with pytest.raises(BadInput):
-        ChatTemplate("{% if %}", {})
+        ServedChatTemplate("{% if %}", {})
 
 
 def test_files_of_a_folder(tmp_path: Path) -> None:
@@ -96,4 +96,4 @@ def test_files_of_a_folder(tmp_path: Path) -> None:
     files = read_model_files(tmp_path)
     assert files.stop_ids == (byte_tokenizer().token_to_id("!"),)
     assert files.chat_template is not None
-    assert ChatTemplate(files.chat_template, files.special_tokens).render([]) == "<!"
+    assert ServedChatTemplate(files.chat_template, files.special_tokens).render([]) == "<!"

@@ -17,7 +17,7 @@ from meshwright.server.bad_words import word_tokens
 from meshwright.server.errors import RequestError
 from meshwright.server.model_files import ModelFiles, read_model_files
 from meshwright.server.request_reader import RequestReader, chat_template
-from meshwright.server.text_request import TextRequest
+from meshwright.server.text_request import CheckedTextRequest
 from meshwright.spec.errors import BadInput
 from meshwright.spec.serve import ServeSpec
 from tests.server.chat_templates import QWEN3
@@ -42,11 +42,11 @@ def reader_of(files: ModelFiles, spec: ServeSpec = SPEC) -> RequestReader:
     return RequestReader(spec, NAME, files, chat_template(spec, files), SIZES["context"], 257)
 
 
-def completion(reader: RequestReader, **keys: Any) -> TextRequest:
+def completion(reader: RequestReader, **keys: Any) -> CheckedTextRequest:
     return reader.completion(json.dumps({"prompt": "def", **keys}).encode())
 
 
-def chat(reader: RequestReader, **keys: Any) -> TextRequest:
+def chat(reader: RequestReader, **keys: Any) -> CheckedTextRequest:
     return reader.chat(json.dumps({**ASK, **keys}).encode())
 
 

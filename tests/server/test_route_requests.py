@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from meshwright.server.errors import RequestError
-from meshwright.server.route_requests import MOST_HEAD_BYTES, MOST_HEADERS, RequestReader, RoutedRequest
+from meshwright.server.route_requests import MOST_HEAD_BYTES, MOST_HEADERS, RoutedRequest, RouteRequestReader
 from tests.slow import examples
 
 MOST_BODY = 1000
@@ -17,7 +17,7 @@ CHUNKED = b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 
 def read(data: bytes, sizes: Iterable[int] = (), most: int = MOST_BODY) -> list[RoutedRequest]:
     """The complete requests in `data`, which comes in pieces of `sizes`, and then the rest."""
-    reader, found, pending, position, left = RequestReader(most), [], None, 0, iter(sizes)
+    reader, found, pending, position, left = RouteRequestReader(most), [], None, 0, iter(sizes)
     while position < len(data):
         size = next(left, len(data))
         reader.add(data[position : position + size])

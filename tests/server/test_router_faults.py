@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from meshwright.server.instances import Instance
+from meshwright.server.instances import ServerInstance
 from tests.server.scripted import LAST, OPENING, Clock, Server, assert_lost, exchange, request, routed, wait_for
 from tests.slow import examples
 
@@ -73,7 +73,7 @@ class Victim:
             self.stream.write(CHUNK)
 
 
-def heard(instance: Instance, clock: Clock) -> bool:
+def heard(instance: ServerInstance, clock: Clock) -> bool:
     """Whether the router has read what the server has sent."""
     return instance.heard == clock.now or not instance.busy
 

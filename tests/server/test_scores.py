@@ -21,9 +21,9 @@ import torch
 from meshwright.checkpoint.models.single_device import load_model
 from meshwright.serve.failures import FAILED_STEPS, EngineLost
 from meshwright.serve.reward_scorer import open_scorer
-from meshwright.server.engine_process import Connection
+from meshwright.server.engine_process import EngineConnection
 from meshwright.server.engine_setup import EngineSetup
-from meshwright.server.messages import MessageReader, encode
+from meshwright.server.messages import ServerMessageReader, encode
 from meshwright.server.packed_ids import ids_as_text
 from meshwright.server.score_process import ScoreLoop, check_settings, serve_scores
 from meshwright.spec.errors import BadInput
@@ -181,8 +181,8 @@ class Loop:
     def __init__(self, scorer: Any) -> None:
         self.ours, theirs = socket.socketpair()
         self.error: BaseException | None = None
-        loop = ScoreLoop(scorer, Connection(theirs), SPEC.engine)
-        self._reader, self._messages = MessageReader(), list[Any]()
+        loop = ScoreLoop(scorer, EngineConnection(theirs), SPEC.engine)
+        self._reader, self._messages = ServerMessageReader(), list[Any]()
 
         def run() -> None:
             try:

@@ -13,10 +13,10 @@ import pytest
 from meshwright.data.token_bytes import TokenBytes
 from meshwright.serve.stops import StopStrings, StringSearch
 from meshwright.serve.text import text_stream
-from meshwright.server.bodies import ChatBody, CompletionBody, Piece
+from meshwright.server.bodies import ChatBody, CompletionBody, TextPiece
 from meshwright.server.engine_client import News, Reason
 from meshwright.server.text_output import TextOutput
-from meshwright.server.text_request import TextRequest
+from meshwright.server.text_request import CheckedTextRequest
 from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs
 from tests.serve.test_text import FORMS, TEXTS, decoded, tokenizer_of
 
@@ -128,7 +128,7 @@ def test_a_stop_token_of_the_request_is_the_reason_of_the_end(token: int, report
     assert (output.finish_reason, output.stop_reason, output.cached_tokens) == ("stop", reported, 3)
 
 
-REQUEST = TextRequest(
+REQUEST = CheckedTextRequest(
     count=1,
     new_tokens=1,
     sampling={},
@@ -145,7 +145,7 @@ REQUEST = TextRequest(
 def test_bodies_are_json(body: type[CompletionBody]) -> None:
     shown, pieces = (
         body("1", 2, "a model", REQUEST),
-        [Piece('é "\ud800', None, None, "stop", "st\n"), Piece("", "[]", None, "length")],
+        [TextPiece('é "\ud800', None, None, "stop", "st\n"), TextPiece("", "[]", None, "length")],
     )
     whole = json.loads(shown.whole(pieces, {"total_tokens": 3}))
     assert [choice["stop_reason"] for choice in whole["choices"]] == ["st\n", None] and whole[
@@ -154,7 +154,7 @@ def test_bodies_are_json(body: type[CompletionBody]) -> None:
     for index, piece in enumerate(pieces):
         event = json.loads(shown.event(index, piece, {"total_tokens": 3}).removeprefix(b"data: "))
         assert event["usage"] == {"total_tokens": 3} and event["choices"][0]["finish_reason"] == piece.finish_reason
-    assert "stop_reason" not in json.loads(shown.event(0, Piece("x")).removeprefix(b"data: "))["choices"][0]
+    assert "stop_reason" not in json.loads(shown.event(0, TextPiece("x")).removeprefix(b"data: "))["choices"][0]
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])

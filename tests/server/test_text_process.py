@@ -24,7 +24,7 @@ from meshwright.server.errors import RequestError
 from meshwright.server.model_files import ModelFiles, read_model_files
 from meshwright.server.request_reader import RequestReader, chat_template
 from meshwright.server.text_process import Setup
-from meshwright.server.text_request import TextRequest
+from meshwright.server.text_request import CheckedTextRequest
 from meshwright.server.text_workers import SHORT_BODY, Sizes, TextWorkers
 from meshwright.spec.fields import to_plain
 from meshwright.spec.serve import ServeSpec
@@ -102,7 +102,7 @@ async def outcome(workers: TextWorkers, body: bytes, work: Any = RequestReader.c
 
 async def pid_of(workers: TextWorkers) -> int:
     """The number of the loaded process for short bodies."""
-    assert isinstance(await outcome(workers, chat("x")), TextRequest)
+    assert isinstance(await outcome(workers, chat("x")), CheckedTextRequest)
     assert workers._short._process is not None
     return workers._short._process.pid
 
@@ -111,7 +111,7 @@ def plain(reading: Any) -> Any:
     """An outcome in a form that can be compared."""
     if isinstance(reading, RequestError):
         return reading.status, reading.content
-    if isinstance(reading, TextRequest):
+    if isinstance(reading, CheckedTextRequest):
         values, ids = reading.pack()
         values["sampling"] = {key: value for key, value in reading.sampling.items() if key != "seed"}
         return json.loads(json.dumps(values)), ids
@@ -170,7 +170,7 @@ def test_an_endless_template_ends_its_own_request_only(files: ModelFiles, monkey
     (first, endless, *others), long, replaced = with_workers(files, ask)
     assert (endless.status, endless.param, endless.code) == (422, "messages", "text_timeout")
     assert "chat template took longer than 1 s" in endless.message
-    assert all(isinstance(request, TextRequest) for request in (first, *others)) and replaced
+    assert all(isinstance(request, CheckedTextRequest) for request in (first, *others)) and replaced
     assert (long.status, long.code) == (422, "text_timeout") and "the body took longer" in long.message
 
 
@@ -188,7 +188,7 @@ def test_a_killed_process_ends_the_request_that_it_worked_on(files: ModelFiles) 
 
     (lost, *others), replaced = with_workers(files, ask)
     assert (lost.status, lost.code) == (500, "text_lost") and (b"x-should-retry", b"false") in lost.headers
-    assert all(isinstance(request, TextRequest) for request in others) and replaced
+    assert all(isinstance(request, CheckedTextRequest) for request in others) and replaced
 
 
 def test_a_request_gets_limited_memory(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_a_request_gets_limited_memory(files: ModelFiles, monkeypatch: pytest.Mo
 
     *refused, short, long = with_workers(files, ask)
     assert [(error.status, error.code) for error in refused] == [(422, "text_memory")] * 2
-    assert isinstance(short, TextRequest) and long.code == "context_length_exceeded"
+    assert isinstance(short, CheckedTextRequest) and long.code == "context_length_exceeded"
 
 
 def test_jobs_are_done_in_order_and_long_ones_delay_no_short_one(files: ModelFiles) -> None:
@@ -289,7 +289,7 @@ def test_a_process_that_cannot_load_is_started_again(files: ModelFiles, monkeypa
         return refused, reading
 
     refused, reading = with_workers(files, ask)
-    assert (refused.status, refused.code) == (503, "text_unavailable") and isinstance(reading, TextRequest)
+    assert (refused.status, refused.code) == (503, "text_unavailable") and isinstance(reading, CheckedTextRequest)
 
 
 def test_a_process_that_cannot_be_started_is_started_later(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,9 @@ def test_a_process_that_cannot_be_started_is_started_later(files: ModelFiles, mo
         return popen(*arguments, **options)
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    assert isinstance(with_workers(files, lambda workers: outcome(workers, chat("x"))), TextRequest) and not errors
+    assert (
+        isinstance(with_workers(files, lambda workers: outcome(workers, chat("x"))), CheckedTextRequest) and not errors
+    )
 
 
 def test_a_text_process_has_no_secret_and_no_torch(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:

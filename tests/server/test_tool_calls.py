@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from meshwright.server.chat_messages import read_messages
-from meshwright.server.chat_template import ChatTemplate
-from meshwright.server.engine_process import Connection
+from meshwright.server.chat_template import ServedChatTemplate
+from meshwright.server.engine_process import EngineConnection
 from meshwright.server.model_files import read_model_files
 from meshwright.server.notations import NotationKey as Notation
 from meshwright.server.notations import template_notation
@@ -210,7 +210,7 @@ def test_templates_get_arguments_of_earlier_calls_as_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(PARIS)}}
     messages = read_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
     source = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.city }}{% endfor %}"
-    assert ChatTemplate(source, {}).render(messages) == "Paris"
+    assert ServedChatTemplate(source, {}).render(messages) == "Paris"
 
 
 TOOLS = [
@@ -238,7 +238,7 @@ SCRIPTED = [
 ]
 
 
-def say(text: str, connection: Connection) -> None:
+def say(text: str, connection: EngineConnection) -> None:
     """An engine that answers each request with this text, three tokens a step."""
     connection.send({"ready": {"context": 4096, "vocab": 300, "sequences": 8}})
     tokens = byte_tokenizer(*SPECIAL).encode(text).ids

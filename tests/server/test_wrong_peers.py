@@ -21,13 +21,13 @@ from meshwright.policies.batch_request import BatchLimits
 from meshwright.serve.failures import FAILED_STEPS, EngineLost
 from meshwright.serve.generation import Update
 from meshwright.server import prefill_jobs, store_client
-from meshwright.server.engine_process import Connection, EngineLoop
+from meshwright.server.engine_process import EngineConnection, EngineLoop
 from meshwright.server.frames import BadFrame, FrameSocket, listen
 from meshwright.server.prefill_jobs import MOST_TEXTS, PrefillConnection, PrefillJobs
 from meshwright.server.remote_prefill import SHARED_KEYS
 from meshwright.server.staging import Staging
 from meshwright.server.store_client import Fetch, StoreClient
-from meshwright.server.transfers import TransferFigures, Transfers, TransferSetup
+from meshwright.server.transfers import BlockTransfers, TransferFigures, TransferSetup
 
 PROMPT = {
     "job": 1,
@@ -252,7 +252,7 @@ class Receiver:
         with listen(f"unix:{folder}/a") as listening:
             setup = TransferSetup(role="decode", peers=(f"unix:{folder}/a",))
             submit = lambda request, firsts: self.submitted.append(firsts)  # noqa: E731
-            self.transfers = Transfers(cast("Any", Engine()), setup, submit)
+            self.transfers = BlockTransfers(cast("Any", Engine()), setup, submit)
             self.frames, self.staging = FrameSocket(listening.accept()[0]), Staging(Engine.block_bytes)
         self.client, self._other = socket.socketpair()
         assert self.frames.take_hello(self.frames.receive()[0].message, "") is None
@@ -323,7 +323,7 @@ def test_failed_steps_of_prompts_for_other_engines_count() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         engine = SimpleNamespace(unfinished=1, step=step, figures=dict)
-        loop = EngineLoop(cast("Any", engine), Connection(theirs))
+        loop = EngineLoop(cast("Any", engine), EngineConnection(theirs))
         nothing: Callable[..., Any] = lambda *_: None  # noqa: E731
         transfers = SimpleNamespace(wait=nothing, figures=TransferFigures(), after_step=lambda _: [], close=nothing)
         loop.transfers = cast("Any", transfers)
@@ -367,7 +367,7 @@ def test_an_engine_tells_a_stranger_nothing(tmp_path: Path, answer: Any) -> None
     """Neither the key nor its hello, at the address of an engine for prompts and at that of a store."""
     stranger = Impostor(f"unix:{tmp_path}/a")
     setup = TransferSetup(role="decode", peers=(f"unix:{tmp_path}/a",), key="the secret key")
-    transfers = Transfers(cast("Any", Engine()), setup, lambda request, firsts: None)
+    transfers = BlockTransfers(cast("Any", Engine()), setup, lambda request, firsts: None)
     heard = stranger.hear(lambda: transfers.wait((), lambda: True), answer)
     assert b"nonce" in heard and b"hello" not in heard and b"secret" not in heard
     assert not transfers.figures.usable_peers

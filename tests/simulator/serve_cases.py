@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from meshwright.costs.serve_costs import InstanceCosts
 from meshwright.costs.serve_work import DeviceWork
-from meshwright.costs.step_times import StepTimes
+from meshwright.costs.step_times import InstanceStepTimes
 from meshwright.spec.deployment import PREFIX_BLOCK, InstanceSpec, ServeLimits, TimedRequest
 from meshwright.spec.serve_profile import StepConstants
 
@@ -19,7 +19,7 @@ BLOCK_BYTES = 100.0
 
 def simple_times(
     step: float = 0.5, token: float = 0.0, position: float = 0.0, launch: float = 0.0, longest: float = 0.0
-) -> StepTimes:
+) -> InstanceStepTimes:
     """Each step takes `step` seconds, and so many for each token, each position of a decode and each of the longest text.
 
     The host launches a step with a prompt in `launch` seconds.
@@ -52,11 +52,11 @@ def simple_times(
         text_bytes_per_s=position / longest if longest else 0.0,
         decode_programs=1,
     )
-    return StepTimes(work, constants)
+    return InstanceStepTimes(work, constants)
 
 
 def costs_of(
-    times: StepTimes,
+    times: InstanceStepTimes,
     *,
     blocks: int = 1000,
     sequences: int = 8,

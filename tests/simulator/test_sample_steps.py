@@ -10,8 +10,8 @@ import pytest
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
 from meshwright.simulator.sample_steps import (
-    Parts,
     RingTime,
+    SampleParts,
     arrival_parts,
     longest_first_parts,
     pack_sequences,
@@ -54,7 +54,7 @@ def test_forward_and_backward_hide_their_own_messages() -> None:
 def test_ranks_of_a_divided_sample_wait_for_each_other() -> None:
     """Rank 0 has 10 tokens before the sample of 20 on two ranks, and rank 1 has 5 after it."""
     lengths, linear = np.array([10, 20, 5]), SampleTime(0.0, 1.0)
-    parts = Parts(np.array([0, 1, 1, 2]), np.array([1, 2, 2, 1]), np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1]))
+    parts = SampleParts(np.array([0, 1, 1, 2]), np.array([1, 2, 2, 1]), np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1]))
     assert play_parts(parts, lengths, 3, linear, FREE).tolist() == [20, 25, 0]
 
 
@@ -80,7 +80,7 @@ def test_the_simulator_plays_a_balance_in_the_time_that_the_balancer_says(ring: 
     lengths = np.random.default_rng(0).integers(1, 400, 200)
     time = SampleTime(0.0, 1.0, 3.0, exchange=exchange)
     balance = balance_samples(lengths, RankPool(8, 100, SampleTime(0.0, 1.0, 3.0, ring, exchange), heads=8 * 7 * 3 * 5))
-    parts = Parts(balance.sample, balance.parts, balance.rank, balance.slot, balance.by_heads)
+    parts = SampleParts(balance.sample, balance.parts, balance.rank, balance.slot, balance.by_heads)
     played = play_parts(parts, lengths, 8, time, FREE)
     if ring == 0 or exchange < math.inf:
         assert balance.by_heads.any() == (exchange < math.inf)

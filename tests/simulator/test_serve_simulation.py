@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -13,15 +14,15 @@ import pytest
 import torch
 
 from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts
-from meshwright.costs.step_times import StepTimes, soft_maximum
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
+from meshwright.costs.step_times import InstanceStepTimes, soft_maximum
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, EngineStep, Request
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.batching_player import play
 from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.serve.engine import Engine
 from meshwright.serve.readback import LaunchedStep
 from meshwright.simulator import serve_instance, serve_simulation
-from meshwright.simulator.serve_instance import Instance
+from meshwright.simulator.serve_instance import SimulatedInstance
 from meshwright.simulator.serve_simulation import simulate
 from meshwright.simulator.serve_types import Occupancy, ServedDeployment
 from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, Role, TimedRequest
@@ -163,16 +164,16 @@ def test_blocks_that_come_during_a_run_change_no_times(seed: int, monkeypatch: p
     times = simple_times(0.1, token=0.001, position=0.00013, longest=0.0002)
     costs = costs_of(times, blocks=4000, overlap=True, rate=1e4)
     divided: list[bool] = []
-    divide = Instance.divide_run
+    divide = SimulatedInstance.divide_run
 
-    def noted(instance: Instance, now: float) -> bool:
+    def noted(instance: SimulatedInstance, now: float) -> bool:
         divided.append(divide(instance, now))
         return divided[-1]
 
-    monkeypatch.setattr(Instance, "divide_run", noted)
+    monkeypatch.setattr(SimulatedInstance, "divide_run", noted)
     served = simulate(DIVIDED, requests, costs, LIMITS)
     assert sum(divided) > 50
-    monkeypatch.setattr(Instance, "divide_run", lambda *_: False)
+    monkeypatch.setattr(SimulatedInstance, "divide_run", lambda *_: False)
     assert simulate(DIVIDED, requests, costs, LIMITS).requests == served.requests
 
 
@@ -203,6 +204,23 @@ def test_attainment_is_joint_and_leaves_out_both_ends() -> None:
     assert (served.attainment_within(0.8), served.attainment_within(2.0)) == (0.0, 1.0)
     assert served.rate == pytest.approx(0.01)
     assert served.good_rate_per_gpu == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("deployment", [COLOCATED, DIVIDED])
+def test_a_simulation_is_cut_where_the_sought_attainment_is_out_of_reach(deployment: Deployment) -> None:
+    requests, costs = random_requests(60, 7, every=8.0), costs_of(simple_times(0.5))
+    times = simulate(deployment, requests, costs, LIMITS)
+    limits = replace(
+        LIMITS, ttft_seconds=float(np.median(times.ttft)), tpot_seconds=float(np.quantile(times.tpot, 0.8))
+    )
+    whole = simulate(deployment, requests, costs, limits)
+    assert 0.2 < whole.attainment < 0.9 and not whole.cut
+    kept = simulate(deployment, requests, costs, limits, sought=whole.attainment)
+    assert not kept.cut and kept.requests == whole.requests
+    for sought in (whole.attainment + 1e-9, 0.9, 1.0):
+        cut = simulate(deployment, requests, costs, limits, sought=sought)
+        assert cut.cut and not cut.instances
+        assert whole.attainment <= cut.attainment < sought
 
 
 def test_a_watched_simulation_has_what_each_instance_held() -> None:
@@ -279,7 +297,7 @@ def test_times_are_those_of_the_engine_itself(overlap: bool, launch: float, seed
 
 
 def _engine_times(
-    requests: Sequence[TimedRequest], times: StepTimes, *, overlap: bool
+    requests: Sequence[TimedRequest], times: InstanceStepTimes, *, overlap: bool
 ) -> tuple[list[float], list[float]]:
     """First and last tokens of the engine's loop, on a clock that the modelled times of steps and launches move on."""
     now, free = 0.0, 0.0
@@ -291,7 +309,7 @@ def _engine_times(
     engine = Engine(built(LLAMA, dtype=torch.float32), options=sizes, clock=lambda: now)
     plan, complete = engine._policy.next_step, engine._complete
 
-    def next_step(*arguments: Any) -> Step | None:
+    def next_step(*arguments: Any) -> EngineStep | None:
         nonlocal free, now
         if (step := plan(*arguments)) is not None:
             decodes = step.parts[: step.decodes]

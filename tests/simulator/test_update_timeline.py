@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.simulator.update_timeline import Operation, StepWork, play, step_seconds
+from meshwright.simulator.update_timeline import StepWork, UpdateOperation, play, step_seconds
 
 WORK = StepWork(units=12, chunks=10, copy=2.0, update=0.2, forward=6.0, backward=18.0, buffers=6)
 COMPUTE = 12 * 24.0
@@ -19,11 +19,11 @@ Six were fetched before; the seventh waits for the first to leave its buffer.
 
 def test_an_engine_serves_the_operation_that_is_ready_first() -> None:
     operations = [
-        Operation("a", 3.0, engine="link"),
-        Operation("a", 1.0, engine="link"),
-        Operation("b", 1.0),
-        Operation("b", 2.0, engine="link"),
-        Operation("c", 1.0, (3,)),
+        UpdateOperation("a", 3.0, engine="link"),
+        UpdateOperation("a", 1.0, engine="link"),
+        UpdateOperation("b", 1.0),
+        UpdateOperation("b", 2.0, engine="link"),
+        UpdateOperation("c", 1.0, (3,)),
     ]
     assert play(operations) == [(0, 3), (5, 6), (0, 1), (3, 5), (5, 6)]
 

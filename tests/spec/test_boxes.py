@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.config.load import load_run
 from meshwright.spec.errors import BadConfig
-from meshwright.spec.layout import Division, Part, check_tensor, local_boxes, local_shape, tensor_split_error
+from meshwright.spec.layout import AxisPart, Division, check_tensor, local_boxes, local_shape, tensor_split_error
 from meshwright.spec.model import ModelSpec, parameters
 
 
@@ -52,7 +52,7 @@ def test_ranks_hold_every_element_and_count_it_once(model: tuple[ModelSpec, int]
             own = 0
             for shard in range(shards):
                 next_row = 0
-                for box in local_boxes(parameter, Division(Part(tensor, ranks)), Part(shard, shards)):
+                for box in local_boxes(parameter, Division(AxisPart(tensor, ranks)), AxisPart(shard, shards)):
                     index = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
                     assert box.first_row == next_row and held[index].size == np.prod(box.sizes) > 0
                     next_row += box.sizes[0]
@@ -60,7 +60,7 @@ def test_ranks_hold_every_element_and_count_it_once(model: tuple[ModelSpec, int]
                     counted[index] += box.primary
                     holders[index] = box.copies
                 own += next_row
-            assert own == local_shape(parameter, Division(Part(tensor, ranks)))[0]
+            assert own == local_shape(parameter, Division(AxisPart(tensor, ranks)))[0]
         assert (counted == 1).all() and (held == holders).all()
 
 
@@ -84,8 +84,8 @@ def test_expert_ranks_and_their_shards_hold_every_expert_once(expert: int, shard
     for parameter in (parameter for parameter in parameters(spec) if parameter.expert):
         holders, sizes = np.zeros(parameter.shape, int), []
         for expert_rank, shard in np.ndindex(expert, shards):
-            division = Division(expert=Part(expert_rank, expert))
-            boxes = local_boxes(parameter, division, Part(shard, shards))
+            division = Division(expert=AxisPart(expert_rank, expert))
+            boxes = local_boxes(parameter, division, AxisPart(shard, shards))
             for box in boxes:
                 holders[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] += 1
             sizes.append(sum(int(np.prod(box.sizes)) for box in boxes))
@@ -103,7 +103,7 @@ def test_fused_weights_are_cut_block_by_block() -> None:
     parameter_by_name = {parameter.name.rsplit(".", 2)[-2]: parameter for parameter in parameters(spec)}
 
     def parts(name: str, dim: int) -> list[list[int]]:
-        boxes = [local_boxes(parameter_by_name[name], Division(Part(rank, 2))) for rank in range(2)]
+        boxes = [local_boxes(parameter_by_name[name], Division(AxisPart(rank, 2))) for rank in range(2)]
         return [
             [at for b in rank_boxes for at in range(b.offsets[dim], b.offsets[dim] + b.sizes[dim])]
             for rank_boxes in boxes

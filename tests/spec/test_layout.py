@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from meshwright.spec.layout import (
     STAGES_PER_RANK,
     V_SCHEDULES,
+    AxisPart,
     Layout,
-    Part,
     balanced_stages,
     context_split_error,
     local_tokens,
@@ -211,7 +211,7 @@ def test_experts_are_folded_from_the_ranks_of_one_copy() -> None:
 def test_context_ranks_hold_every_token_once_in_rising_order(ring: int, ulysses: int, times: int) -> None:
     seq = 2 * ring * ulysses * times
     tokens_by_rank = {
-        (r, u): [token for part in local_tokens(seq, Part(r, ring), Part(u, ulysses)) for token in part]
+        (r, u): [token for part in local_tokens(seq, AxisPart(r, ring), AxisPart(u, ulysses)) for token in part]
         for r in range(ring)
         for u in range(ulysses)
     }
@@ -221,7 +221,7 @@ def test_context_ranks_hold_every_token_once_in_rising_order(ring: int, ulysses:
     )
     for r in range(ring):
         together = [token for u in range(ulysses) for token in tokens_by_rank[r, u]]
-        assert together == [token for part in local_tokens(seq, Part(r, ring)) for token in part]
+        assert together == [token for part in local_tokens(seq, AxisPart(r, ring)) for token in part]
         if ring > 1:  # as many scores under the causal mask as any other
             assert sum(token + 1 for token in together) * ring == seq * (seq + 1) / 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -74,6 +75,32 @@ def test_a_session_of_its_own_has_the_least_weight_meanwhile() -> None:
     assert set(policies.split()) == {"0"}
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only a privileged process leaves idle priority")
+def test_the_launcher_ends_the_idle_priority_of_a_process_that_cannot() -> None:
+    """Its threads get no processor time: here they wait for a message that never comes."""
+    code = "import sys, threading\nfrom meshwright.training.idle_priority import run_at_idle_priority\n"
+    code += "run_at_idle_priority(lambda: (print('idle', flush=True), sys.stdin.read()), threading.Event())"
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "idle\n"
+    os.kill(process.pid, signal.SIGSTOP)
+
+    def policies() -> set[int]:
+        return {os.sched_getscheduler(int(thread)) for thread in os.listdir(f"/proc/{process.pid}/task")}
+
+    group = Path(f"/proc/{process.pid}/autogroup")
+    assert policies() == {os.SCHED_IDLE, os.SCHED_OTHER}
+    assert not group.exists() or group.read_text().split()[-1] == "19"
+    idle_priority.end_idle_priority(process.pid)
+    assert policies() == {os.SCHED_OTHER}
+    assert not group.exists() or group.read_text().split()[-1] == "0"
+    process.kill()
+    process.communicate()
+    idle_priority.end_idle_priority(process.pid)  # it has ended
+
+
 def test_the_session_of_another_process_is_not_changed() -> None:
     group = Path("/proc/self/autogroup")
     if os.getsid(0) == os.getpid() or not group.exists():
@@ -86,7 +113,7 @@ def test_the_session_of_another_process_is_not_changed() -> None:
 def test_a_process_without_a_group_works_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     group = tmp_path / "autogroup"
     group.write_text(text)
-    monkeypatch.setattr(idle_priority, "AUTOGROUP", group)
+    monkeypatch.setattr(idle_priority, "_autogroup", lambda process: group)
     monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
     assert run_at_idle_priority(lambda: 3, threading.Event()) == 3
     assert group.read_text() == text

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.events.messages import CHANNEL, Failure, MessageReader
+from meshwright.events.messages import CHANNEL, FailureMessage, RankMessageReader
 from meshwright.spec.errors import (
     BadInput,
     Damaged,
@@ -176,8 +176,8 @@ def test_the_launcher_hears_of_a_failure_and_writes_its_message(
     life = rank(1)
     life.log_to(tmp_path)
     assert end_of(life, Damaged("torn")) == 4
-    messages = list(MessageReader(reading).read())
-    assert messages == [Failure(4, "torn", str(tmp_path / "logs" / "rank-00001.log"))]
+    messages = list(RankMessageReader(reading).read())
+    assert messages == [FailureMessage(4, "torn", str(tmp_path / "logs" / "rank-00001.log"))]
     assert capsys.readouterr().err == ""
     os.close(orders)
 

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.events.messages import CHANNEL, Begin, Message, MessageReader, Progress, Step, encode
+from meshwright.events.messages import (
+    CHANNEL,
+    BeginMessage,
+    Message,
+    ProgressMessage,
+    RankMessageReader,
+    StepMessage,
+    encode,
+)
 from meshwright.events.progress import PROGRESS, ProgressPage
 from tests.slow import quick_first
 from tests.training.tiny import make_tiny, prepared, ranks
@@ -33,7 +41,7 @@ class Spare:
 
     def __init__(self) -> None:
         reading, writing = os.pipe()
-        self.reader, self.page = MessageReader(reading), ProgressPage.create()
+        self.reader, self.page = RankMessageReader(reading), ProgressPage.create()
         env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         env |= {CHANNEL: str(writing), "MESHWRIGHT_PARENT": str(os.getpid()), PROGRESS: self.page.path}
         env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -46,7 +54,7 @@ class Spare:
         )
         os.close(writing)
 
-    def begin(self, message: Begin) -> None:
+    def begin(self, message: BeginMessage) -> None:
         assert self.process.stdin is not None
         os.write(self.process.stdin.fileno(), encode(message))
 
@@ -67,12 +75,14 @@ def test_spares_become_the_ranks_of_a_run(tiny: Path, tmp_path: Path, count: int
     sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     for rank, spare in enumerate(reversed(spares)):
         rank_environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes}
-        spare.begin(Begin(str(prepared_run.folder / "assignment.json"), address | rank_environment))
+        spare.begin(BeginMessage(str(prepared_run.folder / "assignment.json"), address | rank_environment))
     for rank, spare in enumerate(reversed(spares)):
         messages = spare.messages()
         assert spare.process.wait(60) == 0
-        assert [message.step for message in messages if isinstance(message, Step)] == [1, 2, 3, 4, 5, 6]
-        phases = [message.phase for message in messages if isinstance(message, Progress) and message.action == -1]
+        assert [message.step for message in messages if isinstance(message, StepMessage)] == [1, 2, 3, 4, 5, 6]
+        phases = [
+            message.phase for message in messages if isinstance(message, ProgressMessage) and message.action == -1
+        ]
         assert phases == ["compile", "train", "validate", "save", "end"]
         assert spare.page.read().phase == "end" and spare.page.count > 20
         assert (prepared_run.folder / "logs" / f"rank-{rank:05d}.log").exists()

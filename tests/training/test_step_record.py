@@ -10,7 +10,7 @@ import torch
 from meshwright.spec.cluster import CHIPS, ClusterSpec
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Plan
-from meshwright.training.step_record import FigureReader, _Pending
+from meshwright.training.step_record import StepFigureReader, _Pending
 from meshwright.training.train_step import StepFigures
 from tests.training.tiny import make_tiny, prepared
 
@@ -31,10 +31,10 @@ def figures(
     return StepFigures(torch.tensor([loss, norm, valid, tokens, flag, skips, *ROUTING, Z_LOSS], dtype=torch.float64))
 
 
-def reader(assignment, gpu: str, compute: str = "bf16") -> FigureReader:
+def reader(assignment, gpu: str, compute: str = "bf16") -> StepFigureReader:
     run = replace(assignment.run, cluster=ClusterSpec(gpu=gpu, gpus_per_node=2))
     plan: Plan = replace(assignment.plan, precision=replace(assignment.plan.precision, compute=compute))
-    return FigureReader(run, plan, CPU, tokens_before=1000)
+    return StepFigureReader(run, plan, CPU, tokens_before=1000)
 
 
 @pytest.mark.parametrize("gpu", sorted(CHIPS))

@@ -9,7 +9,7 @@ from meshwright.config.load import load_run
 from meshwright.config.profile_file import to_json
 from meshwright.data.prepare import prepare
 from meshwright.launch import prepare as launching
-from meshwright.launch.prepare import Prepared
+from meshwright.launch.prepare import PreparedRun
 from meshwright.spec.profile import MachineProfile, ProductTime
 from meshwright.spec.run import RunSpec
 
@@ -73,7 +73,7 @@ def tiny_run(file: Path, *overrides: str) -> RunSpec:
     return load_run(file, overrides)
 
 
-def prepared(file: Path, runs: Path, *overrides: str, profile: tuple[int, int] | None = None) -> Prepared:
+def prepared(file: Path, runs: Path, *overrides: str, profile: tuple[int, int] | None = None) -> PreparedRun:
     """The folder of a tiny run, created or reopened as by `meshwright train`, without starting ranks."""
     with patch.object(launching, "is_finished", return_value=False):
         prepared_run = launching.prepare_run(tiny_run(file, *overrides), runs, profile=profile, note=lambda text: None)

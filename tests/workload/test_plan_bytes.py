@@ -12,7 +12,7 @@ from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis,
 from meshwright.workload.activations import activation_bytes
 from meshwright.workload.buffers import STAGING_BUFFERS
 from meshwright.workload.plan_bytes import FRAMEWORK_BYTES, allocated, fullest_rank_memory, memory_by_rank
-from meshwright.workload.tensor_bytes import Formats
+from meshwright.workload.tensor_bytes import TensorFormats
 
 HIDDEN, FFN, VOCAB, LAYERS = 1024, 4096, 32768, 8
 MODEL = ModelSpec(
@@ -32,7 +32,7 @@ attention's output, and the MLP.
 """
 BACKWARD_TEMPORARIES = TOKENS * 2 * (2 * FFN + HIDDEN)
 """Bytes of temporary gradients in a block's backward: of gate and up, and of the residual stream."""
-SCRATCH = Formats.workspace
+SCRATCH = TensorFormats.workspace
 HEAD = 3072 * VOCAB * 2 + 4 * TABLE + 2 * TOKENS * HIDDEN * 2
 """Bytes in the head: a chunk's logits, the head's fp32 gradient, hidden states and their gradient."""
 STREAM = TOKENS * HIDDEN * 2

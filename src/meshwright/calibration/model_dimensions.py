@@ -15,7 +15,7 @@ from meshwright.spec.blocks.block import BlockSpec, SublayerSpec
 from meshwright.spec.blocks.feed_forward import Activation, FeedForwardSpec
 from meshwright.spec.blocks.mixture import MixtureSpec, RouterSpec
 from meshwright.spec.blocks.norm import NormSpec
-from meshwright.spec.blocks.part import Body, Place
+from meshwright.spec.blocks.part import BlockBody, BodyPlace
 from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Value
 from meshwright.workload.model_shape import Shape, shape_of_runs
 
@@ -181,11 +181,11 @@ def shape_from_dimensions(dims: Mapping[str, Any]) -> Shape:
         width=expert_in if expert_in != hidden else None,
     )
     dense = FeedForwardSpec(width=dims["ffn"], activation=activation)
-    mixers: list[tuple[Body, float]] = [
+    mixers: list[tuple[BlockBody, float]] = [
         (attention, attention_layers),
         (PublishedMixerSpec(columns=6 * hidden), mixer_layers),
     ]
-    networks: list[tuple[Body, float]] = [(dense, dense_layers), (mixture, moe_layers)]
+    networks: list[tuple[BlockBody, float]] = [(dense, dense_layers), (mixture, moe_layers)]
     if "hybrid" in dims:  # one body a layer
         runs = [(_block(hidden, body), count) for body, count in (*mixers, *networks) if count]
     else:  # which mixers stand beside which networks does not matter
@@ -211,7 +211,7 @@ def shape_from_dimensions(dims: Mapping[str, Any]) -> Shape:
     )
 
 
-def _block(hidden: Any, *bodies: Body) -> BlockSpec:
+def _block(hidden: Any, *bodies: BlockBody) -> BlockSpec:
     """A block with a sublayer for each body; initial values do not matter here."""
     sublayers = tuple(SublayerSpec(norm=NormSpec(), bodies=(body,)) for body in bodies)
     return BlockSpec(hidden=hidden, sublayers=sublayers, std=0.0, residual_std=0.0)
@@ -233,7 +233,7 @@ class PublishedAttentionSpec:
     """Keys and values together, as they are saved and exchanged."""
     columns: Any
 
-    def operations(self, place: Place) -> Iterator[Op]:
+    def operations(self, place: BodyPlace) -> Iterator[Op]:
         """Projection, rotation, attention, output projection."""
         name, queries, values = place.name, self.heads * self.head_dim, self.heads * self.value_head_dim
         joined = Value(name("joined"), queries + self.kv_width)
@@ -284,7 +284,7 @@ class PublishedMixerSpec:
 
     columns: Any
 
-    def operations(self, place: Place) -> Iterator[Op]:
+    def operations(self, place: BodyPlace) -> Iterator[Op]:
         """The linear layer."""
         yield LinearOp(
             name=place.name("in"),

@@ -28,7 +28,7 @@ PLAN_COLUMNS = ("gpu", "gpus", "tp", "pp", "dp", "micro_batch", "global_batch", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PublishedCase:
     """A run as inputs of the cost model."""
 
     shape: Shape
@@ -45,10 +45,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Reading:
+class RecordReading:
     """The result of reading a record: its case or the reason why it cannot be priced, and the assumed defaults."""
 
-    case: Case | None
+    case: PublishedCase | None
     assumed: tuple[str, ...]
     reason: str | None
 
@@ -57,13 +57,13 @@ class _CannotBePriced(Exception):
     """A record cannot be priced; the message says why."""
 
 
-def read_record(record: Record) -> Reading:
+def read_record(record: Record) -> RecordReading:
     """Read `record`. Never raises: where it cannot be priced, the result has the reason."""
     assumptions: list[str] = []
     try:
-        return Reading(_case(record, assumptions), tuple(assumptions), None)
+        return RecordReading(_case(record, assumptions), tuple(assumptions), None)
     except _CannotBePriced as refusal:
-        return Reading(None, tuple(assumptions), str(refusal))
+        return RecordReading(None, tuple(assumptions), str(refusal))
 
 
 def measured_seconds(record: Record) -> float | None:
@@ -109,7 +109,7 @@ def failed(record: Record) -> bool:
     return "FAILED" in (record.get("note") or "")
 
 
-def _case(record: Record, assumed: list[str]) -> Case:
+def _case(record: Record, assumed: list[str]) -> PublishedCase:
     conventions = applicable_conventions(record)
     if refusal := next((convention.because for convention in conventions if convention.refused), None):
         raise _CannotBePriced(refusal)
@@ -131,7 +131,7 @@ def _case(record: Record, assumed: list[str]) -> Case:
     if not software.states_sequence_split and not record.get("sequence"):
         layout = replace(layout, sequence=float(splits_sequence(model_shape, machine, layout)))
         assumed.append("sequence split by tensor parallelism" if layout.sequence else "sequence kept whole")
-    return Case(
+    return PublishedCase(
         shape=model_shape,
         machine=machine,
         layout=layout,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibration.published_records import Case, Reading, read_record
+from meshwright.calibration.published_records import PublishedCase, RecordReading, read_record
 from meshwright.costs.bands import RunClass, band_of
 from meshwright.costs.constants import at_release, constant_arrays, known_software, table
 from meshwright.costs.device_rates import Machine
@@ -46,7 +46,7 @@ def predict_records(
     return [_prediction(reading, next(figures) if reading.case is not None else None) for reading in readings]
 
 
-def price(cases: Sequence[Case], constants_given: dict[str, Any] | None = None) -> StepCost:
+def price(cases: Sequence[PublishedCase], constants_given: dict[str, Any] | None = None) -> StepCost:
     """Step costs of all cases, as arrays."""
     shape: Shape = side_by_side([case.shape for case in cases])
     machine: Machine = side_by_side([case.machine for case in cases])
@@ -58,7 +58,7 @@ def price(cases: Sequence[Case], constants_given: dict[str, Any] | None = None) 
 
 
 def memory(
-    cases: Sequence[Case], constants_given: dict[str, Any] | None = None, *, as_printed: bool
+    cases: Sequence[PublishedCase], constants_given: dict[str, Any] | None = None, *, as_printed: bool
 ) -> dict[str, np.ndarray]:
     """Bytes by category of all cases: of the fullest stage, or of the stage whose memory each case's software prints."""
     shape: Shape = side_by_side([case.shape for case in cases])
@@ -72,7 +72,7 @@ def memory(
     )
 
 
-def class_of(case: Case, values: Mapping[str, Any] | None = None) -> RunClass:
+def class_of(case: PublishedCase, values: Mapping[str, Any] | None = None) -> RunClass:
     """The class of a run under a table of constants."""
     values = values or table()
     return RunClass(
@@ -83,7 +83,7 @@ def class_of(case: Case, values: Mapping[str, Any] | None = None) -> RunClass:
     )
 
 
-def _price(cases: Sequence[Case], constants_given: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _price(cases: Sequence[PublishedCase], constants_given: dict[str, Any] | None) -> list[dict[str, Any]]:
     cost, by_category = price(cases, constants_given), memory(cases, constants_given, as_printed=True)
     least_bytes = _least_memory(cases, constants_given)
     values = constants_given or table()
@@ -108,7 +108,7 @@ def _price(cases: Sequence[Case], constants_given: dict[str, Any] | None) -> lis
     return predictions
 
 
-def _least_memory(cases: Sequence[Case], constants_given: dict[str, Any] | None) -> np.ndarray:
+def _least_memory(cases: Sequence[PublishedCase], constants_given: dict[str, Any] | None) -> np.ndarray:
     """Bytes of each case's fullest stage; where recomputation is not stated, the lesser of none and full recompute."""
     recomputed = [
         replace(case, layout=replace(case.layout, recompute=FULL)) if case.may_recompute else case for case in cases
@@ -119,7 +119,7 @@ def _least_memory(cases: Sequence[Case], constants_given: dict[str, Any] | None)
     return np.minimum(as_stated, if_recomputed)
 
 
-def _prediction(reading: Reading, figures: dict[str, Any] | None) -> Prediction:
+def _prediction(reading: RecordReading, figures: dict[str, Any] | None) -> Prediction:
     if figures is None:
         return Prediction(None, None, None, None, None, None, None, reading.assumed, reading.reason)
     return Prediction(**figures, assumed=reading.assumed, reason=reading.reason)

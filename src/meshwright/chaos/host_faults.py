@@ -6,9 +6,9 @@ import shutil
 import signal
 from collections.abc import Callable
 
-from meshwright.chaos.hosts import host_name, namespace_obstacle
+from meshwright.chaos.hosts import Links, host_name, namespace_obstacle
 from meshwright.chaos.process_faults import CONTINUES, RESTART_SECONDS, after, middle
-from meshwright.chaos.processes import children, command, processes_with, send, training_ranks
+from meshwright.chaos.processes import children, command, processes_with, send
 from meshwright.chaos.scenario import Scenario, Stage
 
 LOST_SECONDS, REPLACED_SECONDS = 10.0, 25.0
@@ -22,6 +22,8 @@ FLAP_SECONDS, PARTITION_SECONDS = 3.0, 20.0
 FLAP_HANG_SECONDS = 10.0
 """Limit of a hang for the short cut: TCP doubles its waits between retransmissions, so ranks exchange nothing for up to
 6.4 s, which is more than the usual limit on a CPU."""
+EXCHANGES = 100
+"""Most exchanges between hosts that follow each other until a restarted run has trained a step."""
 TWO_HOSTS = ("cluster.nodes=2",)
 
 
@@ -68,11 +70,13 @@ def lose_host(stage: Stage) -> None:
 
 
 def lose_coordinator(stage: Stage) -> None:
-    """End all processes of the coordinator's host at once, and cut its link where there is one."""
+    """Play: end all processes of the coordinator's host at once, which trains, and cut its link where there is one."""
+    job = stage.start(hosts=2)
     assert stage.hosts is not None
-    job, agent = stage.job, stage.job.processes[0]
-    coordinator = coordinator_of(stage)
-    stage.require(training_ranks(agent.pid) != {}, "the coordinator's host does not train")
+    job.until(lambda: bool(job.states), "the first attempt")
+    stage.launch(2)  # a spare host, as the others train
+    job.until_step(middle(stage))
+    agent, coordinator = job.processes[0], coordinator_of(stage)
     stage.mark()
     stage.expect_incident("failure", host=host_name(0))
     if namespace_obstacle() is None:
@@ -80,6 +84,7 @@ def lose_coordinator(stage: Stage) -> None:
     for pid in [agent.pid, *children(agent.pid), coordinator]:
         send(pid, signal.SIGKILL)
     job.forget(agent)
+    job.wait()
 
 
 def coordinator_of(stage: Stage) -> int:
@@ -163,7 +168,7 @@ HOST_FAULTS = (
         name="lose-coordinator",
         promise="When the first host is lost, which trains and coordinates, another host coordinates, a spare one trains, and "
         f"{CONTINUES}.",
-        play=after(middle, lose_coordinator),
+        play=lose_coordinator,
         hosts=3,
         overrides=TWO_HOSTS,
         detect_within=FAILOVER_SECONDS,
@@ -177,6 +182,20 @@ HOST_FAULTS = (
         overrides=(*TWO_HOSTS, "checkpoint.partner=host"),
         detect_within=LOST_SECONDS,
         recover_within=REPLACED_SECONDS,
+    ),
+    *(
+        Scenario(
+            name=name,
+            promise=f"Over {links} a lost host costs no step that its partner has, also without storage, and {CONTINUES}.",
+            play=after(middle, lose_host_and_checkpoints),
+            hosts=3,
+            overrides=(*TWO_HOSTS, "cluster.gpus_per_node=1", "checkpoint.partner=host"),
+            detect_within=LOST_SECONDS + links.seconds * EXCHANGES,
+            recover_within=REPLACED_SECONDS + links.seconds * EXCHANGES,
+            links=links,
+            unavailable=namespace_obstacle,
+        )
+        for name, links in (("far-hosts", Links(seconds=0.03)), ("lossy-links", Links(loss=0.01)))
     ),
     Scenario(
         name="store-loss",

@@ -1,7 +1,8 @@
 """Several hosts on one machine; without root, processes on the loopback interface.
 
 Each host has a network namespace with a link to a switch, a hostname, a /dev/shm and an /etc/hosts that names all of them,
-and a /tmp of its own if that is wanted. Links can be slow, be down, or stay up while the switch drops everything.
+and a /tmp of its own if that is wanted. Links can be slow, late or lossy, be down, or stay up while the switch drops
+everything.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import meshwright
@@ -40,22 +43,48 @@ exec cat
 """Script of the process that keeps a host's namespaces, until its standard input ends. Folders of /tmp may stay shared."""
 
 
+@cache
 def namespace_obstacle() -> str | None:
     """Return why this process cannot make network namespaces; None if it can."""
     if os.geteuid() != 0:
         return "needs root to make network namespaces"
     missing = [name for name in ("ip", "tc", "bridge", "nsenter", "unshare") if shutil.which(name) is None]
-    return f"there is no command {missing[0]}" if missing else None
+    if missing:
+        return f"there is no command {missing[0]}"
+    made = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, check=False)
+    return f"this root may not make namespaces: {made.stderr.strip()}" if made.returncode else None
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of hosts to their switch."""
+
+    rate: str | None = None
+    """Limit of each direction of each link, e.g. `400mbit`; None for no limit."""
+    seconds: float = 0.0
+    """Time from one host to another."""
+    loss: float = 0.0
+    """Share of the frames that are lost."""
+
+    @property
+    def relayed(self) -> bool:
+        """Whether frames are late or lost, which `chaos.relay` does."""
+        return bool(self.seconds or self.loss)
+
+    def __str__(self) -> str:
+        parts = [f"of {self.rate}"] if self.rate else []
+        parts += [f"with {1000 * self.seconds:g} ms between hosts"] if self.seconds else []
+        parts += [f"that lose {self.loss:.1%}"] if self.loss else []
+        return " ".join(["links", *parts])
 
 
 class Hosts:
     """Emulated hosts, numbered from 0. Without root they share the loopback interface and their links cannot be cut."""
 
-    def __init__(self, count: int, folder: Path, rate: str | None = None, shared: Sequence[Path] | None = None) -> None:
+    def __init__(self, count: int, folder: Path, links: Links = Links(), shared: Sequence[Path] | None = None) -> None:
         """Make the hosts; the job's token is written to `folder`.
 
-        `rate` limits each direction of each link, e.g. `400mbit`. With `shared` each host has a /tmp of its own, in which
-        of the usual /tmp only these folders are.
+        With `shared` each host has a /tmp of its own, in which of the usual /tmp only these folders are.
         """
         self._prefix = f"mw{secrets.token_hex(3)}"
         self.emulation = "processes on the loopback interface"
@@ -64,10 +93,15 @@ class Hosts:
         self._token.write_text(secrets.token_hex(16))
         self._names: list[str] = []
         self._holders: list[subprocess.Popen[bytes]] = []
+        """The process of each host that keeps its namespaces."""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        """These and the relay."""
         if not namespace_obstacle():
-            self.emulation = f"namespaces{f', links of {rate}' if rate else ''}"
+            self.emulation = "namespaces" if links == Links() else f"namespaces, {links}"
             try:
-                self._make(count, rate)
+                self._make(count, links)
+                if links.relayed:
+                    self._relay(count, links)
                 names = folder / "hosts"
                 lines = ["127.0.0.1 localhost", *(f"{address(host)} {host_name(host)}" for host in range(count))]
                 names.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
@@ -78,7 +112,7 @@ class Hosts:
                 self.close()
                 raise
 
-    def _make(self, count: int, rate: str | None) -> None:
+    def _make(self, count: int, links: Links) -> None:
         switch = f"{self._prefix}s"
         self._add(switch)
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
@@ -86,13 +120,25 @@ class Hosts:
         for host in range(count):
             name, port = f"{self._prefix}{host}", f"port{host}"
             self._add(name)
-            _ip("link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+            if links.relayed:
+                for namespace, device in ((name, INTERFACE), (switch, port)):
+                    _ip("-n", namespace, "tuntap", "add", "dev", device, "mode", "tap")
+            else:
+                _ip("link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
             _ip("-n", name, "addr", "add", f"{address(host)}/24", "dev", INTERFACE)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", INTERFACE, "up")
             _ip("-n", switch, "link", "set", port, "master", "switch", "up")
-            for namespace, device in ((name, INTERFACE), (switch, port)) if rate else ():
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate", str(rate), *QUEUE)
+            if links.rate:
+                self.set_rate(host, links.rate)
+
+    def _relay(self, count: int, links: Links) -> None:
+        """Start the process that joins the two ends of each link; each has half of the time between two hosts."""
+        ends = [f"{self._prefix}{host}/{INTERFACE}-{self._prefix}s/port{host}" for host in range(count)]
+        command = [sys.executable, "-m", "meshwright.chaos.relay", str(links.seconds / 2), str(links.loss), *ends]
+        source = str(Path(meshwright.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+        self._await_ready(command, "the relay of the links", {**os.environ, "PYTHONPATH": path})
 
     def _add(self, name: str) -> None:
         _ip("netns", "add", name)
@@ -111,11 +157,18 @@ class Hosts:
         namespaces = ["nsenter", network, "unshare", "--uts", "--mount", "--propagation", "private"]
         words = [host_name(host), str(names.resolve()), "" if own is None else str(own.resolve()), *folders]
         script = ["sh", "-c", _HOLD, "sh", *words]
-        holder = subprocess.Popen([*namespaces, *script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._holders.append(holder)
-        assert holder.stdout is not None
-        if holder.stdout.readline() != b"ready\n":
-            raise OSError(f"the namespaces of {host_name(host)} cannot be made: exit code {holder.wait()}")
+        self._holders.append(self._await_ready([*namespaces, *script], f"the namespaces of {host_name(host)}"))
+
+    def _await_ready(
+        self, command: Sequence[str], what: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a process that lasts until `close`, and wait until it is ready."""
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        self._processes.append(process)
+        assert process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            raise OSError(f"{what} cannot be made: exit code {process.wait()}")
+        return process
 
     def prefix(self, host: int) -> list[str]:
         """Words before a command that runs it on a host, in the working directory of this process."""
@@ -137,6 +190,14 @@ class Hosts:
         """Cut the link between a host and the switch, or restore it; the host sees that."""
         _ip("-n", f"{self._prefix}s", "link", "set", f"port{host}", "up" if up else "down")
 
+    def set_rate(self, host: int, rate: str | None) -> None:
+        """Limit both directions of a host's link, e.g. to `400mbit`, or with None end the limit."""
+        for namespace, device in ((f"{self._prefix}{host}", INTERFACE), (f"{self._prefix}s", f"port{host}")):
+            if rate is None:
+                _run("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
+            else:
+                _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *QUEUE)
+
     def set_reachable(self, host: int, reachable: bool) -> None:
         """Let the switch drop all that a host sends or gets, or forward it again; its link stays up."""
         state = "3" if reachable else "0"  # forwarding, disabled
@@ -144,11 +205,12 @@ class Hosts:
 
     def close(self) -> None:
         """Remove the namespaces with their interfaces."""
-        while self._holders:
-            holder = self._holders.pop()
-            holder.kill()
-            holder.wait()
-            for pipe in (holder.stdin, holder.stdout):
+        self._holders.clear()
+        while self._processes:
+            process = self._processes.pop()
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
         while self._names:

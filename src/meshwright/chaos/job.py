@@ -57,7 +57,7 @@ class Tail:
         return lines
 
 
-class Job:
+class ChaosJob:
     """A running command, on one or several hosts. Its methods observe it; times are seconds of `time.monotonic`."""
 
     def __init__(

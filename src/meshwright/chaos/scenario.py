@@ -14,8 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from meshwright.chaos.hosts import Hosts
-from meshwright.chaos.job import LONGEST_GPU_SECONDS, LONGEST_SECONDS, POLL_SECONDS, Job, NotReached
+from meshwright.chaos.hosts import Hosts, Links
+from meshwright.chaos.job import LONGEST_GPU_SECONDS, LONGEST_SECONDS, POLL_SECONDS, ChaosJob, NotReached
 from meshwright.chaos.processes import kill_all, processes_with, send, state
 from meshwright.diagnosis.run_folder import compute_seconds, read_operations
 from meshwright.diagnosis.stragglers import diagnose_run
@@ -59,7 +59,7 @@ class Template:
 
 
 @dataclass(frozen=True)
-class Culprit:
+class ExpectedCulprit:
     """Cause, rank and host that an incident must name; None allows any."""
 
     cause: str
@@ -84,17 +84,17 @@ class Stage:
         overrides: Sequence[str] = (),
         hosts: int = 1,
         show: Callable[[str], object] = lambda text: None,
-        rate: str | None = None,
+        links: Links = Links(),
     ) -> None:
-        """With several `hosts` each has an agent; those beyond the hosts of the run are spares.
+        """With several `hosts` each has an agent; those beyond the hosts of the run are spares, and `links` are theirs.
 
-        `show` receives lines of progress. `rate` limits the links of hosts (`Hosts`).
+        `show` receives lines of progress.
         """
-        self._show, self._rate = show, rate
+        self._show, self.links = show, links
         self.template, self.folder = template, folder
         self.run = folder / template.name
         """Folder of the run."""
-        self.jobs: list[Job] = []
+        self.jobs: list[ChaosJob] = []
         self.notes: list[str] = []
         """Further observations for the verdict."""
         self.violations: list[str] = []
@@ -113,19 +113,19 @@ class Stage:
         self._host_count = hosts
         self.hosts: Hosts | None = None
         """The emulated hosts, if there are several."""
-        self.culprit: Culprit | None = None
+        self.culprit: ExpectedCulprit | None = None
         """Culprit that the first incident of the run must name; None if the disturbance makes no incident."""
         self.slow_rank: int | None = None
         """The rank that the straggler analysis has to name; None if the disturbance slows none."""
         self._last_calm_step = 0
 
-    def start(self, env: Mapping[str, str] = MappingProxyType({})) -> Job:
-        """Start the training command, on all hosts, with further environment variables."""
+    def start(self, env: Mapping[str, str] = MappingProxyType({}), hosts: int | None = None) -> ChaosJob:
+        """Start the training command, on all hosts or on the first ones, with further environment variables."""
         arguments = ["train", *self.template.words, *self._overrides, "--runs", str(self.folder)]
         if self._host_count > 1:
             arguments.append("--agent")
             if self.hosts is None:
-                self.hosts = Hosts(self._host_count, self.folder, self._rate)
+                self.hosts = Hosts(self._host_count, self.folder, self.links)
                 self.on_close(self.hosts.close)
                 self.notes.append(f"{self._host_count} hosts as {self.hosts.emulation}")
         longest, output = (
@@ -133,9 +133,9 @@ class Stage:
             self.folder / f"output-{len(self.jobs) + 1}.txt",
         )
         self._show(f"start of meshwright {' '.join(arguments)}")
-        job = Job(arguments, self.run, output, self.token, longest_seconds=longest, show=self._show)
+        job = ChaosJob(arguments, self.run, output, self.token, longest_seconds=longest, show=self._show)
         self.jobs.append(job)
-        for host in range(self._host_count):
+        for host in range(self._host_count if hosts is None else hosts):
             self.launch(host, env)
         return job
 
@@ -174,7 +174,7 @@ class Stage:
 
     def expect_incident(self, cause: str, rank: int | None = None, host: str | None = None) -> None:
         """The first incident of the run has to name this cause, and the rank or host, where given."""
-        self.culprit = Culprit(cause, rank, host)
+        self.culprit = ExpectedCulprit(cause, rank, host)
 
     def expect_straggler(self, rank: int) -> None:
         """Expect that the straggler analysis of the following steps names this rank, with one of `SLOW_RANK_CAUSES`.
@@ -232,7 +232,7 @@ class Stage:
         self._closing.append(action)
 
     @property
-    def job(self) -> Job:
+    def job(self) -> ChaosJob:
         """The job that was started last."""
         return self.jobs[-1]
 
@@ -304,7 +304,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PromiseVerdict:
     """Promise of a scenario, and the observations that confirm or break it."""
 
     scenario: str
@@ -352,6 +352,8 @@ class Scenario:
     """Whether the job may restart its ranks."""
     same_losses: bool = True
     """Whether every loss equals that of an undisturbed run bit for bit."""
+    links: Links | None = None
+    """Links of the hosts; None leaves the choice to whoever runs the scenario."""
     unavailable: Callable[[], str | None] = field(default=lambda: None)
     """Reason why this machine cannot run the scenario; None if it can."""
 
@@ -363,14 +365,14 @@ def run_scenario(
     undisturbed: Callable[[], Losses],
     patience: float = 1.0,
     show: Callable[[str], object] = lambda text: None,
-    rate: str | None = None,
-) -> Verdict:
+    links: Links = Links(),
+) -> PromiseVerdict:
     """Run a scenario in an empty `folder`. `undisturbed` returns the losses of an undisturbed run.
 
     It is not called for a run on GPUs: there the losses of steps that were trained twice are compared with each other.
-    All limits in seconds are multiplied by `patience`. `show` receives lines of progress. `rate` limits the links of hosts.
+    All limits in seconds are multiplied by `patience`. `show` receives lines of progress. `links` are those of hosts.
     """
-    stage = Stage(template, folder, scenario.overrides, scenario.hosts, show, rate)
+    stage = Stage(template, folder, scenario.overrides, scenario.hosts, show, scenario.links or links)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
@@ -381,7 +383,7 @@ def run_scenario(
     violations = [*stage.violations, *_violations(scenario, stage, orphans, undisturbed, patience)]
     recovery = stage.recovery()
     observed = "; ".join([*_observations(scenario, stage), *stage.notes, *(f"BROKEN: {text}" for text in violations)])
-    return Verdict(
+    return PromiseVerdict(
         scenario.name,
         scenario.promise,
         observed,

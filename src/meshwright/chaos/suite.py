@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from meshwright.chaos.hosts import Links
 from meshwright.chaos.job import NotReached
-from meshwright.chaos.scenario import Losses, Scenario, Stage, Template, Verdict, run_scenario
+from meshwright.chaos.scenario import Losses, PromiseVerdict, Scenario, Stage, Template, run_scenario
 from meshwright.chaos.scenarios import SCENARIOS
 from meshwright.spec.errors import BadInput, CommunicationFailure, nearest
 from meshwright.spec.run import RunSpec
@@ -34,12 +35,12 @@ class Suite:
         steps: int,
         patience: float = 1.0,
         show: Callable[[str], object] = lambda text: None,
-        rate: str | None = None,
+        links: Links = Links(),
     ) -> None:
         """`words` describe `run` on the command line; it is shortened to `steps` steps with a few checkpoints.
 
         Keys of checkpoints among `words` have precedence. Limits in seconds are multiplied by `patience`, for machines that do
-        other work at the same time. `show` receives lines of progress.
+        other work at the same time. `show` receives lines of progress. `links` are those of hosts.
         """
         keys_given = {override.partition("=")[0] for override in words}
         every = max(1, steps // CHECKPOINTS)
@@ -49,14 +50,14 @@ class Suite:
         shortened |= {} if "checkpoint.keep" in keys_given else {"checkpoint.keep": CHECKPOINTS + 4}
         words = [*words, *(f"{key}={value}" for key, value in shortened.items())]
         self._template = Template(tuple(words), run.name, steps, run.cluster.ranks, every, gpu=not run.cluster.is_cpu)
-        self._folder, self._patience, self._show, self._rate = folder, patience, show, rate
+        self._folder, self._patience, self._show, self._links = folder, patience, show, links
         self._undisturbed: dict[tuple[tuple[str, ...], int], Losses] = {}
 
-    def run(self, scenario: Scenario) -> Verdict:
+    def run(self, scenario: Scenario) -> PromiseVerdict:
         """Run a scenario. If this machine cannot, the verdict is not ok and says why."""
         reason = scenario.unavailable()
         if reason is not None:
-            return Verdict(scenario.name, scenario.promise, f"not run: {reason}", False)
+            return PromiseVerdict(scenario.name, scenario.promise, f"not run: {reason}", False)
         try:
             return run_scenario(
                 scenario,
@@ -65,10 +66,10 @@ class Suite:
                 lambda: self.undisturbed(_without_supervision(scenario.overrides), min(scenario.hosts, 2)),
                 self._patience,
                 self._show,
-                self._rate,
+                self._links,
             )
         except NotReached as error:
-            return Verdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
+            return PromiseVerdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
 
     def undisturbed(self, overrides: tuple[str, ...], hosts: int) -> Losses:
         """Losses of an undisturbed run with `overrides` on `hosts` hosts; it runs at the first call."""
@@ -78,7 +79,7 @@ class Suite:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             self._show("the undisturbed run begins")
-            stage = Stage(self._template, folder, overrides, hosts, self._show, self._rate)
+            stage = Stage(self._template, folder, overrides, hosts, self._show, self._links)
             try:
                 code = stage.start().wait(24 * 3600)
             finally:

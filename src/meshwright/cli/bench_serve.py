@@ -24,7 +24,7 @@ from meshwright.spec.fields import to_plain
 if TYPE_CHECKING:
     import numpy as np
 
-    from meshwright.config.reading import Located
+    from meshwright.config.reading import LocatedValues
     from meshwright.config.yaml_positions import Position
     from meshwright.costs.serve_costs import ServeCosts
     from meshwright.observe.load_report import InstanceTimeline, LatencyFigures, LoadReport, RateResult
@@ -107,8 +107,8 @@ def bench_serve(
     files: list[Any] = call_all(
         lambda: deployment_question(words), lambda: None if plan is None else read_deployment(plan)
     )
-    question: Located[DeploymentSpec] = files[0]
-    planned: Located[Deployment] | None = files[1]
+    question: LocatedValues[DeploymentSpec] = files[0]
+    planned: LocatedValues[Deployment] | None = files[1]
     spec = question.value
     with question.at_keys():
         if spec.serve.software is not None:
@@ -171,7 +171,7 @@ def _folder_of(spec: DeploymentSpec) -> Path:
         return model_folder(Path(folder))
 
 
-def _check_model(question: Located[DeploymentSpec], served: ModelSpec, folder: Path) -> None:
+def _check_model(question: LocatedValues[DeploymentSpec], served: ModelSpec, folder: Path) -> None:
     """Raise BadConfig unless the dimensions of the model in `folder` are those of the file."""
     differences: dict[Position, BadInput] = {}
     """By position: the dimensions of a preset have that of its name, where one difference says enough."""
@@ -185,7 +185,9 @@ def _check_model(question: Located[DeploymentSpec], served: ModelSpec, folder: P
         raise_together(differences.values())
 
 
-def _check_file(file: Located[Deployment] | None, model: ModelSpec, cluster: ClusterSpec, path: Path | None) -> None:
+def _check_file(
+    file: LocatedValues[Deployment] | None, model: ModelSpec, cluster: ClusterSpec, path: Path | None
+) -> None:
     if file is not None:
         with file.at_keys():
             _check_deployment(file.value, model, cluster, str(path))

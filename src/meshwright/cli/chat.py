@@ -87,11 +87,11 @@ def chat(
         with suppress(ImportError):
             import readline  # noqa: F401  (gives `input` a history and cursor keys)
         print(f"{folder}: /help lists commands, Ctrl-C stops an answer, /quit ends")
-    conversation = Conversation(engine, prompts, files.stop_ids, sampling, tokens, system)
+    conversation = ChatConversation(engine, prompts, files.stop_ids, sampling, tokens, system)
     talk(conversation, read_line if sys.stdin.isatty() else _piped_line)
 
 
-class Conversation:
+class ChatConversation:
     """The messages of a chat, and the engine that answers them."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Conversation:
         return question["content"]
 
 
-def talk(conversation: Conversation, read: Callable[[], str | None]) -> None:
+def talk(conversation: ChatConversation, read: Callable[[], str | None]) -> None:
     """Answer the lines that `read` returns until it returns None or the user ends the chat."""
     while (line := read()) is not None:
         typed = line.strip()
@@ -172,7 +172,7 @@ def talk(conversation: Conversation, read: Callable[[], str | None]) -> None:
 _END_NOTES = {"length": "[the answer is cut: --tokens or the model's context]", "abort": "[stopped]"}
 
 
-def _obey(conversation: Conversation, text: str) -> str | None:
+def _obey(conversation: ChatConversation, text: str) -> str | None:
     """Carry out a command; returns a message to answer, or None."""
     command, _, rest = text.partition(" ")
     if command == "/reset":

@@ -29,9 +29,9 @@ class ChatPrompts:
         if find_spec("jinja2") is None:
             raise BadInput("chat templates need jinja2: pip install 'meshwright[serve]'")
         from meshwright.data.spelled_tokens import SpelledTokens
-        from meshwright.server.chat_template import ChatTemplate
+        from meshwright.server.chat_template import ServedChatTemplate
 
-        self._template = ChatTemplate(files.chat_template, files.special_tokens, files.tool_template)
+        self._template = ServedChatTemplate(files.chat_template, files.special_tokens, files.tool_template)
         self._spelled = SpelledTokens(files.tokenizer, files.special_tokens.values())
 
     def ids(self, messages: Sequence[Message]) -> tuple[int, ...]:

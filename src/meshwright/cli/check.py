@@ -13,7 +13,7 @@ from meshwright.cli.options import Json, Runs, Words, read, say
 from meshwright.spec.errors import EXIT_BAD_INPUT, BadConfig, MeshwrightError, Mistake
 
 if TYPE_CHECKING:
-    from meshwright.config.reading import Reading
+    from meshwright.config.reading import RunReading
     from meshwright.launch.refusals import Refusals
 
 
@@ -63,7 +63,7 @@ def find_mistakes(
     return _mistakes_of(reading, Refusals(reading, runs, note, known, fresh=fresh))
 
 
-def _mistakes_of(reading: Reading, refusals: Refusals) -> tuple[list[Mistake], int]:
+def _mistakes_of(reading: RunReading, refusals: Refusals) -> tuple[list[Mistake], int]:
     """The mistakes of a run and those that only a start would find, in the order of the file, and the exit code."""
     from meshwright.config.reading import in_reading_order
 

@@ -75,14 +75,14 @@ def compare(
 
 def compared_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """The runs in these folders, each once, as they are now."""
-    from meshwright.launch.run_figures import FigureReader
+    from meshwright.launch.run_figures import RunFigureReader
     from meshwright.launch.run_list import run_state
     from meshwright.observe.comparison import ComparedRun, names_of
     from meshwright.observe.runfolder import read_run
 
     distinct = list({folder.resolve(): folder for folder in folders}.values())
     return [
-        ComparedRun.of(name, read_run(folder), run_state(folder, FigureReader(folder).read()))
+        ComparedRun.of(name, read_run(folder), run_state(folder, RunFigureReader(folder).read()))
         for name, folder in zip(names_of(distinct), distinct, strict=True)
     ]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshwright.data.answer_ends import AnswerEnds
     from meshwright.data.left_out import LeftOut
     from meshwright.data.parts import PreparedPart
-    from meshwright.data.prepare import Prepared
+    from meshwright.data.prepare import PreparedCorpus
     from meshwright.data.source import DataSource
     from meshwright.spec.job import TrainSpec
 
@@ -232,7 +232,7 @@ def prepare_command(
     request = ChatRequest(roles, chat_template, preferences) if chat or preferences else None
     cleaning = Cleaning(tuple(filters or ()), tuple(evaluations or ()), deduplicate)
     if part is not None:
-        from meshwright.data.parts import Part, prepare_part
+        from meshwright.data.parts import CorpusPart, prepare_part
 
         if verify:
             raise BadInput("--verify: is for a whole corpus; `data merge` takes it")
@@ -250,7 +250,7 @@ def prepare_command(
         )
         prepared_part = prepare_part(
             preparation,
-            Part.parse(part),
+            CorpusPart.parse(part),
             text_key=text_key,
             workers=workers,
             ray=ray,
@@ -436,7 +436,7 @@ def _open_target(
     return source, run.train
 
 
-def _show_prepared(prepared: Prepared, verify: bool, as_json: bool) -> None:
+def _show_prepared(prepared: PreparedCorpus, verify: bool, as_json: bool) -> None:
     """Print what was left out and what was written. With `verify` compare the digests first; raises Damaged."""
     from meshwright.data.manifest import verify as verify_directory
     from meshwright.spec.errors import Damaged
@@ -474,7 +474,7 @@ def _part_sentences(prepared: PreparedPart) -> str:
     )
 
 
-def _summary(prepared: Prepared) -> dict[str, Any]:
+def _summary(prepared: PreparedCorpus) -> dict[str, Any]:
     splits = {
         split: {"documents": manifest.documents, "tokens": manifest.tokens, "text_bytes": manifest.text_bytes}
         for split, manifest in prepared.manifests.items()
@@ -502,7 +502,7 @@ def _ends(answers: AnswerEnds) -> dict[str, int]:
     return {token.text: count for token, count in answers.counts.items()}
 
 
-def _sentences(prepared: Prepared) -> str:
+def _sentences(prepared: PreparedCorpus) -> str:
     from meshwright.data.left_out import not_read_words
     from meshwright.data.removed import REPORT, removed_words
 

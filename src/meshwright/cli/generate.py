@@ -56,7 +56,7 @@ class Drafting(NamedTuple):
         return self.tokens if self.mtp else 0
 
 
-class ProductFormat(StrEnum):
+class MatmulFlags(StrEnum):
     """Formats of products with weights, narrower than the model's dtype."""
 
     FP8 = "fp8"
@@ -75,10 +75,10 @@ class Int8Format(StrEnum):
     INT8 = "int8"
 
 
-class Formats(NamedTuple):
+class EngineFormats(NamedTuple):
     """Formats of the engine, as in `serve.engine.EngineOptions`."""
 
-    weights: ProductFormat | None = None
+    weights: MatmulFlags | None = None
     kv_cache: CacheFormat | None = None
     invariant: bool = False
 
@@ -93,7 +93,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0 from all.")] = 50,
     seed: Annotated[int, typer.Option(help="Another seed draws another continuation.")] = 0,
     weights: Annotated[
-        ProductFormat | None, typer.Option(help="Format of the products with the blocks' weights.")
+        MatmulFlags | None, typer.Option(help="Format of the products with the blocks' weights.")
     ] = None,
     kv_cache: Annotated[CacheFormat | None, typer.Option(help="Format of cached keys and values.")] = None,
     invariant: Annotated[
@@ -177,7 +177,7 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         seed=seed,
-        formats=Formats(weights, kv_cache, invariant),
+        formats=EngineFormats(weights, kv_cache, invariant),
         drafting=drafting,
         adapter=adapter,
         plan=plan,
@@ -203,7 +203,7 @@ def sample(
     temperature: float,
     top_k: int,
     seed: int,
-    formats: Formats = Formats(),
+    formats: EngineFormats = EngineFormats(),
     drafting: Drafting = Drafting(),
     adapter: Path | None = None,
     plan: Path | None = None,
@@ -230,7 +230,7 @@ def sample(
     ranks = max(tensor, experts.count)
     if plan is not None or ranks > 1:
         option = "--plan" if plan is not None else "--tensor" if tensor > 1 else "--expert"
-        if formats.invariant or (plan is not None and formats != Formats()):
+        if formats.invariant or (plan is not None and formats != EngineFormats()):
             refused = "--invariant is" if plan is None else "--weights, --kv-cache and --invariant are"
             raise BadInput(f"{refused} for one device: leave out {option}")
         if drafting.tokens:
@@ -243,7 +243,7 @@ def sample(
     tokenizer = files.tokenizer
     for sentence in files.text.sentences():
         say(f"meshwright: {sentence}")
-    how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stops=files.stop_ids)
+    how = SamplingFlags(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stops=files.stop_ids)
     if chat:
         chats = ChatPrompts(folder, files)
         ids = [chats.ids(messages_of(system, prompt)) for prompt in prompts]
@@ -265,7 +265,7 @@ def sample(
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts.texts, strict=True)]
 
 
-class Sampling(NamedTuple):
+class SamplingFlags(NamedTuple):
     """Options of the command."""
 
     tokens: int
@@ -318,9 +318,9 @@ def _continue_here(
     folder: Path,
     tokenizer: Tokenizer,
     prompts: Sequence[tuple[int, ...]],
-    how: Sampling,
+    how: SamplingFlags,
     texts: _TextsInOrder,
-    formats: Formats,
+    formats: EngineFormats,
     drafting: Drafting,
     adapter: Path | None,
 ) -> None:
@@ -341,7 +341,10 @@ def _continue_here(
 
 
 def engine_options(
-    prompts: Sequence[Sequence[int]], how: Sampling, formats: Formats = Formats(), drafting: Drafting = Drafting()
+    prompts: Sequence[Sequence[int]],
+    how: SamplingFlags,
+    formats: EngineFormats = EngineFormats(),
+    drafting: Drafting = Drafting(),
 ) -> EngineOptions:
     """Options of an engine for these prompts."""
     from meshwright.spec.engine import EngineOptions, Speculation
@@ -357,7 +360,7 @@ def engine_options(
     )
 
 
-def continued(engine: Engine, prompts: Sequence[Sequence[int]], how: Sampling) -> Iterator[tuple[int, Update]]:
+def continued(engine: Engine, prompts: Sequence[Sequence[int]], how: SamplingFlags) -> Iterator[tuple[int, Update]]:
     """Yields the index of a prompt and an update of its continuation until all have ended."""
     from meshwright.serve.sampling import SamplingOptions
 
@@ -376,8 +379,8 @@ def _continued_by_engine_ranks(
     tensor: int,
     experts: ExpertRanks,
     prompts: Sequence[tuple[int, ...]],
-    how: Sampling,
-    formats: Formats,
+    how: SamplingFlags,
+    formats: EngineFormats,
 ) -> Sequence[Sequence[int]]:
     """The new tokens after each prompt, by the engine on tensor or expert ranks of this host."""
     from meshwright.cli.generate_rank import EngineJob
@@ -404,10 +407,10 @@ def _continued_by_engine_ranks(
 
 
 def _continued_by_plan(
-    folder: Path, plan: Path, prompts: Sequence[tuple[int, ...]], how: Sampling
+    folder: Path, plan: Path, prompts: Sequence[tuple[int, ...]], how: SamplingFlags
 ) -> Sequence[Sequence[int]]:
     """The new tokens after each prompt, by the ranks of a plan."""
-    from meshwright.training.generate import Sampling as PlanSampling
+    from meshwright.training.generate import GenerationSampling as PlanSampling
     from meshwright.training.spread import Continuation
 
     continuation = Continuation(prompts=tuple(prompts), sampling=PlanSampling(**how._asdict()))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.cli.generate import Sampling, continued, engine_options
+from meshwright.cli.generate import SamplingFlags, continued, engine_options
 from meshwright.parallel.world import join
 from meshwright.serve.rank_engines import engine_of_rank
 from meshwright.serve.rank_group import RankModel
@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 600
 
 @dataclass(frozen=True, kw_only=True)
 class EngineJob:
-    """Input of every rank: a checkpoint or Hugging Face folder, prompts as token ids, options of `Sampling` and formats."""
+    """Input of every rank: a checkpoint or Hugging Face folder, prompts as token ids, options of `SamplingFlags` and formats."""
 
     folder: str
     cluster: ClusterSpec
@@ -46,7 +46,7 @@ class EngineJob:
 def continue_prompts(job: EngineJob, environment: RankEnvironment) -> list[list[int]]:
     """The new tokens after each prompt, on rank 0; the other ranks help to compute them."""
     world = join(environment, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
-    how = Sampling(**{name: getattr(job, name) for name in Sampling._fields})
+    how = SamplingFlags(**{name: getattr(job, name) for name in SamplingFlags._fields})
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     part = RankModel.load(Path(job.folder), world, dtype, job.experts, job.weights)
     options = replace(engine_options(job.prompts, how), weights=job.weights, kv_cache=job.kv_cache)

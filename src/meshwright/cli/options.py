@@ -14,7 +14,7 @@ from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.foreign_words import no_folder_hint
 
 if TYPE_CHECKING:
-    from meshwright.config.reading import Reading
+    from meshwright.config.reading import RunReading
     from meshwright.spec.run import RunSpec
 
 
@@ -55,7 +55,7 @@ def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
     return (Path(files[0]) if files else None), [word for word in words or [] if "=" in word]
 
 
-def read(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> Reading:
+def read(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> RunReading:
     """The values that the command line describes, with their mistakes.
     `model.init: checkpoint:NAME` looks for the run NAME in `runs`; `otherwise` is the run file if the words name none."""
     from meshwright.config.load import read_run

@@ -174,7 +174,8 @@ def plan(
         meshwright plan serve.yaml --out deployment.yaml
 
     A file with `serve` asks for a serving deployment. With --json: `instances`, `goodput_per_gpu`, `low`, `high`, `binding`,
-    `alternatives`, `margin_over_colocated`, `search_seconds`.
+    `alternatives`, `margin_over_colocated`, `search_seconds`, `fewest` (the instances on the fewest devices that serve the workload's
+    own rate).
     """
     from meshwright.config.deployment_file import asks_for_deployment
 

@@ -23,13 +23,13 @@ from meshwright.launch.prepare import (
 )
 from meshwright.launch.probe import Probe, check_here, measured_answer
 from meshwright.planner.batch_ramp import ramp_misfit
-from meshwright.planner.candidate import Answer as SearchAnswer
 from meshwright.planner.candidate import Candidate, fixed_keys, untrainable
+from meshwright.planner.candidate import SearchResult as SearchAnswer
 from meshwright.planner.checkpoint_cost import checkpoint_cost
 from meshwright.planner.chip_comparison import ChipPoint, chips_named, compare_chips
 from meshwright.planner.devices import Idle
 from meshwright.planner.effective_time import predict_effective_time
-from meshwright.planner.exchange_features import Step, feature_steps
+from meshwright.planner.exchange_features import FeatureSeconds, feature_steps
 from meshwright.planner.explain import limits, reason_against
 from meshwright.planner.finalists import same_layout
 from meshwright.planner.fixes import choose_or_suggest_fixes
@@ -43,7 +43,7 @@ from meshwright.planner.objectives import (
     scaling,
     shortest_training,
 )
-from meshwright.planner.precision_choice import FormatPrice, ProductFormat, format_named, priced_formats
+from meshwright.planner.precision_choice import FormatPrice, MatmulFormat, format_named, priced_formats
 from meshwright.planner.reprice import predict
 from meshwright.planner.sample_choice import SampleChoice, choose_sample_layout
 from meshwright.planner.sample_lengths import expected_histogram
@@ -83,7 +83,7 @@ class PlanQuestion:
     """Software to compare for the job."""
     features: bool = False
     """Whether to show what features of other systems' expert parallelism would change."""
-    precision: ProductFormat | None = None
+    precision: MatmulFormat | None = None
     """The narrowest format whose step is shown."""
 
     @classmethod
@@ -152,7 +152,7 @@ class PlanQuestion:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     """The chosen plan, its alternatives and the details of the answer."""
 
     run: RunSpec
@@ -208,7 +208,7 @@ class Answer:
         )
 
     @cached_property
-    def features(self) -> tuple[Step, ...]:
+    def features(self) -> tuple[FeatureSeconds, ...]:
         """The plan's step with features of other systems, of --features."""
         return feature_steps(self.run, self.plan)
 
@@ -261,7 +261,7 @@ class Answer:
         )
 
 
-def answer_question(run: RunSpec, question: PlanQuestion, note: Note = lambda text: None) -> Answer:
+def answer_question(run: RunSpec, question: PlanQuestion, note: Note = lambda text: None) -> PlanAnswer:
     """The planner's answer to a question; `note` receives a line for each slow operation.
 
     Raises BadInput for options that do not fit the run and for an impossible plan, and OutOfResources when no plan
@@ -280,7 +280,7 @@ def answer_question(run: RunSpec, question: PlanQuestion, note: Note = lambda te
     return _answer_by_search(run, question)
 
 
-def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
+def as_plain(answer: PlanAnswer, *, explain: bool) -> dict[str, Any]:
     """The JSON output of `--json`."""
     others = [
         {
@@ -335,7 +335,7 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
     return body
 
 
-def sources_of(answer: Answer) -> dict[str, str]:
+def sources_of(answer: PlanAnswer) -> dict[str, str]:
     """The source of the predicted numbers: measured, fitted or guessed."""
     product_format = format_of_products(answer.plan.precision, answer.run.cluster)
     return sources(answer.run.cluster, product_format, answer.plan)
@@ -356,7 +356,7 @@ def _with_host_memory(run: RunSpec) -> RunSpec:
     return on_this_host(run) if not stated and is_here(run.cluster) else run
 
 
-def _answer_for_file(run: RunSpec, question: PlanQuestion) -> Answer:
+def _answer_for_file(run: RunSpec, question: PlanQuestion) -> PlanAnswer:
     if question.gpus or question.objective == "training":
         raise BadInput(
             f"plan: {run.plan} is a single plan; --gpus and --objective training choose others, with plan=auto or pins"
@@ -368,10 +368,10 @@ def _answer_for_file(run: RunSpec, question: PlanQuestion) -> Answer:
     plan = predict(run, given_plan(run))
     if question.for_train:
         refuse_untrainable(run, plan)
-    return Answer(run, question, Candidate(plan, fits=misfit(run, plan) is None), considered=1, plan_from_file=True)
+    return PlanAnswer(run, question, Candidate(plan, fits=misfit(run, plan) is None), considered=1, plan_from_file=True)
 
 
-def _answer_by_search(run: RunSpec, question: PlanQuestion) -> Answer:
+def _answer_by_search(run: RunSpec, question: PlanQuestion) -> PlanAnswer:
     chosen = choose_or_suggest_fixes(run, memory_bytes=device_memory(run))
     result, faster = chosen.answer, None
     if question.for_train:
@@ -383,7 +383,7 @@ def _answer_by_search(run: RunSpec, question: PlanQuestion) -> Answer:
     )
 
 
-def _answer_by_probes(run: RunSpec, question: PlanQuestion, note: Note) -> Answer:
+def _answer_by_probes(run: RunSpec, question: PlanQuestion, note: Note) -> PlanAnswer:
     """The search's answer, with the fastest of the leading plans by measurement as the best."""
     if isinstance(run.plan, str) and run.plan != "auto":
         raise BadInput(f"plan: {run.plan} is a single plan; --probe chooses among several, with plan=auto or pins")
@@ -397,14 +397,14 @@ def _answer_by_probes(run: RunSpec, question: PlanQuestion, note: Note) -> Answe
     )
 
 
-def _answer_scaling(run: RunSpec, question: PlanQuestion) -> Answer:
+def _answer_scaling(run: RunSpec, question: PlanQuestion) -> PlanAnswer:
     assert question.gpus is not None
     points = scaling(run, cluster_sizes(run, *question.gpus))
     best = cheapest(points) if question.objective == "cost" else fastest(points)
     return replace(_answer_with(best.run, best.answer, question), points=points)
 
 
-def _answer_training(run: RunSpec, question: PlanQuestion) -> Answer:
+def _answer_training(run: RunSpec, question: PlanQuestion) -> PlanAnswer:
     assert question.critical_batch is not None
     tokens = question.tokens or run.train.tokens
     sizes = cluster_sizes(run, *question.gpus) if question.gpus else None
@@ -412,12 +412,12 @@ def _answer_training(run: RunSpec, question: PlanQuestion) -> Answer:
     return replace(_answer_with(trainings[0].point.run, trainings[0].point.answer, question), trainings=trainings)
 
 
-def _answer_with(run: RunSpec, result: SearchAnswer | None, question: PlanQuestion) -> Answer:
+def _answer_with(run: RunSpec, result: SearchAnswer | None, question: PlanQuestion) -> PlanAnswer:
     assert result is not None
-    return Answer(run, question, result.best, result.others, result.considered, result.seconds)
+    return PlanAnswer(run, question, result.best, result.others, result.considered, result.seconds)
 
 
-def _objective(answer: Answer) -> dict[str, Any]:
+def _objective(answer: PlanAnswer) -> dict[str, Any]:
     """The range of the objective and its choice."""
     price = answer.question.price
     body: dict[str, Any] = {"name": answer.question.objective, "gpus": answer.plan.ranks, "tokens": answer.tokens}

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.options import check_writable, say, split_words
-from meshwright.cli.plan_deployment_html import page
 from meshwright.cli.plan_deployment_text import show
 from meshwright.cli.planned_deployment import ServePlan
 from meshwright.cli.quantised_folder import with_stored_formats
 from meshwright.config.deployment_file import deployment_yaml, read_deployment_spec
-from meshwright.config.reading import Located
+from meshwright.config.reading import LocatedValues
 from meshwright.config.trace_file import workload_requests
 from meshwright.durable.writes import write_durable
 from meshwright.families.folder import folder_spec
 from meshwright.launch.machine import found_cluster
 from meshwright.launch.prepare import with_model_vocabulary
-from meshwright.planner.deployment_search import DeploymentAnswer, Option, plan_deployment
+from meshwright.planner.deployment_search import DeploymentAnswer, DeploymentOption, plan_deployment
 from meshwright.spec.deployment import DeploymentSpec, Quantisation, TimedRequest
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import to_plain
@@ -41,9 +40,12 @@ def answer_deployment(
     if out is not None:
         write_durable(out, deployment_yaml(plan.answer.deployment))
     if html is not None:
+        from meshwright.cli.plan_deployment_html import page
+
         write_durable(html, page(plan))
     if as_json:
-        print(json.dumps(as_plain(plan.answer)))
+        fewest = {"fewest": to_plain(plan.fewest.instances)} if plan.rate else {}
+        print(json.dumps({**as_plain(plan.answer), **fewest}))
     else:
         show(plan)
 
@@ -71,7 +73,7 @@ def serve_plan(words: list[str] | None) -> ServePlan:
     return ServePlan(spec, answer, workload_rate(requests))
 
 
-def deployment_question(words: list[str] | None) -> Located[DeploymentSpec]:
+def deployment_question(words: list[str] | None) -> LocatedValues[DeploymentSpec]:
     """The question in the file that the words name, with its vocabulary. Raises BadConfig with every mistake."""
     path, overrides = split_words(words)
     if path is None:
@@ -104,7 +106,7 @@ def as_plain(answer: DeploymentAnswer) -> dict[str, Any]:
     }
 
 
-def _alternative(option: Option) -> dict[str, Any]:
+def _alternative(option: DeploymentOption) -> dict[str, Any]:
     return {
         "instances": to_plain(option.deployment.instances),
         "goodput_per_gpu": option.goodput_per_gpu,

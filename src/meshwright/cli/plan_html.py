@@ -7,7 +7,7 @@ from dataclasses import replace
 from html import escape
 from math import log2
 
-from meshwright.cli.plan_answer import Answer, sources_of
+from meshwright.cli.plan_answer import PlanAnswer, sources_of
 from meshwright.cli.plan_samples import HEADS, TITLE, sample_lines
 from meshwright.cli.plan_text import (
     CHIP_HEADS,
@@ -51,7 +51,7 @@ RANKS_DRAWN = 16
 BOXES_DRAWN = 32
 
 
-def page(answer: Answer) -> str:
+def page(answer: PlanAnswer) -> str:
     """The HTML of the page."""
     run, plan = answer.run, answer.plan
     parts = [
@@ -72,11 +72,11 @@ def page(answer: Answer) -> str:
     return document(f"plan · {_name(answer)}", parts)
 
 
-def _name(answer: Answer) -> str:
+def _name(answer: PlanAnswer) -> str:
     return answer.run.model.preset or answer.run.model.family
 
 
-def _header(answer: Answer) -> str:
+def _header(answer: PlanAnswer) -> str:
     run = answer.run
     machines = machines_line(answer.cluster)
     parts = (f"{number_text.short(parameter_count(run.model))} parameters", escape(layer_order(run.model)), machines)
@@ -90,7 +90,7 @@ def _header(answer: Answer) -> str:
 <p class="facts-line">{status}{escape(line)}</p><p class="aside">{escape(note)}</p></header>"""
 
 
-def _tiles(answer: Answer) -> str:
+def _tiles(answer: PlanAnswer) -> str:
     predicted = answer.plan.predicted
     if predicted is None:
         return ""
@@ -121,7 +121,7 @@ def _tiles(answer: Answer) -> str:
     return tile_list(tiles)
 
 
-def _money(answer: Answer) -> str:
+def _money(answer: PlanAnswer) -> str:
     """Money and energy, and the job on other chips and with other software where they were asked for."""
     parts = [] if answer.expense is None else [listing("Money and energy", list(expense_sentences(answer.expense)))]
     if answer.question.chips:
@@ -133,15 +133,15 @@ def _money(answer: Answer) -> str:
     return "".join(parts)
 
 
-def _links(answer: Answer) -> str:
+def _links(answer: PlanAnswer) -> str:
     return table("What the axes run over", (), axes(answer.run, answer.plan))
 
 
-def _facts(answer: Answer) -> str:
+def _facts(answer: PlanAnswer) -> str:
     return table("Batch, schedule, layers", (), facts(answer.run, answer.plan))
 
 
-def _step(answer: Answer) -> str:
+def _step(answer: PlanAnswer) -> str:
     predicted = answer.plan.predicted
     if predicted is None or not predicted.step_seconds:
         return ""
@@ -159,7 +159,7 @@ def _step(answer: Answer) -> str:
     return _figure("Where the step goes", "mean over ranks", "".join(bars))
 
 
-def _memory(answer: Answer) -> str:
+def _memory(answer: PlanAnswer) -> str:
     by_rank = memory_by_rank(answer.run, answer.plan)
     limit = answer.run.cluster.memory_bytes()
     full = 1.04 * max(limit or 0, *(sum(parts_bytes.values()) for _, parts_bytes in by_rank))
@@ -191,7 +191,7 @@ def _figure(title: str, unit: str, bars: str, after: str = "") -> str:
 <div class="bars">{bars}</div>{after}</figure>"""
 
 
-def _timeline(answer: Answer) -> str:
+def _timeline(answer: PlanAnswer) -> str:
     run, plan = answer.run, answer.plan
     if plan.predicted is None or plan.predicted.step_seconds is None:
         return ""
@@ -206,7 +206,7 @@ def _timeline(answer: Answer) -> str:
     return draw_timeline(timeline, "One step, by pipeline rank", f"{cut}Simulated; thin rows are transfers.")
 
 
-def _samples(answer: Answer) -> str:
+def _samples(answer: PlanAnswer) -> str:
     choice = answer.samples
     if choice is None:
         return ""
@@ -214,13 +214,13 @@ def _samples(answer: Answer) -> str:
     return listing(title, sample_reasons(answer.run, choice)) + table("Steps of these", HEADS, sample_lines(choice))
 
 
-def _changes(answer: Answer) -> str:
+def _changes(answer: PlanAnswer) -> str:
     gains = [(change, f"{change.gain:+.1%}" + f" ({change.note})" * bool(change.note)) for change in answer.changes]
     lines = [(change.name, seconds_text(change.seconds), gain) for change, gain in gains]
     return table("What a change would gain", ("change", "step", "tokens/s"), lines)
 
 
-def _runner_ups(answer: Answer) -> str:
+def _runner_ups(answer: PlanAnswer) -> str:
     lines = []
     for number, other in enumerate(answer.others[:LONGEST_TABLE], 2):
         predicted = other.plan.predicted
@@ -230,7 +230,7 @@ def _runner_ups(answer: Answer) -> str:
     return table("Runner-ups, and why they were not chosen", ("", "plan", "step", "reason"), lines)
 
 
-def _scaling(answer: Answer) -> str:
+def _scaling(answer: PlanAnswer) -> str:
     points, tokens = answer.points, answer.tokens
     estimated = [point for point in points if point.tokens_per_second]
     if not estimated:
@@ -269,7 +269,7 @@ def _line(label: str, values: Sequence[float | None]) -> Series:
     return Series(label, "c-loss", "points", list(values))
 
 
-def _trainings(answer: Answer) -> str:
+def _trainings(answer: PlanAnswer) -> str:
     price = price_of(answer.run.cluster, answer.question.price).value
     lines = []
     for training in answer.trainings[:LONGEST_TABLE]:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from meshwright.cli.plan_answer import Answer, sources_of
+from meshwright.cli.plan_answer import PlanAnswer, sources_of
 from meshwright.cli.plan_samples import HEADS, TITLE, sample_lines
 from meshwright.cli.plan_words import (
     axes,
@@ -71,7 +71,7 @@ MEMORY_LETTERS = {
 """Letters of the parts of a memory bar."""
 
 
-def show(answer: Answer) -> None:
+def show(answer: PlanAnswer) -> None:
     """Print the whole answer."""
     console = Console(highlight=False)
     _head(console, answer)
@@ -99,7 +99,7 @@ def show(answer: Answer) -> None:
     _sources(console, answer)
 
 
-def _head(console: Console, answer: Answer) -> None:
+def _head(console: Console, answer: PlanAnswer) -> None:
     run, plan, cluster = answer.run, answer.plan, answer.run.cluster
     name, size = run.model.preset or run.model.family, f"{number_text.short(parameter_count(run.model))} parameters"
     console.print(f"[bold]{name}[/bold], {size}, on {machines_line(answer.cluster)}")
@@ -145,7 +145,7 @@ def _rl_words(run: RunSpec, plan: Plan) -> str:
     )
 
 
-def untrainable_note(answer: Answer) -> str:
+def untrainable_note(answer: PlanAnswer) -> str:
     """A sentence about the faster plan that this release cannot train, or that there is none."""
     other = answer.untrainable
     if other is None:
@@ -165,7 +165,7 @@ def _figures(predicted: Predicted, memory: int | None) -> str:
     return f"[bold]{seconds_text(predicted.step_seconds)} a step[/bold] (80%: {band}), {memory_text}\n{speed}"
 
 
-def _probes(console: Console, answer: Answer) -> None:
+def _probes(console: Console, answer: PlanAnswer) -> None:
     if not answer.probes:
         return
     _heading(console, "measured on this machine, next to the prediction")
@@ -190,7 +190,7 @@ def _measured_text(probe: Probe) -> str:
     return ", ".join([*measured_parts, *([probe.ended] if probe.ended else [])])
 
 
-def _plan(console: Console, answer: Answer) -> None:
+def _plan(console: Console, answer: PlanAnswer) -> None:
     _heading(console, "plan")
     table = Table.grid(padding=(0, 2, 0, 0))
     for key, value in facts(answer.run, answer.plan):
@@ -198,7 +198,7 @@ def _plan(console: Console, answer: Answer) -> None:
     console.print(Padding(table, (0, 0, 0, 2)))
 
 
-def _mesh(console: Console, answer: Answer) -> None:
+def _mesh(console: Console, answer: PlanAnswer) -> None:
     _heading(console, "mesh, outermost axis first")
     table = Table.grid(padding=(0, 2, 0, 0))
     for axis, link, traffic in axes(answer.run, answer.plan):
@@ -219,7 +219,7 @@ def _mesh(console: Console, answer: Answer) -> None:
     console.print(Padding(picture, (0, 0, 0, 2)))
 
 
-def _memory(console: Console, answer: Answer) -> None:
+def _memory(console: Console, answer: PlanAnswer) -> None:
     limit = answer.run.cluster.memory_bytes()
     by_rank = memory_by_rank(answer.run, answer.plan)
     full = max(limit or 0, *(sum(memory_parts.values()) for _, memory_parts in by_rank))
@@ -264,7 +264,7 @@ def _letter(part: str) -> str:
     return MEMORY_LETTERS.get(part, part[0].upper())
 
 
-def _time(console: Console, answer: Answer) -> None:
+def _time(console: Console, answer: PlanAnswer) -> None:
     predicted = answer.plan.predicted
     if predicted is None or predicted.step_seconds is None:
         return
@@ -284,7 +284,7 @@ def _visible_parts(predicted: Predicted) -> Iterable[tuple[str, float]]:
     ]
 
 
-def _runner_ups(console: Console, answer: Answer) -> None:
+def _runner_ups(console: Console, answer: PlanAnswer) -> None:
     if not answer.others:
         return
     _heading(console, "runner-ups, and why they were not chosen")
@@ -300,7 +300,7 @@ def _runner_ups(console: Console, answer: Answer) -> None:
     console.print(Padding(table, (0, 0, 0, 2)))
 
 
-def _samples(console: Console, answer: Answer) -> None:
+def _samples(console: Console, answer: PlanAnswer) -> None:
     choice = answer.samples
     if choice is None:
         return
@@ -316,7 +316,7 @@ def _samples(console: Console, answer: Answer) -> None:
         )
 
 
-def _changes(console: Console, answer: Answer) -> None:
+def _changes(console: Console, answer: PlanAnswer) -> None:
     changes = answer.changes
     if not changes:
         return
@@ -329,7 +329,7 @@ def _changes(console: Console, answer: Answer) -> None:
     console.print("  (seconds of a step; change in tokens per second)", style="dim")
 
 
-def _scaling(console: Console, answer: Answer) -> None:
+def _scaling(console: Console, answer: PlanAnswer) -> None:
     points = answer.priced_points
     if not points:
         return
@@ -392,7 +392,7 @@ CHIP_HEADS = ("chip", "plan", "step", "tokens/s a GPU", "money / M tokens", "kWh
 SOFTWARE_HEADS = ("software", "format", "step (80%)", "tokens/s a GPU", "memory", "layout")
 
 
-def chip_lines(answer: Answer) -> Iterable[tuple[str, ...]]:
+def chip_lines(answer: PlanAnswer) -> Iterable[tuple[str, ...]]:
     """A line of the comparison for each chip, under `CHIP_HEADS` and, with known tokens, days and GPU-hours."""
     for entry in answer.chips:
         point, spent = entry.point, entry.expense
@@ -411,7 +411,7 @@ def chip_lines(answer: Answer) -> Iterable[tuple[str, ...]]:
         )
 
 
-def _chips(console: Console, answer: Answer) -> None:
+def _chips(console: Console, answer: PlanAnswer) -> None:
     if not answer.question.chips:
         return
     _heading(console, "the same job on other chips, the cheapest first")
@@ -421,7 +421,7 @@ def _chips(console: Console, answer: Answer) -> None:
     console.print(Padding(table, (0, 0, 0, 1)))
 
 
-def software_lines(answer: Answer) -> Iterable[tuple[str, ...]]:
+def software_lines(answer: PlanAnswer) -> Iterable[tuple[str, ...]]:
     """A line of the comparison for each software, the fastest first, under `SOFTWARE_HEADS`."""
     for entry in sorted(answer.software, key=lambda entry: entry.seconds or float("inf")):
         if entry.seconds is None or entry.low is None or entry.high is None or entry.memory_bytes is None:
@@ -437,7 +437,7 @@ def software_lines(answer: Answer) -> Iterable[tuple[str, ...]]:
         )
 
 
-def _software(console: Console, answer: Answer) -> None:
+def _software(console: Console, answer: PlanAnswer) -> None:
     if not answer.question.software:
         return
     _heading(console, "as other software would run it, each with its best layout")
@@ -452,7 +452,7 @@ def _software(console: Console, answer: Answer) -> None:
         )
 
 
-def _features(console: Console, answer: Answer) -> None:
+def _features(console: Console, answer: PlanAnswer) -> None:
     if not answer.question.features:
         return
     _heading(console, "what features of other systems' expert parallelism would change")
@@ -466,7 +466,7 @@ def _features(console: Console, answer: Answer) -> None:
     console.print(Padding(table, (0, 0, 0, 1)))
 
 
-def _formats(console: Console, answer: Answer) -> None:
+def _formats(console: Console, answer: PlanAnswer) -> None:
     if answer.question.precision is None:
         return
     _heading(console, "this plan with matrix products in other formats, the fastest first")
@@ -510,7 +510,7 @@ def efficiencies(points: Sequence[Point]) -> list[float | None]:
     return [value / first if value and first else None for value in per_gpu]
 
 
-def _trainings(console: Console, answer: Answer) -> None:
+def _trainings(console: Console, answer: PlanAnswer) -> None:
     if not answer.trainings:
         return
     _heading(console, f"shortest training to the loss of {answer.tokens:.3g} tokens at the run's own batch")
@@ -531,12 +531,13 @@ def _trainings(console: Console, answer: Answer) -> None:
         )
     console.print(Padding(table, (0, 0, 0, 1)))
     console.print(
-        f"  (steps by McCandlish et al. 2018 with a critical batch of {answer.question.critical_batch:.3g} tokens)",
+        f"  (steps by McCandlish et al. 2018 with a critical batch of {answer.question.critical_batch:.3g} tokens: a larger batch needs "
+        "more tokens for the same loss. The days in other tables are those of the run's own batch and tokens.)",
         style="dim",
     )
 
 
-def _sources(console: Console, answer: Answer) -> None:
+def _sources(console: Console, answer: PlanAnswer) -> None:
     _heading(console, "where the numbers come from")
     table = Table.grid(padding=(0, 2, 0, 0))
     for name, source in sources_of(answer).items():

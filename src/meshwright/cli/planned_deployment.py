@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from meshwright.observe.number_text import rate as rate_text
-from meshwright.planner.deployment_search import DeploymentAnswer, Option
-from meshwright.spec.deployment import DeploymentSpec
+from meshwright.planner.deployment_search import DeploymentAnswer, DeploymentOption
+from meshwright.spec.deployment import Deployment, DeploymentSpec, deployment_name
 
 LIMIT_FACTORS = tuple(factor / 10 for factor in range(4, 21))
 """Factors of both limits for which the plan shows the attainment."""
@@ -24,9 +24,17 @@ class ServePlan:
     """Requests per second of the workload."""
 
     @property
-    def devices_needed(self) -> int:
-        """Devices that serve the workload's own rate."""
-        return max(1, ceil(self.rate / self.answer.chosen.goodput_per_gpu))
+    def fewest(self) -> Deployment:
+        """The deployment on the fewest devices that serves the workload's own rate within the limits.
+
+        It has whole instances of one of the simulated deployments, in the same proportion. Fewer instances share load a little less
+        evenly than the simulated ones.
+        """
+        answer, ranks = self.answer, self.spec.cluster.ranks
+        runnable = answer.chosen.deployment.runnable
+        options = [answer.chosen, *(option for option in answer.alternatives if option.deployment.runnable == runnable)]
+        parts = [_part(option.deployment, self.rate / (ranks * option.goodput_per_gpu)) for option in options]
+        return min(parts, key=lambda part: part.devices)
 
 
 def headline(plan: ServePlan) -> str:
@@ -51,14 +59,20 @@ def limits_line(plan: ServePlan) -> str:
     )
 
 
+def _part(deployment: Deployment, share: float) -> Deployment:
+    """A share of a deployment, in whole instances."""
+    counts = (replace(instance, count=max(1, ceil(share * instance.count))) for instance in deployment.instances)
+    return replace(deployment, instances=tuple(counts))
+
+
 def rate_line(plan: ServePlan) -> str:
-    """The share of the goodput that the workload's own rate takes, and the devices that it needs if these are too few."""
+    """The share of the goodput that the workload's own rate takes, and the fewest devices that serve it."""
     if not plan.rate:
         return "the workload's requests arrive at once: it has no rate of its own"
-    needed, ranks = plan.devices_needed, plan.spec.cluster.ranks
-    share = plan.rate / (plan.answer.chosen.goodput_per_gpu * ranks)
-    more = f": it needs {needed:,} devices" if needed > ranks else ""
-    return f"the workload's own {rate_text(plan.rate)} requests/s are {share:,.0%} of that{more}"
+    share = plan.rate / (plan.answer.chosen.goodput_per_gpu * plan.spec.cluster.ranks)
+    fewest = plan.fewest
+    devices = f"{fewest.devices:,} device{'s' * (fewest.devices > 1)}: {deployment_name(fewest)}"
+    return f"the workload's own {rate_text(plan.rate)} requests/s are {share:,.0%} of that, and need at least {devices}"
 
 
 def search_line(answer: DeploymentAnswer) -> str:
@@ -88,6 +102,6 @@ def divisions(answer: DeploymentAnswer) -> list[tuple[float, float]]:
     return sorted((_prefill_share(option), option.goodput_per_gpu) for option in options)
 
 
-def _prefill_share(option: Option) -> float:
+def _prefill_share(option: DeploymentOption) -> float:
     prefill = sum(entry.devices for entry in option.deployment.instances if entry.role == "prefill")
     return prefill / option.deployment.devices

@@ -123,11 +123,11 @@ def _empty(date: str, cluster: ClusterSpec) -> MachineProfile:
 def _table(measured: EngineProfile) -> list[str]:
     """The measured steps beside those of the constants, and the constants."""
     from meshwright.costs.serve_work import device_work
-    from meshwright.costs.step_times import StepTimes
+    from meshwright.costs.step_times import InstanceStepTimes
 
     k, item = measured.constants, measured.item_bytes
     work = device_work(measured.model, weights=measured.weights, item=item, cache_item=1 if measured.kv_cache else item)
-    times = StepTimes(work, k)
+    times = InstanceStepTimes(work, k)
     lines = ["decodes  positions  prompt tokens  measured ms  modelled ms"]
     for step in measured.steps:
         prompt = sum(chunk.count for chunk in step.chunks)

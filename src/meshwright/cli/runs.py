@@ -119,8 +119,9 @@ def stop(
     asked = []
     for run in runs:
         folder = started_run(run)
-        asked.append((folder, lease := request_stop(folder)))
-        print(f"{folder}: asked process {lease.pid} to stop after its running step, with a checkpoint", flush=True)
+        pid, lease = request_stop(folder)
+        asked.append((folder, lease))
+        print(f"{folder}: asked process {pid} to stop after its running step, with a checkpoint", flush=True)
     for folder, lease in () if no_wait else asked:
         figures = await_end(folder, lease)
         saved = f"; checkpoint of step {figures.checkpoint_step:,}" if figures.checkpoint_step else "; no checkpoint"

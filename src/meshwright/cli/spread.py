@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshwright.spec.deployment import Deployment, InstanceSpec
     from meshwright.spec.model import ModelSpec
     from meshwright.spec.plan import Plan
-    from meshwright.training.spread import Answer, Continuation, Measurement
+    from meshwright.training.spread import Continuation, Measurement, SpreadAnswer
 
 PlanFile = Annotated[
     Path | None,
@@ -41,7 +41,7 @@ def ask_ranks(
     *,
     continuation: Continuation | None = None,
     measurement: Measurement | None = None,
-) -> Answer:
+) -> SpreadAnswer:
     """The answer of a plan's ranks about the model in `folder`: a run, a checkpoint, or a Hugging Face folder.
 
     Under a launcher every rank but the first exits here. Raises BadInput if the plan does not fit the model or this
@@ -179,14 +179,14 @@ def cluster_here(ranks: int, source: str, remedy: str, *, launched: bool = False
     return replace(cluster, gpus_per_node=ranks)
 
 
-def _run_here(job: object) -> Answer:
+def _run_here(job: object) -> SpreadAnswer:
     """Start the ranks of a plan on this host and return their answer."""
     from meshwright.spec.fields import from_plain, to_plain
-    from meshwright.training.spread import Answer, SpreadJob
+    from meshwright.training.spread import SpreadAnswer, SpreadJob
 
     assert isinstance(job, SpreadJob)
     answer = answer_of_ranks("meshwright.training.spread", to_plain(job), job.cluster, job.weights)
-    return from_plain(Answer, answer)
+    return from_plain(SpreadAnswer, answer)
 
 
 def answer_of_ranks(module: str, question: object, cluster: ClusterSpec, weights: str) -> Any:

@@ -17,7 +17,7 @@ from meshwright.cli.options import Runs, Words, load, print_now
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
-    from meshwright.launch.prepare import Prepared
+    from meshwright.launch.prepare import PreparedRun
     from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.job import TrainSpec
     from meshwright.spec.plan import Plan
@@ -220,7 +220,7 @@ def _prepared(
     return prepared.assignment
 
 
-def announce(prepared: Prepared) -> None:
+def announce(prepared: PreparedRun) -> None:
     """Print the run, its devices and its plan before the start."""
     from meshwright.cli.plan_words import adapter_text, axes_line, layers_line
     from meshwright.launch.disk import checkpoints_line

@@ -6,7 +6,7 @@ import dataclasses
 import os
 
 from meshwright.config.schema import validate
-from meshwright.config.yaml_positions import Document, KeyPath
+from meshwright.config.yaml_positions import KeyPath, YamlDocument
 from meshwright.families.adapters import resolved_targets
 from meshwright.spec.blocks.adapter import AdapterSpec
 from meshwright.spec.errors import BadInput
@@ -16,7 +16,7 @@ from meshwright.spec.model import ModelSpec
 TARGETS: KeyPath = ("model", "adapter", "targets")
 
 
-def complete_adapter(document: Document) -> None:
+def complete_adapter(document: YamlDocument) -> None:
     """Replace the targets of adapters by our names of the model's linear layers; rejects one that matches none.
 
     Checkpoints name the base by `model.init`, so its path becomes absolute, as does that of `model.adapter.init`.

@@ -14,7 +14,7 @@ from meshwright.config.adapter_rules import complete_adapter
 from meshwright.config.family_dimensions import DIMENSIONS, ffn_width
 from meshwright.config.presets import MODEL_PRESETS, run_preset
 from meshwright.config.value_sources import EMBEDDED, Detect, merged
-from meshwright.config.yaml_positions import Document, KeyPath, Position, format_value, read_yaml
+from meshwright.config.yaml_positions import KeyPath, Position, YamlDocument, format_value, read_yaml
 from meshwright.families.registry import FAMILIES
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import MeshwrightError, nearest
@@ -31,7 +31,9 @@ SCORE_HEAD: Mapping[str, Any] = {"head": "score", "tied": False}
 """Keys of a reward model, which has a head of its own."""
 
 
-def complete(document: Document, stem: str, runs: Path, detect: Detect, model_reader: ModelReader | None) -> list[str]:
+def complete(
+    document: YamlDocument, stem: str, runs: Path, detect: Detect, model_reader: ModelReader | None
+) -> list[str]:
     """Adds derived values that a run file may leave out to `document`; returns a sentence for each assumption."""
     if document.data.get("name") is None:
         document.put(("name",), stem, document.top)
@@ -57,7 +59,7 @@ def complete(document: Document, stem: str, runs: Path, detect: Detect, model_re
     return notes
 
 
-def _apply_preset_defaults(document: Document) -> None:
+def _apply_preset_defaults(document: YamlDocument) -> None:
     """Replaces the quick start's training settings and node size by those of a preset or chip named in overrides."""
     if document.top.file != EMBEDDED:
         return
@@ -71,7 +73,7 @@ def _apply_preset_defaults(document: Document) -> None:
             document.put(path, value, document.top)
 
 
-def _complete_cluster(document: Document, detect: Detect) -> list[str]:
+def _complete_cluster(document: YamlDocument, detect: Detect) -> list[str]:
     """Fills in this machine's devices when the cluster names none, as with `cluster: auto`; given keys take precedence."""
     cluster = document.data.setdefault("cluster", {})
     if not isinstance(cluster, dict) or cluster.get("gpu") is not None or ("cluster",) in document.rejected:
@@ -83,7 +85,7 @@ def _complete_cluster(document: Document, detect: Detect) -> list[str]:
     return [f"no cluster.gpu: cluster=auto assumed, {values} on this machine"]
 
 
-def _normalise_chip_names(document: Document) -> None:
+def _normalise_chip_names(document: YamlDocument) -> None:
     """Spells chips as in the table: h100 becomes H100, "rtx 4090" becomes RTX4090."""
     names = {_plain(name): name for name in ("cpu", *CHIPS)}
     groups = document.get(("cluster", "groups"))
@@ -97,7 +99,7 @@ def _plain(chip: str) -> str:
     return re.sub(r"[\s_-]", "", chip).upper()
 
 
-def _resolve_run_name(document: Document, runs: Path) -> None:
+def _resolve_run_name(document: YamlDocument, runs: Path) -> None:
     """Resolves `checkpoint:NAME` to the run of that name, if there is no folder NAME in the current directory."""
     for section, key in (("model", "init"), ("preference", "reference")):
         values = document.data.get(section)
@@ -107,7 +109,7 @@ def _resolve_run_name(document: Document, runs: Path) -> None:
             document.data[section][key] = f"checkpoint:{runs / name}"
 
 
-def _put_score_head(document: Document) -> None:
+def _put_score_head(document: YamlDocument) -> None:
     """Gives the model of `preference.loss: reward` a head that gives a score, whatever head its initial weights have."""
     path: KeyPath = ("preference", "loss")
     if document.get(path) == "reward":
@@ -116,7 +118,7 @@ def _put_score_head(document: Document) -> None:
                 document.put(("model", name), value, document.value_position(path))
 
 
-def _resolve_expert_load(document: Document, runs: Path) -> None:
+def _resolve_expert_load(document: YamlDocument, runs: Path) -> None:
     """Makes the path of recorded loads absolute; the name of a run stands for its folder if no such file is here."""
     source = document.get(("train", "expert_load"))
     if not isinstance(source, str) or source in ("none", EQUAL_LOADS):
@@ -126,7 +128,7 @@ def _resolve_expert_load(document: Document, runs: Path) -> None:
     document.data["train"]["expert_load"] = os.path.abspath(runs / path if is_run else path)
 
 
-def _resolve_lengths(document: Document) -> None:
+def _resolve_lengths(document: YamlDocument) -> None:
     """Makes the path of a histogram of lengths absolute."""
     path: KeyPath = ("data", "lengths")
     source = document.get(path)
@@ -134,7 +136,7 @@ def _resolve_lengths(document: Document) -> None:
         document.data["data"]["lengths"] = os.path.abspath(os.path.expanduser(source))
 
 
-def _take_dimensions(document: Document, model_reader: ModelReader | None) -> list[str]:
+def _take_dimensions(document: YamlDocument, model_reader: ModelReader | None) -> list[str]:
     """Adds the model's dimensions for keys that are not given: those of the initial weights, else those of the preset.
 
     A given key or preset that differs from the initial weights is rejected, but for `FREE_BESIDE_WEIGHTS`: of these it returns a sentence.
@@ -165,7 +167,7 @@ def _take_dimensions(document: Document, model_reader: ModelReader | None) -> li
     return [f"model: {'; '.join(changed)}"] if changed else []
 
 
-def _dimensions_of_preset(document: Document) -> dict[str, Any] | None:
+def _dimensions_of_preset(document: YamlDocument) -> dict[str, Any] | None:
     preset = document.data["model"].get("preset")
     if preset is None:
         return None
@@ -180,7 +182,7 @@ def _dimensions_of_preset(document: Document) -> dict[str, Any] | None:
 
 
 def _dimensions_of_weights(
-    document: Document, init: str, model_reader: ModelReader | None, *, needed: bool
+    document: YamlDocument, init: str, model_reader: ModelReader | None, *, needed: bool
 ) -> dict[str, Any] | None:
     """All dimensions of the model whose weights `init` names; None for `scratch`.
 
@@ -222,7 +224,7 @@ def _inherited(stored: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in stored.items() if name not in ("init_std", "adapter")}
 
 
-def _reject_differences(document: Document, stored: dict[str, Any], of_preset: dict[str, Any]) -> None:
+def _reject_differences(document: YamlDocument, stored: dict[str, Any], of_preset: dict[str, Any]) -> None:
     """Rejects each given key that differs from the dimensions of the initial weights, and a preset that does."""
     model, free = document.data["model"], _free(document)
     weights = model["init"]
@@ -239,7 +241,7 @@ def _reject_differences(document: Document, stored: dict[str, Any], of_preset: d
         document.reject(("model", "preset"), expected, f"{model['preset']}, with {', '.join(differing[:3])}")
 
 
-def _free(document: Document) -> tuple[str, ...]:
+def _free(document: YamlDocument) -> tuple[str, ...]:
     """Dimensions that this run may change beside its initial weights."""
     return (*FREE_BESIDE_WEIGHTS, *(SCORE_HEAD if document.get(("preference", "loss")) == "reward" else ()))
 
@@ -256,7 +258,7 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _complete_model(document: Document) -> list[str]:
+def _complete_model(document: YamlDocument) -> list[str]:
     """Adds values of the model's family, then dimensions derived from others by convention; returns them as one sentence."""
     model = document.data["model"]
     family = str(model.get("family"))
@@ -273,7 +275,7 @@ def _complete_model(document: Document) -> list[str]:
     return [f"model: {'; '.join([family, *parts])}"] if parts else []
 
 
-def _complete_ffn(document: Document) -> str | None:
+def _complete_ffn(document: YamlDocument) -> str | None:
     model = document.data["model"]
     if model.get("ffn_hidden") is not None or not _is_count(model.get("hidden")):
         return None
@@ -281,7 +283,7 @@ def _complete_ffn(document: Document) -> str | None:
     return f"{_put_beside(document, 'hidden', 'ffn_hidden', width)} = {formula}"
 
 
-def _complete_kv_heads(document: Document) -> str | None:
+def _complete_kv_heads(document: YamlDocument) -> str | None:
     heads = document.data["model"].get("heads")
     if document.data["model"].get("kv_heads") is not None or heads is None:
         return None
@@ -292,7 +294,7 @@ def _complete_kv_heads(document: Document) -> str | None:
     return None
 
 
-def _complete_head_dim(document: Document) -> str | None:
+def _complete_head_dim(document: YamlDocument) -> str | None:
     model = document.data["model"]
     heads, hidden = model.get("heads"), model.get("hidden")
     if model.get("head_dim") is not None or heads is None or hidden is None:
@@ -306,13 +308,13 @@ def _complete_head_dim(document: Document) -> str | None:
     return None
 
 
-def _put_beside(document: Document, existing_key: str, name: str, value: Any) -> str:
+def _put_beside(document: YamlDocument, existing_key: str, name: str, value: Any) -> str:
     """Sets a model's key at the position of the key that it is derived from; returns name and value as text."""
     document.put(("model", name), value, document.value_position(("model", existing_key)))
     return f"{name} {format_value(value) if isinstance(value, bool) else value}"
 
 
-def _limit_sequence(document: Document) -> None:
+def _limit_sequence(document: YamlDocument) -> None:
     """Sets an absent `train.seq_len` to its default or the model's longest sequence, whichever is less."""
     longest, train = document.data["model"].get("max_seq_len"), document.data["train"]
     default = next(f.default for f in dataclasses.fields(TrainSpec) if f.name == "seq_len")
@@ -320,7 +322,7 @@ def _limit_sequence(document: Document) -> None:
         document.put(("train", "seq_len"), longest, document.value_position(("model", "max_seq_len")))
 
 
-def complete_batch(document: Document) -> None:
+def complete_batch(document: YamlDocument) -> None:
     """Sets what follows from `train.global_batch_tokens`: the sequences that the planner assumes, and the mask of documents."""
     train = document.data.get("train")
     path: KeyPath = ("train", "global_batch_tokens")
@@ -341,7 +343,7 @@ def complete_batch(document: Document) -> None:
         document.put(("data", "document_mask"), True, position)
 
 
-def _complete_epochs(document: Document) -> None:
+def _complete_epochs(document: YamlDocument) -> None:
     """Sets `train.steps` beside `train.epochs` to `STEPS_OF_EPOCHS`, until the data are opened."""
     path: KeyPath = ("train", "epochs")
     epochs = document.get(path)
@@ -355,7 +357,7 @@ def _complete_epochs(document: Document) -> None:
     document.put(("train", "steps"), STEPS_OF_EPOCHS, document.value_position(path))
 
 
-def _limit_warmup(document: Document) -> None:
+def _limit_warmup(document: YamlDocument) -> None:
     """Sets the quick start's warm-up to a tenth of the steps when an override makes the run shorter than it."""
     path: KeyPath = ("train", "warmup_steps")
     steps, warmup = document.get(("train", "steps")), document.get(path)

@@ -11,10 +11,10 @@ from meshwright.config.complete import ModelReader, complete
 from meshwright.config.key_rules import cross_checks
 from meshwright.config.load import one_cpu_rank, profile_mistakes
 from meshwright.config.mistakes import schema_mistakes
-from meshwright.config.reading import Located, in_reading_order
+from meshwright.config.reading import LocatedValues, in_reading_order
 from meshwright.config.trace_file import read_trace
 from meshwright.config.value_sources import COMMAND_LINE, Detect, gather
-from meshwright.config.yaml_positions import Document, KeyPath, Position, dump_yaml, format_value, read_yaml
+from meshwright.config.yaml_positions import KeyPath, Position, YamlDocument, dump_yaml, format_value, read_yaml
 from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, DeploymentSpec, ServeLimits, release_error, role_error
 from meshwright.spec.errors import BadConfig, BadInput, Mistake
 from meshwright.spec.fields import from_plain, hints_of, to_plain
@@ -58,7 +58,7 @@ def read_deployment_spec(
     detect: Detect | None = None,
     model_reader: ModelReader | None = None,
     note: Callable[[str], None] = lambda text: None,
-) -> Located[DeploymentSpec]:
+) -> LocatedValues[DeploymentSpec]:
     """The question in the file at `path`, with `overrides` such as `serve.limits.tpot_seconds=0.02` applied.
 
     Parameters as in `load_run`. The path of a trace is relative to the file that names it. Raises BadConfig with every
@@ -79,7 +79,7 @@ def read_deployment_spec(
         raise BadConfig(in_reading_order(mistakes, str(path)))
     for text in notes:
         note(text)
-    return Located(from_plain(DeploymentSpec, values), document)
+    return LocatedValues(from_plain(DeploymentSpec, values), document)
 
 
 def load_deployment(path: Path) -> Deployment:
@@ -87,7 +87,7 @@ def load_deployment(path: Path) -> Deployment:
     return read_deployment(path).value
 
 
-def read_deployment(path: Path) -> Located[Deployment]:
+def read_deployment(path: Path) -> LocatedValues[Deployment]:
     """The deployment as `load_deployment` reads it, with the positions of its keys."""
     document = read_yaml(path)
     refuse_question(document, "a deployment, which `meshwright plan FILE --out DEPLOYMENT.yaml` writes for this file")
@@ -101,10 +101,10 @@ def read_deployment(path: Path) -> Located[Deployment]:
         mistakes += _switch_mistakes(document)
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, str(path)))
-    return Located(from_plain(Deployment, values), document)
+    return LocatedValues(from_plain(Deployment, values), document)
 
 
-def _switch_mistakes(document: Document) -> Iterator[Mistake]:
+def _switch_mistakes(document: YamlDocument) -> Iterator[Mistake]:
     """Tokens travel to experts only where several devices share these."""
     if any(instance.get("expert", 1) > 1 for instance in document.data["instances"]):
         return
@@ -115,7 +115,7 @@ def _switch_mistakes(document: Document) -> Iterator[Mistake]:
             yield document.mistake(("engine", key), expected, format_value(value))
 
 
-def refuse_question(document: Document, expected: str) -> None:
+def refuse_question(document: YamlDocument, expected: str) -> None:
     """Raise BadConfig, with this mistake alone, for a file that asks for the plan of a deployment."""
     if document.has(("serve",)):
         raise BadConfig([document.mistake(("serve",), expected, "a question for the plan of a deployment")])
@@ -136,7 +136,7 @@ def server_settings(deployment: Deployment, role: str | None) -> dict[str, Any]:
     return {key: value for key, (value, _) in _settings_with_keys(deployment, role).items()}
 
 
-def planned_settings(file: Located[Deployment], role: str | None) -> dict[str, PlannedSetting]:
+def planned_settings(file: LocatedValues[Deployment], role: str | None) -> dict[str, PlannedSetting]:
     """The settings of `server_settings` and the switches of engines that differ from their defaults, with their positions.
 
     Raises BadConfig where `server_settings` raises BadInput.
@@ -175,7 +175,7 @@ def _settings_with_keys(deployment: Deployment, role: str | None) -> dict[str, t
     return settings
 
 
-def _expand(document: Document, folder: Path) -> None:
+def _expand(document: YamlDocument, folder: Path) -> None:
     """Replaces the shorthand of `serve.quantisation`, and makes the path of the trace absolute."""
     _expand_quantisation(document, ("serve", "quantisation"))
     path = (*_WORKLOAD, "trace")
@@ -186,13 +186,13 @@ def _expand(document: Document, folder: Path) -> None:
         document.put(path, absolute, document.value_position(path))
 
 
-def _expand_quantisation(document: Document, path: KeyPath) -> None:
+def _expand_quantisation(document: YamlDocument, path: KeyPath) -> None:
     word = document.get(path)
     if isinstance(word, str) and word in SHORTHANDS:
         document.put(path, dict(SHORTHANDS[word]), document.value_position(path))
 
 
-def _workload_rules(document: Document) -> Iterator[Mistake]:
+def _workload_rules(document: YamlDocument) -> Iterator[Mistake]:
     """A workload is a trace, or the rate and sizes of equal requests."""
     workload = {key: value for key, value in document.get(_WORKLOAD).items() if value not in (None, "none")}
     if "trace" in workload:
@@ -207,7 +207,7 @@ def _workload_rules(document: Document) -> Iterator[Mistake]:
         yield from _context_rule(document, workload)
 
 
-def _sharing_rule(document: Document, tokens: int, share: float) -> Iterator[Mistake]:
+def _sharing_rule(document: YamlDocument, tokens: int, share: float) -> Iterator[Mistake]:
     """Prompts share whole blocks."""
     if share and int(share * tokens) < PREFIX_BLOCK:
         more = f", or at least {PREFIX_BLOCK / tokens:.3g}" if tokens > PREFIX_BLOCK else ""
@@ -215,7 +215,7 @@ def _sharing_rule(document: Document, tokens: int, share: float) -> Iterator[Mis
         yield document.mistake((*_WORKLOAD, "prefix_sharing"), expected, str(share))
 
 
-def _context_rule(document: Document, workload: Mapping[str, Any]) -> Iterator[Mistake]:
+def _context_rule(document: YamlDocument, workload: Mapping[str, Any]) -> Iterator[Mistake]:
     """The model's context holds a request."""
     if (context := _context(document)) is not None:
         most = {"input_tokens": context - 1, "output_tokens": max(1, context - workload["input_tokens"])}
@@ -226,13 +226,13 @@ def _context_rule(document: Document, workload: Mapping[str, Any]) -> Iterator[M
             yield document.mistake((*_WORKLOAD, key), expected, str(workload[key]))
 
 
-def _context(document: Document) -> int | None:
+def _context(document: YamlDocument) -> int | None:
     """Tokens that the model's context holds, if the file says so; a server refuses a prompt without room for one more."""
     context = document.get(("model", "max_seq_len"))
     return context if isinstance(context, int) else None
 
 
-def _long_prompts(document: Document, path: KeyPath, lengths: Sequence[int]) -> Iterator[Mistake]:
+def _long_prompts(document: YamlDocument, path: KeyPath, lengths: Sequence[int]) -> Iterator[Mistake]:
     """More prompts of a trace than may miss the limits are too long for the model."""
     context, attainment = _context(document), document.get(("serve", "limits", "attainment"))
     share = attainment if isinstance(attainment, int | float) else ServeLimits.attainment
@@ -244,7 +244,7 @@ def _long_prompts(document: Document, path: KeyPath, lengths: Sequence[int]) -> 
         )
 
 
-def _trace_mistakes(document: Document) -> list[Mistake]:
+def _trace_mistakes(document: YamlDocument) -> list[Mistake]:
     """The first mistake in the trace; that of a file that cannot be read is at the key which names it."""
     path = (*_WORKLOAD, "trace")
     name = document.get(path)

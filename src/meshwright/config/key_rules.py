@@ -16,7 +16,7 @@ from meshwright.config.preference_rules import preference
 from meshwright.config.rl_rules import rl
 from meshwright.config.run_values import RunValues, Values
 from meshwright.config.sample_rules import samples
-from meshwright.config.yaml_positions import Document, KeyPath, format_value
+from meshwright.config.yaml_positions import KeyPath, YamlDocument, format_value
 from meshwright.spec.block_pattern import pattern_mistakes
 from meshwright.spec.chips import CHIPS, chip_from_device_name
 from meshwright.spec.divisors import divisors, nearest_divisor
@@ -61,7 +61,7 @@ _WIDTHS = (
 )
 
 
-def cross_checks(document: Document, unusable: set[KeyPath], plan_file: Values | None = None) -> list[Mistake]:
+def cross_checks(document: YamlDocument, unusable: set[KeyPath], plan_file: Values | None = None) -> list[Mistake]:
     """The mistakes of a run file, and of the plan file that it names, against every rule.
 
     `unusable` are the paths of invalid values, which no rule reads.
@@ -237,6 +237,12 @@ def _partner(run: RunValues) -> Iterator[Mistake]:
 def _data(run: RunValues) -> Iterator[Mistake]:
     if run("data.mix") == {}:
         yield run.mistake("data.mix", "at least one data directory", "stdlib")
+    sources = {*(run("data.mix") or ()), run("data.validation")}
+    for name in run("data.streams") or ():
+        if name not in sources:
+            near = nearest(name, [source for source in sources if source])
+            expected = "a source that data.mix names, with its weight, or data.validation"
+            yield run.mistake_at(("data", "streams", name), expected, near, name)
     lanes, batch = run("data.lanes"), run("train.global_batch")
     if lanes and batch and lanes % batch:
         near = str(-(-lanes // batch) * batch)

@@ -16,13 +16,13 @@ from meshwright.config.key_rules import cross_checks
 from meshwright.config.mistakes import KEYS_OF_OTHER_FILES, schema_mistakes
 from meshwright.config.plan_file import checked_keys, plan_file_mistakes
 from meshwright.config.profile_file import load_profile
-from meshwright.config.reading import Reading, in_reading_order
+from meshwright.config.reading import RunReading, in_reading_order
 from meshwright.config.recorded_lengths import read_lengths
 from meshwright.config.recorded_loads import read_loads
 from meshwright.config.run_values import Values
 from meshwright.config.schema import validate
 from meshwright.config.value_sources import EMBEDDED, QUICKSTART, Detect, gather, shown_name
-from meshwright.config.yaml_positions import Document, KeyPath, dotted, dump_yaml, read_yaml
+from meshwright.config.yaml_positions import KeyPath, YamlDocument, dotted, dump_yaml, read_yaml
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig, BadInput, Mistake, nearest
 from meshwright.spec.fields import from_plain, to_plain
@@ -96,7 +96,7 @@ def read_run(
     runs: Path = Path("runs"),
     detect: Detect | None = None,
     model_reader: ModelReader | None = None,
-) -> Reading:
+) -> RunReading:
     """The values that `load_run` reads, with their positions and mistakes. Does not raise for a mistake.
 
     A file of another command has this mistake alone.
@@ -112,7 +112,7 @@ def read_run(
     mistakes += _lengths_mistakes(document, unusable)
     if other := [mistake for mistake in mistakes if mistake.key in KEYS_OF_OTHER_FILES]:
         mistakes, document.partial = other, True  # what the run lacks is in no file: later checks leave it out too
-    return Reading(document, shown_name(path), tuple(mistakes), frozenset(unusable), tuple(notes))
+    return RunReading(document, shown_name(path), tuple(mistakes), frozenset(unusable), tuple(notes))
 
 
 def load_resolved(path: Path) -> RunSpec:
@@ -206,7 +206,7 @@ def mistakes_as_json(mistakes: Iterable[Mistake] = ()) -> dict[str, Any]:
 
 
 def _complete(
-    document: Document, path: Path | None, runs: Path, detect: Detect | None, model_reader: ModelReader | None
+    document: YamlDocument, path: Path | None, runs: Path, detect: Detect | None, model_reader: ModelReader | None
 ) -> list[str]:
     """Adds derived values to `document`; returns a sentence for each assumption."""
     notes = complete(document, (path or QUICKSTART).stem, runs, detect or one_cpu_rank, model_reader)
@@ -216,7 +216,7 @@ def _complete(
     return [*notes, f"no run file: {assumed} assumed"] if assumed else notes
 
 
-def _embedded_values(document: Document) -> Iterator[tuple[KeyPath, str]]:
+def _embedded_values(document: YamlDocument) -> Iterator[tuple[KeyPath, str]]:
     """(path, value as text) of keys whose value comes from the quick start, its preset or a chip."""
     for section, value in document.data.items():
         for key, inner in value.items() if isinstance(value, dict) else ((None, value),):
@@ -231,7 +231,7 @@ def one_cpu_rank() -> dict[str, Any]:
     return {"gpu": "cpu", "nodes": 1, "gpus_per_node": 1}
 
 
-def _plan_file(document: Document, unusable: set[KeyPath]) -> tuple[Values | None, list[Mistake]]:
+def _plan_file(document: YamlDocument, unusable: set[KeyPath]) -> tuple[Values | None, list[Mistake]]:
     """The values of the plan file that a run names, None if it names none, and the mistakes of the file by itself."""
     file = document.data.get("plan")
     if not isinstance(file, str) or file == "auto" or ("plan",) in unusable:
@@ -240,7 +240,7 @@ def _plan_file(document: Document, unusable: set[KeyPath]) -> tuple[Values | Non
     return values, mistakes
 
 
-def profile_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
+def profile_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mistake]:
     """Mistakes in the machine profile that a run's cluster names."""
     path: KeyPath = ("cluster", "profile")
     file = document.get(path)
@@ -281,7 +281,7 @@ def profile_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake
     ]
 
 
-def _expert_load_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
+def _expert_load_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mistake]:
     """Mistakes in the recorded loads of experts that a run names."""
     path: KeyPath = ("train", "expert_load")
     source = document.get(path)
@@ -298,7 +298,7 @@ def _expert_load_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mi
     return []
 
 
-def _lengths_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
+def _lengths_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mistake]:
     """Mistakes in the histogram of lengths that a run names."""
     path: KeyPath = ("data", "lengths")
     source = document.get(path)

@@ -19,7 +19,7 @@ from meshwright.config.schema import (
     validate,
 )
 from meshwright.config.value_sources import COMMAND_LINE
-from meshwright.config.yaml_positions import Document, KeyPath, Position, dotted, format_value
+from meshwright.config.yaml_positions import KeyPath, Position, YamlDocument, dotted, format_value
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import MOST_LISTED, Mistake, Refusal, nearest, shorten
 from meshwright.spec.fields import LARGEST_COUNT, hints_of
@@ -60,7 +60,7 @@ _SHORTHANDS: dict[KeyPath, str] = {
 }
 
 
-def schema_mistakes(cls: type, document: Document) -> tuple[dict[str, Any], list[Mistake], set[KeyPath]]:
+def schema_mistakes(cls: type, document: YamlDocument) -> tuple[dict[str, Any], list[Mistake], set[KeyPath]]:
     """The validated keys of `document`, its mistakes, and the paths without a usable value."""
     values, errors = validate(cls, document.data)
     errors = [error for error in errors if not _is_rejected(document, error.path)]
@@ -78,7 +78,7 @@ def schema_mistakes(cls: type, document: Document) -> tuple[dict[str, Any], list
     return values, mistakes, {error.path for error in errors} | set(missing) | document.rejected
 
 
-def _missing_dimensions(cls: type, document: Document) -> list[KeyPath]:
+def _missing_dimensions(cls: type, document: YamlDocument) -> list[KeyPath]:
     """Paths of required model dimensions that the run has neither given nor derived."""
     model = document.data.get("model") if _has_model(cls) else None
     if not isinstance(model, dict):
@@ -107,7 +107,7 @@ def _foreign_word(cls: type, word: Any) -> Meaning:
     return table.get(normalized(str(word)), Meaning())
 
 
-def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
+def meant_key(cls: type, path: KeyPath, document: YamlDocument) -> KeyPath | None:
     """The key that was probably meant by the unknown key at `path`."""
     parent, word = path[:-1], normalized(str(path[-1]))
     section = section_at(cls, parent, document.get(parent))
@@ -137,7 +137,7 @@ def _key_of_name(cls: type) -> dict[str, KeyPath]:
     return {str(key[-1]): key for key in reversed(list(all_keys(cls)))}
 
 
-def _unknown_key_mistake(cls: type, document: Document, path: KeyPath, meant: KeyPath | None) -> Mistake:
+def _unknown_key_mistake(cls: type, document: YamlDocument, path: KeyPath, meant: KeyPath | None) -> Mistake:
     parent, position, got = path[:-1], document.key_position(path), f"'{shorten(str(path[-1]))}'"
     expected = f"a key of {dotted(parent)}" if parent else "a top-level key"
     refused = _refusal(path if _has_model(cls) else ("plan", *path))
@@ -173,7 +173,7 @@ def _refusal(path: KeyPath) -> str | None:
     return _NOT_YET if section == "plan" and name in _OTHER_PARALLELISM else None
 
 
-def _missing_key_mistakes(cls: type, document: Document, paths: list[KeyPath]) -> list[Mistake]:
+def _missing_key_mistakes(cls: type, document: YamlDocument, paths: list[KeyPath]) -> list[Mistake]:
     model_keys = [str(path[1]) for path in paths if path[0] == "model" and len(path) == 2] if _has_model(cls) else []
     mistakes = [
         _mistake(document.key_position(path[:-1]), path, expected_text(annotation_at(cls, path)), "nothing")
@@ -189,7 +189,7 @@ def _missing_key_mistakes(cls: type, document: Document, paths: list[KeyPath]) -
     return mistakes
 
 
-def _value_mistake(cls: type, document: Document, path: KeyPath) -> Mistake:
+def _value_mistake(cls: type, document: YamlDocument, path: KeyPath) -> Mistake:
     annotation, value = annotation_at(cls, path), document.get(path)
     expected = _shorthands(cls, path) + expected_text(annotation)
     if isinstance(value, int) and value > LARGEST_COUNT and accepts(annotation, int) and "<" not in expected:
@@ -221,7 +221,7 @@ def _near_value(annotation: Any, value: Any) -> str | None:
     return None
 
 
-def _is_rejected(document: Document, path: KeyPath) -> bool:
+def _is_rejected(document: YamlDocument, path: KeyPath) -> bool:
     return _starts_with_any(path, document.rejected)
 
 

@@ -7,18 +7,18 @@ from typing import Any
 from meshwright.config.key_rules import cross_checks
 from meshwright.config.mistakes import schema_mistakes
 from meshwright.config.run_values import Values
-from meshwright.config.yaml_positions import Document
+from meshwright.config.yaml_positions import YamlDocument
 from meshwright.spec.errors import Mistake
 from meshwright.spec.plan_keys import PlanKeys
 
 
-def checked_keys(plan: Document) -> tuple[dict[str, Any], list[Mistake], Values]:
+def checked_keys(plan: YamlDocument) -> tuple[dict[str, Any], list[Mistake], Values]:
     """The keys of a plan file as plain data, its mistakes by itself, and its values for rules between it and its run."""
     keys, mistakes, unusable = schema_mistakes(PlanKeys, plan)
     return keys, [*mistakes, *plan.mistakes], Values(plan, unusable)
 
 
-def plan_file_mistakes(plan: Document) -> tuple[dict[str, Any], list[Mistake]]:
+def plan_file_mistakes(plan: YamlDocument) -> tuple[dict[str, Any], list[Mistake]]:
     """The keys of a plan file as plain data, and its mistakes as far as they do not depend on a run."""
     keys, mistakes, values = checked_keys(plan)
-    return keys, mistakes + cross_checks(Document({}, plan.top, partial=True), set(), values)
+    return keys, mistakes + cross_checks(YamlDocument({}, plan.top, partial=True), set(), values)

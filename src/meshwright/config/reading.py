@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from meshwright.config.schema import accepts, annotation_at, literal_options, validate
 from meshwright.config.value_sources import COMMAND_LINE
-from meshwright.config.yaml_positions import Document, KeyPath
+from meshwright.config.yaml_positions import KeyPath, YamlDocument
 from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake, Refusal, raise_together, single_errors
 from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.run import RunSpec
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Reading:
+class RunReading:
     """The values of a run file, the files it extends and the command line, with their mistakes.
 
     `shown` is the file's name in mistakes; `unusable` holds the paths without a usable value; `notes` has a sentence
     for each assumption.
     """
 
-    document: Document
+    document: YamlDocument
     shown: str
     mistakes: tuple[Mistake, ...]
     unusable: frozenset[KeyPath]
@@ -72,11 +72,11 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Located(Generic[T]):
+class LocatedValues(Generic[T]):
     """Values without mistakes of single keys, and the positions of their keys."""
 
     value: T
-    document: Document
+    document: YamlDocument
 
     def at_keys(self) -> AbstractContextManager[None]:
         """A `with` block whose errors are reported at the keys of these values that they name (`errors_at_keys`)."""
@@ -84,7 +84,7 @@ class Located(Generic[T]):
 
 
 @contextmanager
-def errors_at_keys(document: Document, cls: type) -> Iterator[None]:
+def errors_at_keys(document: YamlDocument, cls: type) -> Iterator[None]:
     """Raise errors of the `with` block that name a key of `cls` as BadConfig, at the position of that key in `document`.
 
     For mistakes between keys, and between keys and a model or a machine, which only later work finds. Of several at one key only
@@ -107,7 +107,7 @@ def errors_at_keys(document: Document, cls: type) -> Iterator[None]:
             raise BadConfig(in_reading_order(first.values(), document.top.file), found.exit_code) from error
 
 
-def _at_key(document: Document, cls: type, error: MeshwrightError, *, alone: bool) -> MeshwrightError:
+def _at_key(document: YamlDocument, cls: type, error: MeshwrightError, *, alone: bool) -> MeshwrightError:
     """An error as BadConfig at the position of the key that it names; the error itself if there is none."""
     key = error.key or ""
     path: KeyPath = tuple(int(step) if step.isdigit() else step for step in key.split("."))
@@ -129,7 +129,7 @@ def in_reading_order(mistakes: Iterable[Mistake], first: str) -> list[Mistake]:
     return sorted(dict.fromkeys(mistakes), key=order)
 
 
-def _path_in(document: Document, key: str) -> KeyPath:
+def _path_in(document: YamlDocument, key: str) -> KeyPath:
     """The path of a dotted key; the name of a data source may contain dots."""
     if key.startswith("data.mix."):
         return ("data", "mix", key.removeprefix("data.mix."))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.config.schema import annotation_at, literal_options, section_of
-from meshwright.config.yaml_positions import Document, KeyPath, format_value
+from meshwright.config.yaml_positions import KeyPath, YamlDocument, format_value
 from meshwright.spec.errors import Mistake
 from meshwright.spec.plan_keys import FILE_DEFAULTS, STRATEGY_KEYS, PlanKeys
 from meshwright.spec.run import RunSpec
@@ -17,7 +17,7 @@ from meshwright.spec.run import RunSpec
 class Values:
     """A file and the paths of its invalid values, which no rule reads."""
 
-    document: Document
+    document: YamlDocument
     unusable: set[KeyPath] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class RunValues:
     section it has none: the planner chooses it.
     """
 
-    def __init__(self, document: Document, unusable: set[KeyPath], plan_file: Values | None = None) -> None:
+    def __init__(self, document: YamlDocument, unusable: set[KeyPath], plan_file: Values | None = None) -> None:
         self.document = document
         self.unusable = unusable
         self.plan_file = plan_file

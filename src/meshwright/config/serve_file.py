@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from meshwright.config.deployment_file import PlannedSetting, refuse_question
 from meshwright.config.mistakes import schema_mistakes
-from meshwright.config.reading import Located, errors_at_keys, in_reading_order
+from meshwright.config.reading import LocatedValues, errors_at_keys, in_reading_order
 from meshwright.config.value_sources import COMMAND_LINE
-from meshwright.config.yaml_positions import Document, Position, read_yaml
+from meshwright.config.yaml_positions import Position, YamlDocument, read_yaml
 from meshwright.spec.errors import BadConfig, call_all
 from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.route import RouteSpec
@@ -25,13 +25,13 @@ def load_settings(
     options: Mapping[str, Any],
     planned: Mapping[str, PlannedSetting] | None = None,
     check: Callable[[Mapping[str, Any]], Any] = lambda values: None,
-) -> Located[T]:
+) -> LocatedValues[T]:
     """The settings in the file at `path`; `options` of the command line replace those of a plan, these the file's own.
 
     Settings of the plan that are no keys of `settings` are in the result's document only. `check` gets all values that are given,
     and raises errors with keys. Raises BadConfig with every mistake of single keys, or with those between keys and of `check`.
     """
-    document = Document({}, Position(COMMAND_LINE)) if path is None else read_yaml(path)
+    document = YamlDocument({}, Position(COMMAND_LINE)) if path is None else read_yaml(path)
     refuse_question(document, "settings of a server or router; `meshwright plan` and `bench-serve` read this file")
     keys, others = hints_of(settings), dict[str, PlannedSetting]()
     for key, (value, position) in (planned or {}).items():
@@ -50,4 +50,4 @@ def load_settings(
     with errors_at_keys(document, settings):
         given = {**values, **{key: setting.value for key, setting in others.items()}}
         spec, _ = call_all(lambda: from_plain(settings, values), lambda: check(given))
-        return Located(spec, document)
+        return LocatedValues(spec, document)

@@ -13,12 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.presets import CLUSTER_PRESETS, MODEL_PRESETS, cluster_names, run_preset
-from meshwright.config.yaml_positions import Document, KeyPath, Position, dotted, format_value, parse_yaml, read_yaml
+from meshwright.config.yaml_positions import (
+    KeyPath,
+    Position,
+    YamlDocument,
+    dotted,
+    format_value,
+    parse_yaml,
+    read_yaml,
+)
 from meshwright.spec.errors import nearest_file
 
 COMMAND_LINE = "command line"
 QUICKSTART = Path(__file__).with_name("defaults") / "quickstart.yaml"
 EMBEDDED = "quickstart.yaml (embedded)"
+UNNAMED = "unnamed"
+"""Name of a run without a file and without a model's name."""
 Detect = Callable[[], dict[str, Any]]
 _SECTIONS = ("model", "data", "train", "cluster", "plan", "checkpoint", "observe", "supervision")
 
@@ -28,11 +38,12 @@ def shown_name(path: Path | None) -> str:
     return EMBEDDED if path in (None, QUICKSTART) else str(path)
 
 
-def gather(path: Path | None, overrides: Sequence[str], detect: Detect) -> Document:
+def gather(path: Path | None, overrides: Sequence[str], detect: Detect) -> YamlDocument:
     """The merged sources of the run whose file is at `path`; see `merge` for the rules.
 
     Without a path the overrides are applied to the quick start's run without its cluster, and without its model if an
-    override sets any key of the model: `model.family=gpt2` must not train a model with the dimensions of another.
+    override sets any key of the model: `model.family=gpt2` must not train a model with the dimensions of another. The run then
+    has the name of its model's preset, or `UNNAMED`: the folder of the quick start belongs to that alone.
     """
     document = _with_base(path or QUICKSTART, shown_name(path), (), detect)
     if path is None:
@@ -40,13 +51,16 @@ def gather(path: Path | None, overrides: Sequence[str], detect: Detect) -> Docum
         if any(text.removeprefix("--").partition("=")[0].partition(".")[0] == "model" for text in overrides):
             _drop(document, "model")
             document.put(("model",), {}, Position(COMMAND_LINE))
+        document.put(("name",), UNNAMED, document.value_position(("name",)))
     # Another name replaces the section, so it must not follow other keys of the section.
     for text in sorted(overrides, key=lambda text: text.removeprefix("--").partition("=")[0] != "train.optimizer.name"):
         document = _overridden(document, text, detect)
+    if path is None and document.data.get("name") == UNNAMED and document.get(("model", "preset")) in MODEL_PRESETS:
+        document.put(("name",), document.get(("model", "preset")), document.value_position(("name",)))
     return document
 
 
-def _drop(document: Document, section: str) -> None:
+def _drop(document: YamlDocument, section: str) -> None:
     """Removes a section from `document`, with the positions of its keys."""
     del document.data[section]
     for positions in (document.keys, document.values):
@@ -54,13 +68,13 @@ def _drop(document: Document, section: str) -> None:
             del positions[path]
 
 
-def merge(base: Document, over: Document) -> Document:
+def merge(base: YamlDocument, over: YamlDocument) -> YamlDocument:
     """`over` merged over `base`: sections key by key; lists, `data.mix` and values of another type as a whole.
 
     A later source that names another preset, optimizer or trace replaces the whole section of the model, optimizer or
-    workload.
+    workload. Streams of a `data.mix` that is replaced are dropped with it.
     """
-    return Document(
+    return YamlDocument(
         merged(base.data, over.data),
         over.top,
         {**base.keys, **over.keys},
@@ -81,10 +95,21 @@ def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
         return over
     if path == ("serve", "workload") and over.get("trace") not in (None, base.get("trace")):
         return over
+    if path == ("data",) and isinstance(over.get("mix"), dict):
+        base = _without_dropped_streams(base, over["mix"])
     return {**base, **{key: merged(base.get(key), value, (*path, key)) for key, value in over.items()}}
 
 
-def _with_base(path: Path, shown: str, extended_by: tuple[Path, ...], detect: Detect) -> Document:
+def _without_dropped_streams(data: dict[str, Any], mix: dict[str, Any]) -> dict[str, Any]:
+    """The section `data` without the streams that its own mix names and the new `mix` does not."""
+    streams, earlier = data.get("streams"), data.get("mix")
+    if not isinstance(streams, dict) or not isinstance(earlier, dict):
+        return data
+    dropped = earlier.keys() - mix.keys()
+    return {**data, "streams": {name: stream for name, stream in streams.items() if name not in dropped}}
+
+
+def _with_base(path: Path, shown: str, extended_by: tuple[Path, ...], detect: Detect) -> YamlDocument:
     """The file at `path`, merged over the file or preset that it extends."""
     document = read_yaml(path, shown)
     if document.has(("global_batch",)) and document.has(("micro_batch",)):
@@ -97,7 +122,7 @@ def _with_base(path: Path, shown: str, extended_by: tuple[Path, ...], detect: De
     if name is None:
         return document
     if isinstance(name, str) and name in MODEL_PRESETS:
-        base = Document({}, position)
+        base = YamlDocument({}, position)
         for section, keys in run_preset(name).items():
             base.put((section,), keys, position)
         return merge(base, document)
@@ -115,7 +140,7 @@ def _with_base(path: Path, shown: str, extended_by: tuple[Path, ...], detect: De
     return document
 
 
-def _overridden(document: Document, text: str, detect: Detect) -> Document:
+def _overridden(document: YamlDocument, text: str, detect: Detect) -> YamlDocument:
     """`document` with one `KEY=VALUE` of the command line applied."""
     position = Position(COMMAND_LINE)
     key, equals, written = text.removeprefix("--").partition("=")
@@ -134,14 +159,14 @@ def _overridden(document: Document, text: str, detect: Detect) -> Document:
         return document
     if value.mistakes:
         return document
-    over = Document(data, document.top)
+    over = YamlDocument(data, document.top)
     path = _changed(document, steps)
     over.mark(path, over.get(path), position)
     _expand(over, Path(), detect)
     return merge(document, over)
 
 
-def _changed(document: Document, steps: list[str]) -> KeyPath:
+def _changed(document: YamlDocument, steps: list[str]) -> KeyPath:
     """The path that an override sets, with list indices as numbers; it ends where there is no section to descend into."""
     path: KeyPath = ()
     for step in steps:
@@ -176,7 +201,7 @@ def _nested(current: Any, steps: list[str], value: Any, path: KeyPath) -> Any:
     return {**mapping, step: inner} if path == ("data", "mix") else {step: inner}
 
 
-def _expand(document: Document, folder: Path, detect: Detect) -> None:
+def _expand(document: YamlDocument, folder: Path, detect: Detect) -> None:
     """Replaces the shorthands of one source by their sections, and `~` by the home directory."""
     data = document.data
     for section in _SECTIONS:
@@ -196,7 +221,7 @@ def _expand(document: Document, folder: Path, detect: Detect) -> None:
     _expand_home(document)
 
 
-def _expand_cluster(document: Document, folder: Path, detect: Detect) -> None:
+def _expand_cluster(document: YamlDocument, folder: Path, detect: Detect) -> None:
     cluster, position = document.get(("cluster",)), document.value_position(("cluster",))
     if not isinstance(cluster, str):
         return
@@ -214,14 +239,14 @@ def _expand_cluster(document: Document, folder: Path, detect: Detect) -> None:
     _expand_profile(document, file.parent)
 
 
-def _expand_profile(document: Document, folder: Path) -> None:
+def _expand_profile(document: YamlDocument, folder: Path) -> None:
     """Makes the path of a profile absolute; it is relative to the file that names it, the run's or the cluster's."""
     profile_name = document.get(("cluster", "profile"))
     if isinstance(profile_name, str) and profile_name != "none":
         document.data["cluster"]["profile"] = os.path.abspath(folder / os.path.expanduser(profile_name))
 
 
-def _expand_plan(document: Document, folder: Path) -> None:
+def _expand_plan(document: YamlDocument, folder: Path) -> None:
     plan_value = document.get(("plan",))
     if not isinstance(plan_value, str) or plan_value == "auto":
         return
@@ -237,7 +262,7 @@ VALIDATION = "validation"
 """Name in `data.streams` of the files of `data.validation`."""
 
 
-def _expand_streams(document: Document) -> None:
+def _expand_streams(document: YamlDocument) -> None:
     """Moves the sources of `data.mix` that are sections to `data.streams`; their weights stay."""
     mix, validation = document.get(("data", "mix")), document.get(("data", "validation"))
     if isinstance(validation, dict):
@@ -254,7 +279,7 @@ def _expand_streams(document: Document) -> None:
             positions[mixed] = positions.get((*mixed, "weight"), positions[mixed])
 
 
-def _move_stream(document: Document, path: KeyPath, name: str, stream: dict[str, Any]) -> None:
+def _move_stream(document: YamlDocument, path: KeyPath, name: str, stream: dict[str, Any]) -> None:
     """Puts the section of a source, which is at `path`, below `data.streams`, with its positions."""
     if isinstance(stream.get("files"), str):
         stream = {**stream, "files": os.path.expanduser(stream["files"])}
@@ -265,7 +290,7 @@ def _move_stream(document: Document, path: KeyPath, name: str, stream: dict[str,
         positions |= {("data", "streams", name, *each[len(path) :]): positions[each] for each in below}
 
 
-def _expand_home(document: Document) -> None:
+def _expand_home(document: YamlDocument) -> None:
     mix = document.get(("data", "mix"))
     if isinstance(mix, dict) and any(name.startswith("~") for name in mix):
         positions = {name: document.value_position(("data", "mix", name)) for name in mix}

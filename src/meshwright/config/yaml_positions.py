@@ -45,7 +45,7 @@ class Position:
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """Plain data, the position of each key and value, and the mistakes of reading it.
 
     `partial` means that a part could not be read, so a key absent here may be in the file. `rejected` holds the paths
@@ -118,7 +118,7 @@ class Document:
         ):
             self.mark((*path, step), inner, position)
 
-    def graft(self, name: str, section: Document) -> None:
+    def graft(self, name: str, section: YamlDocument) -> None:
         """Inserts another document below the key `name`."""
         self.data[name] = section.data
         for path, position in section.keys.items():
@@ -130,7 +130,7 @@ class Document:
             self.rejected.add((name,))
 
 
-def read_yaml(path: Path, shown: str | None = None) -> Document:
+def read_yaml(path: Path, shown: str | None = None) -> YamlDocument:
     """The mapping in the file at `path`; `shown` is the file's name in mistakes. Does not raise: see `mistakes`."""
     file = shown or str(path)
     try:
@@ -156,7 +156,7 @@ def read_yaml(path: Path, shown: str | None = None) -> Document:
     return document
 
 
-def parse_yaml(text: str, file: str) -> Document:
+def parse_yaml(text: str, file: str) -> YamlDocument:
     """The value of a YAML text; an empty text is an empty mapping."""
     try:
         node = _Loader(text).get_single_node()
@@ -171,8 +171,8 @@ def parse_yaml(text: str, file: str) -> Document:
         line, column = _line_and_column(text, int(error.position))
         return _unreadable(file, line, column, "printable text", f"the character U+{ord(text[error.position]):04X}")
     if node is None:
-        return Document({}, Position(file, 1, 1))
-    builder = _TreeBuilder(Document(None, _node_position(file, node)))
+        return YamlDocument({}, Position(file, 1, 1))
+    builder = _TreeBuilder(YamlDocument(None, _node_position(file, node)))
     builder.document.data = builder.value(node, ())
     return builder.document
 
@@ -273,7 +273,7 @@ def _is_no_text_in_yaml_1_1(text: str) -> bool:
 class _TreeBuilder:
     """Turns composed nodes into plain data; stores positions and mistakes in `document`."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: YamlDocument) -> None:
         self.document = document
         self.values_built = 0
         self.file = document.top.file
@@ -363,7 +363,7 @@ def _line_and_column(text: str, position: int) -> tuple[int, int]:
 
 def _unreadable(
     file: str, line: int | None, column: int | None, expected: str, got: str, close: str | None = None
-) -> Document:
-    document = Document({}, Position(file, line, column), partial=True)
+) -> YamlDocument:
+    document = YamlDocument({}, Position(file, line, column), partial=True)
     document.complain(document.top, "yaml", expected, got, close)
     return document

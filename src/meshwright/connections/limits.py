@@ -10,7 +10,7 @@ MOST_FILES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ListenerLimits:
     """Limits of one listener; those of bytes and seconds hold before a client has shown any key."""
 
     connections: int
@@ -32,14 +32,14 @@ class Limits:
         return max(1, min(self.connections, int(known * self.files)))
 
 
-SERVE = Limits(connections=1 << 14, files=1 / 2)
-ADMIN = Limits(connections=64, files=1 / 16)
-ROUTE = Limits(connections=1 << 14, files=1 / 4)
+SERVE = ListenerLimits(connections=1 << 14, files=1 / 2)
+ADMIN = ListenerLimits(connections=64, files=1 / 16)
+ROUTE = ListenerLimits(connections=1 << 14, files=1 / 4)
 """Each client of a router has a connection to a server too."""
-COORDINATOR = Limits(connections=8192, files=1 / 2, head_bytes=8 << 10, head_seconds=10.0, idle_seconds=60.0)
-METRICS = Limits(connections=16, files=1 / 8, head_bytes=8 << 10, head_seconds=10.0, idle_seconds=10.0)
-SNAPSHOTS = Limits(connections=512, files=1 / 4, head_bytes=8 << 10, head_seconds=10.0, idle_seconds=120.0)
-TRANSFERS = Limits(connections=256, files=1 / 4, head_bytes=4 << 10, head_seconds=5.0, idle_seconds=30.0)
+COORDINATOR = ListenerLimits(connections=8192, files=1 / 2, head_bytes=8 << 10, head_seconds=10.0, idle_seconds=60.0)
+METRICS = ListenerLimits(connections=16, files=1 / 8, head_bytes=8 << 10, head_seconds=10.0, idle_seconds=10.0)
+SNAPSHOTS = ListenerLimits(connections=512, files=1 / 4, head_bytes=8 << 10, head_seconds=10.0, idle_seconds=120.0)
+TRANSFERS = ListenerLimits(connections=256, files=1 / 4, head_bytes=4 << 10, head_seconds=5.0, idle_seconds=30.0)
 """Of engines, for other engines; and of `meshwright cache`. Those that have shown the key may be silent."""
 
 

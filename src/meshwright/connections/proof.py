@@ -21,7 +21,7 @@ class WrongProof(ConnectionError):
     """The other side does not know the key, or speaks about something else."""
 
 
-class Session:
+class ProofSession:
     """The proofs of the messages of one connection: `sign` in one direction, `accepts` in the other."""
 
     def __init__(self, key: bytes, own: bytes, other: bytes) -> None:
@@ -47,17 +47,17 @@ class Challenge:
         self._key, self._scope = key.encode(), scope.encode()
         self.nonce = secrets.token_hex(NONCE_BYTES)
 
-    def session(self, nonce: object, proof: object) -> Session:
+    def session(self, nonce: object, proof: object) -> ProofSession:
         """The session with a listener that answered so. Raises WrongProof if it does not know the key."""
         if not is_nonce(nonce) or not isinstance(proof, str) or not proof.isascii():
             raise WrongProof("it does not prove that it knows the key")
         nonces = self._scope, self.nonce.encode(), str(nonce).encode()
         if not hmac.compare_digest(_mac(self._key, b"listener knows the key", *nonces), proof):
             raise WrongProof("it has another key, or belongs to another run")
-        return Session(bytes.fromhex(_mac(self._key, b"connection", *nonces)), b"client", b"listener")
+        return ProofSession(bytes.fromhex(_mac(self._key, b"connection", *nonces)), b"client", b"listener")
 
 
-def answer_challenge(key: str, client_nonce: object, scope: str = "") -> tuple[dict[str, str], Session]:
+def answer_challenge(key: str, client_nonce: object, scope: str = "") -> tuple[dict[str, str], ProofSession]:
     """The listening side's answer to a nonce, and the session; the client's first message is its own proof.
 
     Raises WrongProof for what is no nonce.
@@ -67,7 +67,7 @@ def answer_challenge(key: str, client_nonce: object, scope: str = "") -> tuple[d
     nonce = secrets.token_hex(NONCE_BYTES)
     nonces = scope.encode(), str(client_nonce).encode(), nonce.encode()
     answer = {"nonce": nonce, "proof": _mac(key.encode(), b"listener knows the key", *nonces)}
-    return answer, Session(bytes.fromhex(_mac(key.encode(), b"connection", *nonces)), b"listener", b"client")
+    return answer, ProofSession(bytes.fromhex(_mac(key.encode(), b"connection", *nonces)), b"listener", b"client")
 
 
 def is_nonce(value: object) -> bool:

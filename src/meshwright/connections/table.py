@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
-from meshwright.connections.limits import Limits
+from meshwright.connections.limits import ListenerLimits
 
 Connection = TypeVar("Connection", bound=Hashable)
 
@@ -19,7 +19,7 @@ class ConnectionTable(Generic[Connection]):
     is full: idle connections of strangers cannot keep others out.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: ListenerLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits, self._clock = limits, clock
         self._most = limits.most
         self._deadlines: dict[Connection, float] = {}

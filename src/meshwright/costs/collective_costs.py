@@ -31,7 +31,7 @@ def port_rate(machine: Machine, k: Constants, share: Array = 1.0) -> Array:
 
 
 @dataclass(frozen=True)
-class Group:
+class CollectiveGroup:
     """A group of ranks: its size, its members in one fast domain, the number of domains that it spans, and its bandwidth."""
 
     size: Array
@@ -43,7 +43,7 @@ class Group:
     """Bandwidth of an all-reduce across domains over that of a gather."""
 
 
-def rank_group(machine: Machine, k: Constants, size: Array, stride: Array, congestion: Array = 0.0) -> Group:
+def rank_group(machine: Machine, k: Constants, size: Array, stride: Array, congestion: Array = 0.0) -> CollectiveGroup:
     """A group of `size` ranks, `stride` apart, on `machine`; `congestion` is the probability that the network is congested."""
     inside = np.minimum(size, np.maximum(1.0, machine.domain / stride))
     domains = np.ceil(size / inside)
@@ -54,10 +54,12 @@ def rank_group(machine: Machine, k: Constants, size: Array, stride: Array, conge
     ring_share = np.where(inside > 2, k.net_ring, 1.0)
     across_rate = port_rate(machine, k, ring_share) * inside / slowdown / (1 + k.crowd * congestion)
     sums = np.minimum(k.net_sum, MAX_LINE_SHARE / np.minimum(k.net * ring_share, MAX_LINE_SHARE))
-    return Group(size, inside, domains, np.where(domains > 1, np.minimum(inside_rate, across_rate), inside_rate), sums)
+    return CollectiveGroup(
+        size, inside, domains, np.where(domains > 1, np.minimum(inside_rate, across_rate), inside_rate), sums
+    )
 
 
-def copy_engine_group(group: Group, machine: Machine, k: Constants) -> Group:
+def copy_engine_group(group: CollectiveGroup, machine: Machine, k: Constants) -> CollectiveGroup:
     """The group with the bandwidth of gathers by copy engines, inside a node."""
     return replace(group, bandwidth=np.minimum(group.bandwidth * k.copy_link, machine.link * MAX_LINE_SHARE))
 
@@ -73,13 +75,13 @@ def congestion(machine: Machine, layout: Layouts, k: Constants) -> Array:
     return layout.sequence / (1 + square * square)
 
 
-def gather(group: Group, k: Constants, size_bytes: Array, messages: Array = 1.0) -> Array:
+def gather(group: CollectiveGroup, k: Constants, size_bytes: Array, messages: Array = 1.0) -> Array:
     """Seconds of an all-gather or reduce-scatter of `size_bytes` in total, in `messages` separate operations."""
     wire = (group.size - 1) / group.size * size_bytes / group.bandwidth
     return np.where(group.size > 1, wire + messages * ring_latency(group, k), 0.0)
 
 
-def all_reduce(group: Group, k: Constants, size_bytes: Array, messages: Array = 1.0) -> Array:
+def all_reduce(group: CollectiveGroup, k: Constants, size_bytes: Array, messages: Array = 1.0) -> Array:
     """Seconds of an all-reduce: bytes as in a ring (reduce-scatter and all-gather), latency of the faster of ring and tree."""
     faster = np.where(group.domains > 1, group.sums, 1.0)
     wire = 2 * (group.size - 1) / group.size * size_bytes / (group.bandwidth * faster)
@@ -88,7 +90,9 @@ def all_reduce(group: Group, k: Constants, size_bytes: Array, messages: Array = 
     return np.where(group.size > 1, wire + messages * latency, 0.0)
 
 
-def all_to_all(group: Group, k: Constants, machine: Machine, size_bytes: Array, outside_share: Array = 1.0) -> Array:
+def all_to_all(
+    group: CollectiveGroup, k: Constants, machine: Machine, size_bytes: Array, outside_share: Array = 1.0
+) -> Array:
     """Seconds of an all-to-all in which each rank sends `size_bytes`, spread evenly over the group.
 
     Traffic inside the domain uses the links. Of the traffic that leaves it, `outside_share` uses the network, and then the
@@ -100,6 +104,6 @@ def all_to_all(group: Group, k: Constants, machine: Machine, size_bytes: Array, 
     return np.where(group.size > 1, wire + (k.start_us + group.domains * k.net_us) * 1e-6, 0.0)
 
 
-def ring_latency(group: Group, k: Constants) -> Array:
+def ring_latency(group: CollectiveGroup, k: Constants) -> Array:
     """Latency of a ring's steps in seconds, without the time of its bytes."""
     return (k.start_us + (group.size - group.domains) * k.link_us + (group.domains - 1) * k.net_us) * 1e-6

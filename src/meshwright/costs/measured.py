@@ -33,7 +33,7 @@ RING_OPERATIONS = ("all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
-class Fit:
+class MeasuredFit:
     """Constants fitted to measurements of one type, the number of measurements, and the root mean square of relative errors."""
 
     values: dict[str, float]
@@ -64,26 +64,26 @@ def with_profile(
     return replace(k, **values), (machine if host is None else replace(machine, host=host)), sources
 
 
-def fits(k: Constants, profile: MachineProfile, number_format: str = "bf16") -> dict[str, Fit]:
+def fits(k: Constants, profile: MachineProfile, number_format: str = "bf16") -> dict[str, MeasuredFit]:
     """Fits by type of measurement; types without measurements are absent."""
     return _fits(profile, number_format, tuple(_number(getattr(k, name)) for name in DEFAULTS))
 
 
 @lru_cache(maxsize=64)
-def _fits(profile: MachineProfile, number_format: str, defaults: tuple[float, ...]) -> dict[str, Fit]:
+def _fits(profile: MachineProfile, number_format: str, defaults: tuple[float, ...]) -> dict[str, MeasuredFit]:
     """`fits`, where `defaults` are the constants of `DEFAULTS`, in their order."""
     slow, start_us, link_us, *attention_rates = defaults
     chip = reference_chip(profile)
     measured_format = _measured_format(profile, number_format)
     entries = [entry for entry in profile.products if entry.format == measured_format]
-    fitted: dict[str, Fit] = {}
+    fitted: dict[str, MeasuredFit] = {}
     if entries:
         fitted["matrix products"] = _fit_products(entries, chip, chip.peak_flops[measured_format], profile)
         narrow, gemm = (fitted["matrix products"].values[name] for name in ("narrow", "gemm"))
         if fp8_entries := [entry for entry in profile.products if entry.format == "fp8"]:
             fitted["fp8 products"] = _fit_fp8_products(fp8_entries, chip, gemm, narrow)
     elif profile.corrections:
-        fitted["matrix products"] = Fit({"slow": slow * correction(profile)}, 0, 0.0)
+        fitted["matrix products"] = MeasuredFit({"slow": slow * correction(profile)}, 0, 0.0)
     if attention_entries := [entry for entry in profile.attention if entry.format == measured_format]:
         fitted["attention"] = _fit_attention(attention_entries, chip.peak_flops[measured_format], *attention_rates)
     fitted |= _fit_memory(profile, chip)
@@ -93,7 +93,7 @@ def _fits(profile: MachineProfile, number_format: str, defaults: tuple[float, ..
         all_devices = max(profile.host_links, key=lambda entry: entry.devices)
         # The measured rate is that of a device while all devices copy; the constant is the rate of a device alone.
         rate = min(all_devices.to_host, all_devices.to_device) / float(host_share(all_devices.devices))
-        fitted["host link"] = Fit({"host": rate}, 1, 0.0)
+        fitted["host link"] = MeasuredFit({"host": rate}, 1, 0.0)
     return fitted
 
 
@@ -172,21 +172,21 @@ def _measured_format(profile: MachineProfile, number_format: str) -> str:
     return "bf16" if "bf16" in measured else measured[0]
 
 
-def _fit_products(entries: Sequence[ProductTime], chip: Chip, peak: float, profile: MachineProfile) -> Fit:
+def _fit_products(entries: Sequence[ProductTime], chip: Chip, peak: float, profile: MachineProfile) -> MeasuredFit:
     """Fits `gemm` and `narrow`: seconds × peak ÷ FLOPs = 1/gemm + narrow/gemm × the sum of the dimensions' inverses."""
     relative = np.array([entry.seconds * peak / _flops_in_waves(entry, chip) for entry in entries])
     inverses = np.array([1 / entry.m + 1 / entry.k + 1 / entry.n for entry in entries])
     (constant, slope), residual = _nonnegative_fit(np.stack([np.ones_like(inverses), inverses], axis=1), relative)
     values = {"gemm": 1 / constant, "narrow": slope / constant, "slow": correction(profile)}
-    return Fit(values, len(entries), residual)
+    return MeasuredFit(values, len(entries), residual)
 
 
-def _fit_fp8_products(entries: Sequence[ProductTime], chip: Chip, gemm: float, narrow: float) -> Fit:
+def _fit_fp8_products(entries: Sequence[ProductTime], chip: Chip, gemm: float, narrow: float) -> MeasuredFit:
     """Fits `gemm_low`, with `narrow` from the wider format."""
     relative = np.array([entry.seconds * chip.peak_flops["fp8"] / _flops_in_waves(entry, chip) for entry in entries])
     factor = np.array([1 + narrow * (1 / entry.m + 1 / entry.k + 1 / entry.n) for entry in entries])
     (constant,), residual = _nonnegative_fit(factor[:, None], relative)
-    return Fit({"gemm_low": 1 / (constant * gemm)}, len(entries), residual)
+    return MeasuredFit({"gemm_low": 1 / (constant * gemm)}, len(entries), residual)
 
 
 def _flops_in_waves(entry: ProductTime, chip: Chip) -> float:
@@ -194,7 +194,9 @@ def _flops_in_waves(entry: ProductTime, chip: Chip) -> float:
     return 2.0 * entry.k * float(elements_in_waves(entry.m, entry.n, chip.multiprocessors))
 
 
-def _fit_attention(entries: Sequence[AttentionTime], peak: float, attention: float, flex: float, flash: float) -> Fit:
+def _fit_attention(
+    entries: Sequence[AttentionTime], peak: float, attention: float, flex: float, flash: float
+) -> MeasuredFit:
     """Fits rates of attention to forward and backward together: by kernel (`_kernel`), each also for wide heads.
 
     `attention`, `flex` and `flash` are the defaults of rates to which others are relative, where no entry measures them.
@@ -220,7 +222,7 @@ def _fit_attention(entries: Sequence[AttentionTime], peak: float, attention: flo
             (constant,), residual = _nonnegative_fit(ideal, seconds)
             squares += len(group) * residual**2
             values[name] = 1 / constant / base / (1.0 if name == kernel else values.get(kernel, narrow))
-    return Fit(values, len(entries), float(np.sqrt(squares / len(entries))))
+    return MeasuredFit(values, len(entries), float(np.sqrt(squares / len(entries))))
 
 
 def _kernel(entry: AttentionTime) -> str:
@@ -243,24 +245,24 @@ def _ideal_forward(entry: AttentionTime, peak: float) -> float:
     return flops * (1 + SMALL_HEAD / entry.head_dim) / peak
 
 
-def _fit_memory(profile: MachineProfile, chip: Chip) -> dict[str, Fit]:
+def _fit_memory(profile: MachineProfile, chip: Chip) -> dict[str, MeasuredFit]:
     """Fits `hbm`, and `update`: bytes that memory moves while the optimizer updates one parameter."""
     if profile.pass_bytes_per_s is None:
         return {}
-    fitted = {"device memory": Fit({"hbm": profile.pass_bytes_per_s / chip.hbm}, 1, 0.0)}
+    fitted = {"device memory": MeasuredFit({"hbm": profile.pass_bytes_per_s / chip.hbm}, 1, 0.0)}
     if profile.adamw_parameters_per_s:
-        fitted["optimizer"] = Fit({"update": profile.pass_bytes_per_s / profile.adamw_parameters_per_s}, 1, 0.0)
+        fitted["optimizer"] = MeasuredFit({"update": profile.pass_bytes_per_s / profile.adamw_parameters_per_s}, 1, 0.0)
     return fitted
 
 
-def _fit_links(profile: MachineProfile, chip: Chip, start: float, link: float) -> dict[str, Fit]:
+def _fit_links(profile: MachineProfile, chip: Chip, start: float, link: float) -> dict[str, MeasuredFit]:
     """Fits latency and bandwidth of rings inside a node, then across nodes with the former known.
 
     `start` and `link` are the default latencies in seconds.
     """
     inside = [entry for entry in profile.collectives if entry.nodes == 1 and entry.op in RING_OPERATIONS]
     across = [entry for entry in profile.collectives if entry.nodes > 1 and entry.op in RING_OPERATIONS]
-    fitted: dict[str, Fit] = {}
+    fitted: dict[str, MeasuredFit] = {}
     if inside:
         fitted["links inside a node"] = fit = _fit_node_links(inside, chip.link, start, link)
         start, link = fit.values["start_us"] * 1e-6, fit.values["link_us"] * 1e-6
@@ -274,7 +276,7 @@ def _fit_links(profile: MachineProfile, chip: Chip, start: float, link: float) -
     return fitted
 
 
-def _fit_node_links(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
+def _fit_node_links(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> MeasuredFit:
     """Fits `link`, `start_us` and `link_us`; if all groups have one size, the latencies keep the defaults' ratio."""
     seconds = np.array([entry.seconds for entry in entries])
     wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes for entry in entries])
@@ -290,10 +292,10 @@ def _fit_node_links(entries: Sequence[CollectiveTime], reference: float, start: 
         )
         start, link = latency_factor * start, latency_factor * link
     values = {"link": 1 / (seconds_per_byte * reference), "start_us": start * 1e6, "link_us": link * 1e6}
-    return Fit(values, len(entries), residual)
+    return MeasuredFit(values, len(entries), residual)
 
 
-def _fit_network(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
+def _fit_network(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> MeasuredFit:
     """Fits `net`, the share of its members' ports that a ring across nodes reaches, and `net_us`, the latency of a step."""
     inside_seconds = np.array([start + (entry.ranks - entry.nodes) * link for entry in entries])
     seconds = np.array([entry.seconds for entry in entries])
@@ -304,10 +306,12 @@ def _fit_network(entries: Sequence[CollectiveTime], reference: float, start: flo
     (seconds_per_byte, latency), _ = _nonnegative_fit(np.stack([wire, hops], axis=1), network, scale=seconds)
     predicted = inside_seconds + wire * seconds_per_byte + hops * latency
     values = {"net": 1 / (seconds_per_byte * reference), "net_ring": 1.0, "net_us": latency * 1e6}
-    return Fit(values, len(entries), _root_mean_square(predicted / seconds - 1))
+    return MeasuredFit(values, len(entries), _root_mean_square(predicted / seconds - 1))
 
 
-def _fit_all_reduce(entries: Sequence[CollectiveTime], rate: float, net: float, start: float, link: float) -> Fit:
+def _fit_all_reduce(
+    entries: Sequence[CollectiveTime], rate: float, net: float, start: float, link: float
+) -> MeasuredFit:
     """Fits `net_sum`, the bandwidth of all-reduces relative to gathers. `rate` is a port's in gathers, in bytes/s.
 
     `net`, `start` and `link` are latencies in seconds: a step across nodes, a collective, a step inside a node.
@@ -325,12 +329,12 @@ def _fit_all_reduce(entries: Sequence[CollectiveTime], rate: float, net: float, 
     large[np.argmax(wire)] = True
     network = np.maximum(seconds - latency, seconds / 10)[large]
     (relative_cost,), residual = _nonnegative_fit(wire[large][:, None], network, scale=seconds[large])
-    return Fit({"net_sum": 1 / relative_cost}, int(large.sum()), residual)
+    return MeasuredFit({"net_sum": 1 / relative_cost}, int(large.sum()), residual)
 
 
-def _fit_overlap(profile: MachineProfile) -> dict[str, Fit]:
+def _fit_overlap(profile: MachineProfile) -> dict[str, MeasuredFit]:
     """Fits the slow-down of compute per second of communication beside it, inside a node and across nodes."""
-    fitted: dict[str, Fit] = {}
+    fitted: dict[str, MeasuredFit] = {}
     for name, constant, crosses in (("overlap", "overlap_tax", False), ("overlap across nodes", "net_tax", True)):
         entries = [
             entry for entry in profile.interference if entry.op in RING_OPERATIONS and (entry.nodes > 1) == crosses
@@ -341,7 +345,7 @@ def _fit_overlap(profile: MachineProfile) -> dict[str, Fit]:
             predicted = np.array(
                 [(entry.compute_seconds + tax * entry.other_seconds) / entry.together_seconds for entry in entries]
             )
-            fitted[name] = Fit({constant: tax}, len(entries), _root_mean_square(predicted - 1))
+            fitted[name] = MeasuredFit({constant: tax}, len(entries), _root_mean_square(predicted - 1))
     return fitted
 
 

@@ -24,7 +24,7 @@ from meshwright.costs.serving_software import (
     software_exchange,
     software_table,
 )
-from meshwright.costs.step_times import Exchange, StepTimes
+from meshwright.costs.step_times import ExchangeTime, InstanceStepTimes
 from meshwright.spec.chips import Chip
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import InstanceSpec, Quantisation, Software
@@ -59,7 +59,7 @@ TRANSFER_SECONDS = 1e-3
 class InstanceCosts:
     """Costs and sizes of an instance, as input of a simulator."""
 
-    times: StepTimes
+    times: InstanceStepTimes
     """Seconds of its steps."""
     blocks: int
     """Blocks of its cache, with the unused block 0, over all its expert groups."""
@@ -171,7 +171,7 @@ class ServeCosts:
         crosses = self.cluster.nodes > 1
         rate = number((port_rate if crosses else link_rate)(self._machine, self._k))
         return InstanceCosts(
-            times=StepTimes(work, self.constants, groups=expert, exchange=self._exchange(tensor, expert)),
+            times=InstanceStepTimes(work, self.constants, groups=expert, exchange=self._exchange(tensor, expert)),
             blocks=1 + expert * (blocks - 1),
             tokens_per_block=size,
             window=_window(self.model),
@@ -212,7 +212,7 @@ class ServeCosts:
             )
         return blocks
 
-    def _exchange(self, tensor: int, expert: int) -> Exchange:
+    def _exchange(self, tensor: int, expert: int) -> ExchangeTime:
         """All-reduces over the tensor ranks, and the tokens' way to experts of other groups and back."""
         machine, k, spec = self._machine, self._k, self.model
         token_bytes = float(spec.hidden * self._items)
@@ -235,7 +235,7 @@ class ServeCosts:
             sent = spec.experts_per_token * token_bytes / tensor
             fixed += 2 * routed * latency
             each += 2 * routed * (number(all_to_all(group, k, machine, sent)) - latency)
-        return Exchange(fixed, each)
+        return ExchangeTime(fixed, each)
 
 
 def _window(model: ModelSpec) -> int | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.costs.serve_work import DeviceWork
-from meshwright.costs.step_times import StepTimes, soft_maximum, whole_chunks
+from meshwright.costs.step_times import InstanceStepTimes, soft_maximum, whole_chunks
 from meshwright.spec.errors import BadInput
 from meshwright.spec.serve_profile import StepConstants, StepFactor, StepTime
 
@@ -33,15 +33,15 @@ PRIOR_WEIGHT = 0.02
 ROUNDS, DAMPING = 40, 1e-3
 
 
-class Fit(NamedTuple):
+class ServeFit(NamedTuple):
     """Constants, and the median of the relative errors at each step by the constants fitted to the others."""
 
     constants: StepConstants
     median_error: float
 
 
-def fit_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -> Fit:
-    """The constants with which `StepTimes` gives the measured steps of one device best, by relative error.
+def fit_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -> ServeFit:
+    """The constants with which `InstanceStepTimes` gives the measured steps of one device best, by relative error.
 
     Where launches were measured, their constants are fitted to them alone: the host's speed varies from second to second, so each step is
     compared with the model for the launch that it had. Raises BadInput without steps of both types, with and without a prompt.
@@ -53,7 +53,7 @@ def fit_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTi
         others = [step for index, step in enumerate(steps) if index != left_out]
         if any(step.chunks for step in others) and any(not step.chunks for step in others):
             errors.append(abs(_log_errors(work, fitted_constants(work, start, others), [steps[left_out]])[0]))
-    return Fit(fitted_constants(work, start, steps), float(np.median(errors)) if errors else 0.0)
+    return ServeFit(fitted_constants(work, start, steps), float(np.median(errors)) if errors else 0.0)
 
 
 def fitted_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -> StepConstants:
@@ -70,7 +70,7 @@ def fitted_constants(work: DeviceWork, start: StepConstants, steps: Sequence[Ste
         constants = replace(constants, prompt_seconds=prompt, beside_seconds=beside, whole_seconds=whole)
     errors = _log_errors(work, constants, steps)
     without = [(step.decodes, error) for step, error in zip(steps, errors, strict=True) if not step.chunks]
-    times = StepTimes(work, constants)
+    times = InstanceStepTimes(work, constants)
     # A step that ended with its launch says nothing of the device.
     prompts = [
         (
@@ -100,18 +100,18 @@ def _with(constants: StepConstants, logs: np.ndarray) -> StepConstants:
 
 def _log_errors(work: DeviceWork, constants: StepConstants, steps: Sequence[StepTime]) -> np.ndarray:
     """Logarithms of measured over modelled seconds."""
-    times = StepTimes(work, constants)
+    times = InstanceStepTimes(work, constants)
     return np.log([step.seconds / _modelled_seconds(times, step) for step in steps])
 
 
-def _modelled_seconds(times: StepTimes, step: StepTime) -> float:
+def _modelled_seconds(times: InstanceStepTimes, step: StepTime) -> float:
     """The model's seconds of a measured step, for the launch that it had if that was measured."""
     if step.launch_seconds:
         return soft_maximum(_device_seconds(times, step), step.exposed_seconds)
     return times.seconds(step.decodes, step.positions, step.chunks, step.longest)
 
 
-def _device_seconds(times: StepTimes, step: StepTime) -> float:
+def _device_seconds(times: InstanceStepTimes, step: StepTime) -> float:
     return times.device_seconds(step.decodes, step.positions, step.chunks, step.longest)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Protocol
 
 from meshwright.spec.deployment import PricedFormat, weight_bytes
 from meshwright.spec.inference_layout import rank_dimensions, rank_shape
-from meshwright.spec.layout import Part
+from meshwright.spec.layout import AxisPart
 from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters
 from meshwright.workload.cache_size import bytes_per_block, cache_bytes_per_block, layer_groups
 
@@ -75,16 +75,25 @@ class DeviceWork:
     windows: tuple[tuple[int | None, float], ...]
     """Positions that a query attends to at most, None for all, and the share of the cache's bytes with that limit."""
 
+    @cached_property
+    def attends_to_all(self) -> bool:
+        """Whether no layer has a window."""
+        return self.windows == ((None, 1.0),)
+
     def read_expert_bytes(self, tokens: float) -> float:
         """Weights of the routed experts that a step of `tokens` tokens over all groups reads: of those with a token, once."""
         return self.expert_slots * (1.0 - (1.0 - self.chosen_share) ** tokens) * self.expert_bytes
 
     def pairs(self, chunks: Sequence[PromptPart]) -> float:
         """Pairs of a query of the chunks and a position that it attends to."""
+        if self.attends_to_all:
+            return sum([(2 * chunk.start + 1 + chunk.count) * chunk.count for chunk in chunks]) / 2
         return sum(share * _pairs(chunks, window) for window, share in self.windows)
 
     def attended(self, decodes: int, positions: float) -> float:
         """Positions to which decodes with so many attend, mean over the cache's bytes."""
+        if self.attends_to_all:
+            return positions
         return sum(
             share * (positions if window is None else min(positions, decodes * window))
             for window, share in self.windows
@@ -117,7 +126,7 @@ def device_work(
 
     Linear layers of the blocks have the format `weights`, routed experts `experts`, or `weights` if that is none.
     """
-    part, rank = Part(0, tensor), rank_dimensions(spec, tensor)
+    part, rank = AxisPart(0, tensor), rank_dimensions(spec, tensor)
     rounded, expert_item = weight_bytes(weights, item), weight_bytes(experts or weights, item)
     dense = expert_weights = embedding = 0.0
     dense_bytes = head_count = 0.0

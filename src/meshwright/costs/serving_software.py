@@ -17,7 +17,7 @@ import yaml
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.plan_costs import number
 from meshwright.costs.serve_work import DeviceWork
-from meshwright.costs.step_times import Exchange
+from meshwright.costs.step_times import ExchangeTime
 from meshwright.spec.chips import Chip
 from meshwright.spec.deployment import PricedFormat, Quantisation
 from meshwright.spec.fields import from_plain
@@ -26,10 +26,16 @@ from meshwright.spec.serve_profile import StepConstants
 FILE = Path(__file__).with_name("serving_software.yaml")
 FOUR_BIT_SHARE = 0.7
 """Share of the other formats' rates that products with 4-bit weights reach where these are dense, as their inputs are scaled and rounded in
-each step, and where a device without products of such a format converts the weights of experts."""
+each step, and where a device without products of such a format converts the weights of experts.
+
+With the constants of the table, the median error of a token's time at the 485 points with such weights is smallest here: 14.6% with 0.5,
+11.9% with 0.6, 10.6% with 0.7, 12.6% with 0.8, 16.7% without."""
 FOUR_BITS, SIXTEEN_BITS = ("nvfp4", "mxfp4", "int4"), ("bf16", "fp16")
 LINK_SHARE = 0.7
-"""Share of the bandwidth between devices that sums reach."""
+"""Share of the bandwidth between devices that sums reach.
+
+A usual figure of large sums. The points do not determine it: sums of decodes are short, and from 0.6 to 1 the median error at 717 points of
+four devices or more stays between 9.7% and 10.0%, as `sum_seconds` has the time of a sum."""
 PRODUCT_FORMATS: dict[PricedFormat, tuple[str, ...]] = {
     "bf16": ("bf16", "fp16"),
     "fp8": ("fp8",),
@@ -116,7 +122,7 @@ def software_constants(
 
 def software_exchange(
     software: ServingSoftware, machine: Machine, ranks: int, operations: int, token_bytes: float
-) -> Exchange:
+) -> ExchangeTime:
     """Communication of a step between the devices of an instance: so many operations, which send `token_bytes` a token in all."""
     rate = LINK_SHARE * number(machine.link if ranks <= number(machine.domain) else machine.nic)
-    return Exchange(operations * software.sum_seconds * log2(ranks), token_bytes / rate)
+    return ExchangeTime(operations * software.sum_seconds * log2(ranks), token_bytes / rate)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.costs.collective_costs import (
-    Group,
+    CollectiveGroup,
     all_reduce,
     congestion,
     copy_engine_group,
@@ -106,8 +106,9 @@ def step_cost(
     shard_exposed = (
         np.where(layout.splits_backward, np.maximum(exposed_if_joint, exposed_if_split), exposed_if_joint) + copies_each
     )
-    offloaded = exposed_copies(shape, machine, layout, times.forward, times.backward)
-    offloaded = offloaded + exposed_sums(machine, layout, owned_params(shape, layout), times.backward)
+    # Copies to the host and back also run beside the exchanges between tensor, context and expert ranks.
+    offloaded = exposed_copies(shape, machine, layout, layers_time - backward, backward)
+    offloaded = offloaded + exposed_sums(machine, layout, owned_params(shape, layout), backward)
     all_layers_seconds = layers_time + shard_exposed + offloaded
     host_micro = k.host_micro_us * 1e-6
     stage, all_stages = _stage_seconds(shape, layout, all_layers_seconds, times)
@@ -285,7 +286,7 @@ def _weights_traffic(
 
 
 def _gather_seconds(
-    group: Group, machine: Machine, k: Constants, size: Array, messages: Array, by_copy_engine: Array
+    group: CollectiveGroup, machine: Machine, k: Constants, size: Array, messages: Array, by_copy_engine: Array
 ) -> Array:
     """Seconds to gather `size` bytes: by copy engines where `by_copy_engine`, by kernels elsewhere."""
     by_kernels = gather(group, k, size, messages)
@@ -347,7 +348,9 @@ def _gradient_traffic(
     )
 
 
-def _contention_seconds(group: Group, layout: Layouts, k: Constants, seconds: Array, backward: Array) -> Array:
+def _contention_seconds(
+    group: CollectiveGroup, layout: Layouts, k: Constants, seconds: Array, backward: Array
+) -> Array:
     """Seconds that a reduction across nodes takes longer because backward runs beside it (TCP)."""
     return np.where(group.domains > 1, k.net_yield, 0.0) * np.minimum(
         seconds, backward * _overlapping_micro_batches(layout)

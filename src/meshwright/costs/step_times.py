@@ -24,21 +24,21 @@ PADDED_DECODES, MOST_PARTS = 8, 32
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeTime:
     """Communication of a step between the devices of an instance: a fixed time, and a time per token of a group."""
 
     seconds: float = 0.0
     token_seconds: float = 0.0
 
 
-class StepTimes:
+class InstanceStepTimes:
     """The cost of the steps of one instance, for a simulator that asks often."""
 
     def __init__(
-        self, work: DeviceWork, constants: StepConstants, *, groups: int = 1, exchange: Exchange | None = None
+        self, work: DeviceWork, constants: StepConstants, *, groups: int = 1, exchange: ExchangeTime | None = None
     ) -> None:
         self.work, self.constants, self.groups = work, constants, groups
-        self._exchange = exchange or Exchange()
+        self._exchange = exchange or ExchangeTime()
         self._lines: dict[int, tuple[float, float, float]] = {}
         self._products: dict[tuple[int, int], float] = {}
         read = work.cache_bytes / constants.cache_bytes_per_s

@@ -30,12 +30,12 @@ from meshwright.data.chat_template import (
     read_text,
     special_tokens,
 )
-from meshwright.data.corpus import Document, FromFile, checked_document
+from meshwright.data.corpus import CorpusDocument, FromFile, checked_document
 from meshwright.data.file_formats import LAYOUTS
 from meshwright.data.inputs import InputFile, NotRead, Reason
 from meshwright.data.message_ranges import ASSISTANT, END_OF_REASONING, InexactTemplate, MessageRanges, Span
 from meshwright.data.preference_forms import preference_form_of
-from meshwright.data.records import BadDocument, Record, first_records, read_records
+from meshwright.data.records import BadDocument, DataRecord, first_records, read_records
 from meshwright.data.spelled_tokens import SpelledTokens
 from meshwright.durable.writes import digest, write_durable
 from meshwright.spec.errors import BadInput, nearest
@@ -177,7 +177,7 @@ class ChatReader:
             yield NotRead(file.name, self.unknown_form, self.no_form(first, key), file.size)
             return
         for record in read_records(file, form.keys[0], (*form.keys, *form.also, *COMMON_KEYS, *UNUSED_KEYS)):
-            if not isinstance(record, Record):
+            if not isinstance(record, DataRecord):
                 yield record
                 continue
             try:
@@ -195,20 +195,20 @@ class ChatReader:
             return f"its records have {', '.join(map(repr, record))}, preferences of the form {form.name}: --preferences reads them"
         return no_form(record, key)
 
-    def _documents(self, file: InputFile, record: Record, form: Any) -> Iterator[Document | BadDocument]:
+    def _documents(self, file: InputFile, record: DataRecord, form: Any) -> Iterator[CorpusDocument | BadDocument]:
         """The documents of a record of this form. Raises BadChat before the first."""
         chat = self._chat(record, form)
         document = self._document(file, record, chat)
-        if isinstance(document, Document):
+        if isinstance(document, CorpusDocument):
             self.counts.forms[form.name] += 1
             self._count(chat, document)
         yield document
 
-    def _count(self, chat: Chat, document: Document) -> None:
+    def _count(self, chat: Chat, document: CorpusDocument) -> None:
         self.counts.roles.update(message["role"] for message in chat.messages)
         self.counts.without_reasoning += _reasoning(chat.messages) not in document.text
 
-    def _chat(self, record: Record, form: ChatForm) -> Chat:
+    def _chat(self, record: DataRecord, form: ChatForm) -> Chat:
         """The chat of a record. Raises BadChat."""
         tools, key = self._tools(record.fields.get("tools")), form.keys[0]
         self._check_record(record, (*form.keys, *form.also, *COMMON_KEYS, "id"))
@@ -228,7 +228,7 @@ class ChatReader:
             raise BadChat(f"tools: the chat template of {self.name} does not write them")
         return tools
 
-    def _check_record(self, record: Record, known: Sequence[str]) -> None:
+    def _check_record(self, record: DataRecord, known: Sequence[str]) -> None:
         """Raise BadChat if a record has a key that is lost, or is almost one of those `known`."""
         for name in (name for name, value in record.fields.items() if value is not None and name not in known):
             near = nearest(name, (*known, "train"), ALMOST)
@@ -267,7 +267,7 @@ class ChatReader:
             raise BadChat(f"{where}.{given[0]}: to train on role {message['role']}, name it in --train-roles")
         return weight
 
-    def _document(self, file: InputFile, record: Record, chat: Chat) -> Document | BadDocument:
+    def _document(self, file: InputFile, record: DataRecord, chat: Chat) -> CorpusDocument | BadDocument:
         try:
             text, spans = self._fitting(chat)
         except TemplateRefusal as error:

@@ -21,13 +21,13 @@ from typing import BinaryIO
 
 import numpy as np
 
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.duplicates import SignedUnit
 from meshwright.data.encode import EncodedDocument
 from meshwright.data.left_out import LeftOut
-from meshwright.data.reading import Reading
+from meshwright.data.reading import DocumentReading
 from meshwright.data.removed import Removed
-from meshwright.data.signatures import Segment, SignatureWriter
+from meshwright.data.signatures import SignatureSegment, SignatureWriter
 from meshwright.durable.writes import PARTIAL, publish, sync_open_file, write_durable
 from meshwright.spec.errors import Damaged
 from meshwright.spec.folder_files import parse_json
@@ -46,7 +46,7 @@ class ChunkRecord:
     left_out: LeftOut
     removed: Removed
     digests: dict[str, str]
-    segments: tuple[Segment, ...] = field(default=())
+    segments: tuple[SignatureSegment, ...] = field(default=())
 
 
 def chunk_path(folder: Path, unit: int, sort: str) -> Path:
@@ -55,7 +55,13 @@ def chunk_path(folder: Path, unit: int, sort: str) -> Path:
 
 
 def write_chunk(
-    folder: Path, unit: int, size: int, encoded: Iterable[EncodedDocument], reading: Reading, signed: bool, near: bool
+    folder: Path,
+    unit: int,
+    size: int,
+    encoded: Iterable[EncodedDocument],
+    reading: DocumentReading,
+    signed: bool,
+    near: bool,
 ) -> None:
     """Write the documents of a unit of `size` bytes, which `encoded` makes of `reading`; with `signed` their signatures too."""
     sorts = [TOKENS, DOCUMENTS, *([SIGNATURES] if signed else []), *([SETS, ENDS] if near else [])]
@@ -105,7 +111,7 @@ def read_record(folder: Path, unit: int) -> ChunkRecord | None:
             LeftOut.from_plain(plain["left_out"]),
             Removed(plain["removed"]),
             plain["digests"],
-            tuple(Segment(**segment) for segment in plain["segments"]),
+            tuple(SignatureSegment(**segment) for segment in plain["segments"]),
         )
     except (KeyError, TypeError) as error:
         raise Damaged(f"{path}: no record of a unit: {error!r}; remove the file and prepare again") from None
@@ -129,7 +135,7 @@ def read_chunk(folder: Path, unit: int, dtype: str) -> Iterator[EncodedDocument]
             content = tokens.read(count * size)
             if len(content) != count * size:
                 raise Damaged(f"{tokens.name}: ends early; remove {folder} and prepare again")
-            document = Document(file, identity, key, "", consumed)
+            document = CorpusDocument(file, identity, key, "", consumed)
             yield EncodedDocument(document, np.frombuffer(content, dtype=dtype), text_bytes)
 
 

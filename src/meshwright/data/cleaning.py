@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any
 
 from meshwright.data.contamination import EvaluationTexts
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.inputs import list_inputs
 from meshwright.data.removed import Removed
 from meshwright.durable.writes import digest_file
@@ -87,7 +87,7 @@ class Cleaner:
         self._filters = [(name, load_filter(name)) for name in cleaning.filters]
         self._evaluations = EvaluationTexts(cleaning.evaluations) if cleaning.evaluations else None
 
-    def removes(self, document: Document, removed: Removed) -> bool:
+    def removes(self, document: CorpusDocument, removed: Removed) -> bool:
         """Whether a filter removes a document, which is then counted in `removed`."""
         reason, why = self._reason(document)
         if reason is not None:
@@ -95,7 +95,7 @@ class Cleaner:
             removed.add(reason, f"{document.file} [{document.id}]", why, document.text, size)
         return reason is not None
 
-    def _reason(self, document: Document) -> tuple[str | None, str]:
+    def _reason(self, document: CorpusDocument) -> tuple[str | None, str]:
         for name, keeps in self._filters:
             try:
                 verdict = keeps(document.text)

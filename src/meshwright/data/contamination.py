@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.corpus import Document, read_documents
+from meshwright.data.corpus import CorpusDocument, read_documents
 from meshwright.data.inputs import InputFile, list_inputs
 from meshwright.data.records import all_fields
 from meshwright.data.shingles import distinct, shingles, word_hashes
@@ -63,7 +63,7 @@ def _runs(file: InputFile) -> Iterator[np.ndarray]:
 def _texts(file: InputFile) -> Iterator[str]:
     if file.format.layout == "text":
         for item in read_documents(file, "text"):
-            if isinstance(item, Document):
+            if isinstance(item, CorpusDocument):
                 yield item.text
         return
     for record in all_fields(file):

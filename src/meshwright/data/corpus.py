@@ -16,7 +16,7 @@ import xxhash
 from meshwright.data.file_formats import DamagedData
 from meshwright.data.input_stream import Contents, InputStream
 from meshwright.data.inputs import InputFile, NotRead
-from meshwright.data.records import BadDocument, Record, read_records
+from meshwright.data.records import BadDocument, DataRecord, read_records
 
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 SEARCHED_BYTES = 8192
@@ -24,7 +24,7 @@ SEARCHED_BYTES = 8192
 
 
 @dataclass(frozen=True)
-class Document:
+class CorpusDocument:
     """A text: its file, its id there, its key in the corpus, and the bytes of all inputs read up to its end.
 
     `spans` are the ranges [start, stop) of the characters to train on; None means all. `where` is file:line. `spelled` are those of special
@@ -45,7 +45,7 @@ class Document:
     score: float | None = None
 
 
-FromFile = Document | BadDocument | NotRead | Contents
+FromFile = CorpusDocument | BadDocument | NotRead | Contents
 """An item that the reader of a file yields."""
 
 
@@ -58,7 +58,7 @@ def read_documents(file: InputFile, text_key: str) -> Iterator[FromFile]:
         yield from _read_text(file)
     else:
         for record in read_records(file, text_key):
-            yield checked_document(file, record, record.value) if isinstance(record, Record) else record
+            yield checked_document(file, record, record.value) if isinstance(record, DataRecord) else record
 
 
 def _read_text(file: InputFile) -> Iterator[FromFile]:
@@ -79,7 +79,7 @@ def _read_text(file: InputFile) -> Iterator[FromFile]:
     yield contents
 
 
-def _text_document(file: InputFile, content: bytes) -> Document | BadDocument | NotRead:
+def _text_document(file: InputFile, content: bytes) -> CorpusDocument | BadDocument | NotRead:
     if file.from_search and not content:
         return NotRead(file.name, "empty")
     if content.startswith(UTF16):
@@ -93,12 +93,12 @@ def _text_document(file: InputFile, content: bytes) -> Document | BadDocument | 
         return BadDocument(f"{file.name}:{line}", f"not utf-8 (byte {error.start}: {error.reason})")
     if not text.strip():
         return BadDocument(f"{file.name}:1", "empty")
-    return Document(file.name, 1, f"{file.key}\0{1}", text, file.before + file.size)
+    return CorpusDocument(file.name, 1, f"{file.key}\0{1}", text, file.before + file.size)
 
 
 def checked_document(
-    file: InputFile, record: Record, text: Any, spans: tuple[tuple[int, int], ...] | None = None
-) -> Document | BadDocument:
+    file: InputFile, record: DataRecord, text: Any, spans: tuple[tuple[int, int], ...] | None = None
+) -> CorpusDocument | BadDocument:
     """The document of a record, if its text is one."""
     if not isinstance(text, str):
         return BadDocument(record.where, f"expected text, got {type(text).__name__}")
@@ -109,4 +109,4 @@ def checked_document(
     except UnicodeEncodeError as error:
         return BadDocument(record.where, f"not utf-8 (character {error.start} is half of a surrogate pair)")
     key, consumed = f"{file.key}\0{record.number}", file.before + record.consumed
-    return Document(file.name, record.shown, key, text, consumed, spans, record.where)
+    return CorpusDocument(file.name, record.shown, key, text, consumed, spans, record.where)

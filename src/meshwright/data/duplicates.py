@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.data.shingles import distinct
-from meshwright.data.signatures import BANDS, EXACT_BAND, LEADING, Segment, read_keys
+from meshwright.data.signatures import BANDS, EXACT_BAND, LEADING, SignatureSegment, read_keys
 
 KEYS_AT_ONCE = 1 << 22
 MOST_DOCUMENTS = 1 << 32
@@ -32,7 +32,7 @@ class SignedUnit:
     sets: Path | None
     ends: Path | None
     documents: int
-    segments: tuple[Segment, ...]
+    segments: tuple[SignatureSegment, ...]
 
 
 @dataclass(frozen=True)

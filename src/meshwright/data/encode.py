@@ -18,11 +18,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.fast_encoder import FastEncoder
 from meshwright.data.tokenizer import LoadedTokenizer
 
 BATCH_CHARACTERS = 1 << 18
+"""Text that a thread encodes in one call of `tokenizers`, whose memory is some hundred bytes for each character."""
+FAST_BATCH_CHARACTERS = 1 << 20
+"""The same of `gigatoken`, of which a call costs as much as some 50 kB of text."""
 LONGEST_PIECE = 1 << 18
 CONTEXT = 1000
 CUT_ATTEMPTS = 100
@@ -38,29 +41,33 @@ class EncodedDocument:
     `weights` are those of the tokens in the loss: bool if all are 0 or 1, else float32; None: all 1.
     """
 
-    document: Document
+    document: CorpusDocument
     tokens: np.ndarray
     text_bytes: int
     weights: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
-class Piece:
+class EncodePiece:
     """A part of a document that is encoded in one call; `context` is the text before it that affects its first tokens."""
 
-    document: Document
+    document: CorpusDocument
     text: str
     context: str
     last: bool
 
 
-Item = TypeVar("Item", Piece, Document)
+Item = TypeVar("Item", EncodePiece, CorpusDocument)
 """Type of an item with a `text` to encode."""
 Result = TypeVar("Result")
 
 
 def encode_documents(
-    documents: Iterable[Document], tokenizer: LoadedTokenizer, dtype: str, workers: int, fast: FastEncoder | None = None
+    documents: Iterable[CorpusDocument],
+    tokenizer: LoadedTokenizer,
+    dtype: str,
+    workers: int,
+    fast: FastEncoder | None = None,
 ) -> Generator[EncodedDocument, None, None]:
     """Encode `documents` with `workers` threads, by `fast` if given; results have the order of the documents.
 
@@ -70,7 +77,8 @@ def encode_documents(
     begin = [np.array(tokenizer.text.begin_ids, dtype=dtype)] if tokenizer.text.begin else []
     ids = list(begin)
     encode = partial(_encode_batch, tokenizer=tokenizer, fast=fast, dtype=dtype)
-    for piece, tokens in encode_in_order(_pieces_of(documents, tokenizer, fast), encode, workers):
+    characters = BATCH_CHARACTERS if fast is None else FAST_BATCH_CHARACTERS
+    for piece, tokens in encode_in_order(_pieces_of(documents, tokenizer, fast), encode, workers, characters):
         ids.append(tokens)
         if piece.last:
             ids.append(np.array([tokenizer.record.eos], dtype=dtype))
@@ -84,12 +92,15 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def encode_in_order(
-    items: Iterable[Item], encode: Callable[[list[Item]], list[Result]], workers: int
+    items: Iterable[Item],
+    encode: Callable[[list[Item]], list[Result]],
+    workers: int,
+    characters: int = BATCH_CHARACTERS,
 ) -> Generator[Result, None, None]:
-    """The results of `encode` for batches of `items`, computed by `workers` threads, in the order of the items."""
+    """The results of `encode` for batches of `items` of so many characters, computed by `workers` threads, in the order of the items."""
     pending: deque[Future[list[Result]]] = deque()
     with one_thread_for_each_call(), ThreadPoolExecutor(workers, "encode") as pool:
-        for batch in _batches(items):
+        for batch in _batches(items, characters):
             pending.append(pool.submit(encode, batch))
             if len(pending) >= 2 * workers:
                 yield from pending.popleft().result()
@@ -97,14 +108,14 @@ def encode_in_order(
             yield from pending.popleft().result()
 
 
-def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Consecutive items with at least `BATCH_CHARACTERS` of text together; the last batch may have less."""
+def _batches(items: Iterable[Item], characters: int) -> Iterator[list[Item]]:
+    """Consecutive items with at least so many characters of text together; the last batch may have less."""
     batch: list[Item] = []
     size = 0
     for item in items:
         batch.append(item)
         size += len(item.text)
-        if size >= BATCH_CHARACTERS:
+        if size >= characters:
             yield batch
             batch, size = [], 0
     if batch:
@@ -112,8 +123,8 @@ def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 
 def _encode_batch(
-    batch: list[Piece], tokenizer: LoadedTokenizer, fast: FastEncoder | None, dtype: str
-) -> list[tuple[Piece, np.ndarray]]:
+    batch: list[EncodePiece], tokenizer: LoadedTokenizer, fast: FastEncoder | None, dtype: str
+) -> list[tuple[EncodePiece, np.ndarray]]:
     def ids_of(texts: list[str]) -> list[np.ndarray]:
         if fast is not None:
             return [ids.astype(dtype) for ids in fast.encode(texts)]
@@ -128,8 +139,8 @@ def _encode_batch(
 
 
 def _pieces_of(
-    documents: Iterable[Document], tokenizer: LoadedTokenizer, fast: FastEncoder | None = None
-) -> Iterator[Piece]:
+    documents: Iterable[CorpusDocument], tokenizer: LoadedTokenizer, fast: FastEncoder | None = None
+) -> Iterator[EncodePiece]:
     """Each document in pieces of bounded length, whose concatenated tokens are those of the whole document.
 
     The encoder needs some hundred bytes of memory per character, and one thread per piece.
@@ -138,9 +149,9 @@ def _pieces_of(
         text, start, context = document.text, 0, ""
         while len(text) - start > LONGEST_PIECE:
             cut, context_after = _next_cut(text, start + LONGEST_PIECE, tokenizer, fast)
-            yield Piece(document, text[start:cut], context, last=False)
+            yield EncodePiece(document, text[start:cut], context, last=False)
             start, context = cut, context_after
-        yield Piece(document, text[start:], context, last=True)
+        yield EncodePiece(document, text[start:], context, last=True)
 
 
 def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer, fast: FastEncoder | None) -> tuple[int, str]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from tokenizers import Tokenizer
 
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.encode import EncodedDocument, encode_in_order
 from meshwright.data.spelled_tokens import ChatText, Span, SpelledTokens
 from meshwright.spec.errors import BadInput
@@ -24,7 +24,7 @@ def chat_tokenizer(content: bytes) -> Tokenizer:
 
 
 def encode_chats(
-    documents: Iterable[Document], tokenizer: Tokenizer, named: Iterable[str], dtype: str, workers: int
+    documents: Iterable[CorpusDocument], tokenizer: Tokenizer, named: Iterable[str], dtype: str, workers: int
 ) -> Generator[EncodedDocument, None, None]:
     """Encode `documents`, which have spans, with `workers` threads; results have the order of the documents.
 
@@ -39,12 +39,12 @@ def encode_chats(
 
 
 def _encode_batch(
-    batch: list[Document], tokenizer: Tokenizer, spelled: SpelledTokens, dtype: str
+    batch: list[CorpusDocument], tokenizer: Tokenizer, spelled: SpelledTokens, dtype: str
 ) -> list[EncodedDocument]:
     return [_encode(document, tokenizer, spelled, dtype) for document in batch]
 
 
-def _encode(document: Document, tokenizer: Tokenizer, spelled: SpelledTokens, dtype: str) -> EncodedDocument:
+def _encode(document: CorpusDocument, tokenizer: Tokenizer, spelled: SpelledTokens, dtype: str) -> EncodedDocument:
     assert document.spans is not None
     text = document.text
     bounds = [0, *(bound for span in document.spans for bound in span), len(text)]

@@ -6,11 +6,13 @@ encodes each text with a character that Unicode 14 lacks, because the two librar
 
 from __future__ import annotations
 
+import ctypes
 import json
 import resource
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,13 @@ from tokenizers import Tokenizer
 from meshwright.data.unicode_14 import assigned
 from meshwright.spec.errors import shorten
 
-WORD_MEMORY = 256 << 20
-"""Bytes for each worker by which memory may grow before an encoder is loaded anew: `gigatoken` keeps every word that it has seen."""
+WORD_MEMORY = 128 << 20
+"""Bytes for each worker by which memory may grow before an encoder is loaded anew: `gigatoken` keeps every word that it has seen. English
+documents of which one word in fifty is random reach it after some 270 MB."""
 LEAST_TEXT = 16 << 20
-"""An encoder is not loaded anew before it has encoded so many characters, because loading takes as long as some 30 MB of text."""
+"""An encoder is not loaded anew before it has encoded so many characters, because loading takes as long as some 50 MB of text."""
 EXCERPTS, EXCERPT = 4, 128
-"""Texts of each batch, and characters of each, that `tokenizers` encodes too: 0.2% of the text, some 5% of the time."""
+"""Texts of each batch, and characters of each, that `tokenizers` encodes too: 0.05% of the text, some 1% of the time."""
 HARD_TEXTS = (
     "I'd've said it's THEIRS, wouldn't you?  We'LL see.",
     "  leading and trailing  ",
@@ -61,12 +64,11 @@ class FastEncoder:
         for step in ("truncation", "padding", "post_processor"):
             described[step] = None
         self._content, self._oracle = json.dumps(described), oracle
-        self._idle: list[tuple[Any, int]] = []
-        """Encoders that no call uses, and the characters that each has encoded."""
-        self._turn = threading.Semaphore(workers)
+        self._idle: list[_Encoder] = []
+        """Encoders that no call uses."""
+        self._workers, self._turn = workers, threading.Semaphore(workers)
         """There are at most as many encoders as workers, because each takes some 0.1 GB and half a second to load."""
-        self._put_back(self._load(), 0)
-        self._most_resident = resident() + workers * WORD_MEMORY
+        self._idle.append(self._load())
         self.check([*HARD_TEXTS, *(f"a {token['content']}b" for token in special)])
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -89,37 +91,46 @@ class FastEncoder:
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text as `encode` has them, with no excerpt compared."""
-        known = [_is_known(text) for text in texts]
+        known = [is_known(text) for text in texts]
         with self._turn:
-            encoder, encoded = self._idle.pop() if self._idle else (self._load(), 0)
+            encoder = self._idle.pop() if self._idle else self._load()
             with _as_difference():
-                rows = iter(_rows(encoder.encode_batch(list(compress(texts, known)), parallel=False)))
-            self._put_back(encoder, encoded + sum(map(len, texts)))
-            del encoder
-        others = iter(self._right([text for text, is_known in zip(texts, known, strict=True) if not is_known]))
-        return [next(rows) if is_known else np.array(next(others), dtype=np.uint32) for is_known in known]
+                rows = iter(_rows(encoder.backend.encode_batch(list(compress(texts, known)), parallel=False)))
+            encoder.encoded += sum(map(len, texts))
+            if encoder.encoded < LEAST_TEXT or resident() < encoder.most_resident:
+                self._idle.append(encoder)
+            else:
+                del encoder
+                return_memory()
+        others = iter(self._right([text for text, kept in zip(texts, known, strict=True) if not kept]))
+        return [next(rows) if kept else np.array(next(others), dtype=np.uint32) for kept in known]
 
     def _right(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
         return [encoding.ids for encoding in self._oracle.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def _put_back(self, encoder: Any, encoded: int) -> None:
-        """Keep an encoder for the next call, unless its words take too much memory."""
-        if encoded < LEAST_TEXT or resident() < self._most_resident:
-            self._idle.append((encoder, encoded))
-
-    def _load(self) -> Any:
+    def _load(self) -> _Encoder:
         try:
             import gigatoken
         except ImportError as error:
             reason = f"gigatoken cannot be imported ({error}), `pip install 'meshwright[data]'` installs it"
             raise EncodersDiffer(reason) from None
         with _as_difference():
-            return gigatoken.Tokenizer.from_json(self._content)
+            backend = gigatoken.Tokenizer.from_json(self._content)
+        return _Encoder(backend, resident() + self._workers * WORD_MEMORY)
 
 
-def _is_known(text: str) -> bool:
+@dataclass
+class _Encoder:
+    """An encoder of `gigatoken`, dropped once the process uses `most_resident` bytes. `encoded` are the characters that it has encoded."""
+
+    backend: Any
+    most_resident: int
+    encoded: int = 0
+
+
+def is_known(text: str) -> bool:
     """Whether Unicode 14 assigns every character of a text."""
     if text.isascii():
         return True
@@ -149,6 +160,12 @@ def _as_difference() -> Iterator[None]:
             raise
         reason = str(error).strip().split("\n")[0]
         raise EncodersDiffer(f"gigatoken does not encode this ({shorten(reason)})") from None
+
+
+def return_memory() -> None:
+    """Give freed memory back to the system, which the C library otherwise keeps; without effect where it is not glibc."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident() -> int:

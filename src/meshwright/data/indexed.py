@@ -30,7 +30,7 @@ LONGEST_DOCUMENT = 2**31 - 1
 SPANS_AT_ONCE = 16
 
 
-class Span(NamedTuple):
+class DocumentSpan(NamedTuple):
     """A part of a document: the document's number, and its token range [start, stop) in the file."""
 
     document: int
@@ -73,9 +73,9 @@ class IndexedFile:
         yield "idx", self.idx_path, self._idx.digest()
         yield "bin", self.bin_path, self._bin.digest()
 
-    def document_spans(self, start: int, stop: int) -> list[Span]:
+    def document_spans(self, start: int, stop: int) -> list[DocumentSpan]:
         """The documents with tokens in [start, stop), in order; empty documents are skipped. Raises Damaged unless they fill it."""
-        spans: list[Span] = []
+        spans: list[DocumentSpan] = []
         document, end = self._document_at(start), start
         while document < self.documents and end < stop:
             for span in self._spans(document, min(document + SPANS_AT_ONCE, self.documents)):
@@ -117,10 +117,10 @@ class IndexedFile:
         if np.any(np.diff(self._document_starts.read(0, len(self._document_starts))) < 0):
             raise Damaged(f"{self.idx_path}: document starts do not ascend")
 
-    def _spans(self, first: int, last: int) -> list[Span]:
+    def _spans(self, first: int, last: int) -> list[DocumentSpan]:
         """The spans of documents [first, last)."""
         ends = self._bounds(first, last).tolist()
-        return [Span(first + number, *ends[number : number + 2]) for number in range(last - first)]
+        return [DocumentSpan(first + number, *ends[number : number + 2]) for number in range(last - first)]
 
     def _bounds(self, first: int, last: int) -> np.ndarray:
         """Starts of the documents [first, last) in tokens, and the end of the last one, int64. Raises Damaged unless they ascend."""

@@ -20,11 +20,11 @@ from meshwright.data.encode import encode_documents, token_dtype
 from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import TokenizerRecord
-from meshwright.data.reading import Reading
+from meshwright.data.reading import DocumentReading
 from meshwright.data.text_format import TextFormat
 from meshwright.data.tokenizer import LoadedTokenizer
 from meshwright.data.tokenizer_file import tokenizer_in
-from meshwright.data.units import Unit
+from meshwright.data.units import CorpusUnit
 from meshwright.durable.writes import write_durable
 from meshwright.spec import errors
 from meshwright.spec.errors import BadInput, MeshwrightError
@@ -35,7 +35,7 @@ FAILURES = (MeshwrightError, EncodersDiffer, OSError)
 
 
 @dataclass(frozen=True)
-class Job:
+class EncodeJob:
     """All that a worker has to know, besides the number of a unit. With `fast` texts are encoded by gigatoken."""
 
     folder: Path
@@ -43,7 +43,7 @@ class Job:
     text_key: str
     cleaning: Cleaning
     fast: bool
-    units: tuple[Unit, ...]
+    units: tuple[CorpusUnit, ...]
     digests: dict[str, str]
     """Digests of the files that are divided."""
 
@@ -62,7 +62,7 @@ class Job:
         write_durable(self.folder / JOB, json.dumps(plain).encode() + b"\n")
 
     @classmethod
-    def read(cls, folder: Path) -> Job:
+    def read(cls, folder: Path) -> EncodeJob:
         """The job of a folder. Raises OSError if there is none."""
         plain: dict[str, Any] = json.loads((folder / JOB).read_bytes())
         record = TokenizerRecord(**plain["record"])
@@ -77,7 +77,7 @@ class Job:
             plain["text_key"],
             Cleaning(tuple(cleaning["filters"]), tuple(cleaning["evaluations"]), cleaning["duplicates"]),
             plain["fast"],
-            tuple(Unit.from_plain(unit) for unit in plain["units"]),
+            tuple(CorpusUnit.from_plain(unit) for unit in plain["units"]),
             plain["digests"],
         )
 
@@ -101,7 +101,7 @@ class Job:
         unit = self.units[number]
         for file in unit.files:
             _check_unchanged(file)
-        reading = Reading(unit.files, (), lambda file: read_documents(file, self.text_key), self.cleaner)
+        reading = DocumentReading(unit.files, (), lambda file: read_documents(file, self.text_key), self.cleaner)
         encoded = encode_documents(reading.documents(), self.tokenizer, self.dtype, 1, self.encoder)
         signed = self.cleaning.duplicates is not None
         write_chunk(self.folder, number, unit.size, encoded, reading, signed, self.cleaning.similarity is not None)

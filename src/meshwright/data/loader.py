@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from meshwright.data.packing import document_sizes
-from meshwright.data.slots import CommonNumber, Slot
-from meshwright.data.source import Batch, DataSource, has_validation, open_data
+from meshwright.data.slots import CommonNumber, SampleSlot
+from meshwright.data.source import DataSource, SampleBatch, has_validation, open_data
 from meshwright.policies.sample_order import rank_samples
 from meshwright.policies.skipped_samples import SampleRange, skip_forward
 from meshwright.spec.batch_sizes import BatchSizes, BatchStage
 from meshwright.spec.errors import BadInput
 
-__all__ = ["Batch", "DataSource", "Loader", "MicroBatch", "has_validation", "open_data"]
+__all__ = ["DataSource", "Loader", "MicroBatch", "SampleBatch", "has_validation", "open_data"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MicroBatch:
     documents: torch.Tensor | None
     valid_tokens: int
     attention_work: int | None = None
-    slot: Slot | None = None
+    slot: SampleSlot | None = None
     real: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     document_sizes: tuple[int, int] | None = None
@@ -69,7 +69,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Step:
+class LoadedStep:
     """A rank's part of a step, and figures of the whole step."""
 
     micro_batches: list[MicroBatch]
@@ -92,14 +92,14 @@ def scheduled_micro_batches(micro_batches: Sequence[MicroBatch]) -> int:
 class StepReader(Protocol):
     """Reads the step that begins at a sample."""
 
-    def read(self, sample: int, skipped: Sequence[SampleRange]) -> Step: ...
+    def read(self, sample: int, skipped: Sequence[SampleRange]) -> LoadedStep: ...
 
 
 @dataclass(frozen=True)
 class _Copied:
     """A prefetched step, and the event after its copies to the device, if there are any."""
 
-    step: Step
+    step: LoadedStep
     copy_done: torch.cuda.Event | None
 
 
@@ -110,7 +110,7 @@ class Samples(Protocol):
 
     def begin_step(self, indices: Sequence[int] | np.ndarray) -> None: ...
 
-    def samples(self, indices: Sequence[int] | np.ndarray) -> Batch: ...
+    def samples(self, indices: Sequence[int] | np.ndarray) -> SampleBatch: ...
 
 
 class Windows:
@@ -135,7 +135,7 @@ class Windows:
         self._source, self._sizes, self._micro_batch = source, BatchSizes(global_batch, ramp), micro_batch
         self._data_rank, self._data_ranks = data_rank, data_ranks
 
-    def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
+    def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> LoadedStep:
         """This rank's micro-batches of the step; skipped samples are whole steps."""
         del skipped
         size = self._sizes.at(sample)
@@ -143,9 +143,11 @@ class Windows:
         self._source.begin_step(range(sample, end))
         starts = rank_samples(sample, size, self._data_rank, self._data_ranks)[:: self._micro_batch]
         batches = [self._source.samples(range(start, start + self._micro_batch)) for start in starts]
-        return Step([self._tensors(batch) for batch in batches], (sample, end), sum(b.tokens.size for b in batches))
+        return LoadedStep(
+            [self._tensors(batch) for batch in batches], (sample, end), sum(b.tokens.size for b in batches)
+        )
 
-    def _tensors(self, batch: Batch) -> MicroBatch:
+    def _tensors(self, batch: SampleBatch) -> MicroBatch:
         masked = self._source.document_mask
         return MicroBatch(
             tokens=torch.from_numpy(batch.tokens),
@@ -182,7 +184,7 @@ class Loader:
         self.device = _with_index(torch.device(device or "cpu"))
         self.consumed = start_sample
         """Index after the last sample of the latest step, over all ranks; the complete state of the data."""
-        self.step: Step | None = None
+        self.step: LoadedStep | None = None
         """The latest step."""
         self.wait_seconds = 0.0
         """Seconds that the last `next` waited for the thread."""
@@ -249,7 +251,7 @@ class Loader:
             return True
         return False
 
-    def _copy_to_device(self, step: Step) -> _Copied:
+    def _copy_to_device(self, step: LoadedStep) -> _Copied:
         """Start the copies of a step to the device."""
         if self._copies is None:
             return _Copied(step, None)

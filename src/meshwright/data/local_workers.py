@@ -48,7 +48,7 @@ def run_locally(folder: Path, units: Iterable[int], processes: int) -> Iterator[
                     selector.unregister(process.output)
                     running.remove(process)
                     waiting.extendleft(reversed(process.units))
-                    if not process.full and process.units:
+                    if process.units:
                         _count_death(deaths, process)
                     process.end()
     finally:
@@ -85,7 +85,7 @@ class _Process:
             env={**os.environ, "PYTHONPATH": path},
         )
         self.units: deque[int] = deque()
-        self.full = self.ended = False
+        self.ended = False
         self._line = b""
 
     @property
@@ -112,7 +112,6 @@ class _Process:
             answer = json.loads(line)
             if "error" in answer:
                 raise raised(answer)
-            self.full = self.full or "full" in answer
             self.units.remove(answer["unit"])
             yield answer["unit"]
 

@@ -41,7 +41,7 @@ class InexactTemplate(Exception):
     """The range of a message in the text of a chat is not certain."""
 
 
-class Parts(NamedTuple):
+class MessageParts(NamedTuple):
     """A message cut into the content that is marked, `core`, and what is around it.
 
     Without a content the name of the last tool call is marked. `core` is empty without either.
@@ -87,7 +87,7 @@ class Marked(NamedTuple):
         return self.text[0 if last is None else last.at :]
 
 
-class Place(NamedTuple):
+class MessagePlace(NamedTuple):
     """Where the range of a message is: behind `lead`, which follows one mark, and before `behind`, which another mark follows.
 
     Marks are numbers; None stands for the beginning and the end of the text.
@@ -191,7 +191,7 @@ class _Outline:
     """A chat with short contents, and the places of its messages."""
 
     def __init__(
-        self, ranges: MessageRanges, messages: Sequence[Message], parts: Sequence[Parts], tools: Tools
+        self, ranges: MessageRanges, messages: Sequence[Message], parts: Sequence[MessageParts], tools: Tools
     ) -> None:
         self._of, self._parts, self._tools = ranges, parts, tools
         short = [
@@ -201,7 +201,7 @@ class _Outline:
         self._messages = list(map(_with, messages, parts, short))
         self._whole = ranges.marked(self._messages, tools)
         self._sequence = [mark[:2] for mark in self._whole.marks]
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, MessagePlace] = {}
         first = ranges.added_in(self._whole.text)
         self._openers, end = set[str](), 0
         """Tokens that the text begins with: the beginning of the text, and that of a turn."""
@@ -232,7 +232,7 @@ class _Outline:
             spans.append((start, stop))
         return text, spans
 
-    def _place(self, message: int) -> Place:
+    def _place(self, message: int) -> MessagePlace:
         marks = self._whole.marks
         own = [number for number, mark in enumerate(marks) if mark.message == message]
         if self._parts[message].core:
@@ -251,7 +251,7 @@ class _Outline:
         else:
             raise InexactTemplate("it has no content")
         end, behind, missing = self._end(message, last, after, lead)
-        return Place(before, lead, after, behind, end, missing)
+        return MessagePlace(before, lead, after, behind, end, missing)
 
     def _own_marks(self, message: int, numbers: list[int]) -> list[int]:
         """Those of the marks of a message, by their numbers, that are in its own text; the name of a tool may be in its result too."""
@@ -349,7 +349,7 @@ class _Outline:
         return longer.between(at - 1, at) if before and mark and before[:2] == mark[:2] else ""
 
 
-def _parts(message: Message) -> Parts:
+def _parts(message: Message) -> MessageParts:
     """A message, cut around what is marked."""
     content, calls = message.get("content"), message.get("tool_calls") or ()
     text = content if isinstance(content, str) else ""
@@ -358,7 +358,7 @@ def _parts(message: Message) -> Parts:
     kind = (message["role"], content is None, len(calls), *sorted(message))
     if not core:
         name = _name(calls[-1]) if calls else ""
-        return Parts((*kind, text.strip() == "" and text, bool(name)), core=name, is_call=bool(name))
+        return MessageParts((*kind, text.strip() == "" and text, bool(name)), core=name, is_call=bool(name))
     at = text.index(core, cut)
     before, after = text[cut:at], text[at + len(core) :]
     if core[0] == "<" and (tag := OPENING_TAG.match(core)) and tag.end() < len(core):
@@ -367,7 +367,7 @@ def _parts(message: Message) -> Parts:
         core, after = core[: tag.start()], tag[0] + after
     reasoning = text[:cut]
     short = f"{'<think>' if '<think>' in reasoning else ''}\n{SHORT}\n{END_OF_REASONING}" if reasoning else ""
-    return Parts((*kind, before, after, short), reasoning + before, core, after, short + before)
+    return MessageParts((*kind, before, after, short), reasoning + before, core, after, short + before)
 
 
 def _name(call: Any) -> str:
@@ -376,7 +376,7 @@ def _name(call: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _with(message: Message, parts: Parts, text: str) -> Message:
+def _with(message: Message, parts: MessageParts, text: str) -> Message:
     """The message with another text in place of what `parts` has of it."""
     if not parts.is_call:
         return {**message, "content": text} if parts.core else message

@@ -35,7 +35,7 @@ class DocumentPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedWindow:
     """Packed documents of a window, all `(seq,)` int64; `documents` counts from 0 within the window.
 
     Tokens from number `real` on only fill the window; None: there are none. `weights` `(seq,)`, bool or float32, are those of the targets
@@ -188,13 +188,13 @@ def pack(
     document_mask: bool,
     weights: np.ndarray | None = None,
     real: int | None = None,
-) -> Packed:
+) -> PackedWindow:
     """A window of S inputs from `tokens` (S + 1,) int64; `begins` are the places in it where a document begins, 0
     first.
 
     With `document_mask`, positions restart at each document and a target that lies in the next document is -1; without
     it the window is one text: positions 0 to S - 1, documents all 0. A document that began earlier starts at position 0
-    too. A target whose weight, of `weights` (S + 1,), is 0 is -1. `real` is that of `Packed`.
+    too. A target whose weight, of `weights` (S + 1,), is 0 is -1. `real` is that of `PackedWindow`.
     """
     inputs, targets = tokens[:-1], tokens[1:]
     if weights is not None:
@@ -202,12 +202,12 @@ def pack(
         targets = np.where(weights != 0, targets, IGNORED)
     everything = np.arange(len(tokens))
     if not document_mask:
-        return Packed(inputs, targets, everything[:-1], np.zeros_like(inputs), real, weights)
+        return PackedWindow(inputs, targets, everything[:-1], np.zeros_like(inputs), real, weights)
     lengths = np.diff(begins, append=len(tokens))
     documents = np.repeat(np.arange(len(begins)), lengths)
     positions = everything - np.repeat(begins, lengths)
     masked = np.where(documents[1:] == documents[:-1], targets, IGNORED)
-    return Packed(inputs, masked, positions[:-1], documents[:-1], real, weights)
+    return PackedWindow(inputs, masked, positions[:-1], documents[:-1], real, weights)
 
 
 def document_sizes(documents: np.ndarray) -> tuple[int, int]:

@@ -14,18 +14,19 @@ from typing import Any
 
 from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.chunk_stream import ChunkStream, UnitPlace, totals
-from meshwright.data.chunks import ChunkRecord, has_documents, read_record
+from meshwright.data.chunks import TOKENS, ChunkRecord, has_documents, read_record
 from meshwright.data.cleaning import Cleaning
 from meshwright.data.corpus import read_documents
+from meshwright.data.disk_space import check_space, full_disk_named, token_bytes
 from meshwright.data.fast_encoder import EncodersDiffer
 from meshwright.data.input_record import input_record
 from meshwright.data.inputs import InputFile, check_text_key, list_inputs
-from meshwright.data.jobs import JOB, Job
+from meshwright.data.jobs import JOB, EncodeJob
 from meshwright.data.left_out import LeftOut
 from meshwright.data.manifest import MANIFEST, TOKENIZER, TRAIN, UNFINISHED
 from meshwright.data.prepare import (
     Encoder,
-    Prepared,
+    PreparedCorpus,
     check_splits,
     fast_encoder,
     job_of,
@@ -63,7 +64,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     """Part `number` of `count`, from 1 on."""
 
     number: int
@@ -73,7 +74,7 @@ class Part:
         return f"{self.number}/{self.count}"
 
     @classmethod
-    def parse(cls, text: str) -> Part:
+    def parse(cls, text: str) -> CorpusPart:
         """The part in `I/N`. Raises BadInput for anything else."""
         number, _, count = text.partition("/")
         if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
@@ -91,7 +92,7 @@ class PreparedPart:
     """A part that is finished."""
 
     out: Path
-    part: Part
+    part: CorpusPart
     documents: int
     tokens: int
     left_out: LeftOut
@@ -103,7 +104,7 @@ class _PartRecord:
     """What `part.json` has: the request of the whole corpus, and what its folder holds of it."""
 
     folder: Path
-    part: Part
+    part: CorpusPart
     request: dict[str, Any]
     units: int
     fast: bool
@@ -116,7 +117,7 @@ class _PartRecord:
 
 def prepare_part(
     preparation: Preparation,
-    part: Part,
+    part: CorpusPart,
     *,
     text_key: str | None = None,
     workers: int | None = None,
@@ -153,8 +154,12 @@ def prepare_part(
         try:
             if preparation.on_bad == "refuse":
                 refuse_bad(files, not_read, lambda file: read_documents(file, preparation.text_key))
-            tokenizer = tokenizer_of(preparation, listed, shown)
-            job = _run_part(preparation, listed, files, tokenizer, workers or usable_cores(), ray, encoder, shown)
+            needed = token_bytes(files, preparation.vocab_size)
+            if not (out / UNITS).exists():
+                check_space(out, needed)
+            with full_disk_named(out, needed):
+                tokenizer = tokenizer_of(preparation, listed, shown)
+                job = _run_part(preparation, listed, files, tokenizer, workers or usable_cores(), ray, encoder, shown)
         except MeshwrightError:
             if not any((out / UNITS).glob("unit-*.json")):
                 forget(out)
@@ -186,7 +191,7 @@ def _run_part(
     ray: str | None,
     encoder: Encoder,
     shown: bool,
-) -> Job:
+) -> EncodeJob:
     """Do the units of a part that are not done."""
     out = preparation.out
     fast = fast_encoder(preparation, listed, tokenizer, workers, encoder, shown) is not None
@@ -217,7 +222,7 @@ def read_part(folder: Path) -> _PartRecord:
             raise Damaged(f"{path}: version {plain['version']}, this release reads version {VERSION}")
         return _PartRecord(
             folder,
-            Part(**plain["part"]),
+            CorpusPart(**plain["part"]),
             plain["request"],
             plain["units"],
             plain["fast"],
@@ -229,15 +234,16 @@ def read_part(folder: Path) -> _PartRecord:
         raise Damaged(f"{path}: no record of a part ({error!r}); prepare this part again") from None
 
 
-def merge(folders: Sequence[Path], out: Path, *, shown: bool = False) -> Prepared:
+def merge(folders: Sequence[Path], out: Path, *, shown: bool = False) -> PreparedCorpus:
     """Join the parts in `folders` to the corpus that one host would have made, in `out`. The parts stay.
 
     Raises BadInput that names a part which is missing, unfinished, given twice, or of another command; Damaged for files that are missing.
     """
     parts = sorted((read_part(folder) for folder in folders), key=lambda record: record.part.number)
     _check_parts(parts)
+    units = {record.folder: _unit_records(record) for record in parts}
     for record in parts:
-        for unit, of_unit in enumerate(_unit_records(record)):
+        for unit, of_unit in enumerate(units[record.folder]):
             if not has_documents(record.folder / UNITS, unit, of_unit):
                 files = f"{record.folder / UNITS}: files of unit {unit} are missing or have other sizes"
                 raise Damaged(f"{files}; remove {record.folder} and prepare this part again")
@@ -246,18 +252,22 @@ def merge(folders: Sequence[Path], out: Path, *, shown: bool = False) -> Prepare
     with locked(out, wait=False):
         if done := finished_manifests(preparation):
             check_same(out, done[TRAIN].request, request)
-            return Prepared(out, done, LeftOut(), reused=True)
+            return PreparedCorpus(out, done, LeftOut(), reused=True)
         begin_request(out, {**request, "merged": [record.units for record in parts]}, request)
         try:
-            return _merge(parts, preparation, shown)
+            needed = sum(of_unit.bytes[TOKENS] for records in units.values() for of_unit in records)
+            if not (out / JOURNAL).exists():
+                check_space(out, needed)
+            with full_disk_named(out, needed):
+                return _merge(parts, preparation, shown)
         except MeshwrightError:
             if not (out / JOURNAL).exists():
                 forget(out)
             raise
 
 
-def _merge(parts: Sequence[_PartRecord], preparation: Preparation, shown: bool) -> Prepared:
-    jobs = [Job.read(record.folder / UNITS) for record in parts]
+def _merge(parts: Sequence[_PartRecord], preparation: Preparation, shown: bool) -> PreparedCorpus:
+    jobs = [EncodeJob.read(record.folder / UNITS) for record in parts]
     total_bytes = sum(size for record in parts for _, size, _, _ in record.rows)
     tokenizer = jobs[0].tokenizer
     source = next(iter(_directories(preparation, parts[0].folder)))
@@ -296,7 +306,7 @@ def _merge(parts: Sequence[_PartRecord], preparation: Preparation, shown: bool) 
         stream.left_out,
         stream.removed,
     )
-    return Prepared(preparation.out, manifests, stream.left_out, reused=False, removed=stream.removed)
+    return PreparedCorpus(preparation.out, manifests, stream.left_out, reused=False, removed=stream.removed)
 
 
 def _check_parts(parts: Sequence[_PartRecord]) -> None:
@@ -323,7 +333,7 @@ def _check_parts(parts: Sequence[_PartRecord]) -> None:
         folders[record.part.number] = record.folder
     missing = [number for number in range(1, first.part.count + 1) if number not in folders]
     if missing:
-        names = ", ".join(str(Part(number, first.part.count)) for number in missing)
+        names = ", ".join(str(CorpusPart(number, first.part.count)) for number in missing)
         raise BadInput(f"part {names}: missing; name the folders of all {first.part.count} parts")
     if any(record.differs for record in parts) and any(record.fast for record in parts):
         again = ", ".join(str(record.part) for record in parts if record.fast)

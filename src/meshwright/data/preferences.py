@@ -14,12 +14,12 @@ from typing import Any
 
 from meshwright.data.chat import Chat, ChatReader, checked_message
 from meshwright.data.chat_forms import COMMON_KEYS, BadChat
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.indexed import IndexedFile
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import PreferenceCounts, Shard
 from meshwright.data.preference_forms import FORMS, Kind, PreferenceForm, no_preference_form, preference_form_of
-from meshwright.data.records import BadDocument, Record
+from meshwright.data.records import BadDocument, DataRecord
 from meshwright.data.token_weights import WeightFile
 from meshwright.spec.errors import BadInput
 
@@ -43,7 +43,9 @@ class PreferenceReader(ChatReader):
         del key
         return no_preference_form(record)
 
-    def _documents(self, file: InputFile, record: Record, form: PreferenceForm) -> Iterator[Document | BadDocument]:
+    def _documents(
+        self, file: InputFile, record: DataRecord, form: PreferenceForm
+    ) -> Iterator[CorpusDocument | BadDocument]:
         self._check_record(record, (*form.keys, *form.also, *COMMON_KEYS, "id"))
         if record.fields.get("weight") is not None:
             raise BadChat("weight: preferences have none")
@@ -55,7 +57,7 @@ class PreferenceReader(ChatReader):
             if isinstance(document, BadDocument):
                 yield document
                 return
-        whole = [document for document in documents if isinstance(document, Document)]
+        whole = [document for document in documents if isinstance(document, CorpusDocument)]
         prompts = {document.text[: document.spans[0][0]] for document in whole if document.spans}
         if len(prompts) > 1:
             raise BadChat("the chat template writes the prompt of the two answers differently")

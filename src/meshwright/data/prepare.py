@@ -6,7 +6,6 @@ has `unfinished.json` (the request) and `journal.jsonl` (finished shards); only 
 
 from __future__ import annotations
 
-import errno
 import shutil
 import sys
 from collections import deque
@@ -17,27 +16,26 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import numpy as np
-
 from meshwright.data.answer_ends import AnswerEnds, count_answer_ends
 from meshwright.data.chat import CHAT_ENDINGS, ChatCounts, ChatReader, reads_chats
 from meshwright.data.chat_template import GENERATION_CONFIG, TEMPLATE, TOOL_TEMPLATE, copy_chat_files, special_tokens
 from meshwright.data.chunk_stream import ChunkStream, Numbered, UnitPlace
 from meshwright.data.cleaning import NO_CLEANING, Cleaner, Cleaning
-from meshwright.data.corpus import Document, read_documents
+from meshwright.data.corpus import CorpusDocument, read_documents
+from meshwright.data.disk_space import check_space, full_disk_named, token_bytes
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
 from meshwright.data.encode_chat import chat_tokenizer, encode_chats
-from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder
+from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder, return_memory
 from meshwright.data.input_record import changed_inputs, input_record, write_input_record
 from meshwright.data.inputs import HARMLESS, InputFile, NotRead, check_text_key, list_inputs
-from meshwright.data.jobs import JOB, Job
+from meshwright.data.jobs import JOB, EncodeJob
 from meshwright.data.left_out import LeftOut, not_read_words
 from meshwright.data.local_workers import run_locally
 from meshwright.data.manifest import TOKENIZER, TRAIN, UNFINISHED, Manifest, PreferenceCounts, Shard
 from meshwright.data.preferences import PreferenceReader, count_preferences
 from meshwright.data.progress import progress
 from meshwright.data.ray_workers import check_ray, run_on_ray
-from meshwright.data.reading import Read, Reading
+from meshwright.data.reading import DocumentReading, Read
 from meshwright.data.removed import Removed, removed_words
 from meshwright.data.request import (
     ENCODERS_DIFFER,
@@ -80,7 +78,7 @@ FORM_OF_RECORDS = "messages"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCorpus:
     """The result of `prepare`. `left_out` is empty if all output existed already (`reused`)."""
 
     out: Path
@@ -113,7 +111,7 @@ def prepare(
     encoder: Encoder = "auto",
     shown: bool = False,
     wait: bool = False,
-) -> Prepared:
+) -> PreparedCorpus:
     """Turn `inputs` into token shards under `out`.
 
     `tokenizer` is a `tokenizer.json`, a folder with one, or `train:SIZE`; `held_out` the fraction of documents kept
@@ -144,16 +142,12 @@ def prepare(
             check_same(out, done[TRAIN].request, request)
             _check_reusable(preparation, done[TRAIN], files)
             _forget_work(out)
-            return Prepared(out, done, LeftOut(), reused=True, answers=_answers(preparation, done))
+            return PreparedCorpus(out, done, LeftOut(), reused=True, answers=_answers(preparation, done))
         begin(preparation, files, request)
         try:
             how = _How(workers or usable_cores(), ray, encoder, shown)
-            return _run(preparation, files, not_read, request, how)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            message = f"{out}: the disk is full; make room and run the same command again to continue"
-            raise OutOfResources(message) from error
+            with full_disk_named(out, token_bytes(files, preparation.vocab_size)):
+                return _run(preparation, files, not_read, request, how)
         except MeshwrightError as error:
             # Units that are done are worth keeping if the same command can go on with more memory or disk.
             goes_on = isinstance(error, OutOfResources) and any((out / UNITS).glob("unit-*.json"))
@@ -174,7 +168,7 @@ class _How:
 
 def _run(
     preparation: Preparation, files: list[InputFile], not_read: list[NotRead], request: dict[str, Any], how: _How
-) -> Prepared:
+) -> PreparedCorpus:
     cleaner = Cleaner(preparation.cleaning)
     if preparation.on_bad == "refuse":
         refuse_bad(files, not_read, _read_of(preparation, _reader(preparation, files))[0])
@@ -183,14 +177,16 @@ def _run(
     tokenizer = tokenizer_of(preparation, files, how.shown)
     fast = fast_encoder(preparation, files, tokenizer, how.workers, how.encoder, how.shown)
     writers = split_writers(preparation, tokenizer)
-    _check_space(preparation.out, files, np.dtype(token_dtype(tokenizer.record.vocab_size)).itemsize, writers)
-    source: Reading | ChunkStream
+    finished = sum(sum(shard.bytes.values()) for writer in writers.values() for shard in writer.shards)
+    check_space(preparation.out, token_bytes(files, tokenizer.record.vocab_size) - finished)
+    source: DocumentReading | ChunkStream
     if _in_units(preparation, files, how):
         source = _stream_of_units(preparation, files, not_read, tokenizer, fast is not None, how)
         fast = None
+        return_memory()
         documents = source.documents(preparation.split_of, writers)
     else:
-        source = Reading(files, not_read, read, cleaner)
+        source = DocumentReading(files, not_read, read, cleaner)
         documents = _encoded_here(preparation, source, tokenizer, fast, writers, how.workers)
     try:
         write_shards(documents, writers, sum(file.size for file in files), how.shown)
@@ -222,7 +218,7 @@ def _run(
         answers,
         preferences,
     )
-    return Prepared(preparation.out, manifests, left_out, False, answers, chats, removed)
+    return PreparedCorpus(preparation.out, manifests, left_out, False, answers, chats, removed)
 
 
 def _in_units(preparation: Preparation, files: Sequence[InputFile], how: _How) -> bool:
@@ -260,17 +256,17 @@ def _stream_of_units(
     return stream
 
 
-def job_of(preparation: Preparation, files: Sequence[InputFile], tokenizer: LoadedTokenizer, fast: bool) -> Job:
+def job_of(preparation: Preparation, files: Sequence[InputFile], tokenizer: LoadedTokenizer, fast: bool) -> EncodeJob:
     """The job of an earlier attempt, if it encodes by the same program, or a new one."""
     folder = preparation.out / UNITS
     if (folder / JOB).is_file():
-        job = Job.read(folder)
+        job = EncodeJob.read(folder)
         if job.fast == fast:
             return job
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     units, digests = divide(files, UNIT_BYTES)
-    job = Job(folder, tokenizer, preparation.text_key, preparation.cleaning, fast, tuple(units), digests)
+    job = EncodeJob(folder, tokenizer, preparation.text_key, preparation.cleaning, fast, tuple(units), digests)
     job.write()
     return job
 
@@ -371,7 +367,7 @@ def _answers(preparation: Preparation, manifests: Mapping[str, Manifest]) -> Ans
 
 def _encoded_here(
     preparation: Preparation,
-    reading: Reading,
+    reading: DocumentReading,
     tokenizer: LoadedTokenizer,
     fast: FastEncoder | None,
     writers: Mapping[str, SplitWriter],
@@ -380,7 +376,7 @@ def _encoded_here(
     """Read and encode every document that is not in a finished shard, in threads of this process."""
     pending: deque[tuple[str, int]] = deque()  # (split, number) of each document in the encoder
 
-    def unfinished_documents() -> Iterator[Document]:
+    def unfinished_documents() -> Iterator[CorpusDocument]:
         for number, document in enumerate(reading.documents()):
             split = preparation.split_of(document.key)
             if number > writers[split].done_through:
@@ -389,7 +385,7 @@ def _encoded_here(
 
     dtype = token_dtype(tokenizer.record.vocab_size)
 
-    def encode(documents: Iterator[Document]) -> Generator[EncodedDocument, None, None]:
+    def encode(documents: Iterator[CorpusDocument]) -> Generator[EncodedDocument, None, None]:
         if (chat_files := preparation.chat_files()) is not None:
             named = special_tokens(chat_files.config).values()
             return encode_chats(documents, chat_tokenizer(tokenizer.content), named, dtype, workers)
@@ -530,19 +526,9 @@ def _forget_work(out: Path) -> None:
     shutil.rmtree(out / UNITS, ignore_errors=True)
 
 
-def _check_space(out: Path, files: list[InputFile], itemsize: int, writers: dict[str, SplitWriter]) -> None:
-    """Raise OutOfResources if the disk is too small.
-    Assumes at least two bytes of text per token, and a compression factor of four."""
-    text = sum(file.size * (4 if file.format.compression or file.format.layout == "parquet" else 1) for file in files)
-    done = sum(sum(shard.bytes.values()) for writer in writers.values() for shard in writer.shards)
-    needed, free = max(text * itemsize // 2 - done, 0), shutil.disk_usage(out).free
-    if needed > free:
-        raise OutOfResources(f"{out}: about {needed:,} bytes are needed, {free:,} are free on its disk")
-
-
 def refuse_bad(files: Sequence[InputFile], not_read: list[NotRead], read: Read) -> None:
     """Raise BadInput if a document cannot be used."""
-    reading = Reading(files, not_read, read)
+    reading = DocumentReading(files, not_read, read)
     for _ in reading.documents():
         pass
     if lines := reading.left_out.lines():

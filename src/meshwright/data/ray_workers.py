@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.chunks import read_record
-from meshwright.data.jobs import FAILURES, JOB, Job, failure, raised
+from meshwright.data.jobs import FAILURES, JOB, EncodeJob, failure, raised
 from meshwright.spec.errors import BadInput, OutOfResources
 
 AHEAD = 2
@@ -18,7 +18,7 @@ CALLS_OF_A_WORKER = 32
 """Units after which a worker process ends, because the encoder keeps every word that it has seen."""
 RETRIES = 3
 
-_jobs: dict[tuple[str, int], Job] = {}
+_jobs: dict[tuple[str, int], EncodeJob] = {}
 """The job that this worker process has loaded, by its folder and the time of its file."""
 
 
@@ -90,7 +90,7 @@ def run_unit(folder: str, unit: int) -> dict[str, Any] | None:
         key = (folder, (Path(folder) / JOB).stat().st_mtime_ns)
         if key not in _jobs:
             _jobs.clear()
-            _jobs[key] = Job.read(Path(folder))
+            _jobs[key] = EncodeJob.read(Path(folder))
         _jobs[key].run(unit)
     except FAILURES as error:
         return failure(error)

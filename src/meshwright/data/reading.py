@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from meshwright.data.cleaning import Cleaner
-from meshwright.data.corpus import Document, FromFile
+from meshwright.data.corpus import CorpusDocument, FromFile
 from meshwright.data.input_stream import Contents
 from meshwright.data.inputs import InputFile, NotRead
 from meshwright.data.left_out import LeftOut
@@ -15,7 +15,7 @@ Read = Callable[[InputFile], Iterable[FromFile]]
 """Reads the documents of a file in order."""
 
 
-class Reading:
+class DocumentReading:
     """A pass over the documents of files; `left_out`, `removed` and `digests` are complete once it is done."""
 
     def __init__(
@@ -28,11 +28,11 @@ class Reading:
         for item in not_read:
             self.left_out.add(item)
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[CorpusDocument]:
         """The documents that no filter removes, in order."""
         for file in self.files:
             for item in self._read(file):
-                if isinstance(item, Document):
+                if isinstance(item, CorpusDocument):
                     if self._cleaner is None or not self._cleaner.removes(item, self.removed):
                         yield item
                 elif isinstance(item, Contents):

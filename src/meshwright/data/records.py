@@ -39,7 +39,7 @@ class BadDocument:
 
 
 @dataclass(frozen=True)
-class Record:
+class DataRecord:
     """A record of a file: `where` is file:line, `shown` its id, and `value` what it has under the key that is read."""
 
     where: str
@@ -50,7 +50,7 @@ class Record:
     consumed: int
 
 
-ReadRecord = Record | BadDocument | NotRead | Contents
+ReadRecord = DataRecord | BadDocument | NotRead | Contents
 
 
 def read_records(file: InputFile, key: str, columns: Sequence[str] = ()) -> Iterator[ReadRecord]:
@@ -84,7 +84,7 @@ def first_records(file: InputFile, most: int = 100) -> Iterator[Mapping[str, Any
     try:
         with InputStream(file) as stream:
             for item in islice(LAYOUT_READERS[file.format.layout](stream, None), most):
-                if isinstance(item, Record):
+                if isinstance(item, DataRecord):
                     yield item.fields
     except (DamagedData, OSError):
         return
@@ -105,7 +105,7 @@ def all_fields(file: InputFile) -> Iterator[Mapping[str, Any]]:
     try:
         with InputStream(file) as stream:
             for item in LAYOUT_READERS[file.format.layout](stream, None):
-                if not isinstance(item, Record):
+                if not isinstance(item, DataRecord):
                     raise BadInput(str(item))
                 yield item.fields
     except (DamagedData, OSError) as error:
@@ -271,7 +271,7 @@ LAYOUT_READERS: dict[str, Callable[[InputStream, str | None], Iterator[ReadRecor
 }
 
 
-def parse_line(where: str, number: int, line: bytes, key: str | None, consumed: int) -> Record | BadDocument:
+def parse_line(where: str, number: int, line: bytes, key: str | None, consumed: int) -> DataRecord | BadDocument:
     """The record of line `number`, which stands at `where`; a BadDocument if it is no JSON object or lacks `key`."""
     try:
         record = json.loads(line)
@@ -290,14 +290,14 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _record(where: str, number: int, record: Any, key: str | None, consumed: int) -> Record | BadDocument:
+def _record(where: str, number: int, record: Any, key: str | None, consumed: int) -> DataRecord | BadDocument:
     if not isinstance(record, dict):
         return BadDocument(where, f"expected a JSON object, got {type(record).__name__}")
     if key is not None and key not in record:
         return BadDocument(where, _no_key("key", key, record))
     identity = record.get("id")
     shown = identity if isinstance(identity, (int, str)) and not isinstance(identity, bool) and key != "id" else number
-    return Record(where, number, shown, None if key is None else record[key], record, consumed)
+    return DataRecord(where, number, shown, None if key is None else record[key], record, consumed)
 
 
 def _no_key(word: str, key: str, names: Sequence[str] | Mapping[str, Any]) -> str:

@@ -70,6 +70,11 @@ class Preparation:
         return load_tokenizer(Path(self.tokenizer), self.eos, template=None if chat is None else chat.source)
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        return self.loaded.record.vocab_size if self.loaded is not None else parse_train_request(self.tokenizer) or 0
+
+    @property
     def tokenizer_folder(self) -> Path | None:
         """The folder of the tokenizer's file; None if it is to be trained."""
         return None if self.loaded is None else tokenizer_folder(Path(self.tokenizer))

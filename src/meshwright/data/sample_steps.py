@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from meshwright.data.loader import MicroBatch, Step
+from meshwright.data.loader import LoadedStep, MicroBatch
 from meshwright.data.packing import document_sizes
-from meshwright.data.slots import Slot, TokenReader, slot_arrays, slots_to_run
+from meshwright.data.slots import SampleSlot, TokenReader, slot_arrays, slots_to_run
 from meshwright.data.step_samples import SampleLengths, lengths_of_step
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.skipped_samples import SampleRange
@@ -37,7 +37,7 @@ class SampleSteps:
         self._source, self._tokens, self._pool, self._rank = source, tokens, pool, rank
         self._numbering: Numbering = numbering
 
-    def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
+    def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> LoadedStep:
         """This rank's slots of the step that begins at `sample`."""
         lengths = lengths_of_step(self._source, sample, self._tokens, skipped)
         indices = np.arange(sample, sample + len(lengths))
@@ -48,7 +48,7 @@ class SampleSteps:
         if self._numbering == "equal":
             empty = len(slots) * self._pool.ranks - int(balance.slots.sum())
         size = int(balance.slot_sizes.sum()) + empty * int(self._pool.slot_tokens(np.array(0)))
-        return Step(
+        return LoadedStep(
             [_micro_batch(slot, read) for slot in slots],
             (sample, sample + len(lengths)),
             sum(slot.tokens for slot in slots),
@@ -57,7 +57,7 @@ class SampleSteps:
         )
 
 
-def _micro_batch(slot: Slot, read: TokenReader) -> MicroBatch:
+def _micro_batch(slot: SampleSlot, read: TokenReader) -> MicroBatch:
     """The slot as tensors of shape (1, capacity)."""
     arrays = slot_arrays(slot, read)
     tokens, targets, positions, documents = (

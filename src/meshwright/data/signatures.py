@@ -34,7 +34,7 @@ SEED = 20
 
 
 @dataclass(frozen=True)
-class Segment:
+class SignatureSegment:
     """A segment of a file of signatures: its offset in bytes, its documents, how many of them have words, its first document's number."""
 
     offset: int
@@ -44,7 +44,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Keys:
+class BandKeys:
     """Some keys of a band, ascending, with the documents that have them, numbered from the first of the unit."""
 
     keys: np.ndarray
@@ -61,7 +61,7 @@ class SignatureWriter:
 
     def __init__(self, signatures: BinaryIO, sets: BinaryIO | None) -> None:
         self._signatures, self._sets = signatures, sets
-        self.segments: list[Segment] = []
+        self.segments: list[SignatureSegment] = []
         self.ends: list[int] = []
         self._texts: list[str] = []
         self._size = 0
@@ -104,7 +104,7 @@ class SignatureWriter:
     def _finish_segment(self) -> None:
         if self._sets is not None:
             self._sign(self._sets)
-        segment = Segment(self._signatures.tell(), len(self._digests), len(self._with_words), self._first)
+        segment = SignatureSegment(self._signatures.tell(), len(self._digests), len(self._with_words), self._first)
         if self._sets is not None:
             documents = np.array(self._with_words, dtype=np.uint32)
             keys = band_keys(np.concatenate(self._minima)) if self._minima else np.zeros((BANDS, 0), np.uint64)
@@ -128,7 +128,7 @@ class SignatureWriter:
         return order
 
 
-def read_keys(file: BinaryIO, segment: Segment, near: bool, band: int, first: int, stop: int) -> Keys:
+def read_keys(file: BinaryIO, segment: SignatureSegment, near: bool, band: int, first: int, stop: int) -> BandKeys:
     """The keys of a band whose leading byte is in [first, stop). Without `near` there is only the band of exact texts."""
     exact = band == EXACT_BAND
     count = segment.documents if exact else segment.with_words
@@ -140,7 +140,7 @@ def read_keys(file: BinaryIO, segment: Segment, near: bool, band: int, first: in
     documents_at = keys_at + 8 * count
     keys = _read(file, keys_at, "<u8", low, high)
     documents = _read(file, documents_at, "<u4", low, high).astype(np.int64) + segment.first
-    return Keys(keys, documents, _read(file, documents_at + 4 * count, "<u8", low, high) if exact else None)
+    return BandKeys(keys, documents, _read(file, documents_at + 4 * count, "<u8", low, high) if exact else None)
 
 
 def shingle_sets(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

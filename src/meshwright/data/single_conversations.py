@@ -10,7 +10,7 @@ from meshwright.data.indexed import IndexedFile
 from meshwright.data.packing import DocumentPart, TokenStream
 
 
-class Conversation(NamedTuple):
+class TokenizedConversation(NamedTuple):
     """Tokens of a conversation `(tokens,)` int64 up to the end of its last answer, which begins at token `answer`."""
 
     tokens: np.ndarray
@@ -46,10 +46,10 @@ class SingleConversations:
         """Tokens before the last answer, of the conversation that has most."""
         return int(self._answers[:, 0].max(initial=0))
 
-    def read(self, window: int) -> Conversation:
+    def read(self, window: int) -> TokenizedConversation:
         """The conversation."""
         start, (answer, stop) = int(self._starts[window]), self._answers[window].tolist()
-        return Conversation(self._stream.read(start, start + stop), answer)
+        return TokenizedConversation(self._stream.read(start, start + stop), answer)
 
     def parts(self, window: int) -> list[DocumentPart]:
         """The conversation as the part of a document."""

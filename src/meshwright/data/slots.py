@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data.packing import IGNORED, Packed
+from meshwright.data.packing import IGNORED, PackedWindow
 from meshwright.policies.sample_balance import Balance, RankPool
 from meshwright.policies.sample_blocks import block_ranges
 from meshwright.policies.slot_order import slot_order
@@ -64,7 +64,7 @@ class CommonNumber(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Slot:
+class SampleSlot:
     """Content of a micro-batch of `capacity` tokens: `parts` in order, then padding. Empty without parts."""
 
     capacity: int
@@ -90,7 +90,7 @@ class Slot:
         return int(self.cu_seqlens[-1])
 
 
-def rank_slots(balance: Balance, rank: int) -> list[Slot]:
+def rank_slots(balance: Balance, rank: int) -> list[SampleSlot]:
     """The slots of a data rank, in the order of the balance."""
     first, last = np.searchsorted(balance.rank, [rank, rank + 1])
     lengths = np.bincount(balance.sample, balance.tokens).astype(np.int64)
@@ -107,17 +107,17 @@ def rank_slots(balance: Balance, rank: int) -> list[Slot]:
     return [_slot(parts, balance.pool) for parts in ordered]
 
 
-def _slot(parts: tuple[SamplePart, ...], pool: RankPool) -> Slot:
+def _slot(parts: tuple[SamplePart, ...], pool: RankPool) -> SampleSlot:
     """A slot of the pool with these parts; one with offload where they have more tokens than the capacity."""
     tokens = sum(part.tokens for part in parts)
     capacity = int(pool.slot_tokens(np.array(tokens)))
     if tokens <= pool.capacity:
-        return Slot(capacity, parts)
+        return SampleSlot(capacity, parts)
     assert pool.offload is not None and tokens <= pool.offload.capacity, "the balance fills no slot beyond its size"
-    return Slot(capacity, parts, pool.offload.layers)
+    return SampleSlot(capacity, parts, pool.offload.layers)
 
 
-def slots_to_run(balance: Balance, rank: int, numbering: Numbering) -> list[Slot]:
+def slots_to_run(balance: Balance, rank: int, numbering: Numbering) -> list[SampleSlot]:
     """The micro-batches of a data rank in the order in which it runs them, at least one."""
     empty = _slot((), balance.pool)
     slots = rank_slots(balance, rank) or [empty]
@@ -133,7 +133,7 @@ def slots_to_run(balance: Balance, rank: int, numbering: Numbering) -> list[Slot
     ]
 
 
-def slot_arrays(slot: Slot, read: TokenReader) -> Packed:
+def slot_arrays(slot: SampleSlot, read: TokenReader) -> PackedWindow:
     """Tokens, targets, positions and documents of a slot, `(capacity,)` int64 each; the slot's parts are documents 0, 1, ….
 
     Reads only the tokens of the slot's own ranges.
@@ -150,4 +150,4 @@ def slot_arrays(slot: Slot, read: TokenReader) -> Packed:
             tokens[begin:end], targets[begin:end] = read_tokens[:-1], read_tokens[1:]
             positions[begin:end] = inputs
             begin = end
-    return Packed(tokens, targets, positions, documents)
+    return PackedWindow(tokens, targets, positions, documents)

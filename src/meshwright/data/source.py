@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -13,25 +12,23 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from meshwright.data.chat_template import TEMPLATE
-from meshwright.data.content_order import ContentOrder
-from meshwright.data.conversations import ConversationWindows, PackingCounts
+from meshwright.data.conversations import ConversationWindows
 from meshwright.data.documents import DocumentSamples
 from meshwright.data.inputs import STDLIB
 from meshwright.data.manifest import (
     HELD_OUT,
     TRAIN,
     Manifest,
-    OpenShard,
     PreparedDirectory,
     TokenizerRecord,
-    documents_path,
     held_out_beside,
     locate,
     open_directory,
 )
-from meshwright.data.packing import Packed, StreamWindows, TokenStream, pack
-from meshwright.data.preference_windows import PreferenceWindows, TooLong, padded
-from meshwright.data.single_conversations import Conversation, SingleConversations
+from meshwright.data.packing import PackedWindow, pack
+from meshwright.data.preference_windows import PreferenceWindows, padded
+from meshwright.data.prepared_source import CorpusSource
+from meshwright.data.single_conversations import SingleConversations, TokenizedConversation
 from meshwright.data.slots import TokenReader
 from meshwright.data.streams.open import StreamTokenizer, check_streams, open_streams, stream_tokenizer
 from meshwright.data.streams.source import FIRST_AHEAD, StreamSource
@@ -41,8 +38,7 @@ from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.data.verification import ShardVerifier
 from meshwright.policies.sample_order import InTurn, Mixture
 from meshwright.spec.errors import BadInput, Damaged
-from meshwright.spec.folder_files import parse_json
-from meshwright.spec.job import DataSpec, Packing, StreamSpec
+from meshwright.spec.job import DataSpec, StreamSpec
 from meshwright.spec.preference import PreferenceSpec
 
 Split = Literal["train", "validation"]
@@ -51,7 +47,7 @@ MISMATCHED = ("tokens", "targets", "positions", "documents")
 
 
 @dataclass(frozen=True)
-class Batch:
+class SampleBatch:
     """Samples as int64 arrays of `(samples, seq)`; `targets` is -1 where nothing is to be learned.
 
     `real` `(samples, seq)`, bool, is false for tokens that only fill a window; None if no source can have such tokens. `weights`
@@ -103,7 +99,7 @@ def open_data(
     packing = spec.packing if split == "train" or spec.packing == "none" else "stream"
     by_content = split == "validation" and preference is None
     sources = [
-        Source(
+        CorpusSource(
             name,
             open_directory(path, spec.damaged),
             seq_len,
@@ -163,148 +159,6 @@ def preference_of(path: Path) -> PreferenceSpec | None:
     )
 
 
-class Source:
-    """A prepared directory as windows: of chats whole conversations, of text a stream, or documents with `packing` none.
-
-    Documents have the order of the shards or, with `by_content`, that of `ContentOrder`. Raises BadInput if there is no window, and for
-    chats with `packing` none.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        directory: PreparedDirectory,
-        seq_len: int,
-        packing: Packing = "stream",
-        *,
-        by_content: bool = False,
-        conversations: bool = False,
-        preference: PreferenceSpec | None = None,
-    ) -> None:
-        self.name, self.directory, self.seq_len = name, directory, seq_len
-        _check_kind(directory, preference)
-        files, weights = [shard.file for shard in directory.shards], [shard.weights for shard in directory.shards]
-        self.stream = (ContentOrder if by_content else TokenStream)(files, weights)
-        self.layout = (
-            SingleConversations(self.stream)
-            if conversations
-            else self._layout(packing)
-            if preference is None
-            else self._answers(preference)
-        )
-        self.reference: np.ndarray | None = None
-        """Of preferences: the log-probability of each answer under the reference, `(documents,)` float64; NaN where it is not known."""
-        self.mismatched_reference: np.ndarray | None = None
-        """The same of the answer that `PreferenceWindows.mismatched` has in the document's place."""
-        self.scores = self._scores() if preference is not None and preference.score_margin else None
-        """Of a reward model that reads them: the score of each answer in the data, `(documents,)` float64, 0 where it has none."""
-        self.windows = self.layout.count
-        if isinstance(self.layout, SingleConversations):
-            if self.windows == 0:
-                raise BadInput(f"{directory.path}: has no chats, whose questions rl needs; prepare chats with answers")
-            if (longest := self.layout.longest_question) >= seq_len:
-                raise BadInput(
-                    f"{directory.path}: has a question of {longest} tokens, train.seq_len is {seq_len}; raise it, as it has the answer too",
-                    key="train.seq_len",
-                )
-        if self.windows == 0:
-            if preference is not None:
-                raise BadInput(
-                    f"{directory.path}: no pair or answer fits in train.seq_len {seq_len}; raise it",
-                    key="train.seq_len",
-                )
-            if self.packing is not None:
-                few = f"no chat has a token to train on in its first train.seq_len {seq_len}"
-                raise BadInput(f"{directory.path}: {few}; raise it or add chats")
-            if packing == "none":
-                raise BadInput(f"{directory.path}: no document has two tokens or more, which a sample needs; add text")
-            need = f"train.seq_len {seq_len} needs {seq_len + 1}"
-            raise BadInput(f"{directory.path}: has {len(self.stream)} tokens, {need}; shorten it or add text")
-        self._names = lru_cache(maxsize=16)(_DocumentNames)
-
-    def _layout(self, packing: Packing) -> StreamWindows | ConversationWindows | DocumentSamples:
-        if self.stream.masked:
-            if packing == "none":
-                raise BadInput(
-                    f"{self.directory.path}: has chats, which data.packing none does not train on; leave data.packing out"
-                )
-            assert self.directory.manifest is not None, "a manifest names the masks"
-            return ConversationWindows(self.stream, self.seq_len, self.directory.manifest.tokenizer.eos)
-        return (DocumentSamples if packing == "none" else StreamWindows)(self.stream, self.seq_len)
-
-    def _answers(self, preference: PreferenceSpec) -> PreferenceWindows:
-        manifest = self.directory.manifest
-        assert manifest is not None, "a manifest tells preferences"
-        together, leaves_out = 2 if preference.paired else 1, preference.too_long == "leave_out"
-        try:
-            return PreferenceWindows(
-                self.stream,
-                self.seq_len,
-                manifest.tokenizer.eos,
-                together,
-                leaves_out=leaves_out,
-                whole=preference.scores,
-            )
-        except TooLong as error:
-            what = "pair" if together == 2 else "answer"
-            file, identity = self._name_of_document(error.first)
-            raise BadInput(
-                f"{file} [{identity}]: a {what} of {error.tokens:,} tokens, its prompt included, and train.seq_len is {self.seq_len:,}; "
-                f"{error.count:,} {what}s of {self.directory.path} are longer than that: raise train.seq_len, or leave them out with "
-                "preference.too_long: leave_out",
-                key="train.seq_len",
-            ) from None
-
-    def _scores(self) -> np.ndarray:
-        """The scores of all answers in the data, in the order of the shards, 0 where there is none."""
-        files = (
-            (shard.file.documents, _DocumentNames(documents_path(shard.file.stem))) for shard in self.directory.shards
-        )
-        return np.array([names.score(number) or 0.0 for count, names in files for number in range(count)])
-
-    def _name_of_document(self, number: int) -> tuple[str, int | str]:
-        """File and id of a document by its number in the stream, in the order of the shards."""
-        for shard in self.directory.shards:
-            if number < shard.file.documents:
-                return _DocumentNames(documents_path(shard.file.stem))[number]
-            number -= shard.file.documents
-        raise IndexError(number)
-
-    @property
-    def tokens(self) -> int:
-        return len(self.stream)
-
-    @property
-    def packing(self) -> PackingCounts | None:
-        """Counts of the packed conversations of chats; None for text."""
-        return self.layout.counts if isinstance(self.layout, ConversationWindows) else None
-
-    @property
-    def packed(self) -> str:
-        """What windows have whole, for the record of a checkpoint."""
-        if not isinstance(self.layout, PreferenceWindows):
-            return "whole conversations"
-        return "whole pairs" if self.layout.together == 2 else "whole answers"
-
-    def check_sizes(self) -> None:
-        """Raise Damaged if a file's size differs from its size at opening and in its manifest."""
-        for shard in self.directory.shards:
-            shard.file.check_sizes()
-            if shard.weights is not None:
-                shard.weights.check_size()
-
-    def describe(self, window: int) -> list[dict[str, Any]]:
-        """The documents of a window's inputs: file, id, and the tokens [start, end) of the document that are in it."""
-        parts = self.layout.parts(window)
-        named = [(part, self._name_of(self.directory.shards[part.shard], part.document)) for part in parts]
-        return [{"file": file, "id": ident, "start": part.start, "end": part.stop} for part, (file, ident) in named]
-
-    def _name_of(self, shard: OpenShard, document: int) -> tuple[str, int | str]:
-        if shard.record is None:
-            return str(shard.file.bin_path), document
-        return self._names(documents_path(shard.file.stem))[document]
-
-
 class DataSource:
     """All samples of a run, addressed by global sample index.
 
@@ -314,7 +168,7 @@ class DataSource:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[CorpusSource],
         weights: Mapping[str, float],
         order: Mixture | InTurn,
         seq_len: int,
@@ -424,7 +278,7 @@ class DataSource:
         texts = [each.directory.text_format for each in self._ordered if each.stream.masked]
         return text.with_answer_ends(dict.fromkeys(end for each in texts if each for end in each.answer_ends))
 
-    def _describing(self) -> Source | None:
+    def _describing(self) -> CorpusSource | None:
         """The source whose files about texts are those of the data: one of chats, else one with a template, else any with a tokenizer."""
         known = [source for source in self._ordered if source.directory.manifest]
         with_template = [source for source in known if (source.directory.path / TEMPLATE).is_file()]
@@ -494,7 +348,7 @@ class DataSource:
         self._used.update(new)
         self._verifier.add((number, self._ordered[source].directory.shards[number - first]) for number in new)
 
-    def samples(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def samples(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
         """The samples with these global indices, in the order given.
 
         Raises Damaged when a token id does not fit the model's vocabulary, naming file and offset.
@@ -514,13 +368,13 @@ class DataSource:
             stream.prepare(range(index + step, index + (FIRST_AHEAD + 1) * step, step))
         return self._stacked(packed)
 
-    def batch(self, places: Sequence[tuple[Source, int]]) -> Batch:
+    def batch(self, places: Sequence[tuple[CorpusSource, int]]) -> SampleBatch:
         """These windows of sources, in the order given. Raises Damaged as `samples` does."""
         columns = self.preference_columns(places) if self._answers else {}
         return self._stacked([self._sample(source, window) for source, window in places], columns)
 
-    def _stacked(self, packed: Sequence[Packed], columns: Mapping[str, np.ndarray] | None = None) -> Batch:
-        return Batch(
+    def _stacked(self, packed: Sequence[PackedWindow], columns: Mapping[str, np.ndarray] | None = None) -> SampleBatch:
+        return SampleBatch(
             tokens=np.stack([sample.tokens for sample in packed]),
             targets=np.stack([sample.targets for sample in packed]),
             positions=np.stack([sample.positions for sample in packed]),
@@ -530,7 +384,7 @@ class DataSource:
             columns=columns or {},
         )
 
-    def preference_columns(self, places: Sequence[tuple[Source, int]]) -> dict[str, np.ndarray]:
+    def preference_columns(self, places: Sequence[tuple[CorpusSource, int]]) -> dict[str, np.ndarray]:
         """Columns of windows of preferences, for at most A answers in each: document k of a window is its answer k.
 
         `answers` `(samples, A)` int64: their numbers in the source, -1 for none; `signs` `(samples, A)` float32: 1, -1, or 0 for none;
@@ -560,7 +414,7 @@ class DataSource:
             rows.append(row)
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _known(self, source: Source, reference: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def _known(self, source: CorpusSource, reference: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """The log-probabilities of these answers, padded. Raises BadInput where one is not known."""
         found = reference[numbers]
         if np.isnan(found).any():
@@ -570,17 +424,17 @@ class DataSource:
             )
         return padded(found, self._answers, 0.0)
 
-    def _weights(self, packed: Sequence[Packed]) -> np.ndarray:
+    def _weights(self, packed: Sequence[PackedWindow]) -> np.ndarray:
         """The weights of the targets in the loss, `(samples, seq)` float32."""
         whole = np.ones(self.seq_len, dtype=np.float32)
         return np.stack([whole if sample.weights is None else sample.weights for sample in packed]).astype(np.float32)
 
-    def _real(self, packed: Sequence[Packed]) -> np.ndarray:
+    def _real(self, packed: Sequence[PackedWindow]) -> np.ndarray:
         """Whether each input is more than a filler, `(samples, seq)` bool."""
         real = [self.seq_len if sample.real is None else sample.real for sample in packed]
         return np.arange(self.seq_len) < np.array(real)[:, None]
 
-    def conversation(self, index: int) -> Conversation:
+    def conversation(self, index: int) -> TokenizedConversation:
         """The conversation with this global index, of a source that was opened with `conversations`."""
         source, number = self._locate_samples([index])[0]
         assert isinstance(source.layout, SingleConversations), "opened without conversations"
@@ -648,7 +502,7 @@ class DataSource:
             counts = more
         return counts
 
-    def _locate_samples(self, indices: Sequence[int] | np.ndarray) -> list[tuple[Source, int]]:
+    def _locate_samples(self, indices: Sequence[int] | np.ndarray) -> list[tuple[CorpusSource, int]]:
         return [(self.sources[self.order.names[source]], window) for source, window in self._draws(indices)]
 
     def _draws(self, indices: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
@@ -656,19 +510,19 @@ class DataSource:
         draws = self.order.draws(np.asarray(indices, dtype=np.int64))
         return list(zip(draws.source.tolist(), draws.window.tolist(), strict=True))
 
-    def _sample(self, source: Source, window: int) -> Packed:
+    def _sample(self, source: CorpusSource, window: int) -> PackedWindow:
         layout = source.layout
         assert not isinstance(layout, SingleConversations), "single conversations are read by `conversation`"
         read = layout.read(window, self.document_mask)
         self._check_ids(source, window, read.tokens)
         return pack(read.tokens, read.begins, self.document_mask, read.weights, read.real)
 
-    def _check_ids(self, source: Source, window: int, tokens: np.ndarray, start: int = 0) -> None:
+    def _check_ids(self, source: CorpusSource, window: int, tokens: np.ndarray, start: int = 0) -> None:
         """Raise Damaged unless each of `tokens`, which begin at token `start` of a window, fits the model's vocabulary."""
         if tokens.min() < 0 or (self._limit is not None and tokens.max() >= self._limit):
             self._refuse(source, window, tokens, start)
 
-    def _refuse(self, source: Source, window: int, tokens: np.ndarray, start: int) -> NoReturn:
+    def _refuse(self, source: CorpusSource, window: int, tokens: np.ndarray, start: int) -> NoReturn:
         limit = np.iinfo(np.int64).max if self._limit is None else self._limit
         at = int(np.flatnonzero((tokens < 0) | (tokens >= limit))[0])
         file, token = source.layout.locate(window, start + at)
@@ -677,30 +531,7 @@ class DataSource:
         raise Damaged(f"{file.bin_path}: offset {offset}: expected {expected}, found token {tokens[at]}")
 
 
-def _check_kind(directory: PreparedDirectory, preference: PreferenceSpec | None) -> None:
-    """Raise BadInput where the run does not train on what the directory has: answers with preferences, or others."""
-    found = None if directory.manifest is None else directory.manifest.preferences
-    if preference is None and found is not None:
-        raise BadInput(
-            f"{directory.path}: has good and bad answers, on which a run with `preference` trains, for example preference: {{loss: dpo}}",
-            key="data.mix",
-        )
-    if preference is None:
-        return
-    if found is None:
-        raise BadInput(
-            f"{directory.path}: has no preferences, which a run with `preference` needs; prepare good and bad answers with "
-            "`meshwright data prepare --preferences`",
-            key="data.mix",
-        )
-    if preference.paired and found.kind == "labels":
-        raise BadInput(
-            f"{directory.path}: has labelled answers, and preference.loss {preference.loss} compares pairs; set preference.loss to kto",
-            key="preference.loss",
-        )
-
-
-def _check_scores(sources: Sequence[Source]) -> None:
+def _check_scores(sources: Sequence[CorpusSource]) -> None:
     """Raise BadInput where the run reads the scores of answers and none has one; that of a chosen answer is above that of the other."""
     if all(source.scores is not None and not source.scores.any() for source in sources):
         raise BadInput(
@@ -710,7 +541,7 @@ def _check_scores(sources: Sequence[Source]) -> None:
         )
 
 
-def _check_labels(sources: Sequence[Source], preference: PreferenceSpec) -> None:
+def _check_labels(sources: Sequence[CorpusSource], preference: PreferenceSpec) -> None:
     """Raise BadInput for `kto` with answers of one label, or with windows of one answer each."""
     if preference.paired:
         return
@@ -739,38 +570,6 @@ def _ranges(weights: np.ndarray) -> list[list[int]]:
     """The ranges [start, stop) of equal weights that are not 0."""
     bounds = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(weights)]
     return [[start, stop] for start, stop in pairwise(bounds) if start < stop and weights[start]]
-
-
-class _DocumentNames:
-    """Random access to the lines of a shard's `documents.jsonl`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.is_file() or not path.stat().st_size:
-            raise Damaged(f"{path}: missing or empty; it names the documents of its shard")
-        with path.open("rb") as file:
-            self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._ends = np.flatnonzero(np.frombuffer(self._content, dtype=np.uint8) == ord("\n"))
-
-    def __getitem__(self, document: int) -> tuple[str, int | str]:
-        name, identity, *_ = self._line(document)
-        return name, identity
-
-    def score(self, document: int) -> float | None:
-        """The score of an answer in the data, if it has one."""
-        return next(iter(self._line(document)[2:]), None)
-
-    def _line(self, document: int) -> list[Any]:
-        try:
-            start = 0 if document == 0 else int(self._ends[document - 1]) + 1
-            line = self._content[start : int(self._ends[document])]
-        except IndexError as error:
-            raise Damaged(f"{self.path}:{document + 1}: missing; expected [file, id] of a document") from error
-        value = parse_json(line, f"{self.path}:{document + 1}", own=True)
-        kinds = [*map(type, value)] if isinstance(value, list) else []
-        if kinds[:2] not in ([str, str], [str, int]) or kinds[2:] not in ([], [float]):
-            raise Damaged(f"{self.path}:{document + 1}: expected [file, id] of a document, or [file, id, score]")
-        return value
 
 
 def _path_of(name: str, stdlib: Path | None) -> Path:
@@ -825,7 +624,7 @@ def same_text(first: PreparedDirectory, second: PreparedDirectory) -> bool:
     return known and first.content_digest == second.content_digest
 
 
-def _check_different(sources: Sequence[Source]) -> None:
+def _check_different(sources: Sequence[CorpusSource]) -> None:
     """Raise BadInput if two sources have the same text."""
     for first, second in combinations(sources, 2):
         if same_text(first.directory, second.directory):
@@ -834,7 +633,9 @@ def _check_different(sources: Sequence[Source]) -> None:
             )
 
 
-def _check_tokenizers(sources: Sequence[Source], of_streams: StreamTokenizer | None, vocab_size: int | None) -> None:
+def _check_tokenizers(
+    sources: Sequence[CorpusSource], of_streams: StreamTokenizer | None, vocab_size: int | None
+) -> None:
     if of_streams is not None:
         tokens = of_streams.loaded.record.vocab_size
         has = f"{of_streams.file}: the tokenizer has {tokens} tokens"

@@ -16,14 +16,22 @@ import numpy as np
 
 from meshwright.data.checked import CheckedFile
 from meshwright.data.chunk_stream import Numbered
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
+from meshwright.data.disk_space import check_space, full_disk_named
 from meshwright.data.encode import EncodedDocument, token_dtype
 from meshwright.data.indexed import IndexedFile
 from meshwright.data.input_record import input_record
 from meshwright.data.inputs import InputFile
 from meshwright.data.left_out import LeftOut
 from meshwright.data.manifest import TRAIN
-from meshwright.data.prepare import Prepared, check_splits, split_writers, tokenizer_of, write_corpus, write_shards
+from meshwright.data.prepare import (
+    PreparedCorpus,
+    check_splits,
+    split_writers,
+    tokenizer_of,
+    write_corpus,
+    write_shards,
+)
 from meshwright.data.removed import Removed
 from meshwright.data.request import SHARD_TOKENS, Preparation, begin, check_same, finished_manifests, forget
 from meshwright.data.shards import JOURNAL
@@ -84,7 +92,7 @@ def import_tokens(
     eos: str | None = None,
     shard_tokens: int = SHARD_TOKENS,
     shown: bool = False,
-) -> Prepared:
+) -> PreparedCorpus:
     """Write the documents of token files as prepared data into `out`. The same call continues after a kill, or finds the work done.
 
     Raises BadInput for files that are missing, ids that the tokenizer lacks, and a document that does not end with its end token.
@@ -98,25 +106,29 @@ def import_tokens(
     with locked(out, wait=False):
         if done := finished_manifests(preparation):
             check_same(out, done[TRAIN].request, request)
-            return Prepared(out, done, LeftOut(), reused=True)
+            return PreparedCorpus(out, done, LeftOut(), reused=True)
         begin(preparation, files, request)
         try:
-            loaded = tokenizer_of(preparation, files, shown)
-            writers = split_writers(preparation, loaded)
-            numbered = (
-                each for each in _documents(files, loaded, preparation) if each[1] > writers[each[0]].done_through
-            )
-            write_shards(numbered, writers, sum(file.size for file in files), shown)
-            left_out, removed = LeftOut(), Removed()
-            check_splits(preparation, writers, left_out, removed)
-            digests = {file.name: CheckedFile(file.path).digest() for file in files}
-            record = input_record(files, digests)
-            manifests = write_corpus(preparation, writers, loaded, loaded.text, request, record, left_out, removed)
+            needed = sum(file.size for file in files)
+            if not (out / JOURNAL).exists():
+                check_space(out, needed)
+            with full_disk_named(out, needed):
+                loaded = tokenizer_of(preparation, files, shown)
+                writers = split_writers(preparation, loaded)
+                numbered = (
+                    each for each in _documents(files, loaded, preparation) if each[1] > writers[each[0]].done_through
+                )
+                write_shards(numbered, writers, sum(file.size for file in files), shown)
+                left_out, removed = LeftOut(), Removed()
+                check_splits(preparation, writers, left_out, removed)
+                digests = {file.name: CheckedFile(file.path).digest() for file in files}
+                record = input_record(files, digests)
+                manifests = write_corpus(preparation, writers, loaded, loaded.text, request, record, left_out, removed)
         except MeshwrightError:
             if not (out / JOURNAL).exists():
                 forget(out)
             raise
-    return Prepared(out, manifests, left_out, reused=False)
+    return PreparedCorpus(out, manifests, left_out, reused=False)
 
 
 def _documents(files: Sequence[InputFile], tokenizer: LoadedTokenizer, preparation: Preparation) -> Iterator[Numbered]:
@@ -138,7 +150,7 @@ def _documents(files: Sequence[InputFile], tokenizer: LoadedTokenizer, preparati
                 )
             if tokens[-1] != end:
                 raise BadInput(f"{where}: {_wrong_end(tokenizer, int(tokens[-1]))}")
-            document = Document(file.name, within, f"{file.key}\0{within}", "", consumed)
+            document = CorpusDocument(file.name, within, f"{file.key}\0{within}", "", consumed)
             encoded = EncodedDocument(document, tokens.astype(dtype), int(lengths[tokens].sum()))
             yield preparation.split_of(document.key), number, encoded
             number += 1

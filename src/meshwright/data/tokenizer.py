@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.data.chat_template import TEXT_FILES
-from meshwright.data.corpus import Document, read_documents
+from meshwright.data.corpus import CorpusDocument, read_documents
 from meshwright.data.inputs import InputFile
 from meshwright.data.manifest import TOKENIZER, TokenizerRecord
 from meshwright.data.text_format import CONFIG, END_OF_TEXT, KNOWN_ENDS, TextFormat, derive
@@ -137,7 +137,7 @@ def sample_texts(files: list[InputFile], text_key: str, sample_bytes: int = SAMP
         if budget < min(file.size, sample_bytes // 64):
             continue
         for document in read_documents(file, text_key):
-            if not isinstance(document, Document):
+            if not isinstance(document, CorpusDocument):
                 continue
             text = document.text[: int(budget) + 1]
             yield document.key, text

@@ -2,8 +2,8 @@
 
     python -m meshwright.data.unit_worker FOLDER
 
-Reads the number of a unit from each line of standard input, and answers with a line of JSON on standard output: `{"unit": number}`, with
-`"full": true` if the process has used its memory and ends; or what it raised, as `jobs.failure` describes it.
+Reads the number of a unit from each line of standard input, and answers with a line of JSON on standard output: `{"unit": number}`, or
+what it raised, as `jobs.failure` describes it.
 """
 
 from __future__ import annotations
@@ -17,37 +17,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.data.fast_encoder import WORD_MEMORY, resident
-from meshwright.data.jobs import FAILURES, Job, failure
+from meshwright.data.jobs import FAILURES, EncodeJob, failure
 
 PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
 
 def main(folder: Path) -> None:
-    """Serve units until standard input ends, or memory has grown by `WORD_MEMORY` since the job was loaded."""
+    """Serve units until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends its workers
     with suppress(OSError, AttributeError):  # elsewhere than on Linux the end of standard input ends a worker
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a filter prints goes to standard error
-    job: Job | None = None
-    most = 0
+    job: EncodeJob | None = None
     for line in sys.stdin:
         number = int(line)
         try:
-            if job is None:
-                job = Job.read(folder)
-                _ = job.encoder
-                most = resident() + WORD_MEMORY
+            job = job or EncodeJob.read(folder)
             job.run(number)
         except FAILURES as error:
             _answer(answers, {"unit": number, **failure(error)})
-            continue
-        full = resident() > most
-        _answer(answers, {"unit": number, **({"full": True} if full else {})})
-        if full:
-            return
+        else:
+            _answer(answers, {"unit": number})
 
 
 def _answer(answers: TextIO, value: dict[str, Any]) -> None:

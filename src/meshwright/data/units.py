@@ -23,7 +23,7 @@ READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Unit:
+class CorpusUnit:
     """Consecutive files, or a part of one file, in the order of the corpus."""
 
     files: tuple[InputFile, ...]
@@ -45,7 +45,7 @@ class Unit:
         ]
 
     @classmethod
-    def from_plain(cls, files: Iterable[dict[str, Any]]) -> Unit:
+    def from_plain(cls, files: Iterable[dict[str, Any]]) -> CorpusUnit:
         """The unit in values of JSON."""
         return cls(tuple(_file(dict(file)) for file in files))
 
@@ -56,12 +56,12 @@ def text_bytes(file: InputFile) -> int:
     return file.size * COMPRESSION if packed else file.size
 
 
-def divide(files: Sequence[InputFile], unit_bytes: int) -> tuple[list[Unit], dict[str, str]]:
+def divide(files: Sequence[InputFile], unit_bytes: int) -> tuple[list[CorpusUnit], dict[str, str]]:
     """Units with some `unit_bytes` of text each, and the digest of each file that was divided, by name.
 
     Only uncompressed files of lines, and parquet between its row groups, are divided.
     """
-    units: list[Unit] = []
+    units: list[CorpusUnit] = []
     digests: dict[str, str] = {}
     small: list[InputFile] = []
     for file in files:
@@ -69,15 +69,15 @@ def divide(files: Sequence[InputFile], unit_bytes: int) -> tuple[list[Unit], dic
         if len(parts) == 1 and text_bytes(file) < unit_bytes:
             small.append(file)
             if sum(map(text_bytes, small)) >= unit_bytes:
-                units.append(Unit(tuple(small)))
+                units.append(CorpusUnit(tuple(small)))
                 small = []
             continue
         if small:
-            units.append(Unit(tuple(small)))
+            units.append(CorpusUnit(tuple(small)))
             small = []
-        units += [Unit((replace(file, range=part),)) for part in parts]
+        units += [CorpusUnit((replace(file, range=part),)) for part in parts]
     if small:
-        units.append(Unit(tuple(small)))
+        units.append(CorpusUnit(tuple(small)))
     return units, digests
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.diagnosis.operations import CATEGORY_OF, CODE_OF, MODEL_COMPUTE_TYPES, P2P_TYPES, TYPES
-from meshwright.diagnosis.replay import MeasuredSteps, replay
+from meshwright.diagnosis.replay import OperationTimes, replay
 from meshwright.diagnosis.what_if import typical_transfers
 
 FLAGGED_CONTRIBUTION = 0.02
@@ -45,7 +45,7 @@ EQUALLY_SLOW = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class TimeFinding:
     """A part of the recorded durations and the time that it adds to the ideal step time."""
 
     cause: str
@@ -71,8 +71,8 @@ class ComputeParts:
 
 
 def find_cause(
-    measured: MeasuredSteps, host_of_rank: Mapping[int, str] | None = None
-) -> tuple[Finding | None, list[Finding]]:
+    measured: OperationTimes, host_of_rank: Mapping[int, str] | None = None
+) -> tuple[TimeFinding | None, list[TimeFinding]]:
     """The largest finding that counts as a straggler, and all findings, the largest first."""
     parts = split_compute(measured)
     baseline = _Baseline(measured, parts)
@@ -90,7 +90,7 @@ def find_cause(
     return flagged, findings
 
 
-def split_compute(measured: MeasuredSteps) -> ComputeParts:
+def split_compute(measured: OperationTimes) -> ComputeParts:
     """Split the compute durations into ideal, stage, steady and varying part."""
     work, stages = measured.work, measured.graph.stages
     parts = ComputeParts(*(np.zeros_like(work) for _ in range(4)))
@@ -114,7 +114,7 @@ def split_compute(measured: MeasuredSteps) -> ComputeParts:
     return parts
 
 
-def _cells(measured: MeasuredSteps, of_type: np.ndarray) -> list[np.ndarray]:
+def _cells(measured: OperationTimes, of_type: np.ndarray) -> list[np.ndarray]:
     """Indices of each cell's operations in the graph's nodes."""
     keys = np.stack((measured.graph.stages, measured.virtual_stage))[:, of_type]
     _, inverse = np.unique(keys, axis=1, return_inverse=True)
@@ -125,7 +125,7 @@ def _cells(measured: MeasuredSteps, of_type: np.ndarray) -> list[np.ndarray]:
 class _Baseline:
     """The step without stragglers, to which single parts are added."""
 
-    def __init__(self, measured: MeasuredSteps, parts: ComputeParts) -> None:
+    def __init__(self, measured: OperationTimes, parts: ComputeParts) -> None:
         self.measured, self.graph = measured, measured.graph
         self.category = np.array([CATEGORY_OF[TYPES[code]] for code in measured.graph.types])
         self.work = parts.ideal + self._typical_others()
@@ -161,12 +161,12 @@ class _Baseline:
         return int(self.measured.rank[stage, dp]), stage
 
 
-def _stage_imbalance(baseline: _Baseline, parts: ComputeParts) -> Finding:
+def _stage_imbalance(baseline: _Baseline, parts: ComputeParts) -> TimeFinding:
     sums = baseline.per_rank(parts.stage)[:, 0, 0]  # equal on all ranks and in all steps
-    return Finding("stage_imbalance", baseline.contribution(baseline.work + parts.stage), stage=int(sums.argmax()))
+    return TimeFinding("stage_imbalance", baseline.contribution(baseline.work + parts.stage), stage=int(sums.argmax()))
 
 
-def _slow_rank(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int, str]) -> Finding:
+def _slow_rank(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int, str]) -> TimeFinding:
     """A steady excess of compute of one rank, or of all ranks of a host."""
     measured = baseline.measured
     excess = baseline.per_rank(parts.steady)[..., 0]
@@ -180,11 +180,11 @@ def _slow_rank(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[i
     slow = measured.rank[(excess >= EQUALLY_SLOW * excess.max()) & (excess > 0)]
     host = _common_host(slow.tolist(), measured, host_of_rank)
     if host is not None:
-        return Finding("host", contribution, rank=min(slow.tolist()))
-    return Finding("compute", contribution, rank=rank, stage=stage)
+        return TimeFinding("host", contribution, rank=min(slow.tolist()))
+    return TimeFinding("compute", contribution, rank=rank, stage=stage)
 
 
-def _common_host(ranks: list[int], measured: MeasuredSteps, host_of_rank: Mapping[int, str]) -> str | None:
+def _common_host(ranks: list[int], measured: OperationTimes, host_of_rank: Mapping[int, str]) -> str | None:
     """The host whose recorded ranks are exactly `ranks`; None for a single rank, or if all recorded ranks are on one host."""
     hosts = {host_of_rank.get(rank) for rank in ranks}
     all_hosts = {host_of_rank.get(rank) for rank in measured.rank.ravel().tolist()}
@@ -195,7 +195,7 @@ def _common_host(ranks: list[int], measured: MeasuredSteps, host_of_rank: Mappin
     return host if sorted(on_host) == sorted(ranks) else None
 
 
-def _varying(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int, str]) -> Finding:
+def _varying(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int, str]) -> TimeFinding:
     """Compute times that vary over micro-batches and steps: with the sequences, on one rank, or without a pattern."""
     measured = baseline.measured
     contribution = baseline.contribution(baseline.work + parts.varying)
@@ -207,17 +207,17 @@ def _varying(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int
     rank = int(measured.rank[stage, dp])
     share = float(squares[stage, dp]) / (total or 1.0)
     if share >= ONE_RANK_SHARE and _is_no_chance(by_step[stage, dp], share, squares.size):
-        return Finding("compute", contribution, rank=rank, stage=stage)
+        return TimeFinding("compute", contribution, rank=rank, stage=stage)
     hosts = set(host_of_rank.values())
     for host in hosts:
         on_host = np.vectorize(lambda number, host=host: host_of_rank.get(number) == host)(measured.rank)
         share = float(squares[on_host].sum()) / (total or 1.0)
         several = 1 < on_host.sum() < on_host.size and share >= ONE_RANK_SHARE
         if several and _is_no_chance(by_step[on_host].sum(axis=0), share, len(hosts)):
-            return Finding("host", contribution, rank=int(measured.rank[on_host].min()))
+            return TimeFinding("host", contribution, rank=int(measured.rank[on_host].min()))
     if sequences_differ(measured, parts):
-        return Finding("sequence_imbalance", contribution)
-    return Finding("compute", contribution if contribution >= FLAGGED_JITTER else 0.0)
+        return TimeFinding("sequence_imbalance", contribution)
+    return TimeFinding("compute", contribution if contribution >= FLAGGED_JITTER else 0.0)
 
 
 def _is_no_chance(by_step: np.ndarray, share: float, candidates: int) -> bool:
@@ -233,7 +233,7 @@ def _is_no_chance(by_step: np.ndarray, share: float, candidates: int) -> bool:
     return candidates * math.exp(-slow_steps * divergence) <= CHANCE
 
 
-def sequences_differ(measured: MeasuredSteps, parts: ComputeParts) -> bool:
+def sequences_differ(measured: OperationTimes, parts: ComputeParts) -> bool:
     """Whether forward and backward of a micro-batch deviate alike and, where attention work is recorded, with this work.
 
     A deviation is the mean over the model chunks, relative to the typical duration of the cell, and with several micro-batches to the
@@ -247,7 +247,7 @@ def sequences_differ(measured: MeasuredSteps, parts: ComputeParts) -> bool:
     return bool((work < 0).any()) or _correlation(_centred(work), forward + backward) >= WORK_CORRELATED
 
 
-def _deviations(measured: MeasuredSteps, parts: ComputeParts) -> tuple[list[int], np.ndarray, np.ndarray]:
+def _deviations(measured: OperationTimes, parts: ComputeParts) -> tuple[list[int], np.ndarray, np.ndarray]:
     """The micro-batches with forward and backward, and the deviations of both, each (micro-batch, dp, step)."""
     deviations: dict[str, dict[int, list[np.ndarray]]] = {name: {} for name in MODEL_COMPUTE_TYPES}
     typical = parts.ideal + parts.stage + parts.steady
@@ -279,17 +279,17 @@ def _correlation(first: np.ndarray, second: np.ndarray) -> float:
     return float(np.corrcoef(first.ravel(), second.ravel())[0, 1])
 
 
-def _category(baseline: _Baseline, category: str) -> Finding:
+def _category(baseline: _Baseline, category: str) -> TimeFinding:
     """Return the contribution of a category's recorded durations over the baseline, and the rank that adds most to it."""
     nodes = (baseline.category == category)[:, None, None]
     if not nodes.any():
-        return Finding(category, 0.0)
+        return TimeFinding(category, 0.0)
     contribution = baseline.contribution(np.where(nodes, baseline.measured.work, baseline.work))
     rank, stage = baseline.worst(np.where(nodes, baseline.measured.work - baseline.work, 0.0))
-    return Finding(category, contribution, rank=rank, stage=stage)
+    return TimeFinding(category, contribution, rank=rank, stage=stage)
 
 
-def _late_launch(baseline: _Baseline) -> Finding:
+def _late_launch(baseline: _Baseline) -> TimeFinding:
     """Operations that start later after their dependencies than operations of their type usually do.
 
     Unlike other parts, the delays are not added to the baseline but removed from the recorded step. A message that is posted
@@ -304,4 +304,4 @@ def _late_launch(baseline: _Baseline) -> Finding:
     recorded, faster = (replay(baseline.graph, measured.work, values).mean() for values in (delay, usual))
     messages = np.isin(baseline.graph.types, [CODE_OF[name] for name in P2P_TYPES])[:, None, None]
     rank, stage = baseline.worst(np.where(messages, 0.0, delay - usual))
-    return Finding("host", float((recorded - faster) / baseline.seconds.mean()), rank=rank, stage=stage)
+    return TimeFinding("host", float((recorded - faster) / baseline.seconds.mean()), rank=rank, stage=stage)

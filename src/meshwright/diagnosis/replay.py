@@ -20,7 +20,7 @@ CLOCK_ERROR_SECONDS = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class MeasuredSteps:
+class OperationTimes:
     """Times of the operations of complete steps. Shapes are (node, dp, step) unless stated otherwise."""
 
     graph: StepGraph
@@ -52,7 +52,7 @@ class MeasuredSteps:
         return len(self.rank)
 
 
-def measure_steps(table: OperationTable, graph: StepGraph) -> MeasuredSteps:
+def measure_steps(table: OperationTable, graph: StepGraph) -> OperationTimes:
     """Arrange the operations of `table` by node of `graph`. Raises BadInput if no step is complete."""
     steps = table.steps
     width = int(table.sequence.max()) + 1 if len(table) else 1
@@ -79,7 +79,7 @@ def measure_steps(table: OperationTable, graph: StepGraph) -> MeasuredSteps:
     rank[table.stage, table.dp] = table.rank
     virtual_stage, microbatch = np.full(len(graph.nodes), -1), np.full(len(graph.nodes), -1)
     virtual_stage[node], microbatch[node] = table.virtual_stage[known], table.microbatch[known]
-    return MeasuredSteps(
+    return OperationTimes(
         graph=graph,
         steps=steps[complete],
         skipped_steps=int((~complete).sum()),

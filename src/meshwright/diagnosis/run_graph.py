@@ -21,7 +21,7 @@ RECEIVER_OFFSET = {"forward": 1, "backward": -1}
 """By direction, the distance from the sending to the receiving model chunk."""
 
 
-class Message(NamedTuple):
+class GraphMessage(NamedTuple):
     direction: str
     receiving_chunk: int
     microbatch: int
@@ -30,8 +30,8 @@ class Message(NamedTuple):
 def run_graph(table: OperationTable) -> StepGraph:
     """The graph of the steps of `table`, from the last step of data-parallel rank 0."""
     builder = GraphBuilder()
-    sends: dict[Message, int] = {}
-    receives: dict[Message, int] = {}
+    sends: dict[GraphMessage, int] = {}
+    receives: dict[GraphMessage, int] = {}
     common: dict[tuple[str, int], list[int]] = {}
     template = table.select((table.dp == 0) & (table.step == table.steps[-1]))
     for stage in range(table.stages):
@@ -83,7 +83,7 @@ def _add_optional(builder: GraphBuilder, node: Node, previous: list[int]) -> int
     return index
 
 
-def _message(entries: OperationTable, index: int, name: str) -> Message:
+def _message(entries: OperationTable, index: int, name: str) -> GraphMessage:
     direction, _, end = name.partition("-")
     chunk = int(entries.virtual_stage[index]) + (RECEIVER_OFFSET[direction] if end == "send" else 0)
-    return Message(direction, chunk, int(entries.microbatch[index]))
+    return GraphMessage(direction, chunk, int(entries.microbatch[index]))

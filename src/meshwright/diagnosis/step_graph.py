@@ -26,7 +26,7 @@ class Node(NamedTuple):
         return f"{TYPES[self.type]} {self.sequence} of stage {self.stage}"
 
 
-class Group(NamedTuple):
+class TransferGroup(NamedTuple):
     """Nodes of one communication: no transfer starts before every member has started."""
 
     members: tuple[int, ...]
@@ -43,7 +43,7 @@ class StepGraph:
     nodes: tuple[Node, ...]
     before: tuple[tuple[int, ...], ...]
     """By node, the nodes of the same data-parallel rank that must end before it starts."""
-    groups: tuple[Group, ...]
+    groups: tuple[TransferGroup, ...]
     """A node that is no communication is a group of its own."""
     communicates: np.ndarray
     """By node, whether its work is a transfer that starts when all of its group have started."""
@@ -69,7 +69,7 @@ class GraphBuilder:
     def __init__(self) -> None:
         self.index_of: dict[Node, int] = {}
         self._before: dict[int, list[int]] = defaultdict(list)
-        self._groups: list[Group] = []
+        self._groups: list[TransferGroup] = []
         self._optional: set[int] = set()
 
     def add(self, node: Node, *, optional: bool = False) -> int:
@@ -90,7 +90,7 @@ class GraphBuilder:
 
     def communicate(self, *members: int, across_dp: bool = False, blocking: bool = False) -> None:
         """`members` are one communication."""
-        self._groups.append(Group(members, across_dp, blocking))
+        self._groups.append(TransferGroup(members, across_dp, blocking))
 
     def build(self) -> StepGraph:
         """The graph. Raises BadInput if dependencies form a cycle."""
@@ -98,7 +98,7 @@ class GraphBuilder:
         communicates = np.zeros(count, dtype=bool)
         for group in self._groups:
             communicates[list(group.members)] = True
-        alone = (Group((index,), False) for index in range(count) if not communicates[index])
+        alone = (TransferGroup((index,), False) for index in range(count) if not communicates[index])
         groups = (*self._groups, *alone)
         optional = np.zeros(count, dtype=bool)
         optional[list(self._optional)] = True
@@ -107,7 +107,7 @@ class GraphBuilder:
         return StepGraph(nodes, before, groups, communicates, optional, _sorted(nodes, before, groups))
 
 
-def _sorted(nodes: Sequence[Node], before: Sequence[Iterable[int]], groups: Sequence[Group]) -> tuple[int, ...]:
+def _sorted(nodes: Sequence[Node], before: Sequence[Iterable[int]], groups: Sequence[TransferGroup]) -> tuple[int, ...]:
     """Indices of the groups in topological order; raises BadInput for a cycle."""
     group_of = {member: number for number, group in enumerate(groups) for member in group.members}
     missing = [0] * len(groups)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.diagnosis.cause import Finding, find_cause
+from meshwright.diagnosis.cause import TimeFinding, find_cause
 from meshwright.diagnosis.operations import OperationTable
 from meshwright.diagnosis.public_trace import read_job, read_trace
 from meshwright.diagnosis.replay import measure_steps
@@ -111,7 +111,7 @@ def diagnose(table: OperationTable, graph: StepGraph, needed_steps: int = 1) -> 
     )
 
 
-def _largest(findings: list[Finding]) -> dict[str, float]:
+def _largest(findings: list[TimeFinding]) -> dict[str, float]:
     contributions: dict[str, float] = {}
     for finding in findings:
         contributions[finding.cause] = max(finding.contribution, contributions.get(finding.cause, finding.contribution))

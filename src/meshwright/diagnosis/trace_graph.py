@@ -27,7 +27,7 @@ PEER_OF = {
 """By message type, the type at the other end and the distance of its stage."""
 
 
-class Operation(NamedTuple):
+class TraceOperation(NamedTuple):
     """Operation of a stage in the step that serves as the template."""
 
     start: int
@@ -39,7 +39,7 @@ class Operation(NamedTuple):
     virtual_stage: int
 
 
-Stage = dict[str, list[Operation]]
+Stage = dict[str, list[TraceOperation]]
 """The operations of a stage by type, in the order of their start."""
 
 
@@ -69,7 +69,7 @@ def _operations(builder: GraphBuilder, first: OperationTable, number: int) -> St
         node = builder.add(Node(number, CODE_OF[name], sequence))
         end = start + int(first.duration_ns[index])
         stage[name].append(
-            Operation(start, sequence, name, node, end, int(first.chunk[index]), int(first.virtual_stage[index]))
+            TraceOperation(start, sequence, name, node, end, int(first.chunk[index]), int(first.virtual_stage[index]))
         )
     for name, operations in stage.items():
         operations.sort()
@@ -78,7 +78,7 @@ def _operations(builder: GraphBuilder, first: OperationTable, number: int) -> St
     return stage
 
 
-def _compute(stage: Stage) -> list[Operation]:
+def _compute(stage: Stage) -> list[TraceOperation]:
     """Forwards and backwards in the order of their start."""
     return sorted(stage["forward-compute"] + stage["backward-compute"])
 
@@ -126,7 +126,7 @@ def _add_messages(builder: GraphBuilder, stages: list[Stage]) -> None:
                 builder.communicate(send, receive)
 
 
-def _match_compute(stage: Stage, name: str, number: int, stages: int) -> list[tuple[Operation, int | None]]:
+def _match_compute(stage: Stage, name: str, number: int, stages: int) -> list[tuple[TraceOperation, int | None]]:
     """Each message of this type with the index of its compute operation, None for a message that was never launched.
 
     Receives after the last compute operation has started and sends before the first has ended were never launched. The
@@ -150,7 +150,7 @@ def _match_compute(stage: Stage, name: str, number: int, stages: int) -> list[tu
 
 
 def _add_compute_dependency(
-    builder: GraphBuilder, message: Operation, compute: list[Operation], index: int | None
+    builder: GraphBuilder, message: TraceOperation, compute: list[TraceOperation], index: int | None
 ) -> None:
     """A send follows its compute operation; a receive follows the previous one and precedes its own."""
     if index is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.diagnosis.operations import CATEGORY_OF, P2P_TYPES, TYPES
-from meshwright.diagnosis.replay import MeasuredSteps, replay
+from meshwright.diagnosis.replay import OperationTimes, replay
 
 SLOWEST_PERCENT = 3
 """M_W fixes this percentage of the workers, the slowest, rounded up."""
@@ -27,7 +27,7 @@ REPORTED_TYPE = {name: f"{name.partition('-')[0]}-pp-comm" for name in P2P_TYPES
 """By type of message, the name under which sends and receives are reported together."""
 
 
-def typical_transfers(measured: MeasuredSteps) -> np.ndarray:
+def typical_transfers(measured: OperationTimes) -> np.ndarray:
     """Median transfer of each communication, (node, dp, step): of its type, of a blocking one over the steps; else 0."""
     typical = np.zeros_like(measured.work)
     graph = measured.graph
@@ -42,7 +42,7 @@ def typical_transfers(measured: MeasuredSteps) -> np.ndarray:
     return typical
 
 
-def ideal_work(measured: MeasuredSteps) -> np.ndarray:
+def ideal_work(measured: OperationTimes) -> np.ndarray:
     """Every operation's ideal duration, (node, dp, step)."""
     ideal, transfers = measured.work.copy(), typical_transfers(measured)
     types = measured.graph.types
@@ -62,7 +62,7 @@ def ideal_work(measured: MeasuredSteps) -> np.ndarray:
 class WhatIf:
     """Slowdowns of recorded steps. Seconds are means over steps."""
 
-    measured: MeasuredSteps
+    measured: OperationTimes
     ideal: np.ndarray
     seconds: float
     """Replay as recorded, without launch delays."""
@@ -115,7 +115,7 @@ class WhatIf:
         return chosen[self.measured.graph.stages][..., None]
 
 
-def analyse(measured: MeasuredSteps) -> WhatIf:
+def analyse(measured: OperationTimes) -> WhatIf:
     """Replay the steps with ideal durations but one type, stage or data-parallel rank as recorded, for each of them."""
     graph, ideal = measured.graph, ideal_work(measured)
     ideal_seconds = float(replay(graph, ideal).mean())

@@ -22,7 +22,7 @@ SEND_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Begin:
+class BeginMessage:
     """Launcher to rank: train the run whose assignment is in the file `assignment`.
 
     `environment` has variables that the process sets before it reads its rank (`spec.rank_environment`). A process that
@@ -37,7 +37,7 @@ class Begin:
 class SelfTest:
     """Launcher to a process that waits: run the self-test within `seconds`, then wait on.
 
-    `environment` has the variables of a rank, as those of `Begin`: the ranks of the test exchange data.
+    `environment` has the variables of a rank, as those of `BeginMessage`: the ranks of the test exchange data.
     """
 
     environment: Mapping[str, str]
@@ -57,7 +57,7 @@ class SelfTestResult:
 
 
 @dataclass(frozen=True)
-class End:
+class EndMessage:
     """Launcher to rank: another rank failed for the reason `cause`; close files and exit."""
 
     cause: str
@@ -71,7 +71,7 @@ class CollectivesRequest:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepMessage:
     """Rank to launcher: optimizer step `step` is complete. The first rank adds `figures`, a part of the step's metrics record."""
 
     step: int
@@ -83,7 +83,7 @@ Phase = Literal["start", "compile", "train", "validate", "save", "end"]
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressMessage:
     """Rank to launcher: the rank works on step `step` in `phase`; `action` is the index in its schedule, -1 if unknown.
 
     A rank sends it at each change of phase, and at most once a second when `action` has changed.
@@ -111,7 +111,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class SkippedSamples:
+class SkippedSamplesMessage:
     """First rank to launcher: from now on the run leaves out the global samples from `first` up to, but not including, `end`."""
 
     first: int
@@ -128,7 +128,7 @@ class Corruption:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailureMessage:
     """Rank to launcher: the rank ends with `exit_code` (spec.errors) because of `message`; `log` has the traceback."""
 
     exit_code: int
@@ -137,34 +137,34 @@ class Failure:
 
 
 Message = (
-    Begin
+    BeginMessage
     | SelfTest
     | SelfTestResult
-    | End
+    | EndMessage
     | CollectivesRequest
-    | Step
-    | Progress
+    | StepMessage
+    | ProgressMessage
     | Validation
     | Checkpoint
-    | SkippedSamples
+    | SkippedSamplesMessage
     | Corruption
-    | Failure
+    | FailureMessage
 )
 _MESSAGE_TYPES: dict[str, type[Message]] = {
     message_type.__name__.lower(): message_type
     for message_type in (
-        Begin,
+        BeginMessage,
         SelfTest,
         SelfTestResult,
-        End,
+        EndMessage,
         CollectivesRequest,
-        Step,
-        Progress,
+        StepMessage,
+        ProgressMessage,
         Validation,
         Checkpoint,
-        SkippedSamples,
+        SkippedSamplesMessage,
         Corruption,
-        Failure,
+        FailureMessage,
     )
 }
 
@@ -198,7 +198,7 @@ def _line(message_type: type[Message], fields: dict[str, Any]) -> bytes:
     return json.dumps({"kind": message_type.__name__.lower(), **fields}).encode() + b"\n"
 
 
-class Channel:
+class MessageChannel:
     """A rank's end of the pipe to its launcher."""
 
     def __init__(self, descriptor: int | None) -> None:
@@ -208,7 +208,7 @@ class Channel:
             os.set_blocking(descriptor, False)
 
     @classmethod
-    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Channel:
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> MessageChannel:
         """The channel to the launcher of this process; without a launcher it drops every message."""
         return cls(int(env[CHANNEL]) if CHANNEL in env else None)
 
@@ -225,7 +225,7 @@ class Channel:
         """Write a message if the pipe has space. Only a Failure waits for space, up to `SEND_SECONDS`."""
         if self._descriptor is None:
             return
-        if isinstance(message, Failure):
+        if isinstance(message, FailureMessage):
             select.select([], [self._descriptor], [], SEND_SECONDS)
         try:
             os.write(self._descriptor, encode(message))
@@ -235,7 +235,7 @@ class Channel:
             self._descriptor = None
 
 
-class MessageReader:
+class RankMessageReader:
     """The launcher's end of one rank's pipe."""
 
     def __init__(self, descriptor: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from meshwright.events.messages import Channel, Phase, Progress
+from meshwright.events.messages import MessageChannel, Phase, ProgressMessage
 from meshwright.events.span import ScheduledAction
 
 PROGRESS = "MESHWRIGHT_PROGRESS"
@@ -117,11 +117,11 @@ class ProgressPage:
         """Time of the monotonic clock, in ns, at which the current action began; 0 before the first."""
         return self._words[_SINCE]
 
-    def read(self) -> Progress:
+    def read(self) -> ProgressMessage:
         """The last stored values."""
         word = self._words[0]
         phase = PHASES[min(word >> _PHASE_SHIFT & 0xFF, len(PHASES) - 1)]
-        return Progress(phase, word >> _STEP_SHIFT, word & _ACTION_MASK)
+        return ProgressMessage(phase, word >> _STEP_SHIFT, word & _ACTION_MASK)
 
     @property
     def count(self) -> int:
@@ -136,7 +136,7 @@ class ProgressPage:
 class ProgressSender:
     """A rank's progress: stored in its page at every action, sent at each change of phase and once a second while it changes."""
 
-    def __init__(self, page: ProgressPage, channel: Channel) -> None:
+    def __init__(self, page: ProgressPage, channel: MessageChannel) -> None:
         self.page, self._channel = page, channel
         self._phase: Phase | None = None
         self._sent = 0
@@ -148,7 +148,7 @@ class ProgressSender:
         self.page.begin(phase, step)
         if phase != self._phase:
             self._phase = phase
-            self._channel.send(Progress(phase, step))
+            self._channel.send(ProgressMessage(phase, step))
 
     def _send_changes(self) -> None:
         while True:

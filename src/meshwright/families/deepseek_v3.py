@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.families.deepseek_v2 import DEEPSEEK_V2, HEADS
-from meshwright.families.format import HFConfig, Keys, presets, size
+from meshwright.families.format import ConfigKeys, HFConfig, presets, size
 from meshwright.families.keys import experts, latent
 from meshwright.spec.model import ModelSpec
 
-KEYS = Keys({**experts.ROUTING, **experts.PREDICTIONS}, fixed={"rope_interleave": True})
-CHOICE = Keys(fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
+KEYS = ConfigKeys({**experts.ROUTING, **experts.PREDICTIONS}, fixed={"rope_interleave": True})
+CHOICE = ConfigKeys(fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
 _DEFAULTS = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
 """Defaults of the class that differ from those of its successors."""
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.families.ernie4_5 import ERNIE4_5, RELEASED
-from meshwright.families.format import HFConfig, Key, Keys, presets, size
+from meshwright.families.format import ConfigKeys, HFConfig, Key, presets, size
 from meshwright.families.keys import decoder, experts
 from meshwright.spec.model import ModelSpec
 
-_EXPERTS = Keys(
+_EXPERTS = ConfigKeys(
     {
         "experts": Key("moe_num_experts", 64, "num_experts"),
         "experts_per_token": Key("moe_k", 6, "num_experts_per_tok"),

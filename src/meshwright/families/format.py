@@ -290,7 +290,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Keys:
+class ConfigKeys:
     """Keys of config.json that are read and written alike."""
 
     fields: Mapping[str, Key] = field(default_factory=dict)

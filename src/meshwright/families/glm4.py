@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Key, Keys, presets, size
+from meshwright.families.format import ConfigKeys, HFConfig, Key, presets, size
 from meshwright.families.keys import decoder
 from meshwright.families.llama import LLAMA
 from meshwright.spec.model import ModelSpec
 
-_KEYS = Keys({"qkv_bias": Key("attention_bias", True)})
+_KEYS = ConfigKeys({"qkv_bias": Key("attention_bias", True)})
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:

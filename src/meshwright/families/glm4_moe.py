@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.families.deepseek_v3 import DEEPSEEK_V3
-from meshwright.families.format import HFConfig, Key, Keys, presets, size
+from meshwright.families.format import ConfigKeys, HFConfig, Key, presets, size
 from meshwright.families.keys import decoder, experts
 from meshwright.families.llama import LLAMA
 from meshwright.spec.model import ModelSpec
 
-_KEYS = Keys({"qkv_bias": Key("attention_bias", False), "qk_norm": Key("use_qk_norm", False), **experts.PREDICTIONS})
+_KEYS = ConfigKeys(
+    {"qkv_bias": Key("attention_bias", False), "qk_norm": Key("use_qk_norm", False), **experts.PREDICTIONS}
+)
 _ROUTED = experts.routed(normalised=True, dense=1)
 
 

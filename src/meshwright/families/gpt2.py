@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.families.format import Family, HFConfig, Key, Keys, presets, size
+from meshwright.families.format import ConfigKeys, Family, HFConfig, Key, presets, size
 from meshwright.families.keys.decoder import NO_DROPOUT
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
-_KEYS = Keys(
+_KEYS = ConfigKeys(
     {
         "hidden": Key("n_embd", other="hidden_size"),
         "heads": Key("n_head", other="num_attention_heads"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.families.format import Key, Keys
+from meshwright.families.format import ConfigKeys, Key
 from meshwright.families.granitemoe import GRANITEMOE
 
-_KEYS = Keys({"shared_expert_hidden": Key("shared_intermediate_size", 0, least=0)})
+_KEYS = ConfigKeys({"shared_expert_hidden": Key("shared_intermediate_size", 0, least=0)})
 FAMILY = replace(
     GRANITEMOE,
     model_type="granitemoeshared",

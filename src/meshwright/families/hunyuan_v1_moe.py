@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Key, Keys, presets, size
+from meshwright.families.format import ConfigKeys, HFConfig, Key, presets, size
 from meshwright.families.hunyuan_v1_dense import HUNYUAN, RELEASED
 from meshwright.families.keys import experts, rope
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
-_COUNTS = Keys({"experts": Key("num_experts", 1), "experts_per_token": Key("moe_topk", 1)})
+_COUNTS = ConfigKeys({"experts": Key("num_experts", 1), "experts_per_token": Key("moe_topk", 1)})
 _WIDTH = "moe_intermediate_size"
 _LISTED = (_WIDTH, "num_experts", "moe_topk")  # may have a list, of a number for each layer
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Key, Keys, presets, size
+from meshwright.families.format import ConfigKeys, HFConfig, Key, presets, size
 from meshwright.families.keys import decoder, experts
 from meshwright.families.mixtral import MIXTRAL
 from meshwright.spec.model import ModelSpec
 
 _BUILT_IN = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}
 """Keys of the released folder that the class does not read, with the values that it has built in."""
-_KEYS = Keys(fixed=_BUILT_IN)
+_KEYS = ConfigKeys(fixed=_BUILT_IN)
 _EXPERTS = experts.keys(Key("num_local_experts", 256, "num_experts"), 8, Key("intermediate_size"))
 
 

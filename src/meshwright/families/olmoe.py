@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Key, Keys, presets, size
+from meshwright.families.format import ConfigKeys, HFConfig, Key, presets, size
 from meshwright.families.keys import experts
 from meshwright.families.olmo2 import OLMO2
 from meshwright.families.qwen3_moe import QWEN3_MOE
 from meshwright.spec.model import ModelSpec
 
 
-def routed(experts_of_class: int, per_token: int) -> Keys:
+def routed(experts_of_class: int, per_token: int) -> ConfigKeys:
     """The keys of experts in all layers; the numbers are defaults of the class."""
     number = Key("num_experts", experts_of_class, "num_local_experts")
     return experts.keys(number, per_token, Key("intermediate_size"), normalised_routing=Key("norm_topk_prob", False))

@@ -34,14 +34,14 @@ ROUTER_TOKENS, ROUTER_WARPS = 8, 8
 MOST_ROWS = 64
 """Most rows of a tile: with more rows an expert reads its weights again."""
 STEPS_AHEAD, SURE_ROWS = 4, 4
-"""Steps of `Launch.ahead`; rows of an expert, if all have the same, from which on few experts have none."""
+"""Steps of `ExpertLaunch.ahead`; rows of an expert, if all have the same, from which on few experts have none."""
 
 
 Operand = Tensor | RoundedMatrix
 """Rows or matrices in bf16 or fp16, or in 8 bits with a scale for each row."""
 
 
-class Launch(NamedTuple):
+class ExpertLaunch(NamedTuple):
     """Outputs and rows of a tile, numbers of a step, warps of a program, stages of the software pipeline.
 
     `ahead`: steps whose weights are brought into the L2 cache while the kernel before ends.
@@ -55,7 +55,7 @@ class Launch(NamedTuple):
     ahead: int = 0
 
 
-def launch_of(tokens: int, experts: int, copies: int, itemsize: int = 2) -> Launch:
+def launch_of(tokens: int, experts: int, copies: int, itemsize: int = 2) -> ExpertLaunch:
     """The tile of both products, found by trial on an H200; for the first, `columns` counts gates and ups.
 
     It depends on the next power of two of the tokens only, so that few kernels are compiled, and `inner` on nothing: it is the order of
@@ -65,7 +65,7 @@ def launch_of(tokens: int, experts: int, copies: int, itemsize: int = 2) -> Laun
     rows = min(MOST_ROWS, max(16, tokens if tokens <= 32 else triton.next_power_of_2(2 * tokens * copies // experts)))
     few_programs = _is_by_copy(tokens, experts, copies)
     ahead = STEPS_AHEAD if tokens * copies >= SURE_ROWS * experts else 0
-    return Launch(64, rows, TILE_BYTES // itemsize, warps=4, stages=8 if few_programs else 5, ahead=ahead)
+    return ExpertLaunch(64, rows, TILE_BYTES // itemsize, warps=4, stages=8 if few_programs else 5, ahead=ahead)
 
 
 def _is_by_copy(tokens: int, experts: int, copies: int) -> bool:
@@ -115,19 +115,21 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> C
 
 
 def gate_up(
-    x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, *, launch: Launch | None = None
+    x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, *, launch: ExpertLaunch | None = None
 ) -> Tensor:
     """silu(gate) · up of each copy, `(tokens · copies, width)`, of x `(tokens, hidden)`; in bf16 and fp16 times its weight."""
     return _multiply_copies(x, weight, choices, dtype, launch, gated=True)
 
 
-def down(x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, *, launch: Launch | None = None) -> Tensor:
+def down(
+    x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, *, launch: ExpertLaunch | None = None
+) -> Tensor:
     """The outputs of copies `(tokens · copies, hidden)` of their activations x `(tokens · copies, width)`; in 8 bits times its weight."""
     return _multiply_copies(x, weight, choices, dtype, launch, gated=False)
 
 
 def _multiply_copies(
-    x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, launch: Launch | None, *, gated: bool
+    x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, launch: ExpertLaunch | None, *, gated: bool
 ) -> Tensor:
     """Launch the products of copies."""
     (rows, row_scales), (matrices, scales) = _parts(x), _parts(weight)

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.spec.serving_limits import MOST_EXPERTS
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The experts that tokens choose.
 
     `weights` and `chosen` `(batch, seq, copies)`: the factor of each chosen expert's output, and the expert; `probability_sums` and `loads`
@@ -34,14 +34,14 @@ def has_kernel(x: Tensor, experts: int) -> bool:
 
 def choose(
     logits: Tensor, bias: Tensor | None, *, sigmoid: bool, copies: int, normalised: bool, scale: float
-) -> Choice:
+) -> ExpertChoice:
     """The `copies` experts of the highest score of each token.
 
     `logits` `(batch, seq, experts)` are a router's output that `has_kernel` takes. Scores are a softmax or
     sigmoids, to which `bias` `(experts,)` is added for the choice only. Of equal scores the first expert's comes first. Weights are the
     scores, by token divided by their sum if `normalised`, times `scale`; the least sum of a softmax with a bias is `LEAST_SUM`.
     """
-    return Choice(*_choose_experts(logits, bias, sigmoid, copies, normalised, scale))
+    return ExpertChoice(*_choose_experts(logits, bias, sigmoid, copies, normalised, scale))
 
 
 def pick(

@@ -29,7 +29,7 @@ LEAST = tl.constexpr(LEAST_SUM)
 def choose(
     logits: Tensor, bias: Tensor | None, sigmoid: bool, copies: int, normalised: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tensors of a `router.Choice`; see `router.choose`."""
+    """The tensors of a `router.ExpertChoice`; see `router.choose`."""
     batch, seq, experts = logits.shape
     parts = triton.cdiv(seq, _tile(experts)[0])
     sums = torch.empty(batch, parts, experts, dtype=torch.float32, device=logits.device)
@@ -48,7 +48,7 @@ def pick(
     sums: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`weights` and `chosen` of a `router.Choice`; fills the sums and counts `(batch, parts, experts)` of tiles of tokens, if given."""
+    """`weights` and `chosen` of a `router.ExpertChoice`; fills sums and counts `(batch, parts, experts)` of tiles of tokens, if given."""
     logits, (batch, seq, experts) = logits.contiguous(), logits.shape
     tokens, block = _tile(experts)
     weights = torch.empty(batch, seq, copies, dtype=torch.float32, device=logits.device)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwright.events.messages import Checkpoint, Corruption, Message, SelfTestResult, SkippedSamples
+from meshwright.events.messages import Checkpoint, Corruption, Message, SelfTestResult, SkippedSamplesMessage
 from meshwright.launch.health_monitor import HealthMonitor
 from meshwright.launch.local import Listener, Ranks
 from meshwright.launch.reports import Directive, Evidence, HostTest, Report
@@ -306,7 +306,7 @@ class Agent:
     def _listen(self, rank: int, message: Message) -> None:
         if isinstance(message, Checkpoint):
             self._checkpoints = [*self._checkpoints, message.step][-LISTED_CHECKPOINTS:]
-        if isinstance(message, SkippedSamples):
+        if isinstance(message, SkippedSamplesMessage):
             self._skipped.append((message.first, message.end))
         if isinstance(message, Corruption):
             self._corruptions.append(message)

@@ -12,7 +12,7 @@ from meshwright.durable.writes import write_durable
 from meshwright.launch.coordinator import NoPlanForHosts
 from meshwright.launch.corpus import recorded_skips
 from meshwright.launch.folder import take_over
-from meshwright.launch.prepare import Note, Prepared, training_plan
+from meshwright.launch.prepare import Note, PreparedRun, training_plan
 from meshwright.launch.state_file import read_state
 from meshwright.policies.hang import CPU_SECONDS, GPU_SECONDS
 from meshwright.policies.host_tests import Suspect
@@ -81,7 +81,7 @@ def job_state(folder: Path) -> State:
     return replace(earlier, checkpoints=steps, present=steps, ready=(), not_before=0.0, short_since=None)
 
 
-def prepared_before(run: RunSpec, folder: Path, note: Note) -> Prepared | None:
+def prepared_before(run: RunSpec, folder: Path, note: Note) -> PreparedRun | None:
     """The run of a job that goes on, on all its hosts, as its last attempt was prepared; None if its file is damaged.
 
     Ranks that train need it no more: it is prepared anew for the next attempt.
@@ -96,16 +96,16 @@ def prepared_before(run: RunSpec, folder: Path, note: Note) -> Prepared | None:
     )
     if last.run.cluster.nodes != run.cluster.nodes:
         first = replace(first, plan=training_plan(first.run, lambda text: None))
-    return Prepared(first, folder, resumes=True)
+    return PreparedRun(first, folder, resumes=True)
 
 
-def write_attempt(source: Prepared | Callable[[], Prepared | None], state: State) -> Path:
+def write_attempt(source: PreparedRun | Callable[[], PreparedRun | None], state: State) -> Path:
     """Write the assignment of the state's attempt and return its file. `source` is the prepared run, or prepares it.
 
     Each attempt takes the lease anew, so that a rank of an earlier one that still runs commits nothing. Raises
     NoPlanForHosts, and RunFinished if `source` returns None.
     """
-    prepared = source if isinstance(source, Prepared) else source()
+    prepared = source if isinstance(source, PreparedRun) else source()
     if prepared is None:
         raise RunFinished("the run is finished")
     first = prepared.assignment

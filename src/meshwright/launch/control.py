@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from meshwright.connections.limits import COORDINATOR
-from meshwright.connections.proof import Challenge, Session, WrongProof, answer_challenge
+from meshwright.connections.proof import Challenge, ProofSession, WrongProof, answer_challenge
 from meshwright.launch.http_listener import HttpConnection, HttpListener, HttpReply, HttpRequest
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import BadInput
@@ -63,7 +63,7 @@ class ControlServer(HttpListener):
 
     def admit(self, connection: HttpConnection, request: HttpRequest) -> int:
         """0 for the exchange of nonces, once, and for requests with their proof."""
-        session: Session | None = connection.state
+        session: ProofSession | None = connection.state
         if session is None:
             return 0 if request.path == PROOF_PATH else 401
         parts = _request_parts(request.method, request.path, request.headers.get(DIGEST_HEADER, ""))
@@ -74,7 +74,7 @@ class ControlServer(HttpListener):
 
     def answer(self, connection: HttpConnection, request: HttpRequest, body: bytes) -> HttpReply:
         """The answer of the request's handler, with its proof."""
-        session: Session | None = connection.state
+        session: ProofSession | None = connection.state
         if session is None:
             try:
                 answer, connection.state = answer_challenge(self._token, request.headers.get(NONCE_HEADER), self._run)
@@ -113,7 +113,7 @@ class ControlClient:
         self._connected = address
         """The address of the connection."""
         self._connection: http.client.HTTPConnection | None = None
-        self._session: Session | None = None
+        self._session: ProofSession | None = None
 
     def report(self, report: Report) -> Directive:
         """Send a report and return the answer.
@@ -161,7 +161,7 @@ class ControlClient:
     def _name(self) -> str:
         return address_text(*self._address)
 
-    def _connect(self) -> tuple[http.client.HTTPConnection, Session]:
+    def _connect(self) -> tuple[http.client.HTTPConnection, ProofSession]:
         """A connection whose other end has proved that it knows the token."""
         connection = http.client.HTTPConnection(*self._address, timeout=CONNECT_SECONDS)
         try:
@@ -192,7 +192,7 @@ class ControlClient:
             raise
 
     def _exchange(
-        self, connection: http.client.HTTPConnection, session: Session, method: str, path: str, value: Any
+        self, connection: http.client.HTTPConnection, session: ProofSession, method: str, path: str, value: Any
     ) -> tuple[int, Any]:
         """Send a request; returns status and JSON value of the answer, whose proof is right."""
         body = b"" if value is None else json.dumps(value).encode()

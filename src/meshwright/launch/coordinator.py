@@ -17,7 +17,7 @@ from pathlib import Path
 
 from meshwright.checkpoint.format.inventory import present_steps
 from meshwright.diagnosis.culprit import Culprit
-from meshwright.events.messages import Corruption, Progress
+from meshwright.events.messages import Corruption, ProgressMessage
 from meshwright.events.terminal import write_line
 from meshwright.launch.incidents import IncidentWriter, JobSchedule, culprit_of_hang, is_recorded, statuses
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines, progress_text
@@ -28,28 +28,28 @@ from meshwright.policies.hang import GPU_SECONDS, HangWatch
 from meshwright.policies.host_tests import machine_of, seconds_of_test
 from meshwright.policies.job_end import GRACE_SECONDS, STOP_EXIT_CODES, culprit, next_action
 from meshwright.policies.job_events import (
+    AttemptPrepared,
     AttemptReported,
-    Begin,
+    BeginAttempt,
     Committed,
     Corrupted,
-    End,
-    Ended,
+    EndAttempt,
     Event,
     Failed,
     Finish,
+    HostEnded,
     Lost,
     Note,
     Prepare,
-    Prepared,
     Present,
     Ready,
-    Record,
+    RecordIncident,
     SelfTestEnded,
     SkippedSamples,
+    StepTrained,
     StopRequested,
     Test,
     Tick,
-    Trained,
     Unhealthy,
     Unplannable,
     Unrecordable,
@@ -65,7 +65,7 @@ UNHEARD_SECONDS = 4.0
 """Seconds without a report, more than the longest heartbeat, in which no rank counts as hung: it may wait for that host."""
 STOPPED_SECONDS = 2.0
 """A longer time between two calls of `tick` means that this process was stopped."""
-IMPORTS = Progress("start", 0)
+IMPORTS = ProgressMessage("start", 0)
 """Progress of a rank that has not said any yet."""
 RETURN_SECONDS = 4.0
 """Seconds in which agents on the host of a coordinator that is lost have to report to the next one, or are lost too."""
@@ -80,7 +80,7 @@ class NoPlanForHosts(MeshwrightError):
 
 
 @dataclass
-class Attempt:
+class AttemptState:
     """State of an attempt's ranks, as agents reported it."""
 
     number: int = 0
@@ -135,7 +135,7 @@ class Coordinator:
         self._noted: set[str] = set()
         self._positions: tuple[tuple[str, ...], dict[str, int]] = ((), {})
         self._stop = 0
-        self._attempt = Attempt(self.state.attempt)
+        self._attempt = AttemptState(self.state.attempt)
         self._evidence = Evidence()
         self._reports: dict[str, Report] = {}
         self._newest: dict[str, int] = {}
@@ -250,7 +250,7 @@ class Coordinator:
                     f"meshwright: host {report.host} is ready and waits beside the {len(state.members)} that train"
                 )
         if state.status == "ending" and self._position(report.host) is not None and report.attempt != state.attempt:
-            yield Ended(state.attempt, report.host)  # it has not begun the attempt, and does not any more
+            yield HostEnded(state.attempt, report.host)  # it has not begun the attempt, and does not any more
         if report.stop:
             yield StopRequested(report.stop)
         if report.test is not None and report.test.attempt == state.attempt and report.host in state.testing:
@@ -264,7 +264,7 @@ class Coordinator:
             self._attempt.failed |= rank.failed
             self._follow(rank, now)
         if not state.trained and any(rank.last_step for rank in report.ranks):
-            yield Trained()  # the first finished step of the job
+            yield StepTrained()  # the first finished step of the job
         for step in report.checkpoints:
             if is_unlisted(self.state, step):
                 yield Committed(step)
@@ -296,7 +296,7 @@ class Coordinator:
         if status == "ending" or (status == "running" and not attempt.failed):
             for host in ended:
                 if host not in state.ended:
-                    yield Ended(state.attempt, host)
+                    yield HostEnded(state.attempt, host)
 
     def _follow(self, rank: RankState, now: float) -> None:
         """Watch the progress of a rank while it runs."""
@@ -352,7 +352,7 @@ class Coordinator:
         attempt = self.state.attempt
         try:
             self._attempt.assignment = str(preparation.result())
-            event: Event = Prepared(attempt)
+            event: Event = AttemptPrepared(attempt)
         except NoPlanForHosts as error:
             event = Unplannable(attempt, str(error))
         except Exception as error:
@@ -384,7 +384,9 @@ class Coordinator:
                 case Prepare() | Test():
                     first, hosts = self._reports[state.members[0]], [group[0] for group in state.tests]
                     stores = {host: (self._reports[host].address, self._reports[host].port) for host in hosts}
-                    self._attempt = Attempt(state.attempt, address=first.address, port=first.port, test_stores=stores)
+                    self._attempt = AttemptState(
+                        state.attempt, address=first.address, port=first.port, test_stores=stores
+                    )
                     self._preparation = None  # that of an earlier attempt
                     if isinstance(action, Test):
                         continue
@@ -393,17 +395,17 @@ class Coordinator:
                         count = f"{len(state.members)} of {self._rules.hosts} hosts"
                         write_line(f"meshwright: the run continues on {count}, with a new plan")
                     self._preparation = self._thread.submit(self._prepare, state)
-                case End(reason, incident):
+                case EndAttempt(reason, incident):
                     self._attempt.cause = reason
                     self._record(incident)
                     self._report_end(reason, incident)
-                case Record(incident):
+                case RecordIncident(incident):
                     self._record(incident, ends=False)
                 case Note(text, key):
                     if key not in self._noted:
                         write_line(f"meshwright: {text}")
                     self._noted |= {key} if key else set()
-                case Begin() | Finish():
+                case BeginAttempt() | Finish():
                     pass  # directives follow from the state
         return True
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from meshwright.policies.host_health import Reading
+from meshwright.policies.host_health import HealthReading
 
 LINK_ERRORS_EVERY = 10
 """Polls between two readings of NVLink's error counters, which take a call for each link."""
@@ -69,7 +69,7 @@ class GpuReader:
                 deadline = min(deadline, max(time.monotonic(), began + SHORTEST_WAIT))
         return xids
 
-    def read(self, xids: Mapping[int, Sequence[int]], own_pid: int) -> list[Reading]:
+    def read(self, xids: Mapping[int, Sequence[int]], own_pid: int) -> list[HealthReading]:
         """The values of each GPU. Memory of processes that descend from `own_pid` is not that of others."""
         links = self._polls % LINK_ERRORS_EVERY == 0
         self._polls += 1
@@ -79,7 +79,7 @@ class GpuReader:
         for gpu, values in found:
             if "nvlinks" in values:
                 values["nvlinks_down"] = most - values.pop("nvlinks")
-            readings.append(Reading(f"GPU {gpu.index}", values, tuple(xids.get(gpu.index, ()))))
+            readings.append(HealthReading(f"GPU {gpu.index}", values, tuple(xids.get(gpu.index, ()))))
         return readings
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.events.parent import PARENT
 from meshwright.events.terminal import write_line
 from meshwright.launch.health_reader import ALL
-from meshwright.policies.host_health import HOST, SILENT_SECONDS, Finding, HealthWatch, Reading
+from meshwright.policies.host_health import HOST, SILENT_SECONDS, HealthFinding, HealthReading, HealthWatch
 from meshwright.spec.run import RunSpec
 from meshwright.spec.secrets import without_secrets
 
@@ -52,20 +52,23 @@ class HealthMonitor:
         self._watch, self._clock = HealthWatch(), clock
         self._started = self._answered = clock()
         self._incomplete, self._ended, self._read = b"", False, False
-        self._findings: tuple[Finding, ...] = ()
+        self._findings: tuple[HealthFinding, ...] = ()
 
     @property
     def known(self) -> bool:
         """Whether the host was read once, or does not answer within `FIRST_SECONDS`."""
         return self._read or self._ended or self._clock() - self._started > FIRST_SECONDS
 
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[HealthFinding, ...]:
         """What is wrong with this host now."""
         self._take_lines()
         silent = self._clock() - self._answered
         if self._ended or silent <= SILENT_SECONDS:
             return self._findings
-        return (*self._findings, *HealthWatch().update(0.0, [Reading(HOST, {"silent_seconds": round(silent, 1)})]))
+        return (
+            *self._findings,
+            *HealthWatch().update(0.0, [HealthReading(HOST, {"silent_seconds": round(silent, 1)})]),
+        )
 
     def close(self) -> None:
         """End the process. One that waits in the driver for ever ends later."""
@@ -95,6 +98,6 @@ class HealthMonitor:
     def _take(self, line: dict[str, Any]) -> None:
         for note in line["notes"]:
             write_line(f"meshwright: {note}")
-        readings = [Reading(each["part"], each["values"], tuple(each["xids"])) for each in line["readings"]]
+        readings = [HealthReading(each["part"], each["values"], tuple(each["xids"])) for each in line["readings"]]
         self._findings = self._watch.update(line["seconds"], readings)
         self._answered, self._read = self._clock(), True

@@ -17,13 +17,15 @@ from meshwright.events.parent import end_with_parent
 from meshwright.events.terminal import write_line
 from meshwright.launch.gpu_readings import GpuReader, NoGpus
 from meshwright.launch.host_readings import HostReader
-from meshwright.policies.host_health import READING_SECONDS, Reading
+from meshwright.policies.host_health import READING_SECONDS, HealthReading
 
 ALL = -1
 """Count of all GPUs that are visible."""
 
 
-def readings(own_pid: int, count: int, seconds: float = READING_SECONDS) -> Iterator[tuple[list[Reading], list[str]]]:
+def readings(
+    own_pid: int, count: int, seconds: float = READING_SECONDS
+) -> Iterator[tuple[list[HealthReading], list[str]]]:
     """Readings of host and GPUs every `seconds`, the first at once, with notes about what cannot be read.
 
     Memory of processes that descend from `own_pid` is not that of others; the first `count` visible GPUs are read.

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.policies.host_health import HOST, Reading
+from meshwright.policies.host_health import HOST, HealthReading
 
 PRESSURE = Path("/proc/pressure/memory")
 INFINIBAND, INTERFACES = Path("/sys/class/infiniband"), Path("/sys/class/net")
@@ -37,10 +37,10 @@ class HostReader:
         self._offset: float | None = None
         self._unsynchronised = _unsynchronised()
 
-    def read(self) -> list[Reading]:
+    def read(self) -> list[HealthReading]:
         """One reading of the host, and one of each network port."""
         values = {**_disk(), **_memory_pressure(), **self._clock()}
-        return [Reading(HOST, values), *self._infiniband(), *self._interfaces()]
+        return [HealthReading(HOST, values), *self._infiniband(), *self._interfaces()]
 
     def _clock(self) -> dict[str, float]:
         """How far the clock was set since the reading before. The time in which the host sleeps counts as passed."""
@@ -49,7 +49,7 @@ class HostReader:
         self._offset = offset
         return {"clock_jump": jump, **self._unsynchronised}
 
-    def _infiniband(self) -> list[Reading]:
+    def _infiniband(self) -> list[HealthReading]:
         readings = []
         for port in sorted(INFINIBAND.glob("*/ports/*")):
             name = f"port {port.parent.parent.name}/{port.name}"
@@ -61,10 +61,10 @@ class HostReader:
             counts += [_number(port / "hw_counters" / counter) for counter in TRANSPORT_ERRORS]
             values["port_errors"] = sum(count for count in counts if count is not None)
             downed = _number(port / "counters" / "link_downed")
-            readings.append(Reading(name, values if downed is None else {**values, "link_downed": downed}))
+            readings.append(HealthReading(name, values if downed is None else {**values, "link_downed": downed}))
         return readings
 
-    def _interfaces(self) -> list[Reading]:
+    def _interfaces(self) -> list[HealthReading]:
         """Interfaces of devices; virtual ones have none."""
         readings = []
         for interface in sorted(INTERFACES.glob("*")):
@@ -74,7 +74,7 @@ class HostReader:
             values, downed = self._link(name, state == "up"), _number(interface / "carrier_down_count")
             counts = [_number(interface / "statistics" / counter) for counter in ("rx_errors", "tx_errors")]
             values["port_errors"] = sum(count for count in counts if count is not None)
-            readings.append(Reading(name, values if downed is None else {**values, "link_downed": downed}))
+            readings.append(HealthReading(name, values if downed is None else {**values, "link_downed": downed}))
         return readings
 
     def _link(self, name: str, up: bool) -> dict[str, float]:

@@ -65,7 +65,7 @@ from meshwright.launch.reports import Directive, Report
 from meshwright.launch.snapshot_server import snapshot_server
 from meshwright.launch.state_file import STATE_FILE
 from meshwright.policies.coordinator_lease import LEASE_SECONDS, CoordinatorLease
-from meshwright.policies.host_health import Finding, is_rule
+from meshwright.policies.host_health import HealthFinding, is_rule
 from meshwright.policies.restart import Stop
 from meshwright.policies.supervision import State
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput, MeshwrightError
@@ -78,7 +78,7 @@ from meshwright.spec.run import RunSpec
 from meshwright.spec.secrets import without_own_keys
 
 if TYPE_CHECKING:
-    from meshwright.launch.prepare import Note, Prepared
+    from meshwright.launch.prepare import Note, PreparedRun
 
 T = TypeVar("T")
 LISTEN_DESCRIPTOR = "MESHWRIGHT_LISTEN_FD"
@@ -105,7 +105,7 @@ LONGEST_BACK_OFF = 1.0
 
 
 def run_coordinator(
-    run: RunSpec, runs: Path, address: tuple[str, int], note: Note, announce: Callable[[Prepared], None]
+    run: RunSpec, runs: Path, address: tuple[str, int], note: Note, announce: Callable[[PreparedRun], None]
 ) -> int:
     """Prepare the run and coordinate its agents until it is over; returns the exit code.
 
@@ -370,7 +370,7 @@ class _Link:
         watch: CoordinatorWatch,
         command: str,
         revive: Callable[[], object],
-        observe: Callable[[Sequence[RankState], Sequence[Finding]], object] = lambda ranks, findings: None,
+        observe: Callable[[Sequence[RankState], Sequence[HealthFinding]], object] = lambda ranks, findings: None,
     ) -> None:
         """`watch` moves the client to another coordinator. `command` starts an agent, for people.
 

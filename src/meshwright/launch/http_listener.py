@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.connections.accept import Acceptor
-from meshwright.connections.limits import Limits
+from meshwright.connections.limits import ListenerLimits
 from meshwright.connections.table import ConnectionTable
 
 SWEEP_SECONDS = 1.0
@@ -68,7 +68,7 @@ class HttpListener(ABC):
     answer_bytes = 1 << 20
     """Most bytes that may wait for a client that does not read."""
 
-    def __init__(self, listener: socket.socket, limits: Limits) -> None:
+    def __init__(self, listener: socket.socket, limits: ListenerLimits) -> None:
         self._listener, self._limits = listener, limits
         self._acceptor = Acceptor(listener)
         self._table: ConnectionTable[HttpConnection] = ConnectionTable(limits)

@@ -27,7 +27,7 @@ from meshwright.spec.rank_environment import PROGRAM_STOP, machine_name
 from meshwright.spec.run import RunSpec
 
 if TYPE_CHECKING:
-    from meshwright.launch.prepare import Note, Prepared
+    from meshwright.launch.prepare import Note, PreparedRun
 
 HOST = "this host"
 
@@ -40,7 +40,7 @@ def run_job(
     timeline: tuple[int, int] | None = None,
     replay: Path | None = None,
     note: Note = lambda text: None,
-    announce: Callable[[Prepared], None] = lambda prepared: None,
+    announce: Callable[[PreparedRun], None] = lambda prepared: None,
     listener: Listener | None = None,
 ) -> int:
     """Start the run's local ranks, prepare the run while they import, and train; returns the job's exit code.
@@ -90,7 +90,7 @@ def run_job(
     return code
 
 
-def _supervise(agent: Agent, prepared: Prepared, endpoint: MetricsEndpoint) -> int:
+def _supervise(agent: Agent, prepared: PreparedRun, endpoint: MetricsEndpoint) -> int:
     """Run the attempts of a prepared run until one is done or no further one follows; returns the exit code."""
     from meshwright.launch.attempts import hang_seconds, opening_state, rules_of, write_attempt
 

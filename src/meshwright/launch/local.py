@@ -27,14 +27,14 @@ from meshwright.checkpoint.memory.snapshot_buffer import BUFFER_VARIABLE, empty_
 from meshwright.connections.accept import listen_at
 from meshwright.events.messages import (
     CHANNEL,
-    Begin,
+    BeginMessage,
     CollectivesRequest,
-    End,
-    Failure,
+    EndMessage,
+    FailureMessage,
     Message,
-    MessageReader,
+    RankMessageReader,
     SelfTest,
-    Step,
+    StepMessage,
     encode,
 )
 from meshwright.events.progress import PROGRESS, ProgressPage
@@ -51,6 +51,7 @@ from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
 from meshwright.spec.rank_environment import STORE_SOCKET, stop_signals
 from meshwright.spec.secrets import without_own_keys
+from meshwright.training.idle_priority import end_idle_priority
 
 RUN_VARIABLE = "MESHWRIGHT_RUN"
 """Environment variable of ranks with the folder of their run."""
@@ -180,12 +181,12 @@ class Ranks:
         self.states: list[RankState] = []
         self.port = 0
         """Port of the store socket that the first process holds."""
-        self._readers: list[MessageReader] = []
+        self._readers: list[RankMessageReader] = []
         self._pages: list[ProgressPage] = []
         self._stacks: list[int] = []
         self._answers: list[int] = []
 
-    def add(self, process: subprocess.Popen[bytes], reader: MessageReader, page: ProgressPage, stacks: int) -> None:
+    def add(self, process: subprocess.Popen[bytes], reader: RankMessageReader, page: ProgressPage, stacks: int) -> None:
         """Add a process, the reader of its channel, and the memory to which it writes its progress and its stacks."""
         self.states.append(RankState(len(self.processes)))
         self.processes.append(process)
@@ -228,17 +229,19 @@ class Ranks:
         environments = environments or [{}] * len(self.processes)
         for state, process, environment in zip(self.states, self.processes, environments, strict=True):
             state.rank += first_rank
-            _send(process, Begin(str(assignment), environment))
+            _send(process, BeginMessage(str(assignment), environment))
+            end_idle_priority(process.pid)
 
     def request_self_test(self, environments: Sequence[Mapping[str, str]], seconds: float) -> None:
         """Let processes that wait run the self-test; each answers with a message `SelfTestResult`."""
         for process, environment in zip(self.processes, environments, strict=True):
             _send(process, SelfTest(environment, seconds))
+            end_idle_priority(process.pid)
 
     def request_end(self, cause: str) -> None:
         """Ask the ranks to close their files and end, because another rank failed for the reason `cause`."""
         for process in self.processes:
-            _send(process, End(cause))
+            _send(process, EndMessage(cause))
 
     def collect_evidence(self, folder: Path, logs: Path, *, hang: bool) -> threading.Thread:
         """Collect stacks, collectives and states of all ranks; returns the thread that writes them to `folder`."""
@@ -358,9 +361,9 @@ class Ranks:
                 state.stopped = is_stopped(process.pid)
             state.progress, state.progress_count, state.pending = page.read(), page.count, page.pending_wait
             for message in reader.read():
-                if isinstance(message, Step):
+                if isinstance(message, StepMessage):
                     state.last_step = message.step
-                elif isinstance(message, Failure):
+                elif isinstance(message, FailureMessage):
                     state.failure = message
                 if listener is not None:
                     listener(state.rank, message)
@@ -431,7 +434,7 @@ def _torch_defaults(threads: int) -> dict[str, str]:
 
 def _start(
     module: str, arguments: list[str], rank: int, env: dict[str, str], listener: socket.socket, logs: Path | None
-) -> tuple[subprocess.Popen[bytes], MessageReader]:
+) -> tuple[subprocess.Popen[bytes], RankMessageReader]:
     """Start a rank with pipes for its standard input and its messages; its output goes to `logs` unless that is None."""
     reading, writing = os.pipe()
     try:
@@ -454,7 +457,7 @@ def _start(
         raise
     finally:
         os.close(writing)
-    return process, MessageReader(reading)
+    return process, RankMessageReader(reading)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from typing import Literal
 from meshwright.events.exposition import Metric, exposition
 from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState
-from meshwright.launch.run_figures import FigureReader, RunFigures
-from meshwright.policies.host_health import Finding
+from meshwright.launch.run_figures import RunFigureReader, RunFigures
+from meshwright.policies.host_health import HealthFinding
 from meshwright.spec.errors import BadInput
 from meshwright.spec.listen_address import listen_address
 
@@ -39,12 +39,12 @@ class MetricsEndpoint:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._clock = folder.name, clock
-        self._figures = FigureReader(folder)
+        self._figures = RunFigureReader(folder)
         self._ranks: dict[int, _RankPhase] = {}
-        self._findings: Sequence[Finding] = ()
+        self._findings: Sequence[HealthFinding] = ()
         self._reading = threading.Lock()
 
-    def update(self, ranks: Sequence[RankState], findings: Sequence[Finding] = ()) -> None:
+    def update(self, ranks: Sequence[RankState], findings: Sequence[HealthFinding] = ()) -> None:
         """Take the states of this host's ranks, and what is wrong with the host."""
         self._findings = findings
         known = self._ranks

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.events.messages import Failure, Progress
+from meshwright.events.messages import FailureMessage, ProgressMessage
 from meshwright.events.progress import PendingWait
 from meshwright.policies.job_end import PEER_LOSS_CODES
 from meshwright.spec.errors import EXIT_DONE, EXIT_INTERNAL
@@ -19,9 +19,9 @@ class RankState:
 
     rank: int
     code: int | None = None
-    failure: Failure | None = None
+    failure: FailureMessage | None = None
     last_step: int | None = None
-    progress: Progress | None = None
+    progress: ProgressMessage | None = None
     progress_count: int = 0
     """Number of progress marks that the rank has stored."""
     stopped: bool = False

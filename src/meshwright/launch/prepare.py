@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run that is ready to start: its folder exists and contains `assignment`."""
 
     assignment: Assignment
@@ -389,7 +389,7 @@ def misfit(run: RunSpec, plan: Plan) -> str | None:
     return None
 
 
-class Attempt(Protocol):
+class CheckedWork(Protocol):
     """Runs one check and returns the result of `work`; raises its error, or records it and returns None.
 
     `key` is the run-file key of the error, `expected` what should be there. The check is skipped unless the keys
@@ -423,7 +423,7 @@ def _doubts(run: RunSpec) -> Iterator[str]:
 
 
 def check_start(
-    run: RunSpec, runs: Path, attempt: Attempt, note: Note, *, build_stdlib: bool, fresh: bool = False
+    run: RunSpec, runs: Path, attempt: CheckedWork, note: Note, *, build_stdlib: bool, fresh: bool = False
 ) -> Readiness:
     """Run every check between a loaded run and its start through `attempt`, for `check` and `train` alike.
 
@@ -472,7 +472,7 @@ def _note_export(run: RunSpec, note: Note) -> None:
         note(f"this model can be trained but not exported to a Hugging Face folder: {obstacle}")
 
 
-def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: bool) -> RunSpec:
+def _check_data(run: RunSpec, attempt: CheckedWork, note: Note, *, build_stdlib: bool) -> RunSpec:
     """The run with the vocabulary of its data. Every source is located before any is opened or prepared."""
     expected, all_exist = "prepared data", True
     needed = ("data", "preference.loss", "rl.reward")  # what is read of a corpus follows from these
@@ -530,7 +530,7 @@ def prepare_run(
     note: Note,
     timeline: tuple[int, int] | None = None,
     replay: Path | None = None,
-) -> Prepared | None:
+) -> PreparedRun | None:
     """Create or reopen the run's folder and write what its ranks need; None if the run is finished.
 
     Raises the first error of `check_start`: BadInput if a run of this name exists with another configuration, if data
@@ -567,7 +567,7 @@ def prepare_run(
         replay_routing=None if replay is None else str(replay.resolve()),
     )
     write_durable(folder / "assignment.json", to_sealed_json(assignment))
-    return Prepared(assignment, folder, resumes, data_lines(run, source))
+    return PreparedRun(assignment, folder, resumes, data_lines(run, source))
 
 
 def check_init(run: RunSpec, note: Note) -> None:

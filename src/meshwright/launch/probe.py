@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from meshwright.events.messages import Failure, Message
+from meshwright.events.messages import FailureMessage, Message
 from meshwright.launch.local import run_ranks
 from meshwright.launch.machine import found_cluster, is_here, rank_threads
 from meshwright.launch.prepare import Note, plan_yaml, prepare_run
@@ -24,7 +24,7 @@ from meshwright.observe.prediction_account import (
     comparable_memory,
     typical_step,
 )
-from meshwright.planner.candidate import Answer, Candidate
+from meshwright.planner.candidate import Candidate, SearchResult
 from meshwright.planner.finalists import plan_family, same_layout
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import (
@@ -81,7 +81,9 @@ class Probe:
         return measured / predicted - 1 if measured and predicted else None
 
 
-def measured_answer(run: RunSpec, answer: Answer, count: int, note: Note) -> tuple[Answer, tuple[Probe, ...]]:
+def measured_answer(
+    run: RunSpec, answer: SearchResult, count: int, note: Note
+) -> tuple[SearchResult, tuple[Probe, ...]]:
     """`answer` with the fastest measured of its `count` leading plans as the best, and every probe in order.
 
     Raises BadInput if the run's cluster is not this machine, and OutOfResources if no plan ran.
@@ -111,7 +113,7 @@ def check_here(cluster: ClusterSpec, detected: dict[str, object] | None = None) 
     )
 
 
-def leading(answer: Answer, count: int) -> list[Candidate]:
+def leading(answer: SearchResult, count: int) -> list[Candidate]:
     """The best plan, the fastest simulated plan of each other family, then the next ones.
     A prediction may be wrong about a whole family."""
     first, families = [answer.best], {plan_family(answer.best.plan)}
@@ -131,10 +133,10 @@ def probe(run: RunSpec, plan: Plan, note: Note = lambda text: None) -> Probe:
         prepared = prepare_run(_brief(run, file), Path(folder), profile=None, note=note)
         assert prepared is not None, "its folder is new"
         watch = Watch(prepared.folder / "metrics.jsonl", prepared.assignment.plan.predicted)
-        failures: list[Failure] = []
+        failures: list[FailureMessage] = []
 
         def note_failure(rank: int, message: Message) -> None:
-            if isinstance(message, Failure):
+            if isinstance(message, FailureMessage):
                 failures.append(message)
 
         code = run_ranks(
@@ -154,7 +156,7 @@ def probe(run: RunSpec, plan: Plan, note: Note = lambda text: None) -> Probe:
         return Probe(prepared.assignment.plan, watch.measured if code == EXIT_DONE else None, failure)
 
 
-def with_fastest_probe(answer: Answer, probes: Sequence[Probe]) -> Answer:
+def with_fastest_probe(answer: SearchResult, probes: Sequence[Probe]) -> SearchResult:
     """`answer` with the fastest probe's plan as the best. Raises OutOfResources if no probe was measured."""
     measured_probes = sorted(
         (probe for probe in probes if probe.measured_seconds), key=lambda probe: probe.measured_seconds or 0.0
@@ -229,7 +231,7 @@ def _measured(measured_probes: Sequence[Probe]) -> str:
     return f"measured on this machine: {best.measured_seconds:.3g} s a step over steps {first} to {last}, {rank_text}{other_times}"
 
 
-def failure_text(code: int, failures: Sequence[Failure]) -> str:
+def failure_text(code: int, failures: Sequence[FailureMessage]) -> str:
     """The reason why a probe failed: the message of the first rank that failed with the job's exit code."""
     message = next((failure.message for failure in failures if failure.exit_code == code), None)
     if code == EXIT_NO_RESOURCES:

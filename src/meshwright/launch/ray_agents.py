@@ -160,6 +160,10 @@ class NodeAgent:
             failure = as_meshwright_error(error)
             write_line(f"meshwright: the agent cannot be started: {failure}")
             return failure.exit_code
+        with suppress(
+            OSError
+        ):  # Ray lowers the priority of its workers; not every system lets a process raise it again
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         return await self._process.wait()
 
     async def stop(self, number: int) -> None:

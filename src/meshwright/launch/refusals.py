@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from meshwright.config.reading import Reading
+from meshwright.config.reading import RunReading
 from meshwright.launch import prepare
 from meshwright.launch.machine import check_devices
 from meshwright.spec.errors import BadConfig, BadInput, MeshwrightError, Mistake
@@ -25,7 +25,7 @@ class Refusals:
 
     def __init__(
         self,
-        reading: Reading,
+        reading: RunReading,
         runs: Path,
         note: Callable[[str], None],
         known: MeshwrightError | None = None,
@@ -54,7 +54,7 @@ class Refusals:
                 note(f"on this machine `train` would stop: {error}")
 
     def _attempt(self, key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T | None:
-        """An implementation of `launch.prepare.Attempt` that records errors."""
+        """An implementation of `launch.prepare.CheckedWork` that records errors."""
         if not self._reading.is_sound(key, *needs):
             return None
         try:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from meshwright.events.messages import Corruption
 from meshwright.launch.outcome import RankState
-from meshwright.policies.host_health import Finding
+from meshwright.policies.host_health import HealthFinding
 from meshwright.policies.skipped_samples import SampleRange
 
 
@@ -64,7 +64,7 @@ class Report:
     """Exit code of a stop request that this agent received."""
     test: HostTest | None = None
     """The last self-test of this host that has ended."""
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[HealthFinding, ...] = ()
     """What is wrong with the host's health now."""
     job: str = ""
     """The job of which this agent has had a directive; empty before the first."""

@@ -16,7 +16,7 @@ from meshwright.launch.progress_file import FILE as PROGRESS_FILE
 from meshwright.launch.progress_file import JobProgress, read_progress
 from meshwright.launch.state_file import STATE_FILE
 from meshwright.observe.expert_load_table import ExpertLoadTable, expert_load_table
-from meshwright.observe.goodput import Goodput, run_goodput
+from meshwright.observe.goodput import RunGoodput, run_goodput
 from meshwright.observe.metrics_tail import LineTail, MetricsTail
 from meshwright.observe.wall_time import FILE as WALL_TIME
 from meshwright.spec.batch_sizes import BatchSizes, BatchStage
@@ -58,7 +58,7 @@ class RunFigures:
     """Exit code of the newest supervised job; None while it runs, if it was killed, and without supervision."""
 
 
-class FigureReader:
+class RunFigureReader:
     """Reads the figures of a run again and again; each call reads only new lines."""
 
     def __init__(self, folder: Path) -> None:
@@ -157,9 +157,9 @@ class _GoodputReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read_size, self._due = -1, 0.0
-        self._account: Goodput | None = None
+        self._account: RunGoodput | None = None
 
-    def read(self) -> Goodput | None:
+    def read(self) -> RunGoodput | None:
         """The newest account; None without a readable file."""
         began = time.monotonic()
         try:

@@ -15,9 +15,11 @@ from typing import Any, Literal
 import yaml
 
 from meshwright.durable.lease import LEASE, owner_is_alive, read_lease
+from meshwright.durable.lock import this_process
 from meshwright.durable.writes import rename, sync_folder
 from meshwright.launch.folder import folder_lock
-from meshwright.launch.run_figures import FigureReader, RunFigures
+from meshwright.launch.lease_store import LEASE_FOLDER, FolderLeases
+from meshwright.launch.run_figures import RunFigureReader, RunFigures
 from meshwright.launch.state_file import STATE_FILE
 from meshwright.observe.runfolder import read_plan
 from meshwright.spec.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, BadInput
@@ -77,7 +79,7 @@ def is_run(folder: Path) -> bool:
 
 def list_run(folder: Path, base: Path | None = None) -> ListedRun:
     """The state and figures of one run, with its name below `base`."""
-    figures = FigureReader(folder).read()
+    figures = RunFigureReader(folder).read()
     plan = read_plan(folder / "plan.yaml", [])
     return ListedRun(
         name=figures.name if base is None else folder.relative_to(base).as_posix(),
@@ -104,31 +106,41 @@ def run_state(folder: Path, figures: RunFigures) -> State:
     return "stopped" if figures.exit_code in (None, EXIT_PREEMPTED, EXIT_INTERRUPTED) else "failed"
 
 
-def request_stop(folder: Path) -> Lease:
-    """Ask the job that writes to a run's folder to end after its running step, with a checkpoint; returns its lease.
+def request_stop(folder: Path) -> tuple[int, Lease]:
+    """Ask the job that writes to a run's folder to end after its running step, with a checkpoint; returns process and lease.
 
     It works as SIGTERM does, for a job that supervises its ranks, a coordinator, or rank 0 of another launcher. Raises BadInput if
     nothing runs, or if it runs on another host.
     """
-    lease, figures = read_lease(folder), FigureReader(folder).read()
+    lease, figures = read_lease(folder), RunFigureReader(folder).read()
     state = run_state(folder, figures)
     if state not in ("running", "waiting") or lease is None:
         raise BadInput(
             f"{folder} is not running: it is {state}{_at(figures)}; `meshwright runs` lists the running ones"
         )
-    if not owner_is_alive(lease):
-        host = socket.gethostname()
+    pid = lease.pid if owner_is_alive(lease) else _coordinator_here(folder)
+    if pid is None:
+        host, coordinator = socket.gethostname(), FolderLeases(folder / LEASE_FOLDER).read()
         where = f"process {lease.pid} on {lease.host}" if lease.host != host else "a process that is not visible here"
+        if coordinator is not None and not coordinator.released:
+            where = coordinator.process
         raise BadInput(f"{folder} is written by {where}, and this host is {host}; run `meshwright runs stop` there")
-    os.kill(lease.pid, signal.SIGTERM)
-    return lease
+    os.kill(pid, signal.SIGTERM)
+    return pid, lease
+
+
+def _coordinator_here(folder: Path) -> int | None:
+    """The process on this host that coordinates a run since another one was lost; None if there is none."""
+    lease = FolderLeases(folder / LEASE_FOLDER).read()
+    pid = 0 if lease is None or lease.released else int(lease.process.split()[1])
+    return pid if lease is not None and lease.process == this_process(pid) and Path(f"/proc/{pid}").exists() else None
 
 
 def await_end(folder: Path, lease: Lease) -> RunFigures:
     """Wait until the job with this lease has ended, or another start has taken over; returns the last figures."""
-    reader = FigureReader(folder)
+    reader = RunFigureReader(folder)
     while True:
-        alive = owner_is_alive(lease) and read_lease(folder) == lease
+        alive = (owner_is_alive(lease) and read_lease(folder) == lease) or _coordinator_here(folder) is not None
         figures = reader.read()
         if figures.exit_code is not None or not alive:
             return figures
@@ -154,7 +166,7 @@ def check_deletable(folder: Path, others: Collection[Path]) -> None:
         raise BadInput(
             f"{folder} holds {', '.join(sorted(foreign))} besides a run; nothing is deleted, move it away first"
         )
-    figures = FigureReader(folder).read()
+    figures = RunFigureReader(folder).read()
     if (state := run_state(folder, figures)) in ("running", "waiting"):
         raise BadInput(f"{folder} is {state}{_at(figures)}; stop it first: meshwright runs stop {folder}")
     for other in others:

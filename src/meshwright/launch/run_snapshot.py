@@ -15,7 +15,7 @@ from meshwright.diagnosis.culprit import Culprit
 from meshwright.diagnosis.heat_map import HeatMap, heat_map
 from meshwright.launch.incidents import FILE, FOLDER, read_incidents
 from meshwright.launch.rank_view import RankActivity, RankView, activities_of_spans
-from meshwright.launch.run_figures import FigureReader, RunFigures
+from meshwright.launch.run_figures import RunFigureReader, RunFigures
 from meshwright.observe.expert_load_table import ExpertLoadTable
 
 READ_BYTES = 24 << 20
@@ -46,7 +46,7 @@ class SnapshotReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._figures = FigureReader(folder)
+        self._figures = RunFigureReader(folder)
         self._times = ComputeTimes(folder)
         self._view = RankView(folder)
         self._incidents: tuple[object, Sequence[Mapping[str, Any]]] = (None, ())

@@ -22,7 +22,7 @@ from meshwright.families.folder import folder_spec
 from meshwright.launch.folder import continues
 from meshwright.launch.machine import found_cluster, visible_gpus
 from meshwright.launch.prepare import with_vocabulary
-from meshwright.launch.run_figures import FigureReader
+from meshwright.launch.run_figures import RunFigureReader
 from meshwright.launch.run_list import is_run, run_state
 from meshwright.observe.metrics import scan_metrics
 from meshwright.observe.report_charts import recent_mean
@@ -53,7 +53,7 @@ class SweepRun:
     why: str = ""
     process: subprocess.Popen[bytes] | None = None
     devices: list[str] = field(default_factory=list)
-    reader: FigureReader | None = None
+    reader: RunFigureReader | None = None
     compared: set[int] = field(default_factory=set)
     """Steps of the rule of early stops at which it was compared."""
 
@@ -110,7 +110,7 @@ class Sweep:
     def _take_up(self, run: SweepRun) -> None:
         """The outcome of a run that an earlier start of the sweep has begun."""
         continues(with_vocabulary(run.spec), run.folder)
-        figures = FigureReader(run.folder).read()
+        figures = RunFigureReader(run.folder).read()
         state = run_state(run.folder, figures)
         if state in ("running", "waiting"):
             raise BadInput(f"{run.folder} is {state}; wait for it, or: meshwright runs stop {run.folder}")
@@ -172,7 +172,7 @@ class Sweep:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        run.devices, run.reader = devices, FigureReader(run.folder)
+        run.devices, run.reader = devices, RunFigureReader(run.folder)
 
     def _has_ended(self, run: SweepRun) -> bool:
         assert run.process is not None, "it was started"

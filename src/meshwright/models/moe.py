@@ -30,7 +30,7 @@ from meshwright.kernels.grouped import (
 from meshwright.kernels.grouped_fp8 import grouped_linear_fp8
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.norm import accumulate_dtype
-from meshwright.kernels.router import Choice, choose, has_kernel
+from meshwright.kernels.router import ExpertChoice, choose, has_kernel
 from meshwright.kernels.swiglu import clamped_activation, gated_activation
 from meshwright.models.mlp import feed_forward_of
 from meshwright.spec.blocks.mixture import LEAST_SUM, MixtureSpec
@@ -202,7 +202,7 @@ class MixtureOfExperts(nn.Module):
             return None if self.shared is None else self.shared(x)
         return torch.sigmoid(self.shared_gate(x)) * self.shared(x)
 
-    def choose_experts(self, logits: Tensor, counted: CountedTokens | None = None) -> Choice:
+    def choose_experts(self, logits: Tensor, counted: CountedTokens | None = None) -> ExpertChoice:
         """The experts of each token, by a kernel where there is one.
 
         With `counted`, `probability_sums` has each token's probabilities `(batch · seq, experts)`, 0 for tokens that do not count.
@@ -211,7 +211,7 @@ class MixtureOfExperts(nn.Module):
         if self.plain or particular or not has_kernel(logits, self.count):
             probabilities, weights, chosen = self._route(logits)
             sums = probabilities.sum(1) if counted is None else (probabilities * counted.mask[..., None]).flatten(0, 1)
-            return Choice(weights, chosen, sums, _loads(chosen, self.count))
+            return ExpertChoice(weights, chosen, sums, _loads(chosen, self.count))
         return choose(
             logits,
             self.choice_bias,

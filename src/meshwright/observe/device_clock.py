@@ -12,7 +12,7 @@ DRIFT = 5e-5
 """Largest difference in rate between the clocks of host and device that the error bound allows for."""
 
 
-class Clock(Protocol):
+class DeviceClock(Protocol):
     """Makes stamps, and later returns the seconds between two of them."""
 
     blocks_host: bool
@@ -35,20 +35,20 @@ class Clock(Protocol):
     def recycle(self, stamp: Any) -> None:
         """Release a stamp that is not needed any more."""
 
-    def reference(self) -> Reference:
+    def reference(self) -> ClockReference:
         """A stamp that the device passes at once, whatever it computes, to find the host time of others."""
         ...
 
 
 @dataclass(slots=True)
-class Reference:
+class ClockReference:
     """A stamp, and the earliest and latest Unix time in ns at which the device passed it; None until it was seen."""
 
     stamp: Any
     earliest_ns: int
     latest_ns: int | None = None
 
-    def look(self, clock: Clock, host: HostTime) -> bool:
+    def look(self, clock: DeviceClock, host: HostTime) -> bool:
         """Whether the device has passed the stamp; the first time that it has sets `latest_ns`."""
         if self.latest_ns is None and clock.ready(self.stamp):
             self.latest_ns = host.now_ns()
@@ -68,12 +68,12 @@ class HostTime:
 class DeviceTime:
     """Unix time of references, with an error bound: each must agree with all earlier ones, up to `DRIFT`."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
         self._last: Any = None
         self._bounds = (0.0, 0.0)
 
-    def of(self, reference: Reference) -> tuple[int, int]:
+    def of(self, reference: ClockReference) -> tuple[int, int]:
         """(Unix time in ns of a reference that was seen, error bound in ns). Call it once for each, in order."""
         assert reference.latest_ns is not None
         low, high = float(reference.earliest_ns), float(reference.latest_ns)
@@ -111,10 +111,10 @@ class HostClock:
     def recycle(self, stamp: float) -> None:
         pass
 
-    def reference(self) -> Reference:
+    def reference(self) -> ClockReference:
         stamp = self.stamp()
         now = round(stamp * 1e9) + self._host.offset_ns
-        return Reference(stamp, now, now)
+        return ClockReference(stamp, now, now)
 
 
 class CudaClock:
@@ -144,17 +144,17 @@ class CudaClock:
     def recycle(self, stamp: torch.cuda.Event) -> None:
         self._free.append(stamp)
 
-    def reference(self) -> Reference:
+    def reference(self) -> ClockReference:
         # Nothing else runs on this stream, so the device passes the event while compute is steps behind the host.
         self._idle = self._idle or torch.cuda.Stream(priority=-1)
         event, before = self._event(), self._host.now_ns()
         event.record(self._idle)
-        return Reference(event, before)
+        return ClockReference(event, before)
 
     def _event(self) -> torch.cuda.Event:
         return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> DeviceClock:
     """The clock for operations of `device`."""
     return CudaClock() if device.type == "cuda" else HostClock()

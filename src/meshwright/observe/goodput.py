@@ -35,7 +35,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Goodput:
+class RunGoodput:
     """Seconds of a run's wall time by category (`CATEGORIES`); they add up to `wall_seconds`."""
 
     wall_seconds: float
@@ -51,7 +51,7 @@ class Goodput:
         return {"wall_seconds": self.wall_seconds, "goodput": self.goodput, "seconds": dict(self.seconds)}
 
 
-def run_goodput(folder: Path) -> Goodput | None:
+def run_goodput(folder: Path) -> RunGoodput | None:
     """The account of a run's folder; None if it has no wall_time.jsonl. Raises OSError if that cannot be read."""
     path = folder / FILE
     if not path.exists():
@@ -71,7 +71,7 @@ def incident_times(folder: Path) -> list[float]:
     return sorted(times)
 
 
-def goodput(lines: Sequence[Line], incidents: Sequence[float] = ()) -> Goodput | None:
+def goodput(lines: Sequence[Line], incidents: Sequence[float] = ()) -> RunGoodput | None:
     """The account of the lines of wall_time.jsonl, in any order; None without lines."""
     ordered = sorted(lines, key=lambda line: line["time"])
     if not ordered:
@@ -80,7 +80,7 @@ def goodput(lines: Sequence[Line], incidents: Sequence[float] = ()) -> Goodput |
     for line, undone in zip(ordered, _undone(ordered), strict=True):
         sweep.add(line, undone=undone)
     sweep.finish()
-    return Goodput(sweep.now - sweep.begin, sweep.seconds)
+    return RunGoodput(sweep.now - sweep.begin, sweep.seconds)
 
 
 class _Sweep:

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.events.span import SPAN_PHASES
 from meshwright.events.span_ring import RankSpans
-from meshwright.observe.timeline_svg import Block
+from meshwright.observe.timeline_svg import TimelineBlock
 
 COMPUTE_COLOURS = {"forward": "k0", "backward": "k4", "weight_gradient": "k1", "gradient_norm": "k6", "optimizer": "k6"}
 WAIT_COLOURS = {"collective_wait": "k3", "receive": "k7"}
@@ -26,7 +26,7 @@ class MeasuredStep:
     ranks: tuple[int, ...]
     """Global rank of each stage."""
     seconds: float
-    blocks: tuple[Block, ...]
+    blocks: tuple[TimelineBlock, ...]
 
 
 def typical_step(ranks: Sequence[RankSpans]) -> MeasuredStep | None:
@@ -74,7 +74,7 @@ def _of_step(rank: RankSpans, step: int) -> np.ndarray:
     return records[(records["start_ns"] >= begin) & (records["start_ns"] <= end)]
 
 
-def _blocks(stage: int, records: np.ndarray, origin: int) -> list[Block]:
+def _blocks(stage: int, records: np.ndarray, origin: int) -> list[TimelineBlock]:
     """The operations and waits after `origin`."""
     blocks = []
     for record in records:
@@ -83,5 +83,5 @@ def _blocks(stage: int, records: np.ndarray, origin: int) -> list[Block]:
         start = (int(record["start_ns"]) - origin) / 1e9
         end = start + int(record["duration_ns"]) / 1e9
         if colour is not None and end > max(start, 0.0):
-            blocks.append(Block(stage, phase in COMPUTE_COLOURS, colour, max(0.0, start), end))
+            blocks.append(TimelineBlock(stage, phase in COMPUTE_COLOURS, colour, max(0.0, start), end))
     return blocks

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.events.span import MessageTransfer, ScheduledAction, SpanPhase, SpanRecord
-from meshwright.observe.device_clock import Clock, Reference
+from meshwright.observe.device_clock import ClockReference, DeviceClock
 
 POLL_SECONDS = 1e-4
 
@@ -69,14 +69,14 @@ class OpenSpan:
             self.phase,
         )
 
-    def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
+    def read(self, clock: DeviceClock, origin: Any, free: float) -> tuple[float, float] | None:
         """(start, end) in seconds from `origin`; None if the device has not reached the end."""
         if not clock.ready(self.last):
             return None
         start = clock.seconds(origin, self.first)
         return start, start if self.lane == "mark" else start + clock.seconds(self.first, self.last)
 
-    def wait(self, clock: Clock) -> None:
+    def wait(self, clock: DeviceClock) -> None:
         clock.wait(self.last)
 
 
@@ -94,7 +94,7 @@ class PostedMessage(OpenSpan):
             self.took, self.timed_from_posting, self.transfer = took, self.transfer.timed_from_posting, None
         return self.transfer is None
 
-    def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
+    def read(self, clock: DeviceClock, origin: Any, free: float) -> tuple[float, float] | None:
         """(start, end) as in `OpenSpan.read`; `free` is when the channel finished the previous message."""
         if not self.poll() or not clock.ready(self.first):
             return None
@@ -102,28 +102,28 @@ class PostedMessage(OpenSpan):
         start = posted if self.timed_from_posting else max(posted, free)
         return start, start + self.took
 
-    def wait(self, clock: Clock) -> None:
+    def wait(self, clock: DeviceClock) -> None:
         clock.wait(self.first)
         while not self.poll():
             time.sleep(POLL_SECONDS)
 
 
 @dataclass
-class Window:
+class OpenWindow:
     """A step, or a span outside of any step, until its stamps can be read."""
 
     step: int
     first: Any
     counted: bool
     detail: bool
-    reference: Reference | None
+    reference: ClockReference | None
     tokens: int = 0
     attention_work: Sequence[int | None] = ()
     """By micro-batch, as in `events.span.Recorder.attention_work`."""
     last: Any = None
     spans: list[OpenSpan] = field(default_factory=list)
 
-    def read(self, clock: Clock) -> list[tuple[float, float]] | None:
+    def read(self, clock: DeviceClock) -> list[tuple[float, float]] | None:
         """(start, end) of its spans in seconds from its begin; None if one of them cannot be read yet."""
         if not clock.ready(self.last) or not (self.reference is None or clock.ready(self.reference.stamp)):
             return None

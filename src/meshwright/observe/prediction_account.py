@@ -78,7 +78,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class CheckPart:
     """A part of a step that measurement and prediction share, with the components of each."""
 
     name: str
@@ -113,7 +113,7 @@ class Account:
     """Whether the measured memory is the resident set of the process (CPU ranks), with interpreter and libraries."""
     tokens_per_second_per_gpu: Comparison | None = None
     mfu: Comparison | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[CheckPart, ...] = ()
     """Empty if the prediction has no parts."""
     recorded: tuple[int, int] | None = None
     """First and last step of the timeline that gives the parts; None if the phases of all steps give them."""
@@ -237,7 +237,7 @@ def _memory(account: Account) -> str:
     return f"{number_text.size(memory.measured)} {scope}{expected}{error}"
 
 
-def _part_line(part: Part) -> str:
+def _part_line(part: CheckPart) -> str:
     return f"  {part.name}: {_sum_text(part.measured)}; {f'predicted {_sum_text(part.predicted)}' if part.known else 'not predicted'}"
 
 
@@ -268,7 +268,7 @@ def _rate(measured: float | None, predicted: float | None, time_ratio: float) ->
     return Comparison(measured=measured, predicted=predicted or (measured / time_ratio if time_ratio else None))
 
 
-def _parts(expected: Breakdown | None, phases: Mapping[str, float], timeline: Record | None) -> tuple[Part, ...]:
+def _parts(expected: Breakdown | None, phases: Mapping[str, float], timeline: Record | None) -> tuple[CheckPart, ...]:
     if expected is None:
         return ()
     if timeline is not None:
@@ -276,7 +276,7 @@ def _parts(expected: Breakdown | None, phases: Mapping[str, float], timeline: Re
     return _parts_of_phases(expected, phases) if phases else ()
 
 
-def _parts_of_phases(expected: Breakdown, phases: Mapping[str, float]) -> tuple[Part, ...]:
+def _parts_of_phases(expected: Breakdown, phases: Mapping[str, float]) -> tuple[CheckPart, ...]:
     exposed = {f"exposed {axis}": seconds for axis, seconds in expected.exposed.items()}
     stages = _nonzero({"bubble": expected.bubble, "exposed pipeline": exposed.pop("exposed pipeline", 0.0)})
     # With pipeline stages, the first ranks at the gradient norm wait for the others there: this is the end of the bubble.
@@ -285,29 +285,29 @@ def _parts_of_phases(expected: Breakdown, phases: Mapping[str, float]) -> tuple[
         "between phases": sum(seconds for name, seconds in phases.items() if name not in (*COMPUTE_PHASES, "data"))
     }
     return (
-        Part(
+        CheckPart(
             name="computing",
             measured={name: phases.get(name, 0.0) for name in working},
             predicted=_nonzero({"compute": expected.compute, **exposed, "host": expected.host}),
         ),
-        Part(
+        CheckPart(
             name="waiting for stages" if stages else "between phases",
             measured={**between, **{name: phases.get(name, 0.0) for name in COMPUTE_PHASES if name not in working}},
             predicted=stages,
         ),
-        Part(name="waiting for data", measured={"data": phases.get("data", 0.0)}),
+        CheckPart(name="waiting for data", measured={"data": phases.get("data", 0.0)}),
     )
 
 
-def _parts_of_timeline(expected: Breakdown, measured: Record) -> tuple[Part, ...]:
+def _parts_of_timeline(expected: Breakdown, measured: Record) -> tuple[CheckPart, ...]:
     in_compute = {f"exposed {axis}": seconds for axis, seconds in expected.exposed.items() if axis not in TIMED_AXES}
-    computing = Part(
+    computing = CheckPart(
         name="computing",
         measured={"forward, backward": measured["compute"], "norm, optimizer": measured["closing"]},
         predicted=_nonzero({"compute": expected.compute, **in_compute, "host": expected.host}),
     )
     exposed = (
-        Part(
+        CheckPart(
             name=f"exposed {axis}",
             measured={f"exposed {axis}": measured.get(f"exposed_{axis}", 0.0)},
             predicted=_nonzero({f"exposed {axis}": expected.exposed.get(axis, 0.0)}),
@@ -317,7 +317,7 @@ def _parts_of_timeline(expected: Breakdown, measured: Record) -> tuple[Part, ...
     return (
         computing,
         *(part for part in exposed if part.measured_seconds or part.predicted_seconds),
-        Part(
+        CheckPart(
             name="idle",
             measured={"idle": measured["idle"]},
             predicted=_nonzero({"bubble": expected.bubble}),

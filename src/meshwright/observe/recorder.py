@@ -27,8 +27,8 @@ from meshwright.events.span import (
     span_phase,
     step_phase,
 )
-from meshwright.observe.device_clock import Clock, DeviceTime, HostTime, Reference, clock_of
-from meshwright.observe.open_span import OpenSpan, PostedMessage, Window, unit_of
+from meshwright.observe.device_clock import ClockReference, DeviceClock, DeviceTime, HostTime, clock_of
+from meshwright.observe.open_span import OpenSpan, OpenWindow, PostedMessage, unit_of
 
 KEPT_STEPS = 256
 BETWEEN_STEPS = 0
@@ -100,18 +100,18 @@ class StepRecorder:
     """
 
     def __init__(
-        self, device: torch.device, rank: int = 0, clock: Clock | None = None, sink: Sink | None = None
+        self, device: torch.device, rank: int = 0, clock: DeviceClock | None = None, sink: Sink | None = None
     ) -> None:
         self._clock = clock or clock_of(device)
         self._rank, self._sink = rank, sink
         self.page: ProgressPage | None = None
         """Page that shows for which communication the host waits."""
-        self._window: Window | None = None
+        self._window: OpenWindow | None = None
         self._stack: list[OpenSpan] = []
         self._joined: OpenSpan | None = None
         self._in_transfer: list[PostedMessage] = []
-        self._pending: deque[Window] = deque()
-        self._unseen: Reference | None = None
+        self._pending: deque[OpenWindow] = deque()
+        self._unseen: ClockReference | None = None
         self._host, self._device_time = HostTime(), DeviceTime(self._clock)
         self._host_records: list[SpanRecord] = []
         self._waits, self._every = 0, 1
@@ -337,11 +337,11 @@ class StepRecorder:
         micro_batch, unit = (-1, -1) if action is None else (action.micro_batch, unit_of(action))
         return OpenSpan(phase, "wait", None, stamp, None, phase, index, action, size, 1, micro_batch, unit)
 
-    def _open_window(self, *, counted: bool) -> Window:
+    def _open_window(self, *, counted: bool) -> OpenWindow:
         reference = self._clock.reference() if self._sink is not None else None
         if reference is not None and not reference.look(self._clock, self._host):
             self._unseen = reference
-        self._window = Window(self._last_step, self._clock.stamp(), counted, self._detail, reference)
+        self._window = OpenWindow(self._last_step, self._clock.stamp(), counted, self._detail, reference)
         return self._window
 
     def _close_window(self) -> None:
@@ -355,7 +355,7 @@ class StepRecorder:
         while self._pending and (times := self._pending[0].read(self._clock)) is not None:
             self._take_in(self._pending.popleft(), times)
 
-    def _take_in(self, window: Window, times: list[tuple[float, float]]) -> None:
+    def _take_in(self, window: OpenWindow, times: list[tuple[float, float]]) -> None:
         if self._sink is not None:
             self._send_records(window, times, self._sink)
         start, total = self._start_of(window), self._clock.seconds(window.first, window.last)
@@ -378,7 +378,7 @@ class StepRecorder:
         for stamp in {id(stamp): stamp for stamp in stamps if stamp is not None}.values():
             self._clock.recycle(stamp)
 
-    def _send_records(self, window: Window, times: list[tuple[float, float]], sink: Sink) -> None:
+    def _send_records(self, window: OpenWindow, times: list[tuple[float, float]], sink: Sink) -> None:
         """Hand the records of a window to `sink`, on the host's clock."""
         assert window.reference is not None
         window.reference.look(self._clock, self._host)
@@ -397,7 +397,7 @@ class StepRecorder:
             records.append(SpanRecord(origin, whole, window.tokens, window.step, phase="step"))
         sink(records)
 
-    def _start_of(self, window: Window) -> float:
+    def _start_of(self, window: OpenWindow) -> float:
         """Seconds from the first window to this one, summed over windows: distant events lose precision (float ms)."""
         if self._origin is not None:
             self._elapsed += self._clock.seconds(self._origin, window.first)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 
 from meshwright.observe import number_text
-from meshwright.observe.prediction_account import WARM_UP, Account, Comparison, Part, why_unpredicted
+from meshwright.observe.prediction_account import WARM_UP, Account, CheckPart, Comparison, why_unpredicted
 from meshwright.observe.runfolder import RunFolder
 
 COLOURS = {
@@ -111,7 +111,7 @@ def _bars(account: Account) -> str:
     return f"""<div class="bars">{"".join(_part(part, top) for part in account.parts)}</div><ul class="legend">{keys}</ul>"""
 
 
-def _part(part: Part, top: float) -> str:
+def _part(part: CheckPart, top: float) -> str:
     expected, measured = (_seconds(seconds) for seconds in (part.predicted_seconds, part.measured_seconds))
     expected = expected if part.known else "not known"
     return f"""<p class="bar-label"><span>{escape(part.name)}</span><span>predicted <b>{expected}</b> measured <b>{measured}</b></span></p>

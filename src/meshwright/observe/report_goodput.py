@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from meshwright.observe import number_text
-from meshwright.observe.goodput import CATEGORIES, Goodput
+from meshwright.observe.goodput import CATEGORIES, RunGoodput
 
 COLOURS = {
     "productive": "c-forward",
@@ -18,7 +18,7 @@ COLOURS = {
 }
 
 
-def goodput_card(account: Goodput | None) -> str:
+def goodput_card(account: RunGoodput | None) -> str:
     """The account as a card; empty without one."""
     if account is None or not account.wall_seconds:
         return ""

@@ -8,7 +8,7 @@ from meshwright.events.clock_alignment import ClockAlignment
 from meshwright.events.span_ring import RankSpans
 from meshwright.observe import number_text
 from meshwright.observe.measured_step import MeasuredStep, typical_step
-from meshwright.observe.timeline_svg import NAMES, Block, draw_panels, timeline_blocks
+from meshwright.observe.timeline_svg import NAMES, TimelineBlock, draw_panels, timeline_blocks
 from meshwright.simulator.timeline import Timeline
 
 LEGEND = {**NAMES, "k3": "gathers; measured: waits for collectives", "k7": "messages; measured: waits for them"}
@@ -31,7 +31,7 @@ def pipeline_timeline(
     if measured is None or len(measured.ranks) < 2:
         return ""
     end = max(block.end for block in measured.blocks)
-    panels: list[tuple[str, Sequence[Block]]] = [
+    panels: list[tuple[str, Sequence[TimelineBlock]]] = [
         (f"measured: step {measured.step:,}, {number_text.duration(end)}", measured.blocks)
     ]
     sentences = [_measured_sentence(measured, alignment)]
@@ -62,5 +62,5 @@ def _measured_sentence(measured: MeasuredStep, alignment: ClockAlignment) -> str
     return f"The step of median length on ranks {ranks}, from its first operation; thin rows are waits; {clocks}."
 
 
-def _scaled(blocks: Sequence[Block], factor: float) -> list[Block]:
+def _scaled(blocks: Sequence[TimelineBlock], factor: float) -> list[TimelineBlock]:
     return [block._replace(start=block.start * factor, end=block.end * factor) for block in blocks]

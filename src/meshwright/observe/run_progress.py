@@ -38,7 +38,7 @@ RARER_LINES = (
 )
 
 
-class Progress:
+class RunProgress:
     """Shows step lines as they arrive (see observe.metrics.STEP_KEYS); also a context manager.
 
     `start_step` is the number of steps already done; `samples_before` gives the samples of a number of steps, by default one each.
@@ -94,7 +94,7 @@ class Progress:
         if live:
             live.stop()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> RunProgress:
         return self
 
     def __exit__(self, *_: object) -> None:

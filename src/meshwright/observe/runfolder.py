@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.observe.goodput import Goodput, run_goodput
+from meshwright.observe.goodput import RunGoodput, run_goodput
 from meshwright.observe.metrics import scan_metrics
 from meshwright.observe.prediction_account import Account, read_account
 from meshwright.spec.cluster import ClusterSpec
@@ -38,7 +38,7 @@ class RunFolder:
     answers: tuple[Record, ...]
     """Of a run with `rl`: questions of some steps, each with answers and rewards."""
     account: Account | None
-    goodput: Goodput | None
+    goodput: RunGoodput | None
     config: Record
     config_text: str
     plan: Plan | None
@@ -142,7 +142,7 @@ def _account(records: Sequence[Record], notes: list[str]) -> Account | None:
         return None
 
 
-def _goodput(folder: Path, notes: list[str]) -> Goodput | None:
+def _goodput(folder: Path, notes: list[str]) -> RunGoodput | None:
     try:
         return run_goodput(folder)
     except OSError as error:

@@ -77,7 +77,7 @@ def on_one_clock(recordings: Sequence[Recording]) -> tuple[list[Recording], floa
 
 
 @dataclass(frozen=True)
-class MeasuredSteps:
+class RecordedSteps:
     """The recorded steps of a job: for each step a timeline per pipeline group."""
 
     layout: Layout
@@ -88,7 +88,7 @@ class MeasuredSteps:
     """By step and pipeline group: the timeline, and the time of its first action."""
 
     @classmethod
-    def of(cls, schedule: Schedule, layout: Layout, recordings: Sequence[Recording]) -> MeasuredSteps:
+    def of(cls, schedule: Schedule, layout: Layout, recordings: Sequence[Recording]) -> RecordedSteps:
         """Timelines of the recordings by rank. Raises ValueError if a rank did not follow the schedule."""
         aligned, error = on_one_clock(recordings)
         numbers = tuple(step.step for step in aligned[0].steps)
@@ -107,7 +107,7 @@ def pipeline_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
     return layout.groups("pipeline") if layout.size("pipeline") > 1 else tuple((rank,) for rank in range(layout.ranks))
 
 
-def trace_spans(measured: MeasuredSteps, predicted: Timeline | None) -> Iterator[Span]:
+def trace_spans(measured: RecordedSteps, predicted: Timeline | None) -> Iterator[Span]:
     """Spans of every rank's steps; the predicted pipeline ranks have the lowest numbers.
 
     A predicted step begins when the measured step begins.
@@ -135,7 +135,7 @@ def trace_names(layout: Layout, *, predicted: bool) -> dict[int, str]:
     return names
 
 
-def summary(measured: MeasuredSteps, predicted: Timeline | None, not_predicted_because: str | None) -> dict[str, Any]:
+def summary(measured: RecordedSteps, predicted: Timeline | None, not_predicted_because: str | None) -> dict[str, Any]:
     """Figures of the window: means over steps and pipeline groups, in seconds per step."""
     by_step = [_mean_figures([figures(timeline) for timeline, _ in timelines]) for timelines in measured.timelines]
     all_timelines = [timeline for timelines in measured.timelines for timeline, _ in timelines]

@@ -44,7 +44,7 @@ NAMES = {
 }
 
 
-class Block(NamedTuple):
+class TimelineBlock(NamedTuple):
     """A period of a pipeline rank in seconds; `computes` tells the lane, `colour` is the report's class."""
 
     rank: int
@@ -54,10 +54,10 @@ class Block(NamedTuple):
     end: float
 
 
-def timeline_blocks(timeline: Timeline) -> list[Block]:
+def timeline_blocks(timeline: Timeline) -> list[TimelineBlock]:
     """The operations of a timeline that take time."""
     return [
-        Block(
+        TimelineBlock(
             rank,
             action.op in COMPUTE or action.op in ("norm_barrier", "optim"),
             COLOURS[action.op],
@@ -80,7 +80,7 @@ def draw_timeline(timeline: Timeline, title: str, note: str = "") -> str:
 
 
 def draw_panels(
-    title: str, panels: Sequence[tuple[str, Sequence[Block]]], ranks: int, note: str, names: dict[str, str]
+    title: str, panels: Sequence[tuple[str, Sequence[TimelineBlock]]], ranks: int, note: str, names: dict[str, str]
 ) -> str:
     """Labelled timelines of `ranks` stages, one below the other on one time scale, as an HTML figure with a time axis.
 
@@ -111,12 +111,12 @@ def _legend(used: set[str], names: dict[str, str]) -> str:
     return f'<ul class="legend">{keys}</ul>'
 
 
-def _frame(blocks: Sequence[Block], ranks: int, end: float, title: str, unit: str) -> str:
+def _frame(blocks: Sequence[TimelineBlock], ranks: int, end: float, title: str, unit: str) -> str:
     """The drawing of all shown ranks with their labels; `end` seconds are its width."""
     shown = (
         range(ranks) if ranks <= RANKS_DRAWN else [*range(RANKS_DRAWN // 2), *range(ranks - RANKS_DRAWN // 2, ranks)]
     )
-    by_rank: dict[int, list[Block]] = defaultdict(list)
+    by_rank: dict[int, list[TimelineBlock]] = defaultdict(list)
     for block in blocks:
         by_rank[block.rank].append(block)
     height = len(shown) * PITCH
@@ -129,7 +129,7 @@ def _frame(blocks: Sequence[Block], ranks: int, end: float, title: str, unit: st
  aria-label="{escape(title)}">{body}</svg></div></div>"""
 
 
-def _rank(blocks: Iterable[Block], top: float, scale: float) -> str:
+def _rank(blocks: Iterable[TimelineBlock], top: float, scale: float) -> str:
     """Blocks of one rank: a path for each colour, compute in the high lane, transfers in the low one below."""
     spans_by_path: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
     for block in blocks:

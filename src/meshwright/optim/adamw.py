@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, count_updates, update
+from meshwright.optim.fused import MOMENTS, Coefficients, UpdateInputs, count_updates, update
 from meshwright.optim.rule import RuleTensors
 
 
@@ -22,7 +22,7 @@ class AdamWRule:
         """See `UpdateRule`: each parameter alone."""
         return [[name] for name in self._names]
 
-    def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: StepInputs) -> None:
+    def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: UpdateInputs) -> None:
         """See `UpdateRule`."""
         names = [name for name in names if name in gradients]
         if not names:  # all state may be in host memory

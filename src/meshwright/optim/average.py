@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.optim.fused import StepInputs
+from meshwright.optim.fused import UpdateInputs
 from meshwright.optim.rule import unless_skipped
 
 
@@ -26,7 +26,7 @@ class WeightAverage:
             self.tensors[name].copy_(weight)
 
     @torch.no_grad()
-    def update(self, names: Sequence[str], inputs: StepInputs) -> None:
+    def update(self, names: Sequence[str], inputs: UpdateInputs) -> None:
         """Move the averages of `names` towards the weights; a skipped step changes nothing."""
         for name in names:
             average = self.tensors[name]

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.pinned import allocate_pinned
-from meshwright.optim.chunks import Chunk
+from meshwright.optim.chunks import OptimizerChunk
 from meshwright.optim.packing import (
     BLOCK,
     MASTER,
     NEAREST,
     SCALE,
-    Packing,
+    ChunkPacking,
     join_master,
     moment_of,
     put_master,
@@ -42,7 +42,12 @@ class ChunkMemory:
     """
 
     def __init__(
-        self, owner: object, device: torch.device, packing: Packing, chunks: Sequence[Chunk], on_device: int
+        self,
+        owner: object,
+        device: torch.device,
+        packing: ChunkPacking,
+        chunks: Sequence[OptimizerChunk],
+        on_device: int,
     ) -> None:
         self._owner, self._device, self.packing = owner, device, packing
         self.chunks, self.on_device = list(chunks), on_device

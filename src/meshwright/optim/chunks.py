@@ -12,7 +12,7 @@ ALIGNED = BLOCK
 
 
 @dataclass(frozen=True)
-class Segment:
+class ChunkSegment:
     """`count` elements of the parameter `name`, from its element `first` on, at `offset` in their chunk."""
 
     name: str
@@ -22,21 +22,21 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class OptimizerChunk:
     """`size` elements from position `start` on, all with one weight decay."""
 
     start: int
     size: int
     weight_decay: float
-    segments: tuple[Segment, ...]
+    segments: tuple[ChunkSegment, ...]
 
 
-def plan_chunks(groups: Sequence[tuple[float, Mapping[str, int]]], max_elements: int) -> list[Chunk]:
+def plan_chunks(groups: Sequence[tuple[float, Mapping[str, int]]], max_elements: int) -> list[OptimizerChunk]:
     """Chunks of at most `max_elements` elements, each with one weight decay; a parameter has one contiguous range in them."""
     assert max_elements % ALIGNED == 0
-    chunks: list[Chunk] = []
+    chunks: list[OptimizerChunk] = []
     for weight_decay, sizes in groups:
-        segments: list[Segment] = []
+        segments: list[ChunkSegment] = []
         used = 0
         for name, size in sizes.items():
             first = 0
@@ -45,7 +45,7 @@ def plan_chunks(groups: Sequence[tuple[float, Mapping[str, int]]], max_elements:
                     chunks.append(_chunk(chunks, used, weight_decay, segments))
                     segments, used = [], 0
                 count = min(size - first, max_elements - used)
-                segments.append(Segment(name, first, count, used))
+                segments.append(ChunkSegment(name, first, count, used))
                 first, used = first + count, -(-(used + count) // ALIGNED) * ALIGNED
         if segments:
             chunks.append(_chunk(chunks, used, weight_decay, segments))
@@ -62,6 +62,8 @@ def groups_in_order(sizes: Mapping[str, int], decays: Mapping[str, float]) -> li
     return [(decay, unit[decay]) for unit in units.values() for decay in sorted(unit, reverse=True)]
 
 
-def _chunk(previous: Sequence[Chunk], size: int, weight_decay: float, segments: Sequence[Segment]) -> Chunk:
+def _chunk(
+    previous: Sequence[OptimizerChunk], size: int, weight_decay: float, segments: Sequence[ChunkSegment]
+) -> OptimizerChunk:
     start = previous[-1].start + previous[-1].size if previous else 0
-    return Chunk(start, size, weight_decay, tuple(segments))
+    return OptimizerChunk(start, size, weight_decay, tuple(segments))

@@ -24,7 +24,7 @@ class Coefficients:
 
 
 @dataclass(frozen=True)
-class StepInputs:
+class UpdateInputs:
     """Inputs of one step.
 
     `factor` multiplies every gradient; `skip` is 1 to skip the update, else 0. Both are scalars on the device.
@@ -59,7 +59,7 @@ def update(
     *,
     coefficients: Coefficients,
     weight_decay: float,
-    inputs: StepInputs,
+    inputs: UpdateInputs,
 ) -> None:
     """Update contiguous tensors in place; to be called inside `count_updates`.
 
@@ -73,7 +73,7 @@ def update(
         step(*selected, coefficients=coefficients, weight_decay=weight_decay, inputs=inputs)
 
 
-def corrected_rates(counts: list[Tensor], coefficients: Coefficients, inputs: StepInputs) -> Tensor:
+def corrected_rates(counts: list[Tensor], coefficients: Coefficients, inputs: UpdateInputs) -> Tensor:
     """(2, tensors): the learning rate over the first bias correction, and the inverse root of the second, in fp32."""
     beta1, beta2 = coefficients.betas
     steps = torch.stack(counts).double()
@@ -89,7 +89,7 @@ def _fast(
     *,
     coefficients: Coefficients,
     weight_decay: float,
-    inputs: StepInputs,
+    inputs: UpdateInputs,
 ) -> None:
     from meshwright.optim.fused_triton import fused_update
 
@@ -116,7 +116,7 @@ def _plain(
     *,
     coefficients: Coefficients,
     weight_decay: float,
-    inputs: StepInputs,
+    inputs: UpdateInputs,
 ) -> None:
     dtype = weights[0].dtype
     wide = [gradient.to(dtype) for gradient in gradients]

@@ -43,12 +43,12 @@ from torch import Tensor
 
 from meshwright.kernels.pinned import slices_within_parts
 from meshwright.optim.chunk_memory import ChunkMemory
-from meshwright.optim.chunks import ALIGNED, Chunk, Segment, groups_in_order, plan_chunks
+from meshwright.optim.chunks import ALIGNED, ChunkSegment, OptimizerChunk, groups_in_order, plan_chunks
 from meshwright.optim.copy_streams import CopyStreams
-from meshwright.optim.fused import Coefficients, StepInputs, new_count
+from meshwright.optim.fused import Coefficients, UpdateInputs, new_count
 from meshwright.optim.host_snapshot import HostBuffers, SecondBuffers
 from meshwright.optim.packed_update import StepTable, update_segment
-from meshwright.optim.packing import BLOCK, MASTER, Packing
+from meshwright.optim.packing import BLOCK, MASTER, ChunkPacking
 from meshwright.spec.plan import Moments
 from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGING_BUFFERS, staged_elements
@@ -123,7 +123,7 @@ class HostAdamW:
         self._parts, self._release, self._coefficients = dict(parts), dict(release), coefficients
         like = next(iter(parts.values()))
         self._device, self._dtype = like.device, like.dtype
-        self._packing = Packing(bool(release), moments, like.dtype)
+        self._packing = ChunkPacking(bool(release), moments, like.dtype)
         default = CPU_CHUNK_ELEMENTS
         if self._device.type == "cuda":
             default = int(staged_elements(self._packing.bytes(BLOCK) / BLOCK))
@@ -187,7 +187,7 @@ class HostAdamW:
     def step(
         self,
         gradients: Mapping[str, Tensor],
-        inputs: StepInputs,
+        inputs: UpdateInputs,
         concurrent_span: SpanFactory | None = None,
         copies: SnapshotCopies | None = None,
     ) -> None:
@@ -457,21 +457,21 @@ class HostAdamW:
                 weight_decay=chunk.weight_decay,
             )
 
-    def _release_gradients(self, chunk: Chunk, pending: _PendingUpdate) -> None:
+    def _release_gradients(self, chunk: OptimizerChunk, pending: _PendingUpdate) -> None:
         """Forget the gradients of which no later chunk has a segment."""
         for segment in chunk.segments:
             if self._chunks[self._last_chunk[segment.name]] is chunk:
                 pending.gradients.pop(segment.name, None)
 
 
-def _chunks_on_device(chunks: Sequence[Chunk], fraction: float) -> int:
+def _chunks_on_device(chunks: Sequence[OptimizerChunk], fraction: float) -> int:
     """The most first chunks that together have at most `1 - fraction` of the elements."""
     # Exact, as `1 - 0.9` in binary is below 0.1.
     limit = (1 - Fraction(str(fraction))) * sum(chunk.size for chunk in chunks)
     return sum(chunk.start + chunk.size <= limit for chunk in chunks)
 
 
-def _elements(whole: Tensor, segment: Segment) -> Tensor:
+def _elements(whole: Tensor, segment: ChunkSegment) -> Tensor:
     return whole.view(-1)[segment.first : segment.first + segment.count]
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.optim.fused import Coefficients, StepInputs, count_updates
-from meshwright.optim.matrices import Piece, matrices_of, pieces_of
+from meshwright.optim.fused import Coefficients, UpdateInputs, count_updates
+from meshwright.optim.matrices import MatrixPiece, matrices_of, pieces_of
 from meshwright.optim.norms import norms
 from meshwright.optim.rule import RuleTensors, unless_skipped, usable_gradients
 from meshwright.spec.optimizers import MOMENTS
@@ -28,7 +28,7 @@ class LambRule:
     def __init__(self, tensors: RuleTensors, coefficients: Coefficients, ranks: SharedRanks) -> None:
         self._tensors, self._coefficients, self._ranks = tensors, coefficients, ranks
         self._matrix_counts: dict[str, int] = {}
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[MatrixPiece]] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
         for name, spec in tensors.specs.items():
             if spec.decay:
@@ -40,7 +40,7 @@ class LambRule:
         """See `UpdateRule`: each parameter alone."""
         return [[name] for name in self._tensors.weights]
 
-    def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: StepInputs) -> None:
+    def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: UpdateInputs) -> None:
         """See `UpdateRule`."""
         with_gradient = [name for name in names if name in gradients]
         updates = self._adam_updates(with_gradient, gradients, inputs)
@@ -52,7 +52,7 @@ class LambRule:
             torch._foreach_sub_(weights, selected)
 
     def _adam_updates(
-        self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: StepInputs
+        self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: UpdateInputs
     ) -> dict[str, Tensor]:
         """AdamW's update of each parameter, weight decay included, after the moments are updated."""
         if not names:
@@ -77,7 +77,7 @@ class LambRule:
             updates[name] = update.add_(self._tensors.weights[name], alpha=self._tensors.decays[name])
         return updates
 
-    def _scale_by_trust(self, names: Sequence[str], updates: Mapping[str, Tensor], inputs: StepInputs) -> None:
+    def _scale_by_trust(self, names: Sequence[str], updates: Mapping[str, Tensor], inputs: UpdateInputs) -> None:
         """Multiply the updates of each matrix by its trust ratio, in place."""
         names = [name for name in names if name in self._pieces]
         offsets, total = {}, 0

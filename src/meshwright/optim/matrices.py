@@ -17,7 +17,7 @@ from meshwright.spec.model import ParameterSpec
 
 
 @dataclass(frozen=True)
-class Piece:
+class MatrixPiece:
     """The part of a matrix in a rank's local tensor: slices of both, and whether this rank counts it in sums over ranks."""
 
     matrix: int
@@ -55,7 +55,7 @@ def matrices_of(parameter: ParameterSpec) -> tuple[Box, ...]:
     )
 
 
-def pieces_of(matrices: Sequence[Box], boxes: Sequence[Box]) -> Iterator[Piece]:
+def pieces_of(matrices: Sequence[Box], boxes: Sequence[Box]) -> Iterator[MatrixPiece]:
     """The pieces of `matrices` that a rank with these boxes of the parameter has, in the order of matrices, then of boxes."""
     for index, matrix in enumerate(matrices):
         for box in boxes:
@@ -75,4 +75,4 @@ def pieces_of(matrices: Sequence[Box], boxes: Sequence[Box]) -> Iterator[Piece]:
                     slice(start - offset, stop - offset)
                     for (start, stop), offset in zip(ranges, matrix.offsets, strict=True)
                 )
-                yield Piece(index, local, whole, box.primary)
+                yield MatrixPiece(index, local, whole, box.primary)

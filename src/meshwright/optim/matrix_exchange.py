@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.optim.matrices import Piece, matrices_of, pieces_of
+from meshwright.optim.matrices import MatrixPiece, matrices_of, pieces_of
 from meshwright.spec.layout import Box
 from meshwright.spec.model import ParameterSpec
 from meshwright.spec.optimizers import newton_schulz_flops
@@ -21,12 +21,12 @@ from meshwright.state.shared_ranks import SharedRanks
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedPiece:
     """A piece of a matrix of the parameter `name`; `matrix` counts over the bundle."""
 
     name: str
     matrix: int
-    piece: Piece
+    piece: MatrixPiece
 
 
 def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
@@ -48,12 +48,12 @@ class MatrixExchange:
     def __init__(self, parameters: Sequence[ParameterSpec], ranks: SharedRanks, loads: list[float]) -> None:
         self._ranks = ranks
         self._matrices: list[Box] = []
-        pieces: list[list[Located]] = [[] for _ in loads]
+        pieces: list[list[LocatedPiece]] = [[] for _ in loads]
         for spec in parameters:
             matrices = matrices_of(spec)
             for rank, boxes in enumerate(ranks.boxes(spec)):
                 found = pieces_of(matrices, boxes)
-                pieces[rank] += [Located(spec.name, len(self._matrices) + piece.matrix, piece) for piece in found]
+                pieces[rank] += [LocatedPiece(spec.name, len(self._matrices) + piece.matrix, piece) for piece in found]
             self._matrices += matrices
         owners = assign_owners([newton_schulz_flops(matrix.sizes[-2:], 1) for matrix in self._matrices], loads)
         self._owned = [index for index, owner in enumerate(owners) if owner == ranks.index]
@@ -89,8 +89,8 @@ class MatrixExchange:
             target.copy_(elements.view(target.shape))
 
     def _all_to_all(
-        self, sent: list[list[Tensor]], expected: list[list[Located]], dtype: torch.dtype, device: torch.device
-    ) -> list[tuple[Located, Tensor]]:
+        self, sent: list[list[Tensor]], expected: list[list[LocatedPiece]], dtype: torch.dtype, device: torch.device
+    ) -> list[tuple[LocatedPiece, Tensor]]:
         """Send tensors by rank; returns the received pieces, which are `expected` by rank, each with its elements."""
         flat = [tensor.to(dtype).reshape(-1) for there in sent for tensor in there]
         outgoing = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from meshwright.optim.adamw import AdamWRule
-from meshwright.optim.fused import Coefficients, StepInputs
+from meshwright.optim.fused import Coefficients, UpdateInputs
 from meshwright.optim.matrices import matrices_of
 from meshwright.optim.matrix_exchange import MatrixExchange
 from meshwright.optim.newton_schulz import compute_dtype, orthogonalise
@@ -47,7 +47,7 @@ class MuonRule:
         """See `UpdateRule`: the parameters of AdamW alone, and the matrices of an exchange."""
         return [*self._adamw.bundles(), *(names for names, _ in self._exchanges.values())]
 
-    def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: StepInputs) -> None:
+    def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: UpdateInputs) -> None:
         """See `UpdateRule`."""
         self._adamw.update([name for name in names if not uses_muon(self._tensors.specs[name])], gradients, inputs)
         for name in names:
@@ -55,7 +55,7 @@ class MuonRule:
                 self._update_matrices(*self._exchanges[name], gradients, inputs)
 
     def _update_matrices(
-        self, names: list[str], exchange: MatrixExchange, gradients: Mapping[str, Tensor], inputs: StepInputs
+        self, names: list[str], exchange: MatrixExchange, gradients: Mapping[str, Tensor], inputs: UpdateInputs
     ) -> None:
         momenta = self._tensors.of(names, MOMENTUM[0])
         dtype = momenta[0].dtype

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.optim.adamw import AdamWRule
 from meshwright.optim.average import WeightAverage
-from meshwright.optim.fused import Coefficients, StepInputs, new_count
+from meshwright.optim.fused import Coefficients, UpdateInputs, new_count
 from meshwright.optim.host import MASTER, HostAdamW, Release, SpanFactory
 from meshwright.optim.lamb import LambRule
 from meshwright.optim.muon import MuonRule
@@ -126,7 +126,7 @@ class Optimizer:
         `factor` and `norm` are scalars on the device. Gradients are freed afterwards. `concurrent_span` creates the profiler spans of
         copies to and from host memory. Collective over the ranks of a pipeline stage if the rule is.
         """
-        inputs = StepInputs(learning_rate, factor, (~norm.isfinite()).float())
+        inputs = UpdateInputs(learning_rate, factor, (~norm.isfinite()).float())
         gradients = {
             name: local(parameter.grad) for name, parameter in self._parameters.items() if parameter.grad is not None
         }
@@ -143,7 +143,7 @@ class Optimizer:
                 self._update([name for name in group if name in self._on_device], gradients, inputs)
         self.zero_grad()
 
-    def _update(self, names: Sequence[str], gradients: Mapping[str, torch.Tensor], inputs: StepInputs) -> None:
+    def _update(self, names: Sequence[str], gradients: Mapping[str, torch.Tensor], inputs: UpdateInputs) -> None:
         self._rule.update(names, gradients, inputs)
         if self._ema is not None:
             self._ema.update(names, inputs)

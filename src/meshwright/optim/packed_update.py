@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, corrected_rates, update
-from meshwright.optim.packing import MASTER, Packing, pack, seed_of, unpack
+from meshwright.optim.fused import MOMENTS, Coefficients, UpdateInputs, corrected_rates, update
+from meshwright.optim.packing import MASTER, ChunkPacking, pack, seed_of, unpack
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class StepTable:
     It is made once, so that a segment needs one launch and no copy from the host.
     """
 
-    inputs: StepInputs
+    inputs: UpdateInputs
     coefficients: Coefficients
     counts: tuple[Tensor, ...]
     indices: Mapping[str, int]
@@ -29,10 +29,10 @@ class StepTable:
     seeds: Tensor
     """(parameters,), see `packing.seed_of`."""
     factor: Tensor
-    """Factor of the gradients (`StepInputs.factor`), in fp32."""
+    """Factor of the gradients (`UpdateInputs.factor`), in fp32."""
 
     @classmethod
-    def of(cls, counts: Mapping[str, Tensor], coefficients: Coefficients, inputs: StepInputs) -> StepTable:
+    def of(cls, counts: Mapping[str, Tensor], coefficients: Coefficients, inputs: UpdateInputs) -> StepTable:
         """The table of the parameters in `counts`, which include this step. At least one parameter."""
         listed = list(counts.values())
         rates, seeds = corrected_rates(listed, coefficients, inputs), seed_of(torch.stack(listed))
@@ -41,7 +41,7 @@ class StepTable:
 
 
 def update_segment(
-    packing: Packing,
+    packing: ChunkPacking,
     fields: Mapping[str, Tensor],
     weights: Tensor,
     gradient: Tensor,
@@ -80,7 +80,7 @@ def update_segment(
 
 
 def _update_in_passes(
-    packing: Packing,
+    packing: ChunkPacking,
     fields: Mapping[str, Tensor],
     weights: Tensor,
     gradient: Tensor,

@@ -38,7 +38,7 @@ _MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
-class Packing:
+class ChunkPacking:
     """The fields of a chunk's record in host memory. `master`: the remainder of fp32 master weights is one of them.
 
     Without `master` and with fp32 moments the record has the moments in `stored` dtype as they are.
@@ -87,7 +87,7 @@ class Packing:
 
 
 def unpack(
-    packing: Packing, fields: Mapping[str, Tensor], rounded: Tensor | None, outputs: Mapping[str, Tensor]
+    packing: ChunkPacking, fields: Mapping[str, Tensor], rounded: Tensor | None, outputs: Mapping[str, Tensor]
 ) -> None:
     """Write the fp32 moments of a record to `outputs`, and the master weights if `rounded` has their bf16 values."""
     for name in MOMENTS:
@@ -97,7 +97,7 @@ def unpack(
 
 
 def pack(
-    packing: Packing,
+    packing: ChunkPacking,
     states: Mapping[str, Tensor],
     fields: Mapping[str, Tensor],
     rounded: Tensor | None,
@@ -148,7 +148,7 @@ def join_master(rounded: Tensor, remainder: Tensor, rounded_down: Tensor) -> Ten
     return (high + remainder.to(torch.int32) + (rounded_down.to(torch.int32) << 16)).view(torch.float32)
 
 
-def moment_of(packing: Packing, name: str, fields: Mapping[str, Tensor]) -> Tensor:
+def moment_of(packing: ChunkPacking, name: str, fields: Mapping[str, Tensor]) -> Tensor:
     """A moment of a record in the stored dtype."""
     field, second = fields[name], name == MOMENTS[1]
     if packing.moments == "int8":
@@ -159,7 +159,7 @@ def moment_of(packing: Packing, name: str, fields: Mapping[str, Tensor]) -> Tens
     return field.abs() if second and packing.tie_bits else field
 
 
-def rounded_down_of(packing: Packing, fields: Mapping[str, Tensor]) -> Tensor:
+def rounded_down_of(packing: ChunkPacking, fields: Mapping[str, Tensor]) -> Tensor:
     """Return whether each master weight of a record is a tie that was rounded down (bool)."""
     second = fields[MOMENTS[1]]
     if not packing.tie_bits:
@@ -167,7 +167,9 @@ def rounded_down_of(packing: Packing, fields: Mapping[str, Tensor]) -> Tensor:
     return (second.view(torch.int32) if packing.moments == "fp32" else second) < 0
 
 
-def put_moment(packing: Packing, name: str, values: Tensor, fields: Mapping[str, Tensor], random: Tensor | int) -> None:
+def put_moment(
+    packing: ChunkPacking, name: str, values: Tensor, fields: Mapping[str, Tensor], random: Tensor | int
+) -> None:
     """Write a moment to a record. This erases tie bits: call `put_tie_bits` afterwards.
 
     `random` has 32 random bits (int32) for each element, or is the number of `NEAREST`.
@@ -187,7 +189,7 @@ def put_moment(packing: Packing, name: str, values: Tensor, fields: Mapping[str,
     fields[name + SCALE].copy_(scales)
 
 
-def put_master(packing: Packing, values: Tensor, fields: Mapping[str, Tensor], rounded: Tensor) -> None:
+def put_master(packing: ChunkPacking, values: Tensor, fields: Mapping[str, Tensor], rounded: Tensor) -> None:
     """Write master weights to a record and to `rounded`; the second moments of the record get the tie bits."""
     high, low, rounded_down = split_master(values)
     if not packing.tie_bits:
@@ -198,7 +200,7 @@ def put_master(packing: Packing, values: Tensor, fields: Mapping[str, Tensor], r
         put_tie_bits(packing, fields, rounded_down)
 
 
-def put_tie_bits(packing: Packing, fields: Mapping[str, Tensor], rounded_down: Tensor) -> None:
+def put_tie_bits(packing: ChunkPacking, fields: Mapping[str, Tensor], rounded_down: Tensor) -> None:
     """Set the signs of a record's second moments."""
     second = fields[MOMENTS[1]]
     bits = second.view(torch.int32) if packing.moments == "fp32" else second

@@ -19,7 +19,7 @@ from meshwright.optim.packing import BLOCK, LEVELS, MASTER, SCALE, SECOND_MOMENT
 from meshwright.spec.optimizers import MOMENTS
 
 if TYPE_CHECKING:
-    from meshwright.optim.packing import Packing
+    from meshwright.optim.packing import ChunkPacking
 
 TILE = 4 * BLOCK
 WIDTHS = {"fp32": 32, "bf16": 16, "int8": 8}
@@ -27,7 +27,7 @@ WIDTHS = {"fp32": 32, "bf16": 16, "int8": 8}
 
 
 def update_record(
-    packing: Packing,
+    packing: ChunkPacking,
     fields: Mapping[str, Tensor],
     weights: Tensor,
     gradient: Tensor,

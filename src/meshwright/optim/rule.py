@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.optim.fused import StepInputs
+from meshwright.optim.fused import UpdateInputs
 from meshwright.spec.model import ParameterSpec
 
 
@@ -42,7 +42,7 @@ class UpdateRule(Protocol):
         """All parameters in the order of their update; those of one bundle are in one call of `update`."""
         ...
 
-    def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: StepInputs) -> None:
+    def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: UpdateInputs) -> None:
         """Update `names`; those without a gradient are left out, unless their update is collective. Overwrites gradients.
 
         A skipped update (`inputs.skip`) changes no tensor.
@@ -50,7 +50,7 @@ class UpdateRule(Protocol):
         ...
 
 
-def usable_gradients(gradients: Sequence[Tensor], inputs: StepInputs, dtype: torch.dtype) -> list[Tensor]:
+def usable_gradients(gradients: Sequence[Tensor], inputs: UpdateInputs, dtype: torch.dtype) -> list[Tensor]:
     """The gradients in `dtype` times their factor; zeros if the update is skipped, as a skipped gradient may have NaN."""
     wide = [gradient.to(dtype) for gradient in gradients]
     if wide:
@@ -61,13 +61,13 @@ def usable_gradients(gradients: Sequence[Tensor], inputs: StepInputs, dtype: tor
     return wide
 
 
-def unless_skipped(value: float, otherwise: float, inputs: StepInputs, dtype: torch.dtype) -> Tensor:
+def unless_skipped(value: float, otherwise: float, inputs: UpdateInputs, dtype: torch.dtype) -> Tensor:
     """A scalar on the device: `value`, or `otherwise` if the update is skipped."""
     skip = inputs.skip.to(dtype)  # `torch.where` of two numbers has the default dtype
     return otherwise * skip + value * (1 - skip)
 
 
-def subtract_updates(names: Sequence[str], updates: list[Tensor], tensors: RuleTensors, inputs: StepInputs) -> None:
+def subtract_updates(names: Sequence[str], updates: list[Tensor], tensors: RuleTensors, inputs: UpdateInputs) -> None:
     """Decay the weights and subtract the updates times the learning rate. Overwrites the updates."""
     for decay in dict.fromkeys(tensors.decays[name] for name in names):
         of_decay = [index for index, name in enumerate(names) if tensors.decays[name] == decay]

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.optim.fused import StepInputs
+from meshwright.optim.fused import UpdateInputs
 from meshwright.optim.rule import RuleTensors, subtract_updates, unless_skipped, usable_gradients
 from meshwright.spec.optimizers import MOMENTUM
 
 
 def momentum_updates(
-    momenta: list[Tensor], gradients: list[Tensor], beta: float, inputs: StepInputs, *, nesterov: bool
+    momenta: list[Tensor], gradients: list[Tensor], beta: float, inputs: UpdateInputs, *, nesterov: bool
 ) -> list[Tensor]:
     """Add the gradients to the momenta, decayed by `beta`; returns the updates, in the memory of the gradients."""
     torch._foreach_mul_(momenta, unless_skipped(beta, 1.0, inputs, momenta[0].dtype))
@@ -37,7 +37,7 @@ class SgdRule:
         """See `UpdateRule`: each parameter alone."""
         return [[name] for name in self._tensors.weights]
 
-    def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: StepInputs) -> None:
+    def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: UpdateInputs) -> None:
         """See `UpdateRule`."""
         names = [name for name in names if name in gradients]
         if not names:

@@ -40,12 +40,12 @@ from meshwright.parallel.recompute import with_recompute
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import RoutingStatistics
 from meshwright.parallel.sharded_unit import ShardedUnit
-from meshwright.parallel.stages import RankModel, Unit, make_units, remove_other_modules, shrink_to_local_parts
+from meshwright.parallel.stages import StageModel, StageUnit, make_units, remove_other_modules, shrink_to_local_parts
 from meshwright.parallel.tensor import TensorCopySums, divide_over_tensor_ranks, rows_of
 from meshwright.parallel.tied import TiedGradientSum
 from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
 from meshwright.schedules.schedule import Schedule
-from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, local_boxes, rank_parameters, stage_table
+from meshwright.spec.layout import UNDIVIDED, WHOLE, AxisPart, Box, Division, local_boxes, rank_parameters, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import SPLITS_BACKWARD, Moments, Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
@@ -60,7 +60,7 @@ generate a reduction kernel that loads single elements of distant rows: 0.7 TB/s
 
 
 @dataclass
-class Engine:
+class PlannedModel:
     """A rank's part of a model under a plan, and the executor that runs it.
 
     `training` is the schedule of a step as planned, `training_schedule(n)` that of a step of n micro-batches, and `evaluation_schedule(n)`
@@ -113,7 +113,7 @@ def build_engine(
     router_z_loss: float = 0.0,
     recomputes: bool = True,
     on_phase_end: Callable[[str], None] = _ignore_phase,
-) -> Engine:
+) -> PlannedModel:
     """Build this rank's part of a decoder with its initial values, ready to train. Collective over all ranks of the job.
 
     `loss_chunk` is the number of tokens whose logits are in memory at a time. `plain` uses PyTorch operations instead of our kernels (the
@@ -169,7 +169,7 @@ def build_engine(
             for of_block in (True, False)
         )
         use_copy_engines(list(blocks), list(ends), mesh)
-    rank_model = RankModel(
+    rank_model = StageModel(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),
         pipeline_rank,
@@ -188,7 +188,7 @@ def build_engine(
         channels=open_channels(mesh, training.channels) if training.ranks > 1 else None,
         **_host_memories(units, plan, mesh.device),
     )
-    return Engine(
+    return PlannedModel(
         model,
         executor,
         training,
@@ -224,7 +224,9 @@ def _routing(
     )
 
 
-def _host_memories(units: Sequence[Sequence[Unit]], plan: Plan, device: torch.device) -> dict[str, HostMemory | None]:
+def _host_memories(
+    units: Sequence[Sequence[StageUnit]], plan: Plan, device: torch.device
+) -> dict[str, HostMemory | None]:
     """The executor's buffers in host memory for activations and gradient sums; None where the plan has none there."""
     slots_offload = plan.samples is not None and plan.samples.offload is not None
     offloads = slots_offload or any(unit.offloads for stage_units in units for unit in stage_units)
@@ -237,7 +239,7 @@ def _host_memories(units: Sequence[Sequence[Unit]], plan: Plan, device: torch.de
 def _host_offloaded(
     model: Decoder, plan: Plan, units: Sequence[ShardedUnit]
 ) -> dict[str, Callable[[], torch.Tensor] | None]:
-    """Return `Engine.host_offloaded`."""
+    """Return `PlannedModel.host_offloaded`."""
     releases = {
         id(parameter.shard): parameter.release_master_weight
         for unit in units
@@ -255,7 +257,7 @@ def _host_offloaded(
 def _duplicate_rows(
     boxes_by_parameter: Mapping[str, Sequence[Box]], tied: TiedGradientSum | None
 ) -> dict[str, tuple[range, ...]]:
-    """Return `Engine.duplicate_rows`."""
+    """Return `PlannedModel.duplicate_rows`."""
     tied_copy = "embed.weight" if tied is not None and not tied.in_norm else None
     rows_by_parameter = {
         name: tuple(rows_of(box) for box in boxes if not box.primary or name == tied_copy)
@@ -337,13 +339,13 @@ def _local_weight(parameter: ParameterSpec, weight: torch.Tensor, division: Divi
     return StateParts(weight_name(parameter.name), parameter.shape, local_boxes(parameter, division, shard), local)
 
 
-def _local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
+def _local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, AxisPart]:
     """This rank's shard of a parameter as a plain tensor, with its index and the number of shards."""
     if not isinstance(parameter, DTensor):
         return parameter, WHOLE
     mesh = parameter.device_mesh
     axis = mesh.ndim - 1
-    return parameter.to_local(), Part(mesh.get_local_rank(axis), mesh.size(axis))
+    return parameter.to_local(), AxisPart(mesh.get_local_rank(axis), mesh.size(axis))
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Transfer:
+class PipelineTransfer:
     """A send or receive that may still run. It references the buffer, whose memory therefore stays allocated."""
 
     tensor: torch.Tensor
@@ -108,11 +108,11 @@ class Channels:
             actual = int(self.recv(sender, (1,), torch.int64).wait())
             assert actual == sender, f"channel of pipeline rank {sender} received from pipeline rank {actual}"
 
-    def send(self, peer: int, tensor: torch.Tensor) -> Transfer:
-        """Start to send `tensor` to pipeline rank `peer`; it must not be written to before `Transfer.wait`."""
+    def send(self, peer: int, tensor: torch.Tensor) -> PipelineTransfer:
+        """Start to send `tensor` to pipeline rank `peer`; it must not be written to before `PipelineTransfer.wait`."""
         return _send(tensor.detach().contiguous(), self._outgoing[peer])
 
-    def recv(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> Transfer:
+    def recv(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> PipelineTransfer:
         """Start to receive a tensor from pipeline rank `peer` into a new buffer on the mesh's device."""
         message = torch.empty(tuple(shape), dtype=dtype, device=self._mesh.device)
         group = self._incoming[peer]
@@ -144,10 +144,10 @@ def matchings(pairs: Sequence[Pair], ranks: int) -> list[list[Pair]]:
     return [matching for distance in sorted(by_distance) for matching in by_distance[distance]]
 
 
-def _send(message: torch.Tensor, group: dist.ProcessGroup) -> Transfer:
+def _send(message: torch.Tensor, group: dist.ProcessGroup) -> PipelineTransfer:
     return _transfer(message, dist.isend(message, group=group, group_dst=1 - group.rank()), receives=False)
 
 
-def _transfer(message: torch.Tensor, work: dist.Work | None, *, receives: bool) -> Transfer:
+def _transfer(message: torch.Tensor, work: dist.Work | None, *, receives: bool) -> PipelineTransfer:
     assert work is not None  # None only for a caller outside the group
-    return Transfer(message, work, DeviceTiming(work) if message.is_cuda else HostTiming(receives))
+    return PipelineTransfer(message, work, DeviceTiming(work) if message.is_cuda else HostTiming(receives))

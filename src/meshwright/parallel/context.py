@@ -29,7 +29,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute import with_recompute
 from meshwright.parallel.ring import ring_attention
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import Part, context_split_error, local_tokens
+from meshwright.spec.layout import AxisPart, context_split_error, local_tokens
 from meshwright.spec.plan import CONTEXT_AXES, Plan, Recompute
 
 
@@ -59,7 +59,7 @@ def divide_sequences(model: Decoder, plan: Plan, mesh: Mesh) -> SplitSequences |
 class SplitSequences:
     """Divides micro-batches over context ranks, and gathers their logits."""
 
-    def __init__(self, model: Decoder, mesh: Mesh, group: dist.ProcessGroup, ring: Part, ulysses: Part) -> None:
+    def __init__(self, model: Decoder, mesh: Mesh, group: dist.ProcessGroup, ring: AxisPart, ulysses: AxisPart) -> None:
         self._model, self._mesh, self._group, self._ring, self._ulysses = model, mesh, group, ring, ulysses
 
     def local_batch(self, batch: MicroBatch) -> MicroBatch:
@@ -110,8 +110,8 @@ class SplitSequences:
         whole = local.new_empty((local.shape[0], seq, *local.shape[2:]))
         for rank, part in zip(ranks, parts, strict=True):
             coordinates = self._mesh.layout.coordinates(rank)
-            ring = Part(coordinates.get("context_ring", 0), self._ring.count)
-            ulysses = Part(coordinates.get("context_ulysses", 0), self._ulysses.count)
+            ring = AxisPart(coordinates.get("context_ring", 0), self._ring.count)
+            ulysses = AxisPart(coordinates.get("context_ulysses", 0), self._ulysses.count)
             whole[:, _token_positions(local_tokens(seq, ring, ulysses), local.device)] = part
         return whole
 
@@ -125,7 +125,7 @@ class AxisRanks:
     """The name of the group along an axis, and this rank's part among its ranks."""
 
     group: str
-    part: Part
+    part: AxisPart
 
 
 def _axis_ranks(mesh: Mesh, axis: str) -> AxisRanks | None:

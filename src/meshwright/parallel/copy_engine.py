@@ -51,7 +51,7 @@ def use_copy_engines(blocks: Iterable[ParameterGroup], ends: Iterable[ParameterG
 
 
 @dataclass
-class Slot:
+class WindowSlot:
     """A part of the window; `last_read` is the event after which the previous contents are no longer read (None on a CPU)."""
 
     memory: Tensor
@@ -66,7 +66,7 @@ class CopyGather:
         self._group, self._cuda = group, device.type == "cuda"
         aligned_sizes = [-(-size // ALIGNED) * ALIGNED for size in sorted(sizes)]
         memory, self._pool = _allocate_window(group, sum(aligned_sizes), device)
-        self._slots = [Slot(part) for part in memory.split(aligned_sizes)]
+        self._slots = [WindowSlot(part) for part in memory.split(aligned_sizes)]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for a gather in the smallest free slot, or in ordinary memory if no slot is free.

@@ -33,7 +33,7 @@ from meshwright.parallel.objective import StepObjective, losses_of_batches
 from meshwright.parallel.offload import ActivationOffload, HostMemory, leaf_without_memory, storage_addresses
 from meshwright.parallel.paired_blocks import PairedBlock, PairedBlocks
 from meshwright.parallel.sharded_unit import ShardedUnit
-from meshwright.parallel.stages import RankModel, Unit
+from meshwright.parallel.stages import StageModel, StageUnit
 from meshwright.parallel.timetable import Visit
 from meshwright.parallel.unit_exchange import UnitExchange
 from meshwright.schedules.action import COMPUTE, FORWARD, Action, Op
@@ -53,7 +53,7 @@ class Executor:
 
     def __init__(
         self,
-        rank_model: RankModel,
+        rank_model: StageModel,
         streams: CommunicationStreams,
         sums: GradientSums,
         *,
@@ -242,7 +242,7 @@ class _Step:
             follows = action.paired and part is not action.parts[-1]
             self.run_action(part, skip_accumulate=skip_accumulate and not follows)
 
-    def run_paired(self, action: Action, unit: Unit, parts: BlockParts) -> None:
+    def run_paired(self, action: Action, unit: StageUnit, parts: BlockParts) -> None:
         """Run an action of two micro-batches in a block with experts, whose parts overlap with the exchange of tokens."""
         visits = [_visit_of(part) for part in action.parts]
         self.wait_for_gather(action)
@@ -328,10 +328,10 @@ class _Step:
             latest |= {self.unit(part).sharded: index for part in action.parts if self.makes_weight_gradients(part)}
         return indices
 
-    def unit(self, action: Action) -> Unit:
+    def unit(self, action: Action) -> StageUnit:
         return self.unit_of(_visit_of(action))
 
-    def unit_of(self, visit: Visit) -> Unit:
+    def unit_of(self, visit: Visit) -> StageUnit:
         return self.rank_model.stages[visit[0]][visit[2]]
 
     def forward(self, action: Action) -> None:
@@ -376,11 +376,11 @@ class _Step:
         layers = 0 if slot is None else slot.offloaded_layers
         return unit.offloads or (unit.layer is not None and unit.layer < layers)
 
-    def excluded_storages(self, unit: Unit, shared: SharedInputs) -> frozenset[int]:
+    def excluded_storages(self, unit: StageUnit, shared: SharedInputs) -> frozenset[int]:
         """Addresses of storages that are not offloaded: the unit's weights, and rotary tables that all blocks share."""
         return storage_addresses([*unit.sharded.gathered_tensors, *shared.rotary_tensors])
 
-    def router_loss(self, unit: Unit, y: RoutedOutput) -> Tensor | None:
+    def router_loss(self, unit: StageUnit, y: RoutedOutput) -> Tensor | None:
         """Add the statistics of a unit's router; returns its loss, to be differentiated with the output, if it has a weight."""
         routing = self.rank_model.routing
         if routing is None:

@@ -21,7 +21,7 @@ from meshwright.parallel.products import group_by_name
 from meshwright.spec.engine import Dispatch
 from meshwright.spec.errors import BadInput
 from meshwright.spec.inference_layout import experts_error
-from meshwright.spec.layout import Part, even_rows
+from meshwright.spec.layout import AxisPart, even_rows
 
 Stages = Generator[None, None, Tensor]
 LARGEST = 127
@@ -30,7 +30,7 @@ SCALE_BYTES = 4
 
 
 def distribute_for_inference(
-    model: Decoder, part: Part, group: dist.ProcessGroup, dispatch: Dispatch | None = None
+    model: Decoder, part: AxisPart, group: dist.ProcessGroup, dispatch: Dispatch | None = None
 ) -> None:
     """Keep only this rank's experts in a model on the meta device; the ranks of `group` send each other tokens.
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.world import World, world_group
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import Division, Layout, Part
+from meshwright.spec.layout import AxisPart, Division, Layout
 from meshwright.spec.plan import SHARD_AXES, Plan
 
 Parts = tuple[tuple[int, ...], ...]
@@ -67,9 +67,9 @@ class Mesh:
         """This rank's index along `axis`; 0 if the mesh has no such axis."""
         return self.coordinates.get(axis, 0)
 
-    def part(self, axis: str) -> Part:
+    def part(self, axis: str) -> AxisPart:
         """This rank's index along `axis`, and the number of ranks along it."""
-        return Part(self.coordinate(axis), self.axis_size(axis))
+        return AxisPart(self.coordinate(axis), self.axis_size(axis))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """This rank's group along `axis`, in axis order; None if the axis has one rank."""
@@ -87,7 +87,7 @@ class Mesh:
     def division(self) -> Division:
         """This rank's index and the number of ranks, for weights divided over tensor ranks and over expert ranks."""
         expert_group = next(group for group in self.layout.expert_groups() if self.rank in group)
-        return Division(self.part("tensor"), Part(expert_group.index(self.rank), len(expert_group)))
+        return Division(self.part("tensor"), AxisPart(expert_group.index(self.rank), len(expert_group)))
 
     @property
     def experts(self) -> dist.ProcessGroup | None:

@@ -20,7 +20,7 @@ from meshwright.data.loader import MicroBatch
 from meshwright.models.decoder import OfLogProbabilities
 from meshwright.parallel.context import SplitSequences
 from meshwright.parallel.hybrid import DividedSamples
-from meshwright.parallel.stages import RankModel
+from meshwright.parallel.stages import StageModel
 from meshwright.spec.errors import BadInput
 
 
@@ -53,7 +53,7 @@ class StepObjective(NamedTuple):
 
 
 def losses_of_batches(
-    step: StepObjective, batches: Sequence[MicroBatch], rank_model: RankModel, valid: Tensor | None
+    step: StepObjective, batches: Sequence[MicroBatch], rank_model: StageModel, valid: Tensor | None
 ) -> list[OfLogProbabilities]:
     """For each micro-batch of whole sequences the function of this rank's log-probabilities that the head calls.
 

@@ -21,7 +21,7 @@ from meshwright.policies.expert_placement import fixed_copies
 from meshwright.spec.plan import ExpertPlan
 
 
-class Transfer(NamedTuple):
+class ExpertTransfer(NamedTuple):
     """A copy of an expert that this rank sends to or receives from `peer`, and its slot on this rank; gradients go back."""
 
     sends: bool
@@ -34,7 +34,7 @@ class Tables:
     """Tables of a rank for a set of present experts, on the host; the arrays as in `PresentExperts`."""
 
     present: np.ndarray
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[ExpertTransfer, ...]
     """Transfers by expert and then by receiving rank, so that messages between two ranks match."""
     slot_of: np.ndarray
     expert_in: np.ndarray
@@ -55,7 +55,7 @@ class PresentExperts:
         self.always_all = plan.policy == "fixed" and self.slots == experts
         """Whether all experts are present everywhere in every step: no rows are sent, and nothing depends on loads."""
         self.all_present = False
-        self.transfers: tuple[Transfer, ...] = ()
+        self.transfers: tuple[ExpertTransfer, ...] = ()
         self.slot_of = torch.empty(self.ranks, experts, dtype=torch.int64, device=device)
         """Slot of each expert on each rank, `(R, E)`; S if it is not present."""
         self.expert_in = torch.empty(self.ranks, self.slots, dtype=torch.int64, device=device)
@@ -112,13 +112,13 @@ class PresentExperts:
         part, remainder = load[:, None] // number, load[:, None] % number
         return takes * (part + (self.position < remainder))
 
-    def _transfers(self, present: np.ndarray, slot_of: np.ndarray) -> tuple[Transfer, ...]:
+    def _transfers(self, present: np.ndarray, slot_of: np.ndarray) -> tuple[ExpertTransfer, ...]:
         expert, target = np.nonzero((present & ~self.own).T)
         source = expert // self.owned
         involved = (source == self.rank) | (target == self.rank)
         expert, target, sends = expert[involved], target[involved], source[involved] == self.rank
         columns = sends, np.where(sends, target, source[involved]), slot_of[self.rank, expert]
-        return tuple(map(Transfer, *(column.tolist() for column in columns)))
+        return tuple(map(ExpertTransfer, *(column.tolist() for column in columns)))
 
     def _slot_numbers(self, present: np.ndarray) -> np.ndarray:
         """Slot of each present expert, `(R, E)`."""

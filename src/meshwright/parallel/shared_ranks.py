@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.layout import Box, Division, Layout, Part, local_boxes
+from meshwright.spec.layout import AxisPart, Box, Division, Layout, local_boxes
 from meshwright.spec.model import ParameterSpec
 from meshwright.spec.plan import SHARD_AXES
 from meshwright.state.shared_ranks import SharedRanks
@@ -26,16 +26,16 @@ def ranks_of_stage(mesh: Mesh) -> SharedRanks:
     return SharedRanks(mesh.group_over(STAGE_AXES), ranks.index(mesh.rank), boxes)
 
 
-def rank_division(layout: Layout, rank: int) -> tuple[Division, Part, Part]:
+def rank_division(layout: Layout, rank: int) -> tuple[Division, AxisPart, AxisPart]:
     """A rank's division over tensor and expert ranks, then its shard of dense weights and its shard of experts."""
     coordinates = layout.coordinates(rank)
     experts, expert_shards = (
         _part(rank, next(group for group in groups if rank in group))
         for groups in (layout.expert_groups(), layout.expert_shard_groups())
     )
-    tensor = Part(coordinates.get("tensor", 0), layout.size("tensor"))
+    tensor = AxisPart(coordinates.get("tensor", 0), layout.size("tensor"))
     return Division(tensor, experts), _part(rank, layout.group_of(rank, *SHARD_AXES)), expert_shards
 
 
-def _part(rank: int, group: tuple[int, ...]) -> Part:
-    return Part(group.index(rank), len(group))
+def _part(rank: int, group: tuple[int, ...]) -> AxisPart:
+    return AxisPart(group.index(rank), len(group))

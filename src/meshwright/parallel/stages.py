@@ -32,7 +32,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.predictions import PredictionLoss
 from meshwright.parallel.routing import RoutingStatistics
 from meshwright.parallel.sharded_unit import ShardedUnit
-from meshwright.spec.layout import WHOLE, Division, Part, gradients_final_in_backward, local_shape
+from meshwright.spec.layout import WHOLE, AxisPart, Division, gradients_final_in_backward, local_shape
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.workload.activations import saved_elements_by_layer
@@ -54,7 +54,7 @@ UnitForward = Callable[[Tensor | None, LocalBatch, SharedInputs], Tensor | Route
 
 
 @dataclass(frozen=True)
-class Unit:
+class StageUnit:
     """Unit of a stage: the function that runs its forward, and its parameters.
 
     `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the sums of the losses for the last
@@ -73,7 +73,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class RankModel:
+class StageModel:
     """The part of the model that one pipeline rank runs.
 
     `stages` maps the indices of the rank's virtual stages to their units. Activations between units are divided along the sequence over
@@ -82,11 +82,11 @@ class RankModel:
     """
 
     model: Decoder
-    stages: Mapping[int, Sequence[Unit]]
+    stages: Mapping[int, Sequence[StageUnit]]
     pipeline_rank: int
     dtype: torch.dtype
     device: torch.device
-    tensor: Part = WHOLE
+    tensor: AxisPart = WHOLE
     context: SplitSequences | DividedSamples | None = None
     routing: RoutingStatistics | None = None
     predictions: PredictionLoss | None = None
@@ -131,7 +131,7 @@ class RankModel:
             return None
         return CountedTokens(sample.chunk(self.tensor.count, dim=1)[self.tensor.index], samples)
 
-    def choose_experts(self, unit: Unit, number: int | None) -> None:
+    def choose_experts(self, unit: StageUnit, number: int | None) -> None:
         """Set the experts of a micro-batch in a block before its forward, where recorded routing is replayed.
 
         `number` is None in validation.
@@ -183,7 +183,7 @@ def shrink_to_local_parts(model: Decoder, division: Division, compute: torch.dty
 
 def make_units(
     model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh, parts: Mapping[int, BlockParts]
-) -> list[list[Unit]]:
+) -> list[list[StageUnit]]:
     """Shard the rank's parameters over the mesh; returns the units of each stage.
 
     `stages` are ranges of layers; `parts` are by layer those of blocks in which two micro-batches run together. Collective over all ranks
@@ -207,7 +207,7 @@ def make_units(
     units_by_stage = []
     for stage in stages:
         units = [
-            Unit(
+            StageUnit(
                 _block_forward(cast("Block", model.layers[str(layer)])),
                 blocks[str(layer)],
                 layer,
@@ -218,9 +218,9 @@ def make_units(
             for layer in stage
         ]
         if stage.start == 0:
-            units.insert(0, Unit(_embedding_forward(model), end_units["embed"]))
+            units.insert(0, StageUnit(_embedding_forward(model), end_units["embed"]))
         if stage.stop == model.spec.layers:
-            units.append(Unit(_head_forward(model), end_units["head"]))
+            units.append(StageUnit(_head_forward(model), end_units["head"]))
         units_by_stage.append(units)
     return units_by_stage
 

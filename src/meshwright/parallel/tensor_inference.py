@@ -21,11 +21,11 @@ from meshwright.parallel.norms import norm_divided_heads
 from meshwright.parallel.products import ALL_GATHER
 from meshwright.spec.errors import BadInput
 from meshwright.spec.inference_layout import rank_dimensions, rank_shape, split_error
-from meshwright.spec.layout import Part, even_rows
+from meshwright.spec.layout import AxisPart, even_rows
 from meshwright.spec.model import parameters
 
 
-def divide_for_inference(model: Decoder, part: Part, group: dist.ProcessGroup) -> None:
+def divide_for_inference(model: Decoder, part: AxisPart, group: dist.ProcessGroup) -> None:
     """Make a model on the meta device compute this rank's part; `group` has the ranks in order.
 
     `model.spec` then has the dimensions of the rank's blocks. Raises BadInput if the ranks cannot divide the model.
@@ -92,7 +92,7 @@ class DividedHead(Head):
         return torch.cat([part[..., :size] for part, size in parts], dim=-1)
 
 
-def _shrink_parameters(model: Decoder, part: Part) -> None:
+def _shrink_parameters(model: Decoder, part: AxisPart) -> None:
     """Give each parameter the shape of this rank's part."""
     specs = {parameter.name: parameter for parameter in parameters(model.spec)}
     for name, parameter in list(model.named_parameters()):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwright.kernels.grouped import ExpertOrder
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.token_exchange_peers import PeerExchange, Route, Window
+from meshwright.parallel.token_exchange_peers import MappedWindow, PeerExchange, Route
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import ExpertPlan
 
@@ -76,7 +76,7 @@ def open_peer_exchange(mesh: Mesh, plan: ExpertPlan) -> PeerTokenExchange:
     )
 
 
-def open_symmetric_window(group: dist.ProcessGroup, device: torch.device, size: int) -> Window:
+def open_symmetric_window(group: dist.ProcessGroup, device: torch.device, size: int) -> MappedWindow:
     """Allocate a window of zeros on each rank of the group and map all of them. Collective; synchronises the device.
 
     Raises BadInput if the ranks ask for different sizes.
@@ -97,7 +97,7 @@ def open_symmetric_window(group: dist.ProcessGroup, device: torch.device, size: 
     torch.cuda.synchronize(device)
     handle = symmetric.rendezvous(memory, group.group_name)
     addresses = [handle.get_buffer(owner, (1,), torch.uint8, 0).data_ptr() for owner in range(group.size())]
-    return Window(memory, torch.tensor(addresses, dtype=torch.int64, device=device))
+    return MappedWindow(memory, torch.tensor(addresses, dtype=torch.int64, device=device))
 
 
 def check_received_rows() -> None:

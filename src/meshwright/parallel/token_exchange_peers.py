@@ -25,7 +25,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.workload.buffers import TOKEN_SLOTS
 
 
-class Window(NamedTuple):
+class MappedWindow(NamedTuple):
     """Memory `(bytes,)` of this rank that all ranks map, and the addresses `(ranks,)` of all ranks' windows, int64."""
 
     memory: Tensor
@@ -51,7 +51,9 @@ class PeerExchange:
     the way back keep their dtype. A call that starts an exchange writes and signals; the one that finishes it waits and reads.
     """
 
-    def __init__(self, rank: int, ranks: int, bound: float, fp8: bool, open_window: Callable[[int], Window]) -> None:
+    def __init__(
+        self, rank: int, ranks: int, bound: float, fp8: bool, open_window: Callable[[int], MappedWindow]
+    ) -> None:
         self.rank, self.ranks, self.fp8 = rank, ranks, fp8
         self._bound, self._open = min(bound, float(ranks)), open_window
         self._areas = _Areas(ranks, 0, 0, 0)

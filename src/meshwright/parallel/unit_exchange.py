@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from meshwright.events.span import Recorder
-from meshwright.parallel.channels import Channels, Transfer
-from meshwright.parallel.stages import RankModel
+from meshwright.parallel.channels import Channels, PipelineTransfer
+from meshwright.parallel.stages import StageModel
 from meshwright.parallel.timetable import Visit
 from meshwright.schedules.action import Action, Payload
 
 Message = tuple[Payload, int, int]
 """(payload, stage, micro-batch): an activation or gradient, and the stage that sends it or, on its receiver, uses it."""
 
-_Posted = tuple[int, Action, Transfer]
+_Posted = tuple[int, Action, PipelineTransfer]
 """A message that may still run: index of its action in the schedule, the action, the transfer."""
 
 
@@ -31,7 +31,7 @@ class UnitExchange:
     """
 
     def __init__(
-        self, rank_model: RankModel, rank_of: Sequence[int], channels: Channels | None, recorder: Recorder
+        self, rank_model: StageModel, rank_of: Sequence[int], channels: Channels | None, recorder: Recorder
     ) -> None:
         self._rank_model, self._rank_of, self._recorder = rank_model, rank_of, recorder
         self._channels = channels
@@ -87,6 +87,6 @@ class UnitExchange:
                 for _, _, transfer in pending:
                     transfer.wait()
 
-    def _record(self, action: Action, transfer: Transfer) -> None:
+    def _record(self, action: Action, transfer: PipelineTransfer) -> None:
         if self._recorder.detail:
             self._recorder.message(action.label, f"{action.op} {self._rank_of[action.peer]}", transfer.timing)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from itertools import count
+from math import ceil, inf
 from typing import Any
 
 from meshwright.simulator.step_simulation import host_bytes, memory_of
@@ -46,6 +47,8 @@ The remainder is for fragmentation, as an allocator at its limit frees and alloc
 
 HOST_HEADROOM = 0.8
 """Share of a host's memory that a plan may fill; the ranks' processes need the other part."""
+HOST_STATE_SHARE = 0.9
+"""Share of the usable host memory that offloaded optimizer state fills where not all of it fits."""
 SHARES = 1000
 """Parts of an offloaded optimizer's state of which the planner leaves some on the device."""
 HOST_GIB_PER_DEVICE = 256.0
@@ -98,7 +101,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchResult:
     """The result of a search."""
 
     best: Candidate
@@ -111,7 +114,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Option:
+class PlanOption:
     """A choice of a plan that the search makes unless pins decide it."""
 
     name: str
@@ -145,6 +148,11 @@ def offload_penalty(run: RunSpec, plan: Plan) -> float:
     if not measured or any(layer.optimizer_offloaded for layer in plan.layers):
         return OFFLOAD_PENALTY_UNMEASURED
     return OFFLOAD_PENALTY
+
+
+def compared_seconds(run: RunSpec, candidate: Candidate) -> float:
+    """The seconds of a candidate by which it is compared with others: with its `offload_penalty`."""
+    return candidate.seconds * offload_penalty(run, candidate.plan)
 
 
 def untrainable(plan: Plan) -> str | None:
@@ -287,17 +295,51 @@ def usable_by_rank(run: RunSpec, plan: Plan, usable_bytes: float) -> list[float]
 
 
 def overfull_ranks(run: RunSpec, plan: Plan, budget: int | None) -> list[bool]:
-    """For each pipeline rank, whether its exact memory need exceeds what it may use of its devices.
+    """For each pipeline rank, whether its exact memory need exceeds what it may use of its devices. Raises as `excess_by_rank`."""
+    return [excess > 0 for excess in excess_by_rank(run, plan, budget)]
+
+
+def excess_by_rank(run: RunSpec, plan: Plan, budget: int | None) -> list[float]:
+    """For each pipeline rank, bytes by which its exact memory need exceeds what it may use of its devices; below 0 where it fits.
 
     Raises BadInput when the plan's schedule cannot be made for its micro-batches.
     """
     bytes_by_rank = memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     limits = usable_by_rank(run, plan, inf if budget is None else budget)
-    overfull = [sum(rank_bytes.values()) > limit for rank_bytes, limit in zip(bytes_by_rank, limits, strict=True)]
+    excess = [sum(rank_bytes.values()) - limit for rank_bytes, limit in zip(bytes_by_rank, limits, strict=True)]
     if plan.samples is None or plan.samples.offload is None:
-        return overfull
-    longer = overfull_ranks(*in_longer_slots(run, plan, plan.samples.offload), budget)
-    return [either or other for either, other in zip(overfull, longer, strict=True)]
+        return excess
+    longer = excess_by_rank(*in_longer_slots(run, plan, plan.samples.offload), budget)
+    return [max(either, other) for either, other in zip(excess, longer, strict=True)]
+
+
+def least_fitting(most: Sequence[int], excess: Callable[[list[int]], list[float]]) -> list[int]:
+    """For each rank the least number with which it fits, or that of `most`; `excess` has the bytes too many for a number of each rank.
+
+    More of it takes less memory, nearly in proportion: guesses are interpolated, and every third is the middle.
+    """
+    too_few, before = [0] * len(most), excess([0] * len(most))
+    enough = [0 if value <= 0 else number for value, number in zip(before, most, strict=True)]
+    if not any(enough):
+        return enough
+    after = excess(enough)
+    too_few = [number if value > 0 else 0 for value, number in zip(after, enough, strict=True)]
+    for step in count(1):
+        open_ranks = [rank for rank, number in enumerate(enough) if number - too_few[rank] > 1]
+        if not open_ranks:
+            return enough
+        guesses = enough.copy()
+        for rank in open_ranks:
+            fewer, number = too_few[rank], enough[rank]
+            share = before[rank] / (before[rank] - after[rank]) if step % 3 else 0.5
+            guesses[rank] = min(max(fewer + 1, fewer + ceil(share * (number - fewer))), number - 1)
+        found = excess(guesses)
+        for rank in open_ranks:
+            if found[rank] > 0:
+                too_few[rank], before[rank] = guesses[rank], found[rank]
+            else:
+                enough[rank], after[rank] = guesses[rank], found[rank]
+    return enough
 
 
 def host_budget(run: RunSpec) -> float:
@@ -348,9 +390,9 @@ def mlp_tile_of(run: RunSpec) -> int:
 
 
 def offload_fraction_of(run: RunSpec) -> float:
-    """The pinned share of the offloaded optimizer state in host memory, else what the hosts have memory for, in thousandths.
+    """The pinned share of the offloaded optimizer state in host memory, else all or what the hosts have memory for, in thousandths.
 
-    Other state in host memory may leave less; replicas need more.
+    Hosts that cannot hold all keep room for what else is offloaded, and for stages that have more of the layers. Replicas need more.
     """
     pinned = pins_of(run).offload_fraction
     if pinned is not None:
@@ -359,7 +401,7 @@ def offload_fraction_of(run: RunSpec) -> float:
         run.cluster.nodes * host_budget(run),
         trained_parameter_count(run.model) * state_bytes(precision_of(run)),
     )
-    return max(1, int(SHARES * min(1.0, usable / state))) / SHARES
+    return 1.0 if state <= usable else max(1, int(SHARES * HOST_STATE_SHARE * usable / state)) / SHARES
 
 
 def offload_staging_of(run: RunSpec) -> float:

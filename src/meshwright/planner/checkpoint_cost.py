@@ -18,7 +18,7 @@ from meshwright.policies.partner_host import (
     choose_replicas,
     partner_sentence,
 )
-from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS, STATE_BYTES, StepTimes, plan_device_copies
+from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS, STATE_BYTES, PassTimes, plan_device_copies
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.job import ASYNC_BYTES
 from meshwright.spec.layout import Layout
@@ -206,7 +206,7 @@ def _processor_copies(step: float, rank_bytes: float, rate: float) -> _Copies:
 
     The seconds of its update are not known and counted as 0, so the stall is a lower bound.
     """
-    stall = plan_device_copies(_in_groups(rank_bytes), StepTimes(step, 0.0, rate), room=0).stall_seconds
+    stall = plan_device_copies(_in_groups(rank_bytes), PassTimes(step, 0.0, rate), room=0).stall_seconds
     return _Copies(rank_bytes / rate, 0, stall)
 
 
@@ -221,13 +221,13 @@ def _copies(
     cluster = as_nodes(run.cluster)
     machine = machine_of(cluster, format_of_products(plan.precision, cluster))
     on_device, link = rank_bytes - offloaded, number(host_rate(machine))
-    times = StepTimes.of_step(step, on_device, number(machine.hbm), link)
+    times = PassTimes.of_step(step, on_device, number(machine.hbm), link)
     room = max(0, (memory_budget(run) or 0) - trainer_bytes(plan))
     device_copies = plan_device_copies(_in_groups(on_device), times, room)
     stall = device_copies.stall_seconds
     if waits:
         update = min(step, offloaded / number(rate_both_ways(machine)))
-        host_times = StepTimes(step - update, update, host_copy)
+        host_times = PassTimes(step - update, update, host_copy)
         stall = max(stall, plan_device_copies(_in_groups(offloaded), host_times, room=0).stall_seconds)
     return _Copies(max(on_device / link, offloaded / host_copy), device_copies.bytes, stall)
 

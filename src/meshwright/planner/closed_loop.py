@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.costs.serve_costs import InstanceCosts
-from meshwright.planner.deployment_estimate import Chunk
+from meshwright.planner.deployment_estimate import PromptChunk
 from meshwright.spec.deployment import Deployment, InstanceSpec
 from meshwright.spec.errors import BadInput
 
@@ -96,6 +96,15 @@ def _with_roles(
     return _latencies(load, max(first, load.users / busiest - load.output_tokens * step), step)
 
 
+def busy_prefills(
+    prefill: InstanceSpec, decode: InstanceSpec, load: Load, prefill_costs: InstanceCosts, decode_costs: InstanceCosts
+) -> float:
+    """Prefill instances that are always busy with the prompts of decode instances which never wait for one."""
+    running = min(load.users / decode.count, _most_running(load, decode_costs))
+    requests_per_s = decode.count * running / (load.output_tokens * _step_seconds(running, load, decode_costs))
+    return requests_per_s * _prompt_seconds(prefill, load, prefill_costs) / prefill_costs.groups
+
+
 def _most_running(load: Load, costs: InstanceCosts) -> float:
     """Requests of which the cache holds the positions, by their mean size, if it has room for all that may run."""
     held = (costs.blocks - 1) * costs.tokens_per_block / load.positions
@@ -123,5 +132,5 @@ def _step_seconds(running: float, load: Load, costs: InstanceCosts) -> float:
 def _prompt_seconds(instance: InstanceSpec, load: Load, costs: InstanceCosts) -> float:
     """Seconds of the steps of a prompt, while each other group of experts computes one too."""
     budget, total = instance.token_budget, load.input_tokens
-    chunks = [Chunk(start, min(budget, total - start)) for start in range(0, total, budget)]
+    chunks = [PromptChunk(start, min(budget, total - start)) for start in range(0, total, budget)]
     return sum(costs.times.seconds(0, 0, [chunk] * costs.groups) for chunk in chunks)

@@ -26,7 +26,7 @@ ROUNDS = 25
 LARGEST_RATE = 1e6
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """Consecutive tokens of a prompt."""
 
     start: int
@@ -120,7 +120,7 @@ class _Instances:
         self._instance, self._sample, self._costs, self._limits = instance, sample, costs, limits
         block = costs.tokens_per_block
         if instance.role == "decode":
-            self._chunks: list[list[Chunk]] = [[] for _ in sample.sizes]
+            self._chunks: list[list[PromptChunk]] = [[] for _ in sample.sizes]
         else:
             self._chunks = [_chunks(prompt, shared, instance.token_budget) for prompt, shared, _ in sample.sizes]
         self._services: dict[int, list[float]] = {}
@@ -232,7 +232,7 @@ class _Instances:
         decodes = round(batch)
         return self._chunk_seconds(decodes, round(decodes * self._sample.context), longest)
 
-    def _chunk_seconds(self, decodes: int, positions: int, chunk: Chunk) -> float:
+    def _chunk_seconds(self, decodes: int, positions: int, chunk: PromptChunk) -> float:
         """Seconds of a step with a chunk. With overlap the host launches it while a step of decodes runs, if there are any."""
         times = self._costs.times
         if not (self._costs.overlap and decodes):
@@ -244,8 +244,8 @@ class _Instances:
         return self._costs.block_bytes / self._costs.tokens_per_block
 
 
-def _chunks(prompt: int, shared: int, budget: int) -> list[Chunk]:
-    return [Chunk(start, min(budget, prompt - start)) for start in range(shared, prompt, budget)]
+def _chunks(prompt: int, shared: int, budget: int) -> list[PromptChunk]:
+    return [PromptChunk(start, min(budget, prompt - start)) for start in range(shared, prompt, budget)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -11,8 +11,8 @@ from math import exp, log
 from meshwright.simulator.serve_types import ServedDeployment
 from meshwright.spec.deployment import Deployment, Limit, ServeLimits, TimedRequest
 
-Simulate = Callable[[Deployment, Sequence[TimedRequest]], ServedDeployment]
-"""Serves requests with a deployment in simulated time."""
+Simulate = Callable[[Deployment, Sequence[TimedRequest], float], ServedDeployment]
+"""Serves requests with a deployment in simulated time, until the attainment is certainly below a share (`simulate`)."""
 BLOCKS = 8
 """Runs of consecutive requests that make a sample: arrivals stay as bursty as they are, and prefixes near each other."""
 SMALLEST_SHARE, LARGEST_SHARE = 1e-3, 1e3
@@ -33,10 +33,12 @@ class RatePoint:
     """Share that met the limit of the first token."""
     tpot_share: float
     """Share that met the limit of the other tokens."""
+    cut: bool = False
+    """Whether the simulation was cut, so that the shares are upper bounds."""
 
 
 @dataclass(frozen=True)
-class Goodput:
+class DeploymentGoodput:
     """The goodput of one deployment, with the simulated rates around it."""
 
     rate: float
@@ -104,11 +106,13 @@ class GoodputSearch:
         tolerance: float = 0.01,
         step: float = 1.25,
         least: float = 0.0,
-    ) -> Goodput:
+        cut: float = 1.0,
+    ) -> DeploymentGoodput:
         """Bisect the rate, from an estimate of it and a first factor, until two rates that meet and miss are within `tolerance`.
 
         `count` requests are simulated (`RequestSample`). A deployment that misses the limits at the rate `least` has the estimate as its
-        goodput, or a rate that is lower than `least` by the tolerance, after this one simulation.
+        goodput, or a rate that is lower than `least` by the tolerance, after this one simulation. Simulations are cut below the share `cut`
+        of the attainment asked for.
         """
         sample = RequestSample(self._requests, count)
         points: list[RatePoint] = []
@@ -116,12 +120,12 @@ class GoodputSearch:
         best: ServedDeployment | None = None
         rate = estimate
         if least:
-            points.append(_rate_point(least, self._simulate(deployment, sample.at(least))))
+            points.append(_rate_point(least, self._simulate(deployment, sample.at(least), self._limits.attainment)))
             if points[-1].attainment < self._limits.attainment:
-                return Goodput(min(estimate, least / (1 + tolerance)), self._binding(points), tuple(points))
+                return DeploymentGoodput(min(estimate, least / (1 + tolerance)), self._binding(points), tuple(points))
             low, rate = least, max(estimate, least * step)
         while SMALLEST_SHARE * estimate <= rate <= LARGEST_SHARE * estimate:
-            served = self._simulate(deployment, sample.at(rate))
+            served = self._simulate(deployment, sample.at(rate), cut * self._limits.attainment)
             points.append(_rate_point(rate, served))
             if points[-1].attainment >= self._limits.attainment:
                 low, best = rate, served
@@ -135,11 +139,11 @@ class GoodputSearch:
                 rate = rate * step if low else rate / step
                 step = min(4.0, step * step)
         points.sort(key=lambda point: point.rate)
-        return Goodput(low, self._binding(points), tuple(points), best)
+        return DeploymentGoodput(low, self._binding(points), tuple(points), best)
 
     def point(self, deployment: Deployment, rate: float, count: int, seed: int | None = None) -> RatePoint:
         """Simulate `count` requests at one rate; a `seed` draws another sample of the requests."""
-        return _rate_point(rate, self._simulate(deployment, RequestSample(self._requests, count, seed).at(rate)))
+        return _rate_point(rate, self._simulate(deployment, RequestSample(self._requests, count, seed).at(rate), 0.0))
 
     def _binding(self, points: Sequence[RatePoint]) -> Limit:
         missed = [point for point in points if point.attainment < self._limits.attainment]
@@ -152,4 +156,4 @@ def _rate_point(rate: float, served: ServedDeployment) -> RatePoint:
     begun = sum(times.first_token <= last for times in served.requests)
     sustained = begun >= SERVED_SHARE * len(served.requests)
     shares = served.share(served.meets_ttft), served.share(served.meets_tpot)
-    return RatePoint(rate, served.attainment if sustained else 0.0, *shares)
+    return RatePoint(rate, served.attainment if sustained else 0.0, *shares, served.cut)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.costs.serve_costs import InstanceCosts
 from meshwright.planner.deployment_estimate import SizeSample, alone_seconds
-from meshwright.planner.deployment_goodput import Goodput
+from meshwright.planner.deployment_goodput import DeploymentGoodput
 from meshwright.spec.deployment import Deployment, InstanceSpec, ServeLimits, deployment_name
 from meshwright.spec.errors import OutOfResources
 
@@ -16,20 +16,20 @@ LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True)
-class Option:
+class DeploymentOption:
     """A simulated deployment of the whole cluster."""
 
     deployment: Deployment
     goodput_per_gpu: float
     """Requests per second and device of the cluster."""
-    goodput: Goodput
+    goodput: DeploymentGoodput
     """Goodput of one unit of the cluster (`deployment_space`)."""
     why_not: str = ""
     """Reason why it was not chosen; empty for the chosen one."""
 
 
 def choice_reasons(
-    chosen: Option, alternatives: Sequence[Option], limits: ServeLimits, *, scores: bool = False
+    chosen: DeploymentOption, alternatives: Sequence[DeploymentOption], limits: ServeLimits, *, scores: bool = False
 ) -> Iterator[str]:
     """The reasons of a choice: the roles, the token budget, how busy the instances are, and the limit that binds.
 
@@ -45,7 +45,7 @@ def choice_reasons(
     yield _binding_reason(chosen, limits)
 
 
-def why_not(chosen: Option, other: Option) -> str:
+def why_not(chosen: DeploymentOption, other: DeploymentOption) -> str:
     """Return why another deployment was not chosen."""
     if not other.goodput_per_gpu:
         return "does not meet the limits at any rate"
@@ -76,12 +76,12 @@ def unreachable(
     return OutOfResources(message, key=f"serve.limits.{short[0]}_seconds")
 
 
-def _comparable(chosen: Option, other: Option) -> bool:
+def _comparable(chosen: DeploymentOption, other: DeploymentOption) -> bool:
     """Whether another deployment could have been chosen: this release serves it, or not the chosen one either."""
     return other.deployment.runnable or not chosen.deployment.runnable
 
 
-def _role_reason(chosen: Option, alternatives: Sequence[Option]) -> str:
+def _role_reason(chosen: DeploymentOption, alternatives: Sequence[DeploymentOption]) -> str:
     colocated = chosen.deployment.colocated
     others = [option for option in alternatives if option.deployment.colocated != colocated]
     other = max(others, key=lambda option: option.goodput_per_gpu, default=None)
@@ -102,7 +102,7 @@ def _role_reason(chosen: Option, alternatives: Sequence[Option]) -> str:
     return f"prefill and decode instances serve {gain:.0%} more than the best colocated deployment ({deployment_name(other.deployment)})"
 
 
-def _budget_reason(chosen: Option, alternatives: Sequence[Option]) -> str | None:
+def _budget_reason(chosen: DeploymentOption, alternatives: Sequence[DeploymentOption]) -> str | None:
     if not chosen.deployment.colocated:
         return None
     (own,) = chosen.deployment.instances
@@ -120,7 +120,7 @@ def _budget_reason(chosen: Option, alternatives: Sequence[Option]) -> str | None
     return f"{own.token_budget:,} prompt tokens a step: with {best.deployment.instances[0].token_budget:,} it serves {loss:.0%} less"
 
 
-def _load_reasons(chosen: Option, *, cached: bool) -> Iterator[str]:
+def _load_reasons(chosen: DeploymentOption, *, cached: bool) -> Iterator[str]:
     served = chosen.goodput.served
     if served is None:
         return
@@ -133,7 +133,7 @@ def _load_reasons(chosen: Option, *, cached: bool) -> Iterator[str]:
         yield f"at that rate {name} are busy {busy:.0%} of the time{filled}"
 
 
-def _binding_reason(chosen: Option, limits: ServeLimits) -> str:
+def _binding_reason(chosen: DeploymentOption, limits: ServeLimits) -> str:
     goodput = chosen.goodput
     missed = next((point for point in goodput.points if point.rate > goodput.rate), None)
     limit = limits.ttft_seconds if goodput.binding == "ttft" else limits.tpot_seconds
@@ -143,4 +143,5 @@ def _binding_reason(chosen: Option, limits: ServeLimits) -> str:
     if not missed.attainment:
         return f"{text}: {missed.rate / goodput.rate - 1:.0%} above that rate the queue grows without end"
     share = missed.ttft_share if goodput.binding == "ttft" else missed.tpot_share
-    return f"{text}: {missed.rate / goodput.rate - 1:.0%} above that rate {1 - share:.0%} of requests take longer than {limit:g} s"
+    least = "at least " if missed.cut else ""
+    return f"{text}: {missed.rate / goodput.rate - 1:.0%} above that rate {least}{1 - share:.0%} of requests take longer than {limit:g} s"

@@ -13,8 +13,8 @@ from typing import Literal
 from meshwright.costs.serve_costs import ServeCosts
 from meshwright.costs.serving_software import software_table
 from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
-from meshwright.planner.deployment_goodput import Goodput, GoodputSearch, RatePoint, Simulate
-from meshwright.planner.deployment_reasons import Option, choice_reasons, unreachable, why_not
+from meshwright.planner.deployment_goodput import DeploymentGoodput, GoodputSearch, RatePoint, Simulate
+from meshwright.planner.deployment_reasons import DeploymentOption, choice_reasons, unreachable, why_not
 from meshwright.planner.deployment_space import DeploymentSpace, deployment_space
 from meshwright.simulator.serve_simulation import simulate
 from meshwright.spec.cluster import ClusterSpec
@@ -47,10 +47,12 @@ COARSE, FINE = 0.06, 0.02
 """Relative distance of rates at which the bisection ends: for finalists, and for the best of each kind."""
 RESAMPLES, BAND_REQUESTS = 4, 1000
 """Further samples of the requests for the band, and requests of each; more of them would vary less, by the square root of their number."""
-BAND_RATES = 0.75, 1.3
-"""Rates beside the goodput, as factors of it, between which the band lies."""
-LOW_SHARES, LOW_REQUESTS = (0.1, 0.3, 0.5, 0.7, 0.85), 500
-"""Shares of the goodput at which the curve of attainment begins, and requests of a simulation there, where no batch fills slowly."""
+BAND_RATES = 0.75, 1.0, 1.3
+"""Rates, as factors of the goodput, at which attainment is known beside the samples of the band, which lies between them."""
+LOW_SHARES, LOW_REQUESTS = (0.85, 0.6, 0.3, 0.1), 500
+"""Shares of the goodput at low load, for the curve of attainment, and requests of a simulation there, where no batch fills slowly."""
+FINE_CUT = 0.9
+"""Share of the attainment asked for below which longer simulations are cut: the curve and the band need the points near the goodput."""
 BAND = 0.8
 """Share of samples in the band."""
 TIE = 0.05
@@ -61,12 +63,12 @@ TIE = 0.05
 class DeploymentAnswer:
     """The chosen deployment and its alternatives."""
 
-    chosen: Option
+    chosen: DeploymentOption
     low: float
     """Lower end of the band of the goodput per device over resampled arrivals."""
     high: float
     """Upper end."""
-    alternatives: tuple[Option, ...]
+    alternatives: tuple[DeploymentOption, ...]
     margin_over_colocated: float | None
     """Gain of the chosen deployment over the best colocated one, 0 if it is that; None if no colocated one meets the limits."""
     limits: ServeLimits
@@ -129,9 +131,10 @@ def plan_deployment(
     if not any(goodput.rate for deployment, goodput in compared.items() if deployment in choices):
         raise unreachable(choices, sizes, costs.of, limits)
     note(f"{len(compared)} simulated; simulating the best of each kind with more requests")
-    best_of_kind = _refine(search, compared, choices)
+    best_of_kind = _refine(search, compared, estimates, choices)
     chosen = _choose(best_of_kind)
-    low, high = _band(search, chosen, best_of_kind[chosen])
+    around = [search.point(chosen, factor * best_of_kind[chosen].rate, BAND_REQUESTS) for factor in BAND_RATES]
+    low, high = _band(search, chosen, best_of_kind[chosen], around)
     devices = cluster.ranks / space.units
     options = _options(space, compared, best_of_kind, devices)
     best = options.pop(chosen)
@@ -166,10 +169,10 @@ def _choices(deployments: Sequence[Deployment]) -> Set[Deployment]:
 
 def _options(
     space: DeploymentSpace,
-    compared: dict[Deployment, Goodput],
-    best_of_kind: dict[Deployment, Goodput],
+    compared: dict[Deployment, DeploymentGoodput],
+    best_of_kind: dict[Deployment, DeploymentGoodput],
     devices: float,
-) -> dict[Deployment, Option]:
+) -> dict[Deployment, DeploymentOption]:
     """The compared deployments; the goodputs of a kind are corrected by the longer simulation of its best."""
     factors = {
         _placement(deployment): goodput.rate / compared[deployment].rate for deployment, goodput in best_of_kind.items()
@@ -179,7 +182,7 @@ def _options(
         goodput = best_of_kind.get(deployment, coarse)
         factor = factors.get(_placement(deployment), min(factors.values()))
         rate = goodput.rate if deployment in best_of_kind else factor * coarse.rate
-        options[deployment] = Option(space.whole(deployment), rate / devices, goodput)
+        options[deployment] = DeploymentOption(space.whole(deployment), rate / devices, goodput)
     return options
 
 
@@ -198,7 +201,7 @@ def _sources(costs: ServeCosts) -> dict[str, str]:
 
 
 def _simulator(costs: ServeCosts, limits: ServeLimits) -> Simulate:
-    return lambda deployment, requests: simulate(deployment, requests, costs, limits)
+    return lambda deployment, requests, sought: simulate(deployment, requests, costs, limits, sought=sought)
 
 
 def _placement(deployment: Deployment) -> Placement:
@@ -233,13 +236,13 @@ def _compare(
     finalists: Sequence[Deployment],
     estimates: dict[Deployment, float],
     choices: Set[Deployment],
-) -> dict[Deployment, Goodput]:
+) -> dict[Deployment, DeploymentGoodput]:
     """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind.
 
     Two of each kind are simulated before it is given up, as the error may be one of the token budget. One that misses the limits at the
     rate of the best of its kind keeps its corrected estimate.
     """
-    compared: dict[Deployment, Goodput] = {}
+    compared: dict[Deployment, DeploymentGoodput] = {}
     ratios = dict.fromkeys(PLACEMENTS, 1.0)
     fastest_of = dict.fromkeys(PLACEMENTS, 0.0)
     fastest = 0.0
@@ -261,56 +264,72 @@ def _compare(
 
 
 def _refine(
-    search: GoodputSearch, compared: Mapping[Deployment, Goodput], choices: Set[Deployment]
-) -> dict[Deployment, Goodput]:
+    search: GoodputSearch,
+    compared: Mapping[Deployment, DeploymentGoodput],
+    estimates: Mapping[Deployment, float],
+    choices: Set[Deployment],
+) -> dict[Deployment, DeploymentGoodput]:
     """Goodputs of the best deployment of `choices` of each kind, from longer simulations; a kind far behind has none.
 
-    The fastest comes first. Another kind that would not be chosen beside it keeps the goodput of the shorter simulations.
+    The fastest comes first. Another kind that would not be chosen beside it keeps the goodput of the shorter simulations. Where these end
+    before batches are full, their goodput is too high: the search then begins at the estimate, which is one of full batches.
     """
     best: dict[Placement, Deployment] = {}
     for deployment in sorted(compared, key=lambda deployment: -compared[deployment].rate):
         if deployment in choices and compared[deployment].rate:
             best.setdefault(_placement(deployment), deployment)
-    refined: dict[Deployment, Goodput] = {}
+    refined: dict[Deployment, DeploymentGoodput] = {}
     fastest = 0.0
     for kind, deployment in best.items():
         coarse = compared[deployment].rate
         if refined and coarse < REFINED_SHARE * max(compared[chosen].rate for chosen in refined):
             continue
         least = fastest / (1 + TIE) if kind == "colocated" else fastest * (1 + TIE)
-        found = search.goodput(deployment, coarse, FINE_REQUESTS, tolerance=FINE, step=1.05, least=least)
+        start = min(coarse, estimates[deployment])
+        found = search.goodput(deployment, start, FINE_REQUESTS, tolerance=FINE, step=1.05, least=least, cut=FINE_CUT)
         refined[deployment] = found if found.rate else compared[deployment]
         fastest = max(fastest, refined[deployment].rate)
     return refined
 
 
-def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
+def _choose(best_of_kind: Mapping[Deployment, DeploymentGoodput]) -> Deployment:
     """The best of all kinds; of a tie the colocated one, which needs no transfers."""
     best = max(best_of_kind, key=lambda deployment: best_of_kind[deployment].rate)
     plain = next((deployment for deployment in best_of_kind if _placement(deployment) == "colocated"), best)
     return plain if best_of_kind[best].rate < (1 + TIE) * best_of_kind[plain].rate else best
 
 
-def _curve(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> list[RatePoint]:
-    """Attainment by rate, ascending from low load to the first rate that no request's latencies meet, or that cannot be sustained."""
-    low = [search.point(chosen, share * goodput.rate, LOW_REQUESTS) for share in LOW_SHARES]
-    points = sorted((*low, *goodput.points), key=lambda point: point.rate)
+def _curve(search: GoodputSearch, chosen: Deployment, goodput: DeploymentGoodput) -> list[RatePoint]:
+    """Attainment by rate, ascending from low load to the first rate that no request's latencies meet, or that cannot be sustained.
+
+    Rates below one that all requests meet are not simulated. If the simulations above the goodput were cut, that of the lowest rate is
+    repeated to its end.
+    """
+    known = [point for point in goodput.points if not point.cut]
+    cut = next((point.rate for point in goodput.points if point.cut), None)
+    if cut is not None and not any(point.rate > goodput.rate for point in known):
+        known.append(search.point(chosen, cut, FINE_REQUESTS))
+    low = min(known, key=lambda point: point.rate)
+    for rate in (share * goodput.rate for share in LOW_SHARES if share * goodput.rate < low.rate):
+        low = replace(low, rate=rate) if low.attainment == 1 else search.point(chosen, rate, LOW_REQUESTS)
+        known.append(low)
+    points = sorted(known, key=lambda point: point.rate)
     end = next((index + 1 for index, point in enumerate(points) if not point.attainment), len(points))
     return points[:end]
 
 
-def _band(search: GoodputSearch, chosen: Deployment, goodput: Goodput) -> tuple[float, float]:
+def _band(
+    search: GoodputSearch, chosen: Deployment, goodput: DeploymentGoodput, around: Sequence[RatePoint]
+) -> tuple[float, float]:
     """The band of goodputs over samples of the requests; it contains the goodput, and ends where a higher rate fails.
 
-    A sample is simulated at the goodput alone. The rate at which the first sample has the same attainment says by which
-    factor the new one is harder; with more requests the logarithm of the factor is smaller. Where all requests meet the limits
-    up to a rate and few do above it, all factors are 1, and the goodput is known as exactly as the bisection is.
+    `around` are points of the first sample at `BAND_RATES`. Another sample is simulated at the goodput alone. The rate at which the first
+    sample has the same attainment says by which factor the new one is harder; with more requests the logarithm of the factor is smaller.
+    Where all requests meet the limits up to a rate and few do above it, all factors are 1, and the goodput is known as exactly as the
+    bisection is.
     """
-    rated = [
-        search.point(chosen, factor * goodput.rate, BAND_REQUESTS) for factor in (BAND_RATES[0], 1.0, BAND_RATES[1])
-    ]
-    first = rated[1].attainment
-    points = (*(point for point in goodput.points if point.rate != goodput.rate), *rated)
+    first = around[BAND_RATES.index(1.0)].attainment
+    points = (*(point for point in goodput.points if point.rate != goodput.rate and not point.cut), *around)
     curve = replace(goodput, points=tuple(sorted(points, key=lambda point: point.rate)))
     attained = [search.point(chosen, goodput.rate, BAND_REQUESTS, seed).attainment for seed in range(1, RESAMPLES + 1)]
     harder = [(curve.rate_at(attainment) / curve.rate_at(first)) for attainment in attained]

@@ -16,7 +16,7 @@ from math import ceil, gcd, inf, prod
 from typing import Any
 
 from meshwright.costs.machine_rates import is_guessed
-from meshwright.planner.candidate import Answer, pins_of
+from meshwright.planner.candidate import SearchResult, pins_of
 from meshwright.planner.search import search, seconds_bound
 from meshwright.planner.space import divisors
 from meshwright.simulator.slow_nodes import node_type_speeds
@@ -61,16 +61,16 @@ class Idle:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DeviceChoice:
     """The best plan over all devices or a part of them."""
 
     run: RunSpec
     """The run with the cluster that the plan is for."""
-    answer: Answer
+    answer: SearchResult
     idle: Idle | None = None
 
 
-def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Choice:
+def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> DeviceChoice:
     """The best plan for `run` on all devices, or on a part of them if that is more than 2% faster or only a part has a plan.
 
     If neither all devices nor a part have a plan, raises the error of `search` on all devices.
@@ -82,8 +82,8 @@ def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: 
         failure = error
     limit = whole.best.seconds / MIN_SPEEDUP if whole else inf
     if whole and (is_guessed(run.cluster) or limit == inf):
-        return Choice(run, whole)
-    parts_with_plans: list[tuple[RunSpec, Answer]] = []
+        return DeviceChoice(run, whole)
+    parts_with_plans: list[tuple[RunSpec, SearchResult]] = []
     for part, bound in _promising_parts(run, limit, trainable)[:MAX_SEARCHES]:
         if len(parts_with_plans) == MAX_PLANS or bound >= min(
             [limit, *(answer.best.seconds for _, answer in parts_with_plans)]
@@ -98,7 +98,7 @@ def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: 
         if whole is None:
             assert failure is not None
             raise failure
-        return Choice(run, whole)
+        return DeviceChoice(run, whole)
     tried = [whole, *(answer for _, answer in parts_with_plans)]
     idle = _idle_devices(run, part, whole, failure)
     best = replace(answer.best, plan=replace(answer.best.plan, why=(idle.sentence, *answer.best.plan.why)))
@@ -108,7 +108,7 @@ def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: 
         considered=sum(result.considered for result in tried if result),
         seconds=sum(result.seconds for result in tried if result),
     )
-    return Choice(part, answer, idle)
+    return DeviceChoice(part, answer, idle)
 
 
 def describe_nodes(ranks_by_node: Sequence[int]) -> str:
@@ -325,7 +325,7 @@ def _with_node_counts(cluster: ClusterSpec, counts: Sequence[int]) -> ClusterSpe
     )
 
 
-def _idle_devices(run: RunSpec, part: RunSpec, whole: Answer | None, failure: MeshwrightError | None) -> Idle:
+def _idle_devices(run: RunSpec, part: RunSpec, whole: SearchResult | None, failure: MeshwrightError | None) -> Idle:
     devices, batch = run.cluster.ranks, run.train.global_batch
     seconds = whole.best.seconds if whole else None
     clauses = []

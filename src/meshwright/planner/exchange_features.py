@@ -113,7 +113,7 @@ FEATURES = (
 
 
 @dataclass(frozen=True)
-class Step:
+class FeatureSeconds:
     """Seconds of a step with a feature: alone, and with all before it."""
 
     feature: str
@@ -122,7 +122,7 @@ class Step:
     together: float
 
 
-def feature_steps(run: RunSpec, plan: Plan) -> tuple[Step, ...]:
+def feature_steps(run: RunSpec, plan: Plan) -> tuple[FeatureSeconds, ...]:
     """The plan's step with each feature; empty for a model without experts, on one expert rank, and without a step time.
 
     The closed form gives the ratios; the plan's predicted step is their base.
@@ -148,7 +148,7 @@ def feature_steps(run: RunSpec, plan: Plan) -> tuple[Step, ...]:
         if not present:
             together.append(feature)
         alone = scale * seconds(() if present else (feature,))
-        steps.append(Step(feature.name, present, alone, scale * seconds(together)))
+        steps.append(FeatureSeconds(feature.name, present, alone, scale * seconds(together)))
     return tuple(steps)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from math import inf
 from typing import get_args
@@ -17,25 +18,37 @@ import numpy as np
 from meshwright.planner.candidate import (
     Candidate,
     accumulation_of,
+    compared_seconds,
     compiles,
+    excess_by_rank,
+    least_fitting,
     mlp_tile_of,
     offload_fraction_of,
     offload_staging_of,
-    overfull_ranks,
     pins_of,
     precision_of,
     trainer_bytes,
 )
+from meshwright.planner.conflicts import conflicts
 from meshwright.planner.reprice import reprice
 from meshwright.planner.sample_plan import sample_plan
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.step_estimate import most_played
-from meshwright.planner.strategies import End, Strategy
+from meshwright.planner.strategies import OFFLOAD_PAIRS, Strategy, StrategyEnd
 from meshwright.simulator.step_simulation import timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
-from meshwright.spec.plan import RECOMPUTE_MODES, BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Offload, Plan
+from meshwright.spec.plan import (
+    RECOMPUTE_MODES,
+    RECOMPUTES_PRODUCTS,
+    BatchPlan,
+    ExpertPlan,
+    LayerStrategy,
+    MeshAxis,
+    Offload,
+    Plan,
+)
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, transport_fields
 from meshwright.workload.groups import balances_owners, copies_experts
@@ -50,6 +63,8 @@ UNTRIED_RATIO = 0.95
 
 Of 175 random plans nine in ten had 0.99 to 1.01; of 120 on networks that expose all traffic, 0.96 to 1.04.
 """
+SIBLING_RATIO = 0.97
+"""The same ratio relative to that of plans that differ from the family's in whether there are replicas, if theirs is at most 1."""
 FEWEST_SLOW, SLOW_RATIO = 4, 0.9
 """Families of a wider family that must be slower than estimated before the others are expected to be, and their factor."""
 ROOMY_SHARE = 0.93
@@ -255,20 +270,19 @@ def _number_by_first_appearance(values: Sequence[object]) -> np.ndarray:
 def simulate_leading(estimator: PlanEstimator, estimated: Iterable[Candidate]) -> list[Candidate]:
     """All candidates: the most promising simulated by units, the fastest first, then the others as estimated."""
     distinct = {candidate.plan.without_prediction: candidate for candidate in estimated}
-    ranked = sorted(distinct.values(), key=_seconds_of)
+    seconds_of = partial(compared_seconds, estimator.run)
+    ranked = sorted(distinct.values(), key=seconds_of)
     simulated: dict[int, Candidate] = {}
 
     def seconds(index: int) -> float:
         simulated[index] = estimator.by_units(ranked[index])
-        return simulated[index].seconds
+        return seconds_of(simulated[index])
 
-    families = [
-        (plan_family(plan), plan.layers[0].offload, plan.batch.micro_batch)
-        for plan in (candidate.plan for candidate in ranked)
-    ]
-    ranking = Ranking(
-        [candidate.seconds for candidate in ranked], [(family, family) for family in families], UNTRIED_RATIO
-    )
+    families = []
+    for plan in (candidate.plan for candidate in ranked):
+        family = plan_family(plan), plan.layers[0].offload, plan.batch.micro_batch, plan.accumulation
+        families.append(((plan.axis_size("replicate") > 1, *family), family))
+    ranking = Ranking(list(map(seconds_of, ranked)), families, UNTRIED_RATIO, (1.0, SIBLING_RATIO))
     leading, work = set[int](), 0
     for index in ranking.order(seconds, MIN_SIMULATED):
         leading.add(index)
@@ -369,18 +383,48 @@ def complexity(plan: Plan) -> int:
 
 def with_room_used(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
     """A plan whose layers have two settings, with as few layers of the one that needs less memory as fit into `budget` bytes."""
+    settings = _settings(plan)
+    if len(settings) == 2 and pins_of(run).layers is None and settings[0].gradients == settings[1].gradients:
+        high, low = (_end(layer) for layer in settings)
+        yield _with_fewest_low_memory_layers(run, plan, Strategy(high, low, settings[0].gradients), budget)
+
+
+def with_layers_eased(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
+    """The plan with as many layers as fit that recompute less than all do now, or keep weights or activations that all now give up."""
+    settings, pins = _settings(plan), pins_of(run)
+    if pins.layers is not None:
+        return
+    low, gradients = _end(settings[-1]), settings[-1].gradients
+    modes = RECOMPUTE_MODES[: RECOMPUTE_MODES.index(low.recompute)] if pins.recompute is None else ()
+    eased = [
+        replace(low, recompute=mode)
+        for mode in modes
+        if not (plan.mlp_tile and mode not in RECOMPUTES_PRODUCTS)
+        and not conflicts(run, trainable=True, recompute=mode, offload=low.offload)
+    ]
+    eased += [replace(low, reshard=False)] if low.reshard and pins.reshard is None else []
+    less = next((without for without, offload in OFFLOAD_PAIRS if offload == low.offload), None)
+    eased += [replace(low, offload=less)] if less and pins.offload is None else []
+    for high in eased:
+        if high not in map(_end, settings):
+            yield _with_fewest_low_memory_layers(run, plan, Strategy(high, low, gradients), budget)
+
+
+def _settings(plan: Plan) -> list[LayerStrategy]:
+    """The distinct settings of the plan's layers, that which needs most memory first."""
 
     def saving(layer: LayerStrategy) -> tuple[object, ...]:
         return RECOMPUTE_MODES.index(layer.recompute), layer.reshard, get_args(Offload).index(layer.offload)
 
-    settings = sorted({replace(layer, range="all") for layer in plan.layers}, key=saving)
-    if len(settings) == 2 and pins_of(run).layers is None and settings[0].gradients == settings[1].gradients:
-        high, low = (End(layer.reshard, layer.recompute, layer.offload) for layer in settings)
-        yield _with_fewest_low_memory_layers(run, plan, Strategy(high, low, settings[0].gradients), budget)
+    return sorted({replace(layer, range="all") for layer in plan.layers}, key=saving)
+
+
+def _end(layer: LayerStrategy) -> StrategyEnd:
+    return StrategyEnd(layer.reshard, layer.recompute, layer.offload)
 
 
 def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:
-    """`plan` with the fewest low-memory layers on each pipeline rank with which it fits, found by bisection."""
+    """`plan` with the fewest low-memory layers on each pipeline rank with which it fits."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
     layers_by_rank = [[layer for stage in rank_stages for layer in stage] for rank_stages in table]
 
@@ -388,15 +432,8 @@ def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy,
         low_memory = {layer for layers, count in zip(layers_by_rank, counts, strict=True) for layer in layers[:count]}
         return replace(plan, layers=_layers_by_range(run.model.layers, lambda layer: layer in low_memory, strategy))
 
-    fewest, most = [0] * len(layers_by_rank), [len(layers) for layers in layers_by_rank]
-    while any(lower < upper for lower, upper in zip(fewest, most, strict=True)):
-        middle = [(lower + upper) // 2 for lower, upper in zip(fewest, most, strict=True)]
-        for rank, too_full in enumerate(overfull_ranks(run, with_low_memory(middle), budget)):
-            if too_full and fewest[rank] < most[rank]:
-                fewest[rank] = middle[rank] + 1
-            else:
-                most[rank] = middle[rank]
-    return with_low_memory(fewest)
+    most = [len(layers) for layers in layers_by_rank]
+    return with_low_memory(least_fitting(most, lambda counts: excess_by_rank(run, with_low_memory(counts), budget)))
 
 
 def _layers_by_range(layers: int, low_memory: Callable[[int], bool], strategy: Strategy) -> tuple[LayerStrategy, ...]:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from meshwright.planner.candidate import Answer, peak_bytes, pins_of
-from meshwright.planner.devices import Choice, choose_devices
+from meshwright.planner.candidate import SearchResult, peak_bytes, pins_of
+from meshwright.planner.devices import DeviceChoice, choose_devices
 from meshwright.planner.search import search
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, OutOfResources
@@ -61,13 +61,13 @@ class Fix:
         return f"{self.words}: {seconds}{peak_bytes(self.plan) / 1e9:.1f} GB a rank"
 
 
-def search_or_suggest_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Answer:
+def search_or_suggest_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> SearchResult:
     """`search`, with suggested fixes in its OutOfResources error."""
     with _suggesting_fixes(run, memory_bytes, trainable):
         return search(run, memory_bytes=memory_bytes, trainable=trainable)
 
 
-def choose_or_suggest_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Choice:
+def choose_or_suggest_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> DeviceChoice:
     """`choose_devices`, with suggested fixes in its OutOfResources error."""
     with _suggesting_fixes(run, memory_bytes, trainable):
         return choose_devices(run, memory_bytes=memory_bytes, trainable=trainable)

@@ -12,11 +12,11 @@ from math import inf
 import numpy as np
 
 from meshwright.costs.plan_costs import Pricing
-from meshwright.planner.candidate import Candidate, Option, fits, nearest_values
+from meshwright.planner.candidate import Candidate, PlanOption, compared_seconds, fits, nearest_values
 from meshwright.planner.closed_form import SpaceCosts
 from meshwright.planner.conflicts import conflicts
 from meshwright.planner.finalists import SAME_TIME_TOLERANCE, PlanEstimator, Ranking, plan_at
-from meshwright.planner.moves import VARIANTS, moved_to_fit
+from meshwright.planner.moves import VARIANTS, moved_to_fit, searched_beside
 from meshwright.planner.reprice import reprice
 from meshwright.planner.space import SCHEDULES, Points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
@@ -76,7 +76,7 @@ def pricing_of(run: RunSpec, space: Points) -> Pricing:
 
 
 @dataclass(frozen=True)
-class LayoutOption(Option):
+class LayoutOption(PlanOption):
     """An option that the sweep decides, with its values by point."""
 
     value: Callable[[Plan], object]
@@ -114,25 +114,44 @@ class LayoutSearch:
         self.considered = 0
         """As `Answer.considered`."""
         self._searched = set[tuple[str, object]]()
+        self._beside: list[LayoutSearch] = []
+        """Searches with a pin more, of an option that saves memory in another way."""
 
     def leading(self) -> list[Candidate]:
-        """The most promising layouts as plans that fit, estimated by stages; those of least memory if the closed form finds none."""
+        """The most promising layouts as plans that fit, estimated by stages; those of least memory if the closed form finds none.
+
+        If they give up time to save memory, the layouts are also searched with each option pinned that saves it otherwise.
+        """
+        candidates = self._leading()
+        if not candidates:
+            return candidates
+        fastest = min(candidates, key=lambda candidate: candidate.seconds)
+        for run, space in searched_beside(self.run, fastest.plan, self.space.trainable):
+            other = LayoutSearch(run, space, self.budget, self.estimator)
+            candidates += other._leading(fastest.seconds)
+            self._beside.append(other)
+            self.considered += other.considered
+        return candidates
+
+    def _leading(self, limit: float = inf) -> list[Candidate]:
+        """`leading` for `run` alone; layouts that are estimated to take longer than `limit` seconds may be left out."""
         costs = SpaceCosts(self.run, self.pricing, self.space)
         for margin in MARGINS:
             max_slowdown = MAX_SLOWDOWN
             while True:
-                limit = margin * self.memory_limit
+                memory_limit = margin * self.memory_limit
                 swept = sweep(
                     self.run,
                     self.pricing,
                     self.space,
-                    limit,
+                    memory_limit,
                     best=POINTS_PER_FAMILY,
                     max_slowdown=max_slowdown,
+                    limit=limit / UNTRIED_RATIO,
                     costs=costs,
                 )
                 self.considered += swept.priced
-                self._finalists = Finalists(self, swept, limit)
+                self._finalists = Finalists(self, swept, memory_limit)
                 candidates = list(self._finalists.estimates())
                 fastest = min((candidate.seconds for candidate in candidates), default=0.0)
                 needed_slowdown = fastest / UNTRIED_RATIO / swept.seconds[0] if len(swept.seconds) else 0.0
@@ -142,7 +161,11 @@ class LayoutSearch:
             if candidates or self.budget is None or not len(swept.points):  # with a smaller factor no other point fits
                 break
         # The closed form may overestimate memory by more than the margins.
-        plans = [] if candidates else moved_to_fit(self.run, [least.plan for least in self.smallest], self.budget)
+        plans = (
+            []
+            if candidates or limit < inf
+            else moved_to_fit(self.run, [least.plan for least in self.smallest], self.budget)
+        )
         return candidates or [self.estimator.by_stages(plan) for plan in plans]
 
     @cached_property
@@ -159,15 +182,18 @@ class LayoutSearch:
         Those that are estimated to be about as fast as `best` are simulated by units. `requested` has the user's pins.
         """
         found: list[Candidate] = []
-        limit = (1 + SAME_TIME_TOLERANCE) * self.estimator.by_stages(best.plan).seconds
+        limit = (1 + SAME_TIME_TOLERANCE) * compared_seconds(self.run, self.estimator.by_stages(best.plan))
         for option in LAYOUT_OPTIONS:
             named = [other.plan for other in nearest_values(best, [*candidates, *found], option.value)]
             for value in map(option.value, named) if option.free(requested) else ():
                 if (option.name, value) not in self._searched and self._finalists.values_effort < ALL_VALUES_EFFORT:
                     self._searched.add((option.name, value))
-                    among = option.column(self._finalists.points) == value
-                    found += self._finalists.estimates(among)
-        return [self.estimator.by_units(other) if other.seconds < limit else other for other in found]
+                    for finalists in (self._finalists, *(other._finalists for other in self._beside)):
+                        among = option.column(finalists.points) == value
+                        found += finalists.estimates(among)
+        return [
+            self.estimator.by_units(other) if compared_seconds(self.run, other) < limit else other for other in found
+        ]
 
 
 class Finalists:
@@ -205,7 +231,7 @@ class Finalists:
             estimates = self._estimates_of(index)
             new.extend(estimates)
             self._family_counts[family] += bool(estimates)
-            fastest = min((candidate.seconds for candidate in estimates), default=inf)
+            fastest = min(map(partial(compared_seconds, self.search.run), estimates), default=inf)
             self._fastest = min(self._fastest, fastest)
             return fastest
 
@@ -290,12 +316,13 @@ def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[obj
     sizes = (
         mesh.size("pipeline"),
         mesh.size("tensor"),
+        mesh.context,
         mesh.expert,
         mesh.size("replicate") > 1,
         int(points.micro[index]),
     )
     family = schedule, int(points.virtual[index]), *saving, *sizes
-    return (mesh.size("shard"), *family), family, (schedule, mesh.size("pipeline"))
+    return (mesh.size("shard"), *family), family, (schedule, mesh.size("pipeline"), int(points.accumulate[index]))
 
 
 def _largest_memory_ratio(run: RunSpec) -> float:

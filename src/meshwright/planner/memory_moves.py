@@ -5,15 +5,25 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from math import ceil
 
-from meshwright.planner.candidate import SHARES, Candidate, fits, linear_dtypes, overfull_ranks, pins_of
+from meshwright.planner.candidate import (
+    SHARES,
+    Candidate,
+    excess_by_rank,
+    fits,
+    least_fitting,
+    linear_dtypes,
+    overfull_ranks,
+    pins_of,
+    precision_of,
+)
 from meshwright.planner.explain import shortfall
 from meshwright.planner.reprice import reprice
+from meshwright.spec.model import trained_parameter_count
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, SPLITS_BACKWARD, LayerStrategy, Plan, Recompute
 from meshwright.spec.run import RunSpec
-from meshwright.workload.dtypes import GB, staging_bytes
+from meshwright.workload.dtypes import GB, bytes_of, staging_bytes
 from meshwright.workload.groups import gathers_weights
 from meshwright.workload.plan_bytes import optimizer_on_host
 
@@ -21,6 +31,8 @@ STEP_GB = 0.1
 """Difference of two sizes of staging that are tried, in gigabytes (10⁹ bytes)."""
 LEAST_GAIN = 0.001
 """Relative difference of step times from which more staging counts as faster."""
+LEAST_SUMS = 0.05
+"""Least share of a device's memory that gradient sums take, if all ranks share them, for layouts to be searched with sums on the host."""
 TILE = 8192
 """Tokens of a tile: enough for full matrix products, and a gigabyte of activations for Llama-3-8B."""
 Fits = Callable[[Plan], bool]
@@ -35,17 +47,24 @@ def state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Pl
     if budget is None or run.cluster.is_cpu or not _offloads_optimizer(plan):
         return
 
-    def with_share(layers: tuple[LayerStrategy, ...], share: int) -> Plan:
-        return replace(plan, layers=layers, offload_fraction=share / SHARES)
+    saving = plan.layers, *_with_all_activations_offloaded(run, plan), *_with_all_freed(run, plan)
+    recomputed = (layers for saved in saving for layers in with_more_recompute(run, replace(plan, layers=saved)))
+    for layers in dict.fromkeys(recomputed):
+        yield from _with_least_share(run, replace(plan, layers=layers), budget)
 
-    saving = *_with_all_activations_offloaded(run, plan), *_with_all_freed(run, plan)
-    for layers in (*with_more_recompute(run, plan), *saving):
-        shared = partial(with_share, layers)
-        share = bisect_left(
-            range(1, SHARES), True, key=lambda share: not any(overfull_ranks(run, shared(share), budget))
-        )
-        if share + 1 < SHARES:
-            yield shared(share + 1)
+
+def _with_least_share(run: RunSpec, plan: Plan, budget: int) -> Iterator[Plan]:
+    """The plan with the least share of its offloaded state in host memory with which it fits, if that is not all."""
+
+    def with_share(share: int) -> Plan:
+        return replace(plan, offload_fraction=max(share, 1) / SHARES)
+
+    def excess(shares: list[int]) -> list[float]:
+        return [max(excess_by_rank(run, with_share(*shares), budget))]
+
+    [share] = least_fitting([SHARES], excess)
+    if share < SHARES:
+        yield with_share(share)
 
 
 def fraction_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
@@ -84,6 +103,17 @@ def sums_on_host(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]
     elif pins.recompute is None and pins.layers is None:
         for mode in RECOMPUTE_MODES[: RECOMPUTE_MODES.index(last.recompute)]:
             yield replace(plan, accumulation="host", layers=(replace(last, range="all", recompute=mode),))
+
+
+def with_sums_on_host(run: RunSpec) -> RunSpec | None:
+    """`run` with gradient sums in host memory pinned; None where its pins exclude that, or sums take little of a device's memory."""
+    pins, memory = pins_of(run), run.cluster.memory_bytes()
+    if run.cluster.is_cpu or memory is None or pins.gradients == "whole":
+        return None
+    bytes_per_rank = trained_parameter_count(run.model) * bytes_of(precision_of(run).stored) / run.cluster.ranks
+    if bytes_per_rank < LEAST_SUMS * memory:
+        return None
+    return replace(run, plan=replace(pins, accumulation="host", gradients="shard"))
 
 
 def sums_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:

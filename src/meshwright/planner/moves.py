@@ -9,10 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.planner.candidate import Candidate, Option, fits, offloads, pins_of
+import numpy as np
+
+from meshwright.planner.candidate import Candidate, PlanOption, fits, offloads, pins_of
 from meshwright.planner.expert_moves import copies, copies_text, kept_copies, owners, owners_text
 from meshwright.planner.explain import micro_batches_text, on_layers
-from meshwright.planner.finalists import SAME_TIME_TOLERANCE, PlanEstimator, fastest_first, is_large, with_room_used
+from meshwright.planner.finalists import (
+    SAME_TIME_TOLERANCE,
+    PlanEstimator,
+    fastest_first,
+    is_large,
+    plan_family,
+    with_layers_eased,
+    with_room_used,
+)
 from meshwright.planner.memory_moves import (
     Fits,
     fraction_reason,
@@ -22,18 +32,20 @@ from meshwright.planner.memory_moves import (
     sums_on_host,
     sums_reason,
     tile_reason,
+    with_sums_on_host,
     with_tiles,
 )
-from meshwright.planner.space import Points, with_kernel_engines
+from meshwright.planner.space import SCHEDULES, Points, points, with_kernel_engines
 from meshwright.planner.strategies import PLAIN
-from meshwright.spec.plan import Gradients, Plan
+from meshwright.spec.plan import RECOMPUTES_PRODUCTS, Gradients, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, CopyOption, copied_options, transport_fields
 from meshwright.workload.groups import gathers_weights, shard_size
 
 MAX_STARTS, MANY_STARTS, MAX_TRIED = 3, 6, 2
-"""Fastest plans on which a move is tried, and on which one is tried that moves state out of the device or back, as what that gains differs
-most between plans; large plans are tried alone. The third is the most plans of a move from each that are simulated by units.
+"""Fastest plans of unlike kinds on which a move is tried, and on which one is tried that moves state out of the device or back, as what
+that gains differs most between plans; large plans are tried alone. The third is the most plans of a move from each that are simulated by
+units.
 """
 MOVE_SLOWDOWN = 1.05
 """Factor on a plan's estimated step time up to which a move of it is simulated by units."""
@@ -45,18 +57,22 @@ def no_plans(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move(Option):
+class Move(PlanOption):
     """An option that the search decides on plans of the fastest layouts: its candidates, and how the choice is explained."""
 
     plans: Callable[[RunSpec, Plan, int | None], Iterable[Plan]] = no_plans
     """The plan with other values of the option where it may have them; the last argument is the usable memory of a device."""
     pinned: Callable[[RunSpec], RunSpec | None] = lambda run: None
     """The run with the option pinned, for another search where nothing fits; None where that would not help."""
+    beside: Callable[[Points], np.ndarray] | None = None
+    """The layouts for which that search is also made where the fastest plan takes time to save memory, as the option may take less."""
     value: Callable[[Plan], object] | None = None
     """The option's value in a plan; sentences compare it with those of other plans."""
     why: Callable[[RunSpec, Plan, Fits], str] = lambda run, plan, fits: ""
     """A sentence about the option in a plan, given whether plans fit; empty where there is nothing to say."""
     starts: int = MAX_STARTS
+    slowdown: float = MOVE_SLOWDOWN
+    """Factor on the chosen plan's estimated seconds up to which plans of the move are simulated by units."""
 
 
 def other_gradients(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
@@ -110,11 +126,20 @@ MOVES = (
         starts=MANY_STARTS,
     ),
     Move(name="offload_staging", keys=("offload_staging",), plans=staging, why=staging_reason),
-    Move(name="accumulation", keys=("accumulation",), plans=sums_on_host, why=sums_reason, starts=MANY_STARTS),
+    Move(
+        name="accumulation",
+        keys=("accumulation",),
+        plans=sums_on_host,
+        pinned=with_sums_on_host,
+        beside=lambda points: (points.accumulate > 1) & (points.schedule != SCHEDULES.index("breadth_first")),
+        why=sums_reason,
+        starts=MANY_STARTS,
+    ),
     Move(name="copies of experts:", keys=("expert_policy",), plans=copies, value=copies_text),
     Move(name="owners of experts:", keys=("expert_placement",), plans=owners, value=owners_text),
     Move(name="kept copies", keys=("expert_keep",), plans=kept_copies),
     Move(name="mlp_tile", keys=("mlp_tile", "layers"), pinned=with_tiles, why=tile_reason),
+    Move(name="eased", keys=("layers",), plans=with_layers_eased, slowdown=1.0),
     _kernels(GATHERS),
     _kernels(TOKENS),
     Move(name="room", keys=("layers",), plans=with_room_used, starts=1),
@@ -138,7 +163,7 @@ def with_moves(
     tried = {candidate.plan.without_prediction for candidate in found if candidate.simulated}
     for move in (move for move in moves if move.free(run)):
         chosen = choose(found)
-        limit = MOVE_SLOWDOWN * estimator.by_stages(chosen.plan).seconds
+        limit = move.slowdown * estimator.by_stages(chosen.plan).seconds
         for plans in _starts(run, move, chosen, found, budget):
             fitting = [plan for plan in plans if plan.without_prediction not in tried and fits(run, plan, budget)]
             for estimate in _fastest(estimator, fitting):
@@ -151,12 +176,26 @@ def with_moves(
 def _starts(
     run: RunSpec, move: Move, chosen: Candidate, candidates: Sequence[Candidate], budget: int | None
 ) -> list[list[Plan]]:
-    """The plans of a move from each of the leading candidates; if it changes none of them, from the fastest that it changes."""
-    simulated = [candidate for candidate in candidates if candidate.simulated and candidate is not chosen]
+    """The plans of a move from each of the leading kinds of candidates; if it changes none of them, from the fastest that it changes."""
+    kinds = {_kind(chosen.plan): chosen}
+    for candidate in candidates:
+        if candidate.simulated:
+            kinds.setdefault(_kind(candidate.plan), candidate)
+    starts = list(kinds.values())
     leading = 1 if is_large(run, chosen.plan) else move.starts
-    changed = [list(move.plans(run, start.plan, budget)) for start in (chosen, *simulated[: leading - 1])]
-    later = (list(move.plans(run, start.plan, budget)) for start in simulated[leading - 1 :])
+    changed = [list(move.plans(run, start.plan, budget)) for start in starts[:leading]]
+    later = (list(move.plans(run, start.plan, budget)) for start in starts[leading:])
     return changed if any(changed) else [next(filter(None, later), [])]
+
+
+def _kind(plan: Plan) -> object:
+    """Key of plans from which a move makes plans that are about as fast: the fastest of them is enough of a start."""
+    return (
+        plan_family(plan),
+        plan.batch.micro_batch,
+        plan.accumulation,
+        frozenset(replace(l, range="all") for l in plan.layers),
+    )
 
 
 def _fastest(estimator: PlanEstimator, plans: Sequence[Plan]) -> list[Candidate]:
@@ -171,6 +210,17 @@ def moved_to_fit(run: RunSpec, plans: Sequence[Plan], budget: int | None) -> lis
     return [
         plan for plan in dict.fromkeys(plan.without_prediction for plan in (*plans, *moved)) if fits(run, plan, budget)
     ]
+
+
+def searched_beside(run: RunSpec, fastest: Plan, trainable: bool) -> Iterator[tuple[RunSpec, Points]]:
+    """The run with each option pinned that may save memory in less time than the fastest plan does, and the layouts for it."""
+    saves = offloads(fastest) or any(layer.recompute in RECOMPUTES_PRODUCTS for layer in fastest.layers)
+    for move in MOVES if saves else ():
+        pinned = move.pinned(run) if move.beside and move.free(run) else None
+        if pinned is not None and move.beside:
+            space = points(pinned, trainable=trainable)
+            if (chosen := np.flatnonzero(move.beside(space))).size:
+                yield pinned, space.take(chosen)
 
 
 def relaxed_runs(run: RunSpec) -> Iterator[RunSpec]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwright.planner.candidate import Answer
+from meshwright.planner.candidate import SearchResult
 from meshwright.planner.money import training_share
 from meshwright.planner.search import search
 from meshwright.spec.errors import BadInput, OutOfResources
@@ -22,7 +22,7 @@ class Point:
 
     gpus: int
     run: RunSpec
-    answer: Answer | None
+    answer: SearchResult | None
     refused: str = ""
 
     @property

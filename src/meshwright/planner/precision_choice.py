@@ -17,7 +17,7 @@ from meshwright.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
-class ProductFormat:
+class MatmulFormat:
     """A format of matrix products, with its scales."""
 
     name: str
@@ -32,8 +32,8 @@ class ProductFormat:
 
 
 PRODUCT_FORMATS = (
-    ProductFormat("bf16", "bf16", 0.0, 16, "compute", "the reference"),
-    ProductFormat(
+    MatmulFormat("bf16", "bf16", 0.0, 16, "compute", "the reference"),
+    MatmulFormat(
         "fp8-tensor",
         "fp8",
         TENSORWISE,
@@ -41,8 +41,8 @@ PRODUCT_FORMATS = (
         "fp8_tensorwise",
         "one scale a tensor: a product of normal numbers is 3.5% off, losses agree with bf16 in the mean (docs/design/fp8.md)",
     ),
-    ProductFormat("fp8-row", "fp8", ROWWISE, 8, "fp8_rowwise", "one scale a row: outliers of one row harm no other"),
-    ProductFormat(
+    MatmulFormat("fp8-row", "fp8", ROWWISE, 8, "fp8_rowwise", "one scale a row: outliers of one row harm no other"),
+    MatmulFormat(
         "fp8-block",
         "fp8",
         BLOCKWISE,
@@ -50,7 +50,7 @@ PRODUCT_FORMATS = (
         None,
         "scales of 128 × 128 weights and 128 activations: loss within 0.25% of bf16 (DeepSeek-V3, arXiv 2412.19437, appendix B)",
     ),
-    ProductFormat(
+    MatmulFormat(
         "mxfp8",
         "mxfp8",
         BLOCKWISE,
@@ -58,7 +58,7 @@ PRODUCT_FORMATS = (
         None,
         "one scale for 32 numbers: loss as bf16's for 8B and 15T tokens (NVIDIA, arXiv 2506.08027)",
     ),
-    ProductFormat(
+    MatmulFormat(
         "nvfp4",
         "nvfp4",
         FOUR_BIT,
@@ -83,7 +83,7 @@ class FormatPrice:
     accuracy: str
 
 
-def format_named(name: str) -> ProductFormat:
+def format_named(name: str) -> MatmulFormat:
     """The format of this name. Raises BadInput with the nearest."""
     names = [entry.name for entry in PRODUCT_FORMATS]
     found = next((entry for entry in PRODUCT_FORMATS if entry.name == name.lower()), None)
@@ -95,7 +95,7 @@ def format_named(name: str) -> ProductFormat:
     return found
 
 
-def priced_formats(run: RunSpec, plan: Plan, narrowest: ProductFormat) -> tuple[FormatPrice, ...]:
+def priced_formats(run: RunSpec, plan: Plan, narrowest: MatmulFormat) -> tuple[FormatPrice, ...]:
     """The plan's step in every format of the chip that has at least the bits of `narrowest`, the fastest first.
 
     The closed form gives the ratios; the plan's predicted step is their base. Empty without a step time.
@@ -131,7 +131,7 @@ def priced_formats(run: RunSpec, plan: Plan, narrowest: ProductFormat) -> tuple[
     return tuple(sorted(entries, key=lambda entry: entry.seconds))
 
 
-def _refusal(dense: ProductFormat, experts: ProductFormat) -> str:
+def _refusal(dense: MatmulFormat, experts: MatmulFormat) -> str:
     """Why this release cannot train with these formats; empty if it can."""
     missing = next((entry.name for entry in (dense, experts) if entry.linear is None), None)
     if missing:
@@ -140,7 +140,7 @@ def _refusal(dense: ProductFormat, experts: ProductFormat) -> str:
 
 
 def _machine(
-    priced: Pricing, datasheet: Machine, dense: ProductFormat, expert_peak: float, experts: ProductFormat
+    priced: Pricing, datasheet: Machine, dense: MatmulFormat, expert_peak: float, experts: MatmulFormat
 ) -> Machine:
     """The plan's machine with products in these formats; measured rates of other parts stay."""
     return replace(

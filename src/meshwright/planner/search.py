@@ -3,11 +3,12 @@
 1. `space` lists the layouts that are worth trying. A layout here is a mesh, a micro-batch and a schedule. `sweep` estimates step time and
    memory by formulas (the closed form) and skips layouts whose lower bound is too slow. It returns the fastest layouts of each family with
    their fastest layer strategies that fit.
-2. `layout_search` makes plans of these layouts, checks their memory exactly, and simulates a step of each by whole stages. Where none fits
-   it tries the plans of least memory with all moves. `finalists` simulates the fastest plans again, unit by unit (a unit is a block, the
-   embedding or the head).
-3. `moves` changes one more option at a time in the fastest plans, such as offload, reshard or transports. Of each move it keeps at most two
-   plans, which fit and are estimated to be at most 5% slower than the chosen one, and simulates them by units.
+2. `layout_search` makes plans of these layouts, checks their memory exactly, and simulates a step of each by whole stages. If the fastest
+   takes time to save memory (offload, recompute), steps 1 and 2 are repeated with each option pinned that may save it in less time, such as
+   gradient sums in host memory (`Move.beside`). Where nothing fits it tries the plans of least memory with all moves. `finalists` simulates
+   the fastest plans again, unit by unit (a unit is a block, the embedding or the head).
+3. `moves` changes one more option at a time in the fastest plans of unlike kinds, such as offload, reshard or transports. Of each move it
+   keeps at most two plans, which fit and are estimated to be at most 5% slower than the chosen one, and simulates them by units.
 4. For each option of the layout that no pin decides, such as the number of tensor ranks, the best plan is compared with up to three other
    values. For each of these values further layouts of step 1 are simulated, within a limit of effort. If one may be as fast as the best
    plan, steps 3 and 4 run again.
@@ -27,8 +28,8 @@ from functools import partial
 from math import inf
 
 from meshwright.planner.candidate import (
-    Answer,
     Candidate,
+    SearchResult,
     fits,
     memory_budget,
     offload_penalty,
@@ -63,7 +64,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 @_rare_collections()
-def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Answer:
+def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> SearchResult:
     """The best plan for `run` that obeys its pins.
 
     With `trainable` only plans that this release can train are searched, else all that it can plan. `memory_bytes` is the memory of one
@@ -87,7 +88,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
         raise
 
 
-def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> Answer:
+def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> SearchResult:
     """The five steps for `run`.
 
     `requested` is the run as the user gave it. `run` is the same run, or has further pins that `search` tries.
@@ -128,12 +129,12 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
         replace(candidate, plan=with_hybrid_axis(pinned, without_guess(run, candidate.plan)))
         for candidate in (best, *others)
     )
-    return Answer(best, tuple(others), layouts.considered, time.perf_counter() - start)
+    return SearchResult(best, tuple(others), layouts.considered, time.perf_counter() - start)
 
 
 def with_untrainable(
-    run: RunSpec, answer: Answer, *, memory_bytes: int | None = None
-) -> tuple[Answer, Candidate | None]:
+    run: RunSpec, answer: SearchResult, *, memory_bytes: int | None = None
+) -> tuple[SearchResult, Candidate | None]:
     """`answer`, and the best plan of a search over untrainable plans too, where that is faster.
 
     If the larger search finds a faster trainable plan, its answer replaces `answer`.

@@ -22,7 +22,7 @@ from meshwright.costs.software import IMBALANCE, SOFTWARE, TrainingSoftware, sof
 from meshwright.costs.stack_footprint import FITTING_SHARE, footprint, memory_constants
 from meshwright.costs.step import step_cost
 from meshwright.planner.candidate import linear_dtypes
-from meshwright.planner.precision_choice import PRODUCT_FORMATS, ProductFormat
+from meshwright.planner.precision_choice import PRODUCT_FORMATS, MatmulFormat
 from meshwright.spec.chips import Chip
 from meshwright.spec.divisors import divisors
 from meshwright.spec.errors import BadInput
@@ -76,7 +76,7 @@ def software_listed(text: str) -> tuple[TrainingSoftware, ...]:
     return tuple({software.name: software for software in chosen}.values())
 
 
-def best_with(run: RunSpec, software: TrainingSoftware, narrowest: ProductFormat | None = None) -> SoftwarePlan:
+def best_with(run: RunSpec, software: TrainingSoftware, narrowest: MatmulFormat | None = None) -> SoftwarePlan:
     """The layout and the format of products with the shortest step that fits.
 
     Formats are those of the software's published runs that the chip has, down to `narrowest`; without it to 8 bits for a run whose
@@ -100,7 +100,7 @@ def best_with(run: RunSpec, software: TrainingSoftware, narrowest: ProductFormat
 
 
 def _best_layout(
-    run: RunSpec, software: TrainingSoftware, answer: SoftwarePlan, chip: Chip, product_format: ProductFormat
+    run: RunSpec, software: TrainingSoftware, answer: SoftwarePlan, chip: Chip, product_format: MatmulFormat
 ) -> SoftwarePlan:
     """`answer` with the layout whose step is the shortest with products in this format."""
     cluster = as_nodes(run.cluster)

@@ -67,7 +67,7 @@ MAX_ANY_DIVISOR = 64
 
 
 @dataclass(frozen=True)
-class Mesh:
+class AxisSizes:
     """Sizes of all axes, the number of expert ranks, and the order of the axes, outermost first."""
 
     sizes: tuple[int, ...]
@@ -104,7 +104,7 @@ class Mesh:
 class Points:
     """Layouts (points) as columns of equal length, with their meshes."""
 
-    meshes: tuple[Mesh, ...]
+    meshes: tuple[AxisSizes, ...]
     mesh_columns: Mapping[str, np.ndarray]
     """Columns by mesh: an axis's size under its name, `data`, `context`, `expert`; strides as `… stride`.
 
@@ -167,7 +167,7 @@ def with_kernel_engines(run: RunSpec, space: Points) -> Points:
     )
 
 
-def _mesh_columns(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]:
+def _mesh_columns(run: RunSpec, meshes: Sequence[AxisSizes]) -> dict[str, np.ndarray]:
     sizes = np.array([mesh.sizes for mesh in meshes], dtype=np.float64).reshape(-1, len(AXES))
     mesh_columns = dict(zip(AXES, sizes.T, strict=True))
     mesh_columns["data"] = mesh_columns["replicate"] * mesh_columns["shard"]
@@ -186,11 +186,11 @@ def _mesh_columns(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]
     return mesh_columns
 
 
-def _weight_copies(run: RunSpec) -> Callable[[Mesh], bool]:
+def _weight_copies(run: RunSpec) -> Callable[[AxisSizes], bool]:
     """Whether copy engines gather a mesh's weights: as pinned, else where possible, as they slow compute less than kernels."""
     pinned, possible = GATHERS.pin(pins_of(run)), why_kernel_gathers(run) is None
 
-    def copies(mesh: Mesh) -> bool:
+    def copies(mesh: AxisSizes) -> bool:
         if mesh.size("shard") * mesh.context == 1 or pinned:
             return pinned == "copy_engine"
         return possible and not _shards_cross_nodes(run, mesh)
@@ -198,12 +198,12 @@ def _weight_copies(run: RunSpec) -> Callable[[Mesh], bool]:
     return copies
 
 
-def _token_copies(run: RunSpec) -> Callable[[Mesh], bool]:
+def _token_copies(run: RunSpec) -> Callable[[AxisSizes], bool]:
     """Whether copy engines exchange tokens between a mesh's tensor ranks: as pinned, else where they were measured to work."""
     pinned = TOKENS.pin(pins_of(run))
     possible = cache(lambda ranks: ranks > 1 and why_kernel_token_exchange(run, ranks) is None)
 
-    def copies(mesh: Mesh) -> bool:
+    def copies(mesh: AxisSizes) -> bool:
         if pinned:
             return pinned == "copy_engine"
         return possible(mesh.size("tensor")) and not mesh.crosses("tensor", run.cluster.ranks_per_node)
@@ -211,11 +211,11 @@ def _token_copies(run: RunSpec) -> Callable[[Mesh], bool]:
     return copies
 
 
-def _shards_cross_nodes(run: RunSpec, mesh: Mesh) -> bool:
+def _shards_cross_nodes(run: RunSpec, mesh: AxisSizes) -> bool:
     return any(mesh.crosses(axis, run.cluster.ranks_per_node) for axis in SHARD_AXES)
 
 
-def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
+def _meshes(run: RunSpec, trainable: bool) -> Iterator[AxisSizes]:
     pins, ranks, batch = pins_of(run), run.cluster.ranks, run.train.global_batch
     for tensor, ulysses, ring in _model_axes(run, trainable):
         ranks_left = ranks // (tensor * ulysses * ring)
@@ -237,7 +237,7 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
                     "tensor": tensor,
                 }
                 for expert, order in product(_expert_sizes(run, shard * ring * ulysses, tensor), _orders(run, sizes)):
-                    yield Mesh(tuple(sizes[axis] for axis in AXES), expert, order)
+                    yield AxisSizes(tuple(sizes[axis] for axis in AXES), expert, order)
 
 
 def _orders(run: RunSpec, sizes: Mapping[str, int]) -> list[tuple[AxisName, ...]]:

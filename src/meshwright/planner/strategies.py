@@ -25,7 +25,7 @@ from meshwright.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
-class End:
+class StrategyEnd:
     """Settings of the layers at one end (high-memory or low-memory) of a strategy."""
 
     reshard: bool
@@ -37,11 +37,11 @@ class End:
 class Strategy:
     """Two settings of layers: `low_memory` for as few layers as the memory requires, and `high_memory` for the others."""
 
-    high_memory: End
-    low_memory: End
+    high_memory: StrategyEnd
+    low_memory: StrategyEnd
     gradients: Gradients = "shard"
 
-    def layer(self, end: End, text: str = "all") -> LayerStrategy:
+    def layer(self, end: StrategyEnd, text: str = "all") -> LayerStrategy:
         """The layer strategy of one end for the range of layers `text`."""
         return LayerStrategy(
             range=text, reshard=end.reshard, gradients=self.gradients, recompute=end.recompute, offload=end.offload
@@ -51,7 +51,7 @@ class Strategy:
 OFFLOAD_PAIRS: tuple[tuple[Offload, Offload], ...] = (("none", "activations"), ("optimizer", "both"))
 """Values of offload that differ in activations only: (without, with)."""
 
-PLAIN = Strategy(End(False, "none"), End(False, "none"))
+PLAIN = Strategy(StrategyEnd(False, "none"), StrategyEnd(False, "none"))
 """Strategy without reshard, recompute and offload."""
 
 
@@ -92,9 +92,9 @@ def lower_memory_strategies(run: RunSpec, strategy: Strategy) -> list[Strategy]:
     return [replace(strategy, high_memory=end, low_memory=low_memory) for low_memory in ends if low_memory != end]
 
 
-def lowest_memory_end(run: RunSpec) -> tuple[End, Gradients]:
+def lowest_memory_end(run: RunSpec) -> tuple[StrategyEnd, Gradients]:
     pins = pins_of(run)
-    return End(_reshard_modes(pins)[-1], recomputes(run)[-1]), gradient_modes(run)[0]
+    return StrategyEnd(_reshard_modes(pins)[-1], recomputes(run)[-1]), gradient_modes(run)[0]
 
 
 def gradient_modes(run: RunSpec) -> tuple[Gradients, ...]:
@@ -108,7 +108,7 @@ def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
     pinned = pins_of(run).recompute
     if pinned is not None:
         return (pinned,)
-    modes = tuple(mode for mode in RECOMPUTE_MODES if mode != "all_but_attention" or _attention_dominates(run))
+    modes = tuple(mode for mode in RECOMPUTE_MODES if mode != "all_but_attention" or _attention_is_costly(run))
     return tuple(mode for mode in modes if mode in RECOMPUTES_PRODUCTS) if mlp_tile_of(run) else modes
 
 
@@ -116,14 +116,14 @@ def _reshard_modes(pins: PlanKeys) -> list[bool]:
     return [False, True] if pins.reshard is None else [pins.reshard]
 
 
-def _attention_dominates(run: RunSpec) -> bool:
-    """Whether the FLOPs of attention scores are at least a quarter of all others; else recomputing them costs almost nothing."""
+def _attention_is_costly(run: RunSpec) -> bool:
+    """Whether the FLOPs of attention scores are at least 15% of all others; else recomputing them costs little."""
     others = flops_per_token(run.model, 1, causal=True)
-    return flops_per_token(run.model, run.train.seq_len, causal=True) >= 1.25 * others
+    return flops_per_token(run.model, run.train.seq_len, causal=True) >= 1.15 * others
 
 
 @lru_cache(maxsize=8)
-def _strategies_between(pairs: tuple[tuple[End, End], ...], grid: OptionGrid) -> StrategySet:
+def _strategies_between(pairs: tuple[tuple[StrategyEnd, StrategyEnd], ...], grid: OptionGrid) -> StrategySet:
     strategies = [
         Strategy(high_memory, low_memory, gradients)
         for gradients in grid.gradients
@@ -145,32 +145,34 @@ def _strategies_between(pairs: tuple[tuple[End, End], ...], grid: OptionGrid) ->
     return StrategySet(tuple(strategies), grid, high_memory, low_memory, np.array(adds_activation_offload), classes)
 
 
-def _strategy_ends(run: RunSpec, offloads: Sequence[Offload]) -> list[tuple[End, End]]:
+def _strategy_ends(run: RunSpec, offloads: Sequence[Offload]) -> list[tuple[StrategyEnd, StrategyEnd]]:
     """(high-memory, low-memory) ends of all strategies.
 
     Both are equal, or differ in one of reshard, recompute and offload of activations.
     """
     reshard_options, recompute_options = _reshard_modes(pins_of(run)), recomputes(run)
-    pairs: list[tuple[End, End]] = []
+    pairs: list[tuple[StrategyEnd, StrategyEnd]] = []
     for offload in offloads:
         pairs += [
             (end, end)
-            for end in (End(reshard, mode, offload) for mode in recompute_options for reshard in reshard_options)
+            for end in (
+                StrategyEnd(reshard, mode, offload) for mode in recompute_options for reshard in reshard_options
+            )
         ]
         pairs += [
-            (End(False, mode, offload), End(True, mode, offload))
+            (StrategyEnd(False, mode, offload), StrategyEnd(True, mode, offload))
             for mode in recompute_options
             if len(reshard_options) == 2
         ]
         pairs += [
-            (End(reshard, high_memory, offload), End(reshard, low_memory, offload))
+            (StrategyEnd(reshard, high_memory, offload), StrategyEnd(reshard, low_memory, offload))
             for reshard in reshard_options
             for high_memory, low_memory in combinations(recompute_options, 2)
         ]
     for without, with_activations in OFFLOAD_PAIRS:
         if {without, with_activations} <= set(offloads):
             pairs += [
-                (End(reshard, mode, without), End(reshard, mode, with_activations))
+                (StrategyEnd(reshard, mode, without), StrategyEnd(reshard, mode, with_activations))
                 for mode in recompute_options
                 for reshard in reshard_options
             ]

@@ -10,6 +10,7 @@ layers that fit. Time is not linear where one end offloads activations and the o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,6 +51,9 @@ Results of earlier batches exclude later points, so the first are small; a call 
 BOUND_SAFETY = 0.97
 """Factor on a lower bound, as communication may overlap with compute that a strategy adds, such as recompute."""
 
+MOST_REPLICAS = (1, 4, 16)
+"""Most replicas of the layouts of a family; those with more are another."""
+
 
 @dataclass(frozen=True)
 class SweepResult:
@@ -70,17 +74,18 @@ def sweep(
     *,
     best: int,
     max_slowdown: float = 1.0,
+    limit: float = np.inf,
     costs: SpaceCosts | None = None,
 ) -> SweepResult:
     """The `best` fastest points of each family that fit `memory_limit` bytes by the closed form; empty when none fits.
 
-    Only points up to `max_slowdown` times the time of the fastest are returned; with a `max_slowdown` of 1 the fastest alone. `costs`
-    are those of `points`, if an earlier sweep has computed some.
+    Only points up to `max_slowdown` times the time of the fastest and below `limit` seconds are returned; with a `max_slowdown` of 1 the
+    fastest alone. `costs` are those of `points`, if an earlier sweep has computed some.
     """
     costs = costs or SpaceCosts(run, pricing, points)
     bound, strategy_set = costs.lower_bounds, strategy_set_of(run, points.offloads)
     order = np.argsort(bound, kind="stable")
-    leaders = _FastestByFamily(best, max_slowdown, _families(points))
+    leaders = _FastestByFamily(best, max_slowdown, _families(points), limit)
     priced = len(points)
     for batch in _growing_batches(order):
         if bound[batch[0]] * BOUND_SAFETY > leaders.limit:
@@ -116,12 +121,15 @@ def _growing_batches(order: np.ndarray) -> Iterator[np.ndarray]:
 def _families(points: Points) -> np.ndarray:
     """Family number of each point.
 
-    Points of a family share the axes that split a model or a sequence, the schedule, and whether there are replicas. The closed form
-    deviates by a similar factor for all of them.
+    Points of a family share the axes that split a model or a sequence, the schedule, the number of virtual stages, and about the number
+    of replicas (`MOST_REPLICAS`). The closed form deviates by a similar factor for all of them.
     """
-    by_mesh = [(mesh.inner, mesh.size("replicate") > 1) for mesh in points.meshes]
+    by_mesh = [(mesh.inner, bisect_left(MOST_REPLICAS, mesh.size("replicate"))) for mesh in points.meshes]
     number_of = {family: number for number, family in enumerate(dict.fromkeys(by_mesh))}
-    return np.array([number_of[family] for family in by_mesh])[points.mesh] * len(SCHEDULES) + points.schedule
+    number = np.array([number_of[family] for family in by_mesh])[points.mesh]
+    for column in (points.schedule, points.virtual):
+        number = number * (int(column.max(initial=0)) + 1) + column
+    return np.unique(number, return_inverse=True)[1].reshape(-1)
 
 
 def strategies_in(run: RunSpec, pricing: Pricing, points: Points, memory_limit: float) -> list[Strategy | None]:
@@ -153,11 +161,11 @@ def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy
 class _FastestByFamily:
     """Collects the `size` fastest points of each family with their strategies, up to `max_slowdown` times the fastest."""
 
-    def __init__(self, size: int, max_slowdown: float, families: np.ndarray) -> None:
+    def __init__(self, size: int, max_slowdown: float, families: np.ndarray, limit: float) -> None:
         self.size, self.max_slowdown, self.families = size, max_slowdown, families
         self.strategies_by_point: dict[int, dict[int, list[tuple[float, Strategy]]]] = {}
         """By family, then by point index: (seconds, strategy) of the accepted strategies."""
-        self.limit = np.inf
+        self.limit = limit
         self._worst = np.full(int(families.max(initial=0)) + 1, np.inf)
 
     def worst(self, indices: np.ndarray) -> np.ndarray:

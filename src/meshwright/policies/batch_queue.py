@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import heapq
 
-from meshwright.policies.batch_request import Progress
+from meshwright.policies.batch_request import RequestProgress
 
 
 class RequestQueue:
     """Waiting requests. Entries of requests that have ended are dropped when they come to the front."""
 
     def __init__(self) -> None:
-        self._ready: list[tuple[tuple[float, int], Progress]] = []
-        self._samples: dict[int, list[Progress]] = {}
-        self._deadlines: list[tuple[float, int, Progress]] = []
+        self._ready: list[tuple[tuple[float, int], RequestProgress]] = []
+        self._samples: dict[int, list[RequestProgress]] = {}
+        self._deadlines: list[tuple[float, int, RequestProgress]] = []
 
-    def push(self, progress: Progress) -> None:
+    def push(self, progress: RequestProgress) -> None:
         """Add a request that can be admitted."""
         heapq.heappush(self._ready, (progress.key, progress))
 
-    def head(self) -> Progress | None:
+    def head(self) -> RequestProgress | None:
         """The request to admit next."""
         ready = self._ready
         while ready and ready[0][1].ended:
@@ -30,7 +30,7 @@ class RequestQueue:
         """Remove the head."""
         heapq.heappop(self._ready)
 
-    def wait_for(self, leader: int, progress: Progress) -> None:
+    def wait_for(self, leader: int, progress: RequestProgress) -> None:
         """Keep a sample back until `release_samples(leader)`."""
         self._samples.setdefault(leader, []).append(progress)
 
@@ -47,7 +47,7 @@ class RequestQueue:
             self.push(waiting[0])
             self._samples.setdefault(waiting[0].request.number, []).extend(waiting[1:])
 
-    def watch_deadline(self, progress: Progress, deadline: float) -> None:
+    def watch_deadline(self, progress: RequestProgress, deadline: float) -> None:
         """Remember when a request has to end."""
         heapq.heappush(self._deadlines, (deadline, progress.request.number, progress))
 
@@ -58,7 +58,7 @@ class RequestQueue:
             heapq.heappop(deadlines)
         return deadlines[0][0] if deadlines else None
 
-    def take_late(self, now: float) -> Progress | None:
+    def take_late(self, now: float) -> RequestProgress | None:
         """A request whose deadline is not after `now`; None if there is none."""
         if not self._deadlines:
             return None

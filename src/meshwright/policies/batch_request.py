@@ -86,7 +86,7 @@ class CacheGroup:
     """Tokens that a query attends to, its own included; None for all."""
 
 
-class Progress:
+class RequestProgress:
     """The state of an unfinished request. The policy owns it; others only read `tokens`."""
 
     __slots__ = (
@@ -136,7 +136,7 @@ class Progress:
         """Whether it holds a slot of the batch and blocks."""
         self.ended = self.draining = False
         """Whether the request has ended; whether its last part is in flight."""
-        self.part: Part | None = None
+        self.part: RequestPart | None = None
         """Decode part of the request; None while its prompt is computed."""
         self.tables: list[list[int]] = [[] for _ in range(groups)]
         """Block ids, one table for each group."""
@@ -163,7 +163,7 @@ class Progress:
         return len(self.tokens) - 1 if self.confirmed >= self.expected else self.confirmed
 
 
-class Part:
+class RequestPart:
     """Consecutive tokens of one request in a step: positions `start` … `start + count - 1`.
 
     A decode part is one object for as long as its request decodes: `start` moves on when the next step is planned.
@@ -171,7 +171,7 @@ class Part:
 
     __slots__ = ("computation", "count", "limit", "progress", "request", "samples", "start", "tables", "tokens")
 
-    def __init__(self, progress: Progress, start: int, count: int, samples: bool) -> None:
+    def __init__(self, progress: RequestProgress, start: int, count: int, samples: bool) -> None:
         self.progress, self.start, self.count, self.samples = progress, start, count, samples
         """`samples`: whether the logits of the last position give a new token."""
         self.request = progress.request
@@ -190,17 +190,17 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class EngineStep:
     """Batch of one engine step. Parts and tables are valid until the policy plans the next step."""
 
     number: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[RequestPart] = field(default_factory=list)
     """Decodes first, then prefill chunks. Not to be changed."""
     decodes: int = 0
     """Number of decode parts. Each has one token, and draft tokens where they were asked for."""
     tokens: int = 0
     """Tokens of all parts."""
-    sampling: list[Part] = field(default_factory=list)
+    sampling: list[RequestPart] = field(default_factory=list)
     """Parts that give a new token, in the order of `parts`."""
     repeat: int = 1
     """Number of identical decode steps that this one stands for; `start` is then that of the last of them."""
@@ -208,13 +208,15 @@ class Step:
     """Whether the parts are those of the step before, each one token further."""
     grown: list[int] = field(default_factory=list)
     """If `unchanged`: indices of the parts whose block tables differ from those of the step before."""
-    final: list[Progress] = field(default_factory=list)
+    final: list[RequestProgress] = field(default_factory=list)
     """Requests that reach their number of new tokens."""
     drafts: bool = False
     """Whether a part has draft tokens."""
+    released: int = 0
+    """`RunningBatch.released` when it was planned."""
 
 
-class Ended(NamedTuple):
+class RequestEnded(NamedTuple):
     """The end of a request."""
 
     number: int

@@ -19,12 +19,12 @@ from meshwright.policies.batch_request import (
     LARGEST_PRIORITY,
     LONGEST_SALT,
     BatchLimits,
-    Ended,
-    Part,
-    Progress,
+    EngineStep,
     Reason,
     Request,
-    Step,
+    RequestEnded,
+    RequestPart,
+    RequestProgress,
 )
 from meshwright.policies.cache_blocks import NO_SALT, BlockTables, block_digest, extend_digests, root_digest
 from meshwright.policies.running_batch import RunningBatch
@@ -38,11 +38,11 @@ class BatchPolicy(Generic[Cache]):
 
     def __init__(self, limits: BatchLimits, cache: Cache) -> None:
         self.limits, self.cache = limits, cache
-        self._progress: dict[int, Progress] = {}
+        self._progress: dict[int, RequestProgress] = {}
         self._queue = RequestQueue()
         self._batch = RunningBatch(limits, cache, self._queue)
-        self._last_parts: list[Part] | None = None
-        self._ended: list[Ended] = []
+        self._last_parts: list[RequestPart] | None = None
+        self._ended: list[RequestEnded] = []
         self._in_flight = self._steps = 0
         self._drafts_in_flight = self._preempted = False
 
@@ -57,7 +57,7 @@ class BatchPolicy(Generic[Cache]):
         return len(self._batch.requests)
 
     @property
-    def decodes(self) -> Sequence[Part]:
+    def decodes(self) -> Sequence[RequestPart]:
         """The decode parts that the next step moves on."""
         return self._batch.current_decodes()
 
@@ -94,7 +94,7 @@ class BatchPolicy(Generic[Cache]):
         self.check(request)
         key = (self.limits.turn(request.arrival, request.priority), request.number)
         salt = NO_SALT + request.salt if self.limits.prefix_cache else None
-        progress = Progress(request, key, len(self.cache.counts), salt)
+        progress = RequestProgress(request, key, len(self.cache.counts), salt)
         progress.digests.extend(digests)
         progress.tail = tail
         self._progress[request.number] = progress
@@ -126,7 +126,7 @@ class BatchPolicy(Generic[Cache]):
                 self._batch.forget_blocks(progress)
             self._end(progress, "failed")
 
-    def drain_ended(self) -> list[Ended]:
+    def drain_ended(self) -> list[RequestEnded]:
         """Requests that ended since the last call, in order."""
         ended, self._ended = self._ended, []
         return ended
@@ -155,7 +155,7 @@ class BatchPolicy(Generic[Cache]):
             raise RuntimeError("complete the step with draft tokens before the cache is emptied")
         self._batch.forget_cache()
 
-    def next_step(self, now: float, drafts: Mapping[int, int] | None = None) -> Step | None:
+    def next_step(self, now: float, drafts: Mapping[int, int] | None = None) -> EngineStep | None:
         """Plan a step at time `now` in seconds; None if there is nothing to compute until a step in flight is completed.
 
         `drafts` maps request numbers to draft tokens to verify; fewer are planned where budget, blocks or the request's
@@ -170,10 +170,10 @@ class BatchPolicy(Generic[Cache]):
         if not (batch.current_decodes() or batch.prefills or self._queue.head()):
             self._preempted = False
             return None
-        step = Step(self._steps)
+        step = EngineStep(self._steps, released=batch.released)
         self._plan_decodes(step)
-        chunks: list[Part] = []
-        joining: list[Part] = []
+        chunks: list[RequestPart] = []
+        joining: list[RequestPart] = []
         if batch.prefills or batch.next_head() is not None:
             self._plan_prefills(step, chunks, joining, preemptions)
         self._preempted = batch.preemptions > preemptions
@@ -199,7 +199,7 @@ class BatchPolicy(Generic[Cache]):
         self._in_flight += 1
         return step
 
-    def _plan_decodes(self, step: Step) -> None:
+    def _plan_decodes(self, step: EngineStep) -> None:
         """Move every decode to its next position and take the blocks that this needs."""
         decodes, reached = self._batch.current_decodes(), []
         for index, part in enumerate(decodes):
@@ -218,7 +218,7 @@ class BatchPolicy(Generic[Cache]):
                 step.final.append(progress)
             self._batch.set_limit(part)
 
-    def _add_drafts(self, step: Step, decodes: list[Part], drafts: Mapping[int, int]) -> None:
+    def _add_drafts(self, step: EngineStep, decodes: list[RequestPart], drafts: Mapping[int, int]) -> None:
         """Lengthen decode parts by draft tokens, where neither a prefill nor another request's block is in the way."""
         for index, part in enumerate(decodes):
             allowed = min(self.limits.tokens + len(decodes) - step.tokens, part.progress.final - part.start)
@@ -231,7 +231,9 @@ class BatchPolicy(Generic[Cache]):
                 self._batch.set_limit(part)
         self._drafts_in_flight = step.drafts
 
-    def _plan_prefills(self, step: Step, chunks: list[Part], joining: list[Part], preemptions: int) -> None:
+    def _plan_prefills(
+        self, step: EngineStep, chunks: list[RequestPart], joining: list[RequestPart], preemptions: int
+    ) -> None:
         """Fill the token budget with prompts in order; admit requests in their turn, unless this step has preempted any."""
         batch, index = self._batch, 0
         budget, admitting = self.limits.tokens, True
@@ -253,14 +255,14 @@ class BatchPolicy(Generic[Cache]):
                 budget -= count
                 index += 1
 
-    def extends(self, step: Step) -> bool:
+    def extends(self, step: EngineStep) -> bool:
         """Whether `extend` may let the step stand for several, if there are blocks for them."""
         single = self._in_flight > 1 or step.number != self._steps - 1 or step.decodes < len(step.parts) or step.drafts
         admits = self._preempted or self._batch.next_head() is not None
         releases = self.cache.smallest_window is not None and self._queue.head() is not None
         return not (single or admits or releases or step.final)
 
-    def extend(self, step: Step, most: int) -> int:
+    def extend(self, step: EngineStep, most: int) -> int:
         """Let a step of decodes that was just planned stand for up to `most` identical ones; returns their number.
 
         If it stands for several already, `most` counts from the last of these. The result is exactly that of so many
@@ -279,7 +281,7 @@ class BatchPolicy(Generic[Cache]):
                 self._batch.drain(progress)
         return steps
 
-    def complete(self, step: Step, tokens: Sequence[int] | None, stopped: Collection[int] = ()) -> None:
+    def complete(self, step: EngineStep, tokens: Sequence[int] | None, stopped: Collection[int] = ()) -> None:
         """Process the results of a step without drafts.
 
         `tokens` are the new tokens of `step.sampling`, in that order; None stands for unknown ones, of a simulated step.
@@ -288,14 +290,18 @@ class BatchPolicy(Generic[Cache]):
         if step.drafts or (step.repeat > 1 and tokens is not None):
             raise ValueError("a step with drafts is completed by complete_drafts, a repeated one without tokens")
         values = bytes(len(step.sampling)) if tokens is None else tokens
-        for part, token in zip(step.sampling, values, strict=True):
-            if part.progress.live:
-                part.tokens.append(token)
-            else:
-                self._deliver(part.progress, (token,))
+        if tokens is None and step.released == self._batch.released:
+            for part in step.sampling:  # all of them are live
+                part.tokens.append(0)
+        else:
+            for part, token in zip(step.sampling, values, strict=True):
+                if part.progress.live:
+                    part.tokens.append(token)
+                else:
+                    self._deliver(part.progress, (token,))
         self._finish(step, stopped)
 
-    def complete_drafts(self, step: Step, tokens: Sequence[Sequence[int]], stopped: Collection[int] = ()) -> None:
+    def complete_drafts(self, step: EngineStep, tokens: Sequence[Sequence[int]], stopped: Collection[int] = ()) -> None:
         """Process the results of a step with drafts: for each of `step.sampling`, the accepted draft tokens and one more."""
         for index, (part, new) in enumerate(zip(step.sampling, tokens, strict=True)):
             if not 0 < len(new) <= (part.count if index < step.decodes else 1):
@@ -308,21 +314,21 @@ class BatchPolicy(Generic[Cache]):
         self._drafts_in_flight = False
         self._finish(step, stopped)
 
-    def fail(self, step: Step) -> None:
+    def fail(self, step: EngineStep) -> None:
         """End all requests of a step that could not be computed. Its blocks do not enter the prefix cache."""
         self._in_flight -= 1
         self._drafts_in_flight = False
         for part in step.parts:
             self._end(part.progress, "failed")
 
-    def _deliver(self, progress: Progress, tokens: Sequence[int]) -> None:
+    def _deliver(self, progress: RequestProgress, tokens: Sequence[int]) -> None:
         if progress.ended:
             return
         progress.tokens.extend(tokens)
         if not progress.live and len(progress.tokens) == progress.expected < progress.total:
             self._queue.push(progress)
 
-    def _finish(self, step: Step, stopped: Collection[int]) -> None:
+    def _finish(self, step: EngineStep, stopped: Collection[int]) -> None:
         self._in_flight -= 1
         for part in step.parts[step.decodes :]:
             progress = part.progress
@@ -338,14 +344,14 @@ class BatchPolicy(Generic[Cache]):
             if len(progress.tokens) >= progress.total:
                 self._end(progress, "length")
 
-    def _end(self, progress: Progress, reason: Reason) -> None:
+    def _end(self, progress: RequestProgress, reason: Reason) -> None:
         if progress.ended:
             return
         if progress.live:
             self._batch.free(progress)
         progress.ended = True
         del self._progress[progress.request.number]
-        self._ended.append(Ended(progress.request.number, reason, progress.new_tokens))
+        self._ended.append(RequestEnded(progress.request.number, reason, progress.new_tokens))
         self._queue.replace_leader(progress.request.number)
 
     def check(self, request: Request) -> None:

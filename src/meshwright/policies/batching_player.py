@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.policies.batch_request import Part, Reason, Request, Step
+from meshwright.policies.batch_request import EngineStep, Reason, Request, RequestPart
 from meshwright.policies.batching import BatchPolicy
 
-StepCost = Callable[[int, int, Sequence[Part]], float]
+StepCost = Callable[[int, int, Sequence[RequestPart]], float]
 """Seconds of a step, from its decode tokens, the positions that these attend to in all, and its prefill chunks."""
 LONGEST_REPEAT = 64
 """Identical decode steps that are planned in one call at most."""
@@ -73,11 +73,11 @@ def play(
         _note_ends(policy, served, now)
 
 
-def _context(step: Step) -> int:
+def _context(step: EngineStep) -> int:
     return sum(part.start + 1 for part in step.parts[: step.decodes])
 
 
-def _step_ends(step: Step, context: int, now: float, until: float, cost: StepCost, most: int) -> list[float]:
+def _step_ends(step: EngineStep, context: int, now: float, until: float, cost: StepCost, most: int) -> list[float]:
     """Ends of this step and of the identical ones that would begin before `until`."""
     ends = [now + cost(step.decodes, context, step.parts[step.decodes :])]
     if step.decodes == len(step.parts):

@@ -44,7 +44,7 @@ class Rule:
 
     name: str
     quantity: str
-    """Key of `Reading.values`, or `xid` for the events of a reading."""
+    """Key of `HealthReading.values`, or `xid` for the events of a reading."""
     test: Test
     limit: float
     """For `above` and `below` the limit. For `rises` the greatest increase of the counter within `seconds` that is still healthy."""
@@ -142,7 +142,7 @@ _LONGEST_ROW = max(rule.readings for rule in RULES)
 
 
 @dataclass(frozen=True)
-class Reading:
+class HealthReading:
     """Values of one part of a host at one time: a GPU, a network port, or the host itself."""
 
     part: str
@@ -154,7 +154,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthFinding:
     """A rule that a part of the host has met."""
 
     rule: str
@@ -190,14 +190,14 @@ class HealthWatch:
 
     _series: dict[tuple[str, str], deque[tuple[float, float]]] = field(default_factory=dict)
     """Times and values of each part and quantity, as far back as a rule looks."""
-    _events: dict[tuple[str, str], Finding] = field(default_factory=dict)
+    _events: dict[tuple[str, str], HealthFinding] = field(default_factory=dict)
     """Findings from XIDs. They are never removed, because most XIDs are valid until the GPU is reset."""
-    _rises: dict[tuple[str, str], tuple[float, Finding]] = field(default_factory=dict)
+    _rises: dict[tuple[str, str], tuple[float, HealthFinding]] = field(default_factory=dict)
     """Findings from counters, and the time until which they count."""
 
-    def update(self, now: float, readings: Sequence[Reading]) -> tuple[Finding, ...]:
+    def update(self, now: float, readings: Sequence[HealthReading]) -> tuple[HealthFinding, ...]:
         """The findings after the readings of the time `now`, in seconds of any monotonic clock."""
-        states: list[Finding] = []
+        states: list[HealthFinding] = []
         for reading in readings:
             self._take_events(reading)
             for quantity, value in reading.values.items():
@@ -207,7 +207,7 @@ class HealthWatch:
         rises = [finding for until, finding in self._rises.values() if now <= until]
         return (*self._events.values(), *rises, *states)
 
-    def _take_events(self, reading: Reading) -> None:
+    def _take_events(self, reading: HealthReading) -> None:
         for xid in reading.xids:
             if xid in IGNORED_XIDS:
                 continue
@@ -215,7 +215,7 @@ class HealthWatch:
                 listed = xid in rule.values or (not rule.values and xid not in _LISTED_XIDS)
                 if rule.quantity == "xid" and listed:
                     text = f"XID {xid}, {rule.meaning}"
-                    self._events.setdefault((reading.part, rule.name), Finding(rule.name, reading.part, text))
+                    self._events.setdefault((reading.part, rule.name), HealthFinding(rule.name, reading.part, text))
 
     def _take_value(self, now: float, part: str, quantity: str, value: float) -> None:
         counts = quantity in _COUNTERS
@@ -226,7 +226,7 @@ class HealthWatch:
         while counts and now - series[0][0] > _LONGEST_SECONDS:
             series.popleft()
 
-    def _states(self, reading: Reading) -> list[Finding]:
+    def _states(self, reading: HealthReading) -> list[HealthFinding]:
         """Findings from the newest values."""
         found = []
         for quantity, value in reading.values.items():
@@ -237,7 +237,7 @@ class HealthWatch:
                     found.append(_finding(rule, reading.part, value))
         return found
 
-    def _take_rises(self, now: float, reading: Reading) -> None:
+    def _take_rises(self, now: float, reading: HealthReading) -> None:
         for quantity, value in reading.values.items():
             for rule in _BY_QUANTITY.get(quantity, ()):
                 if rule.test != "rises":
@@ -262,8 +262,8 @@ def _meets(rule: Rule, row: Sequence[float]) -> bool:
             return False
 
 
-def _finding(rule: Rule, part: str, value: float) -> Finding:
-    return Finding(rule.name, part, f"{rule.meaning} ({rule.quantity} {value:,.10g})")
+def _finding(rule: Rule, part: str, value: float) -> HealthFinding:
+    return HealthFinding(rule.name, part, f"{rule.meaning} ({rule.quantity} {value:,.10g})")
 
 
 _QUANTITIES = {rule.quantity for rule in RULES}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.policies.host_health import Finding
+from meshwright.policies.host_health import HealthFinding
 from meshwright.policies.restart import Incident
 from meshwright.policies.skipped_samples import SampleRange
 
@@ -33,7 +33,7 @@ class AttemptReported:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class AttemptPrepared:
     """The files of the attempt are written."""
 
     attempt: int
@@ -60,7 +60,7 @@ class SelfTestEnded:
 
 
 @dataclass(frozen=True)
-class Trained:
+class StepTrained:
     """A rank has finished a step."""
 
 
@@ -99,7 +99,7 @@ class Unhealthy:
     """A finding about the health of `host`, which comes again while it is true."""
 
     host: str
-    finding: Finding
+    finding: HealthFinding
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Ended:
+class HostEnded:
     """All ranks of the attempt on `host` have ended."""
 
     attempt: int
@@ -142,17 +142,17 @@ Event = (
     Ready
     | Lost
     | AttemptReported
-    | Prepared
+    | AttemptPrepared
     | Unplannable
     | SelfTestEnded
-    | Trained
+    | StepTrained
     | Committed
     | Present
     | SkippedSamples
     | Corrupted
     | Unhealthy
     | Failed
-    | Ended
+    | HostEnded
     | StopRequested
     | Unrecordable
     | Tick
@@ -172,12 +172,12 @@ class Test:
 
 
 @dataclass(frozen=True)
-class Begin:
+class BeginAttempt:
     """Let the ranks of the members begin the attempt."""
 
 
 @dataclass(frozen=True)
-class End:
+class EndAttempt:
     """End the ranks of the attempt for `reason`; `incident` is its failure, None if it has not failed."""
 
     reason: str
@@ -185,7 +185,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordIncident:
     """Record `incident`, which does not end the attempt."""
 
     incident: Incident
@@ -206,4 +206,4 @@ class Finish:
     code: int
 
 
-Action = Prepare | Test | Begin | End | Record | Note | Finish
+Action = Prepare | Test | BeginAttempt | EndAttempt | RecordIncident | Note | Finish

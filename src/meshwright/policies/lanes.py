@@ -24,7 +24,7 @@ KEPT_EPOCHS = 2
 """Orders of epochs that are kept; lanes are seldom more than one epoch apart."""
 
 
-class Part(NamedTuple):
+class LanePart(NamedTuple):
     """Part `part` of the `parts` equal parts of a group."""
 
     group: int
@@ -45,7 +45,7 @@ class LaneOrder:
         self._total = int(self._parts.sum(dtype=np.int64))
         self._epoch = lru_cache(maxsize=KEPT_EPOCHS)(self._make_epoch)
 
-    def window(self, lane: int, window: int) -> list[Part]:
+    def window(self, lane: int, window: int) -> list[LanePart]:
         """The parts of a window of a lane."""
         first = 1 + lane % WINDOW_PARTS
         begin = first + (window - 1) * WINDOW_PARTS if window else 0
@@ -55,14 +55,14 @@ class LaneOrder:
         """The numbers 0 to `documents` - 1 in the order in which the window's documents are read, int64."""
         return permute(np.arange(documents), documents, f"{self._key}/lane {lane}/{window}")
 
-    def _part(self, number: int) -> Part:
+    def _part(self, number: int) -> LanePart:
         """Part `number` of the endless sequence."""
         epoch, within = divmod(number, self._total)
         groups, ends = self._epoch(epoch)
         at = int(np.searchsorted(ends, within, side="right"))
         group = int(groups[at])
         parts = int(self._parts[group])
-        return Part(group, within - (int(ends[at]) - parts), parts)
+        return LanePart(group, within - (int(ends[at]) - parts), parts)
 
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The groups in the order of an epoch, and the number of parts up to the end of each."""

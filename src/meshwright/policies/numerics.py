@@ -32,25 +32,25 @@ class GoodStep:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SpikeLimits:
     """Values above which a loss or a gradient norm is a spike."""
 
     loss: float = math.inf
     norm: float = math.inf
 
 
-def spike_limits(history: Sequence[GoodStep], step: int, factor: float) -> Limits:
+def spike_limits(history: Sequence[GoodStep], step: int, factor: float) -> SpikeLimits:
     """`factor` times the medians over the last `WINDOW_STEPS` good steps up to `step` - `LAG_STEPS`."""
     window = [good for good in history if good.step <= step - LAG_STEPS][-WINDOW_STEPS:]
     if len(window) < FEWEST_STEPS:
-        return Limits()
-    return Limits(
+        return SpikeLimits()
+    return SpikeLimits(
         factor * statistics.median(good.loss for good in window),
         factor * statistics.median(good.norm for good in window),
     )
 
 
-def judge(loss: float, norm: float, limits: Limits) -> Verdict:
+def judge(loss: float, norm: float, limits: SpikeLimits) -> Verdict:
     """The verdict on a step."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "nonfinite"

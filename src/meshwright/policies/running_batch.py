@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Sequence
 
 from meshwright.policies.batch_queue import RequestQueue
-from meshwright.policies.batch_request import BatchLimits, Part, Progress, Request, Step
+from meshwright.policies.batch_request import BatchLimits, EngineStep, Request, RequestPart, RequestProgress
 from meshwright.policies.cache_blocks import BlockTables, block_digest, extend_digests, root_digest
 from meshwright.spec.errors import BadInput
 
@@ -16,15 +16,17 @@ class RunningBatch:
 
     def __init__(self, limits: BatchLimits, cache: BlockTables, queue: RequestQueue) -> None:
         self.limits, self.cache, self.queue = limits, cache, queue
-        self.requests: dict[int, Progress] = {}
-        self.decodes: list[Part] = []
+        self.requests: dict[int, RequestProgress] = {}
+        self.decodes: list[RequestPart] = []
         """Decode parts in the order of their first decode. Replaced, never changed, so a step can keep it."""
-        self.prefills: list[Progress] = []
+        self.prefills: list[RequestProgress] = []
         """Requests whose prompt is not planned to the end yet, the first in order first."""
         self.stale = False
         """Whether `decodes` has parts of requests that do not decode any more."""
         self.preemptions = self.cached_tokens = self.looked_up_tokens = self.generation = 0
-        self._refused: Progress | None = None
+        self.released = 0
+        """How often a request has left the batch."""
+        self._refused: RequestProgress | None = None
         """The request that was last refused; it is tried again after a release, be it one of reserved or sent blocks."""
         self._refused_releases = 0
 
@@ -39,14 +41,14 @@ class RunningBatch:
                     f"request {request.number}: {size}; there are {pool.blocks}. Allow fewer new tokens or a larger cache"
                 )
 
-    def current_decodes(self) -> list[Part]:
+    def current_decodes(self) -> list[RequestPart]:
         """`decodes`, freed of stale parts."""
         if self.stale:
             self.stale = False
             self.decodes = [part for part in self.decodes if part.progress.part is part]
         return self.decodes
 
-    def next_head(self) -> Progress | None:
+    def next_head(self) -> RequestProgress | None:
         """The head of the queue, unless it was refused and no block has been released since."""
         head = self.queue.head()
         refused = head is not None and head is self._refused and self._refused_releases == self._releases()
@@ -94,14 +96,14 @@ class RunningBatch:
             insort(self.prefills, progress, key=lambda running: running.key)
         return True
 
-    def _claim_tail(self, progress: Progress, matched: int) -> bool:
+    def _claim_tail(self, progress: RequestProgress, matched: int) -> bool:
         """Take over the cached block with the end of a prompt behind `matched` blocks: new tokens are written to it."""
         request = progress.request
         if not progress.shares or request.computes_all or matched != len(request.prompt) // self.cache.tokens_per_block:
             return False
         return self.cache.claim(progress.tables, self._tail_digest(progress))
 
-    def _tail_digest(self, progress: Progress) -> bytes:
+    def _tail_digest(self, progress: RequestProgress) -> bytes:
         """Digest of the end of a prompt that does not fill a block; those of its full blocks are known."""
         if progress.tail is None:
             prompt = progress.request.prompt
@@ -110,20 +112,20 @@ class RunningBatch:
             progress.tail = block_digest(parent, prompt[full * self.cache.tokens_per_block :])
         return progress.tail
 
-    def _begin_cached(self, progress: Progress) -> None:
+    def _begin_cached(self, progress: RequestProgress) -> None:
         """Let a request whose known tokens but the newest are cached decode in the step that is being planned."""
         known = len(progress.tokens)
         self.cache.grow(progress.tables, known)
         progress.computed = progress.confirmed = known
-        progress.part = Part(progress, known - 1, 1, samples=True)
+        progress.part = RequestPart(progress, known - 1, 1, samples=True)
         self.set_limit(progress.part)
         self.decodes = [*self.current_decodes(), progress.part]
 
     @staticmethod
-    def _may_displace(progress: Progress, running: Progress) -> bool:
+    def _may_displace(progress: RequestProgress, running: RequestProgress) -> bool:
         return running.key > progress.key and running.request.priority < progress.request.priority
 
-    def _fits(self, progress: Progress, digests: Sequence[bytes], matched: int, budget: int) -> bool:
+    def _fits(self, progress: RequestProgress, digests: Sequence[bytes], matched: int, budget: int) -> bool:
         """Whether every group has free blocks for all known tokens of a request, beside what running prefills still need."""
         tokens = len(progress.tokens)
         for group, pool in enumerate(self.cache.counts):
@@ -135,13 +137,13 @@ class RunningBatch:
                 return False
         return True
 
-    def _owed(self, group: int, progress: Progress, budget: int) -> int:
+    def _owed(self, group: int, progress: RequestProgress, budget: int) -> int:
         """Blocks of a group that a running prefill has yet to take."""
         held = len(progress.tables[group]) - self.cache.first_block(group, progress.confirmed)
         tokens = len(progress.tokens)
         return max(self.cache.most_held(group, tokens, min(budget, tokens)) - held, 0)
 
-    def begin_block(self, step: Step, index: int, part: Part, start: int) -> bool:
+    def begin_block(self, step: EngineStep, index: int, part: RequestPart, start: int) -> bool:
         """Take the block of position `start` for part `index` of a step; false if the request itself was preempted."""
         progress = part.progress
         if self.cache.smallest_window is not None:
@@ -154,7 +156,7 @@ class RunningBatch:
         step.grown.append(index)
         return True
 
-    def room_for_prefill(self, progress: Progress) -> int:
+    def room_for_prefill(self, progress: RequestProgress) -> int:
         """Positions that the request's tables can cover, after preemptions if they could not cover another one."""
         if self.cache.smallest_window is not None:
             self.leave_window(progress, progress.confirmed)
@@ -165,27 +167,27 @@ class RunningBatch:
             self.detach(last)
         return room
 
-    def plan_chunk(self, progress: Progress, budget: int, chunks: list[Part]) -> int:
+    def plan_chunk(self, progress: RequestProgress, budget: int, chunks: list[RequestPart]) -> int:
         """Plan the next tokens of a prompt; returns their number, 0 if there are no blocks for them."""
         start, known = progress.computed, len(progress.tokens)
         count = min(budget, known - start, self.room_for_prefill(progress) - start)
         if count > 0:
             progress.computed = start + count
             self.cache.grow(progress.tables, progress.computed)
-            chunks.append(Part(progress, start, count, samples=progress.computed == known))
+            chunks.append(RequestPart(progress, start, count, samples=progress.computed == known))
         return count
 
-    def begin_decode(self, progress: Progress, step: Step) -> list[Part]:
+    def begin_decode(self, progress: RequestProgress, step: EngineStep) -> list[RequestPart]:
         """The decode part that follows the last chunk of a prompt; none if the request ends there."""
         last = len(progress.tokens) - 1
         if last >= progress.final:
             step.final.append(progress)
             return []
-        progress.part = Part(progress, last, 1, samples=True)
+        progress.part = RequestPart(progress, last, 1, samples=True)
         self.set_limit(progress.part)
         return [progress.part]
 
-    def grow_ahead(self, step: Step, most: int) -> tuple[int, list[int]]:
+    def grow_ahead(self, step: EngineStep, most: int) -> tuple[int, list[int]]:
         """Take the blocks of `most` decode steps in the order of single steps.
 
         Returns how many steps there can be, and the indices of the parts that need blocks or reach their last token.
@@ -207,7 +209,7 @@ class RunningBatch:
             self.set_limit(step.parts[index])
         return most, reached
 
-    def _grow_at_once(self, step: Step, reached: Sequence[int], most: int) -> bool:
+    def _grow_at_once(self, step: EngineStep, reached: Sequence[int], most: int) -> bool:
         """Take all blocks of these parts, if there are enough and it does not matter which request takes which block when."""
         if not self.cache.alike:
             return False
@@ -224,7 +226,7 @@ class RunningBatch:
         step.grown.extend(grown)
         return True
 
-    def _grow_in_order(self, step: Step, reached: Sequence[int], most: int) -> int:
+    def _grow_in_order(self, step: EngineStep, reached: Sequence[int], most: int) -> int:
         """Take the blocks of these parts one by one, as single steps do; returns the steps for which there are blocks."""
         size = self.cache.tokens_per_block
         events: dict[int, list[int]] = {}
@@ -241,16 +243,16 @@ class RunningBatch:
                 self.begin_block(step, index, part, part.start + offset)
         return most
 
-    def set_limit(self, part: Part) -> None:
+    def set_limit(self, part: RequestPart) -> None:
         """Note the position at which a decode needs a block or is at its last token."""
         covered, final = len(part.tables[0]) * self.cache.tokens_per_block, part.progress.final
         part.limit = covered if covered < final else final
 
-    def _last(self) -> Progress:
+    def _last(self) -> RequestProgress:
         """The request to preempt: one whose last part is in flight, for it needs no blocks any more, or the last in order."""
         return max(self.requests.values(), key=lambda progress: (progress.draining, progress.key))
 
-    def detach(self, progress: Progress) -> None:
+    def detach(self, progress: RequestProgress) -> None:
         """Take the blocks of a request. It is queued again as soon as its tokens in flight are known, unless they are the last."""
         if progress.draining:
             progress.expected = progress.total
@@ -265,8 +267,9 @@ class RunningBatch:
         if len(progress.tokens) == progress.expected:
             self.queue.push(progress)
 
-    def free(self, progress: Progress) -> None:
+    def free(self, progress: RequestProgress) -> None:
         """Remove a request from the batch and release its blocks."""
+        self.released += 1
         self.register(progress)
         self.cache.release(progress.tables)
         del self.requests[progress.request.number]
@@ -276,24 +279,24 @@ class RunningBatch:
             self.prefills.remove(progress)
         progress.live = False
 
-    def forget_blocks(self, progress: Progress) -> None:
+    def forget_blocks(self, progress: RequestProgress) -> None:
         """Remove the blocks of a request from the prefix cache; it enters no more."""
         progress.shares = False
         self.cache.remove(progress.tables, progress.digests)
 
-    def drain(self, progress: Progress) -> None:
+    def drain(self, progress: RequestProgress) -> None:
         """Note that the last part of a request is planned."""
         progress.draining = True
         if progress.part is not None:
             progress.part, self.stale = None, True
 
-    def leave_window(self, progress: Progress, position: int) -> None:
+    def leave_window(self, progress: RequestProgress, position: int) -> None:
         """Release blocks that the positions from `position` on do not attend to."""
         # Only these blocks: which of equal blocks is entered must not depend on how many steps are planned in one call.
         self.register(progress, self.cache.blocks_outside(position))
         self.cache.leave_window(progress.tables, position)
 
-    def register(self, progress: Progress, blocks: int | None = None) -> None:
+    def register(self, progress: RequestProgress, blocks: int | None = None) -> None:
         """Enter the computed full blocks of a request in the prefix cache, at most the first `blocks`."""
         if not progress.shares or progress.generation != self.generation:
             return
@@ -309,7 +312,7 @@ class RunningBatch:
         if progress.request.continued_elsewhere and confirmed == len(progress.request.prompt):
             self._register_tail(progress, full)
 
-    def _register_tail(self, progress: Progress, full: int) -> None:
+    def _register_tail(self, progress: RequestProgress, full: int) -> None:
         """Enter the block behind the `full` ones of a computed prompt, which is not full, in the prefix cache."""
         size, prompt = self.cache.tokens_per_block, progress.request.prompt
         if progress.registered == full == len(prompt) // size and len(prompt) > full * size:
@@ -318,7 +321,7 @@ class RunningBatch:
             self.cache.register(progress.tables, digests, full, full + 1)
             progress.registered = full + 1
 
-    def _extend_digests(self, progress: Progress, blocks: int) -> None:
+    def _extend_digests(self, progress: RequestProgress, blocks: int) -> None:
         """Compute the digests of the first full blocks, as far as they are missing."""
         if len(progress.digests) >= blocks:
             return

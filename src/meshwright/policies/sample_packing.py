@@ -32,7 +32,7 @@ class Rooms:
 
 
 @dataclass(frozen=True)
-class Packing:
+class SamplePacking:
     """Rank and slot of each sample, `(S,)`, and the number of slots of each rank, `(ranks,)`."""
 
     rank: np.ndarray
@@ -52,7 +52,7 @@ def level(busy: np.ndarray, work: float) -> float:
 
 def pack_samples(
     tokens: np.ndarray, seconds: np.ndarray, busy: np.ndarray, rooms: Rooms, capacity: int, delay: float = 0.0
-) -> Packing:
+) -> SamplePacking:
     """Pack samples of `tokens` tokens and `seconds` each `(S,)`, longest first, on ranks that are `busy` until `(ranks,)`.
 
     `rooms` are the slots that ranks have already, each rank's numbered from 0. New slots have `capacity` tokens. If rooms would stay free,
@@ -61,7 +61,7 @@ def pack_samples(
     ranks = len(busy)
     slots = np.bincount(rooms.rank, minlength=ranks)
     if not len(tokens):
-        return Packing(np.zeros(0, np.int64), np.zeros(0, np.int64), slots)
+        return SamplePacking(np.zeros(0, np.int64), np.zeros(0, np.int64), slots)
     work = float(np.cumsum(seconds)[-1])
     per_token = FILL * work / int(tokens.sum())
     open_tokens = np.bincount(rooms.rank, rooms.tokens, ranks)
@@ -135,7 +135,7 @@ def _deal(
     slots: list[int],
     capacity: int,
     excess: float,
-) -> Packing:
+) -> SamplePacking:
     """Give each sample to the rank that has the smallest share of its work so far, and there to the slot with most room.
 
     Shares, not amounts, so that each rank gets long and short samples alike. A rank that lacks less than half of a sample's work, or that
@@ -192,4 +192,4 @@ def _deal(
         entry = heapreplace(heap, heap[0] - needed)
         chosen_rank.append(rank)
         chosen_slot.append(entry & ((1 << SLOT_BITS) - 1))
-    return Packing(np.array(chosen_rank, np.int64), np.array(chosen_slot, np.int64), np.array(slots, np.int64))
+    return SamplePacking(np.array(chosen_rank, np.int64), np.array(chosen_slot, np.int64), np.array(slots, np.int64))

@@ -83,7 +83,7 @@ class LongSample(NamedTuple):
         return seconds + limits.fixed
 
 
-class Segment(NamedTuple):
+class RankSegment(NamedTuple):
     """Consecutive ranks that are busy until the same time; `longest` is the longest slot so far."""
 
     start: int
@@ -115,12 +115,12 @@ class _Segments:
 
     def __init__(self, limits: SpanLimits) -> None:
         self.limits = limits
-        self._open: list[tuple[float, Segment]] = []
-        self._narrow: list[tuple[int, Segment]] = []
-        self._late: list[tuple[float, Segment]] = []
-        self._add(Segment(0, limits.ranks, 0.0, 0.0))
+        self._open: list[tuple[float, RankSegment]] = []
+        self._narrow: list[tuple[int, RankSegment]] = []
+        self._late: list[tuple[float, RankSegment]] = []
+        self._add(RankSegment(0, limits.ranks, 0.0, 0.0))
 
-    def in_order(self) -> list[Segment]:
+    def in_order(self) -> list[RankSegment]:
         """The segments in the order of ranks."""
         return sorted(segment for heap in (self._open, self._narrow, self._late) for _, segment in heap)
 
@@ -148,16 +148,16 @@ class _Segments:
             return self._give(heappop(first_free)[1], least, seconds)
         return self._take_late(sample)
 
-    def _add(self, segment: Segment) -> None:
+    def _add(self, segment: RankSegment) -> None:
         """Open a segment."""
         heappush(self._open, (segment.busy if self.limits.stages == 1 else -segment.busy, segment))
 
-    def _give(self, segment: Segment, ranks: int, seconds: float) -> tuple[int, int]:
+    def _give(self, segment: RankSegment, ranks: int, seconds: float) -> tuple[int, int]:
         """Give the first `ranks` ranks of a segment, which is in no heap, a slot of `seconds`."""
         start, width, busy, longest = segment
         if ranks < width:
-            self._add(Segment(start + ranks, width - ranks, busy, longest))
-        self._add(Segment(start, ranks, busy + seconds, max(longest, seconds)))
+            self._add(RankSegment(start + ranks, width - ranks, busy, longest))
+        self._add(RankSegment(start, ranks, busy + seconds, max(longest, seconds)))
         return start, ranks
 
     def _take_late(self, sample: LongSample) -> tuple[int, int]:
@@ -173,7 +173,7 @@ class _Segments:
         if end < best_end:
             best, number = run, min(sum(ordered[index].width for index in run), most)
         chosen = [ordered[index] for index in best]
-        joined = Segment(
+        joined = RankSegment(
             chosen[0].start,
             sum(segment.width for segment in chosen),
             max(segment.busy for segment in chosen),
@@ -185,7 +185,7 @@ class _Segments:
         heapify(self._open)
         return self._give(joined, number, sample.seconds(number, limits))
 
-    def _best_run(self, ordered: list[Segment], sample: LongSample) -> tuple[range, float]:
+    def _best_run(self, ordered: list[RankSegment], sample: LongSample) -> tuple[range, float]:
         """Neighbours to join for a sample, and when it would end; ranks that wait delay the end of all."""
         limits, best_end, best = self.limits, math.inf, range(0)
         for first in range(len(ordered)):

@@ -22,7 +22,7 @@ The update reads and writes the state and reads the gradient.
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class PassTimes:
     """Seconds of a step's forward and backward passes and of its update, and the expected rate of copies to the host."""
 
     compute_seconds: float
@@ -32,7 +32,7 @@ class StepTimes:
     @classmethod
     def of_step(
         cls, step_seconds: float, state_bytes: float, memory_bytes_per_second: float, copy_bytes_per_second: float
-    ) -> StepTimes:
+    ) -> PassTimes:
         """The times of a rank whose device updates `state_bytes` of state at the rate of its memory."""
         update = min(step_seconds, state_bytes / STATE_BYTES * UPDATE_BYTES / memory_bytes_per_second)
         return cls(step_seconds - update, update, copy_bytes_per_second)
@@ -49,7 +49,7 @@ class DeviceCopies:
 
 
 def plan_device_copies(
-    group_bytes: Sequence[float], times: StepTimes, room: float, copy_seconds: float | None = None
+    group_bytes: Sequence[float], times: PassTimes, room: float, copy_seconds: float | None = None
 ) -> DeviceCopies:
     """The fewest groups for which the update does not wait, or as many as fit into `room` bytes of device memory.
 
@@ -68,7 +68,7 @@ def plan_device_copies(
     return DeviceCopies(groups, int(size), stall)
 
 
-def _stall(group_bytes: Sequence[float], first: int, copy_seconds: float, times: StepTimes) -> float:
+def _stall(group_bytes: Sequence[float], first: int, copy_seconds: float, times: PassTimes) -> float:
     """Seconds that an update waits for copies to the host if only the groups from `first` on are copied, in its order."""
     total, copied, updated, stall = sum(group_bytes), 0.0, 0.0, 0.0
     for number, count in enumerate(group_bytes):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from meshwright.policies.host_health import Finding, Moment, action_of
+from meshwright.policies.host_health import HealthFinding, Moment, action_of
 from meshwright.policies.host_tests import (
     Exclusion,
     Suspect,
@@ -29,28 +29,28 @@ from meshwright.policies.host_tests import (
 )
 from meshwright.policies.job_events import (
     Action,
+    AttemptPrepared,
     AttemptReported,
-    Begin,
+    BeginAttempt,
     Committed,
     Corrupted,
-    End,
-    Ended,
+    EndAttempt,
     Event,
     Failed,
     Finish,
+    HostEnded,
     Lost,
     Note,
     Prepare,
-    Prepared,
     Present,
     Ready,
-    Record,
+    RecordIncident,
     SelfTestEnded,
     SkippedSamples,
+    StepTrained,
     StopRequested,
     Test,
     Tick,
-    Trained,
     Unhealthy,
     Unplannable,
     Unrecordable,
@@ -173,13 +173,13 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
             return replace(state, newest_attempt=max(state.newest_attempt, attempt)), ()
         case Lost(host, cause):
             return _lose(state, host, cause, now, rules)
-        case Prepared(attempt) if state.status == "preparing" and attempt == state.attempt:
+        case AttemptPrepared(attempt) if state.status == "preparing" and attempt == state.attempt:
             return _begin(replace(state, prepared=True))
         case Unplannable(attempt, cause) if state.status == "preparing" and attempt == state.attempt:
             return _fewer(state, cause, now, rules)
         case SelfTestEnded(attempt, host) if attempt == state.attempt and host in state.testing:
             return _take_test(state, event, now, rules)
-        case Trained():
+        case StepTrained():
             return replace(state, trained=True), ()
         case Committed(step):
             newer = not state.checkpoints or step > state.checkpoints[-1]
@@ -197,7 +197,7 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
             return _take_finding(state, host, finding, now, rules)
         case Failed(attempt, incident) if attempt == state.attempt:
             return _fail(state, incident, now, rules)
-        case Ended(attempt, host) if attempt == state.attempt and host in state.members:
+        case HostEnded(attempt, host) if attempt == state.attempt and host in state.members:
             return _end(replace(state, ended=_with_host(state.ended, host)), now, rules)
         case StopRequested(code):
             return _request_stop(state, code)
@@ -346,7 +346,7 @@ def _take_corruption(state: State, incident: Incident, now: float, rules: Rules)
     suspects = suspects_after((incident,), state.members) if rules.policy.restarts else ()
     if any(suspect in state.suspects for suspect in suspects):
         return _fail(state, incident, now, rules)
-    return replace(state, suspects=(*state.suspects, *suspects)), (Record(incident),)
+    return replace(state, suspects=(*state.suspects, *suspects)), (RecordIncident(incident),)
 
 
 def _exclude(state: State, exclusion: Exclusion, now: float, rules: Rules) -> Answer:
@@ -381,7 +381,7 @@ def _note_of(exclusion: Exclusion) -> Note:
     return Note(f"host {exclusion.host} {exclusion.verdict} and is excluded from the job: {exclusion.cause}")
 
 
-def _take_finding(state: State, host: str, finding: Finding, now: float, rules: Rules) -> Answer:
+def _take_finding(state: State, host: str, finding: HealthFinding, now: float, rules: Rules) -> Answer:
     """Do what the table of health says about a finding at this moment of the job."""
     moment = _moment(state, host)
     action = action_of(finding.rule, moment)
@@ -467,7 +467,7 @@ def _begin(state: State) -> Answer:
         return state, ()
     if state.stop is not None:
         return _finish(state)
-    return replace(state, status="running", tests=(), short_since=None), (Begin(),)
+    return replace(state, status="running", tests=(), short_since=None), (BeginAttempt(),)
 
 
 def _gather_for_last_test(state: State, now: float) -> Answer:
@@ -497,7 +497,7 @@ def _grow(state: State, rules: Rules) -> Answer:
     missing = len(state.members) < rules.hosts <= len({*state.members, *state.ready})
     if state.status != "running" or not missing or state.stopping:
         return state, ()
-    return replace(state, status="ending", restart=Restart()), (End(f"{rules.hosts} hosts are ready again"),)
+    return replace(state, status="ending", restart=Restart()), (EndAttempt(f"{rules.hosts} hosts are ready again"),)
 
 
 def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
@@ -509,7 +509,7 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
     if state.draining and incident.code == EXIT_PREEMPTED and not state.stopping:
         hosts = " and ".join(f"host {draining.host} ({draining.cause})" for draining in state.draining)
         state, more = _end(replace(state, status="ending", restart=Restart()), now, rules)
-        return state, (End(f"the next attempt is to leave out {hosts}"), *more)
+        return state, (EndAttempt(f"the next attempt is to leave out {hosts}"), *more)
     was_running = state.status == "running"
     incidents = (*state.incidents, incident)
     suspects = suspects_after(incidents, state.members) if rules.policy.restarts else ()
@@ -533,7 +533,7 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
         skipped = skip_step(skip, batches, skipped) if skip is not None else skipped
         state = replace(state, restart=decision, not_before=now + decision.delay, skipped=skipped)
     state, end_actions = _end(state, now, rules)
-    return state, (End(incident.cause, incident), *end_actions)
+    return state, (EndAttempt(incident.cause, incident), *end_actions)
 
 
 def _end(state: State, now: float, rules: Rules) -> Answer:
@@ -581,7 +581,7 @@ def _give_up(state: State, stop: Stop) -> Answer:
     """End the job and the ranks that run; a reason for its end that the state has already stays."""
     state = replace(state, stop=state.stop or stop)
     if state.status == "running":
-        return replace(state, status="ending"), (End(stop.diagnosis),)
+        return replace(state, status="ending"), (EndAttempt(stop.diagnosis),)
     return (state, ()) if state.status == "ending" else _finish(state)
 
 

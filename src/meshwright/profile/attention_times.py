@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from meshwright.kernels.attention import attention, make_mask
-from meshwright.profile.call_timing import Call, Clock
+from meshwright.profile.call_timing import Call, TeamClock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import AttentionTime
 
@@ -34,13 +34,13 @@ CPU_CASES: tuple[Case, ...] = (
 )
 
 
-def attention_times(team: Team, clock: Clock, budget: float) -> list[AttentionTime]:
+def attention_times(team: Team, clock: TeamClock, budget: float) -> list[AttentionTime]:
     """Times of every shape, in the dtype that training uses on this device."""
     cases = GPU_CASES if team.cuda else CPU_CASES
     return [_time_case(team, clock, case, budget / len(cases)) for case in cases]
 
 
-def _time_case(team: Team, clock: Clock, case: Case, budget: float) -> AttentionTime:
+def _time_case(team: Team, clock: TeamClock, case: Case, budget: float) -> AttentionTime:
     forward, backward = calls_of(team, case)
     return attention_time_of(team, case, clock.seconds(forward, budget / 3), clock.seconds(backward, budget * 2 / 3))
 

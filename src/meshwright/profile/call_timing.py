@@ -25,7 +25,7 @@ BURST_SECONDS = 0.02
 """Duration of a burst: shorter than the time after which a device at its power limit lowers its clocks."""
 
 
-class Clock:
+class TeamClock:
     """Times calls on all ranks of a team at once; every method but `rank_seconds` is collective over them."""
 
     def __init__(self, team: Team) -> None:

@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 
-from meshwright.profile.call_timing import Call, Clock
+from meshwright.profile.call_timing import Call, TeamClock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import CollectiveTime, Operation
 
@@ -41,7 +41,7 @@ class GroupLayout:
         return len(self.groups[0])
 
 
-def collective_times(team: Team, clock: Clock, budget: float) -> list[CollectiveTime]:
+def collective_times(team: Team, clock: TeamClock, budget: float) -> list[CollectiveTime]:
     """Times of every operation in every division, from small to large, within about `budget` seconds. Empty for one rank."""
     layouts = group_layouts(team.ranks, team.ranks_per_node)
     times: list[CollectiveTime] = []
@@ -88,7 +88,7 @@ def operation(op: Operation, size_bytes: int, group: dist.ProcessGroup, device: 
 
 
 def _times_by_size(
-    team: Team, clock: Clock, group: dist.ProcessGroup, layout: GroupLayout, op: Operation, budget: float
+    team: Team, clock: TeamClock, group: dist.ProcessGroup, layout: GroupLayout, op: Operation, budget: float
 ) -> list[CollectiveTime]:
     sizes = SIZES[team.device.type]
     times: list[CollectiveTime] = []

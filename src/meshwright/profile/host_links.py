@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from meshwright.profile.call_timing import Clock
+from meshwright.profile.call_timing import TeamClock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import HostLink
 
@@ -30,13 +30,13 @@ def launch_seconds(team: Team) -> float:
     return team.largest(statistics.median(rounds))
 
 
-def host_links(team: Team, clock: Clock, budget: float) -> list[HostLink]:
+def host_links(team: Team, clock: TeamClock, budget: float) -> list[HostLink]:
     """Rates of copies from and to pinned memory: by rank 0 alone, then by all ranks of every host. Empty on a CPU."""
     if not team.cuda:
         return []
     device = torch.empty(COPY_BYTES, dtype=torch.uint8, device=team.device)
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    # `Clock.seconds` is collective, so rank 0 uses `rank_seconds` while the others wait.
+    # `TeamClock.seconds` is collective, so rank 0 uses `rank_seconds` while the others wait.
     team.meet()
     rates = [0.0, 0.0]
     if team.rank == 0:

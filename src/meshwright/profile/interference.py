@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from meshwright.profile.call_timing import Clock
+from meshwright.profile.call_timing import TeamClock
 from meshwright.profile.collective_times import gather_into, group_layouts, scatter_into
 from meshwright.profile.product_times import linear
 from meshwright.profile.team import Team
@@ -31,22 +31,24 @@ Begin = Callable[[], Callable[[], object]]
 """Starts an asynchronous operation and returns a function that waits for it."""
 
 
-def interferences(team: Team, clock: Clock, budget: float) -> list[Interference]:
+def interferences(team: Team, clock: TeamClock, budget: float) -> list[Interference]:
     """Interference of all-gather and reduce-scatter in the widest groups inside a node and across nodes, and of host copies."""
-    cases: list[Case] = []
+    cases: list[InterferenceCase] = []
     size = BYTES[team.device.type]
     widest = {layout.nodes: layout for layout in group_layouts(team.ranks, team.ranks_per_node)}
     for nodes, layout in widest.items():
         group = team.group(layout.groups)
-        cases.append(Case("all_gather", layout.ranks, nodes, _gather_operation(group, size, team.device)))
-        cases.append(Case("reduce_scatter", layout.ranks, nodes, _reduce_operation(group, size, team.device)))
+        cases.append(InterferenceCase("all_gather", layout.ranks, nodes, _gather_operation(group, size, team.device)))
+        cases.append(
+            InterferenceCase("reduce_scatter", layout.ranks, nodes, _reduce_operation(group, size, team.device))
+        )
     if team.cuda:
-        cases.append(Case("to_host", 1, 1, _copy_operation(size, team.device)))
+        cases.append(InterferenceCase("to_host", 1, 1, _copy_operation(size, team.device)))
     return [_time_case(team, clock, case, budget / len(cases)) for case in cases]
 
 
 @dataclass(frozen=True)
-class Case:
+class InterferenceCase:
     """An operation that overlaps with products, in groups of `ranks` over `nodes`."""
 
     op: Literal["all_gather", "reduce_scatter", "to_host"]
@@ -55,7 +57,7 @@ class Case:
     begin: Begin
 
 
-def _time_case(team: Team, clock: Clock, case: Case, budget: float) -> Interference:
+def _time_case(team: Team, clock: TeamClock, case: InterferenceCase, budget: float) -> Interference:
     begin = case.begin
     product = linear(SHAPE[team.device.type], "bf16" if team.cuda else "fp32", team.device)
     other_seconds = clock.seconds(lambda: begin()(), budget / 10)

@@ -18,7 +18,7 @@ from meshwright.costs.plan_costs import as_nodes
 from meshwright.profile import attention_times as attention
 from meshwright.profile import product_times as products
 from meshwright.profile.attention_times import attention_times
-from meshwright.profile.call_timing import Clock
+from meshwright.profile.call_timing import TeamClock
 from meshwright.profile.collective_times import collective_times
 from meshwright.profile.host_links import host_links, launch_seconds
 from meshwright.profile.interference import interferences
@@ -49,7 +49,7 @@ def measure(
     Each part has a share of the time; with less time it repeats less, down to the fewest repeats for a median. With `work`, only what
     pricing it needs is measured: its products and attention in the mix of a step, device memory, the optimizer and collectives.
     """
-    total, clock = seconds or SECONDS[team.device.type], Clock(team)
+    total, clock = seconds or SECONDS[team.device.type], TeamClock(team)
     profile = machine_properties(team, cluster, versions or {})
 
     def time_part(name: str, measure_part: Callable[[float], T], share: float) -> T:

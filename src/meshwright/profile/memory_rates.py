@@ -7,7 +7,7 @@ from torch import nn
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.optim.optimizer import Optimizer
-from meshwright.profile.call_timing import Clock
+from meshwright.profile.call_timing import TeamClock
 from meshwright.profile.team import Team
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
@@ -20,19 +20,19 @@ PARAMETERS = {"cuda": (1 << 24, 16), "cpu": (1 << 21, 8)}
 """Elements per parameter, and number of parameters."""
 
 
-def copy_rate(team: Team, clock: Clock, budget: float) -> float:
+def copy_rate(team: Team, clock: TeamClock, budget: float) -> float:
     """Bytes per second read and written by a copy, on the slowest device."""
     source, target = _large_tensor(team), _large_tensor(team)
     return 2 * source.nbytes / clock.seconds(lambda: target.copy_(source), budget)
 
 
-def pass_rate(team: Team, clock: Clock, budget: float) -> float:
+def pass_rate(team: Team, clock: TeamClock, budget: float) -> float:
     """Bytes per second read and written by the addition of two tensors, on the slowest device."""
     first, second, total = _large_tensor(team), _large_tensor(team), _large_tensor(team)
     return 3 * first.nbytes / clock.seconds(lambda: torch.add(first, second, out=total), budget)
 
 
-def adamw_rate(team: Team, clock: Clock, budget: float) -> float:
+def adamw_rate(team: Team, clock: TeamClock, budget: float) -> float:
     """fp32 parameters per second that AdamW updates, on the slowest device."""
     size, count = PARAMETERS[team.device.type]
     model = nn.ParameterList([nn.Parameter(torch.zeros(size, device=team.device)) for _ in range(count)])

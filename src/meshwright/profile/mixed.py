@@ -16,7 +16,7 @@ import torch
 
 from meshwright.profile import attention_times as attention
 from meshwright.profile import product_times as products
-from meshwright.profile.call_timing import Call, Clock
+from meshwright.profile.call_timing import Call, TeamClock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import AttentionTime, ProductTime
 from meshwright.workload.device_work import Work
@@ -27,7 +27,7 @@ ROUNDS = 5
 
 def mixed_times(
     team: Team,
-    clock: Clock,
+    clock: TeamClock,
     work: Work,
     product_cases: Sequence[products.Case],
     attention_cases: Sequence[attention.Case],

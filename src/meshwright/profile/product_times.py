@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.profile.call_timing import Clock
+from meshwright.profile.call_timing import TeamClock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import ProductTime
 
@@ -53,7 +53,7 @@ HEAT_SECONDS = 3.0
 """Seconds of load before the first product on a busy GPU; before each product a sixth of it."""
 
 
-def product_times(team: Team, clock: Clock, budget: float) -> list[ProductTime]:
+def product_times(team: Team, clock: TeamClock, budget: float) -> list[ProductTime]:
     """Times of every shape in every dtype that training uses on this device."""
     cases = cases_for(team)
     bursts = [clock.burst_seconds(call_of(case, team)) for case in cases]

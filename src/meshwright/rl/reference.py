@@ -18,7 +18,7 @@ CHUNK = 1024
 """Tokens whose logits are in memory at a time."""
 
 
-class Reference:
+class ReferenceModel:
     """A whole frozen copy of the model that `init` names, without adapters, on each rank. Raises what reading it raises."""
 
     def __init__(self, spec: ModelSpec, init: str, device: torch.device, dtype: torch.dtype) -> None:

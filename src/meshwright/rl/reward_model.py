@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from meshwright.data.text_format import TextFormat
-from meshwright.rl.samples import Answer
+from meshwright.rl.samples import SampledAnswer
 from meshwright.serve.reward_scorer import open_scorer
 from meshwright.spec.errors import BadInput
 from meshwright.spec.run import RunSpec
@@ -39,14 +39,14 @@ class RewardModel:
                 key="rl.reward.model",
             )
 
-    def judge(self, answers: Sequence[Answer], on_progress: Callable[[], None]) -> None:
+    def judge(self, answers: Sequence[SampledAnswer], on_progress: Callable[[], None]) -> None:
         """Set the rewards of answers. One whose score is not finite counts as an error, one without tokens has no verdict."""
         judged = [answer for answer in answers if answer.tokens]
         for first in range(0, len(judged), AT_ONCE):
             self._judge(judged[first : first + AT_ONCE])
             on_progress()
 
-    def _judge(self, judged: Sequence[Answer]) -> None:
+    def _judge(self, judged: Sequence[SampledAnswer]) -> None:
         # The score was trained behind what the template writes after an answer's end, which a truncated answer lacks.
         ends = [() if answer.truncated else self._scorer.after_answer for answer in judged]
         texts = [[*answer.prompt, *answer.tokens, *end] for answer, end in zip(judged, ends, strict=True)]

@@ -38,7 +38,7 @@ LONGEST_ANSWER = 2**16
 PROGRAM = Path(__file__).with_name("reward_worker.py")
 
 
-class Verdict(NamedTuple):
+class RewardVerdict(NamedTuple):
     """The answer of a reward function to one sample."""
 
     outcome: Outcome
@@ -70,7 +70,7 @@ class RewardProcesses:
         for _ in range(spec.processes - 1):
             self._free.put(None)
 
-    def submit(self, prompt: str, answer: Callable[[], str], record: Mapping[str, Any]) -> Future[Verdict]:
+    def submit(self, prompt: str, answer: Callable[[], str], record: Mapping[str, Any]) -> Future[RewardVerdict]:
         """Start to judge an answer to a prompt.
 
         `answer` gives its text; the thread that waits for the verdict calls it. `record` has what else is known of the prompt, as values
@@ -113,7 +113,7 @@ class RewardProcesses:
         process.end()
         self._started.discard(process)
 
-    def _judge(self, prompt: str, answer: Callable[[], str], record: dict[str, Any]) -> Verdict:
+    def _judge(self, prompt: str, answer: Callable[[], str], record: dict[str, Any]) -> RewardVerdict:
         process = self._free.get()
         try:
             process = process or self._start()
@@ -125,19 +125,19 @@ class RewardProcesses:
             return verdict
         except BadInput as error:  # its file could be imported before
             process = None
-            return Verdict("error", message=str(error))
+            return RewardVerdict("error", message=str(error))
         finally:
             self._free.put(process)
 
 
-def _verdict(answer: Mapping[str, Any]) -> Verdict:
+def _verdict(answer: Mapping[str, Any]) -> RewardVerdict:
     """The verdict that a process has written; without an answer its process has used up a limit."""
     if "reward" in answer:
         reward = answer["reward"]
-        return Verdict("no verdict") if reward is None else Verdict("reward", reward)
+        return RewardVerdict("no verdict") if reward is None else RewardVerdict("reward", reward)
     if "error" in answer:
-        return Verdict("error", message=answer["error"])
-    return Verdict(
+        return RewardVerdict("error", message=answer["error"])
+    return RewardVerdict(
         "timeout", message=f"it used up rl.reward.seconds, waited {WAITING} times as long, or its process ended"
     )
 

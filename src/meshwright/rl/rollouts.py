@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.models.single_device import allocate
 from meshwright.checkpoint.ranks import RankGroup
-from meshwright.data.loader import Step
+from meshwright.data.loader import LoadedStep
 from meshwright.data.source import DataSource
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.kernels.exact_attention import exact_attention, rows_are_alike
@@ -36,10 +36,10 @@ from meshwright.policies.skipped_samples import SampleRange
 from meshwright.rl.exact_blocks import use_exact_blocks
 from meshwright.rl.handover import WeightHandover
 from meshwright.rl.objectives import Agreement, PolicyObjective
-from meshwright.rl.reference import Reference
+from meshwright.rl.reference import ReferenceModel
 from meshwright.rl.reward_model import RewardModel
-from meshwright.rl.rewards import RewardProcesses, Verdict
-from meshwright.rl.samples import Answer, batch_of, from_plain, to_plain
+from meshwright.rl.rewards import RewardProcesses, RewardVerdict
+from meshwright.rl.samples import SampledAnswer, batch_of, from_plain, to_plain
 from meshwright.serve.engine import Engine
 from meshwright.serve.failures import NotFinite
 from meshwright.serve.generation import Update
@@ -91,15 +91,15 @@ class Rollouts:
         dtype = DTYPES[plan.precision.compute]
         self._engine = _engine(run, mesh.device, dtype, self._rl.temperature, ranks.size)
         self._handover = WeightHandover(run.model, weights, ranks, group, dtype)
-        self._reference = Reference(run.model, run.model.init, mesh.device, dtype) if self._rl.kl.weight else None
+        self._reference = ReferenceModel(run.model, run.model.init, mesh.device, dtype) if self._rl.kl.weight else None
         self._judge = RewardModel(run, data.text_format, mesh.device, dtype) if self._rl.reward.model else None
         self._rewards = RewardProcesses(self._rl.reward) if self._judge is None else None
         self.on_progress: Callable[[int], None] = lambda action: None
         """Called with a growing number at each step of the engine, and each second while verdicts are awaited."""
         self._figures: dict[str, float] = {}
-        self._sampled: dict[int, list[list[Answer]]] = {}
+        self._sampled: dict[int, list[list[SampledAnswer]]] = {}
         """Answers of the latest batches, by the first sample of each."""
-        self._groups: list[list[Answer]] = []
+        self._groups: list[list[SampledAnswer]] = []
         """Those of the step that was read last."""
         self._compares = True
         """Whether this step's update is the first of its batch, whose probabilities the engine's should equal."""
@@ -110,7 +110,7 @@ class Rollouts:
         self._said_alike = False
         """Whether a step without a difference between rewards has been mentioned: the first of a start is."""
 
-    def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
+    def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> LoadedStep:
         """This rank's micro-batches of the step that begins at `sample`. Collective."""
         del skipped  # whole steps
         first, end = self._batch_of(sample), sample + self._prompts
@@ -133,7 +133,7 @@ class Rollouts:
             )
         self.recent.append((_lengths(self._sampled[first]), len(batch.rows["tokens"])))
         self._figures = batch.figures | seconds
-        return Step(batches, (sample, end), sum(each.valid_tokens for each in batches))
+        return LoadedStep(batches, (sample, end), sum(each.valid_tokens for each in batches))
 
     def end_step(self) -> dict[str, float]:
         """Figures of the step that was read last, with those of its loss, over all ranks. Collective; waits for the device."""
@@ -166,7 +166,7 @@ class Rollouts:
         """The first sample of the batch that `sample` is in."""
         return sample - sample % (self._rl.updates * self._prompts)
 
-    def _sample(self, first: int) -> tuple[list[list[Answer]], dict[str, float]]:
+    def _sample(self, first: int) -> tuple[list[list[SampledAnswer]], dict[str, float]]:
         """The judged answers of the batch that begins at `first`, on all ranks, and the seconds of each part. Collective."""
         begin = self._time()
         self._engine.replace_weights(self._handover.tensors())
@@ -223,11 +223,11 @@ class Rollouts:
             torch.cuda.synchronize(self._mesh.device)
         return time.perf_counter()
 
-    def _answers(self, prompts: range) -> tuple[list[list[Answer]], float]:
+    def _answers(self, prompts: range) -> tuple[list[list[SampledAnswer]], float]:
         """The judged answers to these conversations' questions, and the seconds in which they were sampled."""
         begin = time.perf_counter()
-        answers: dict[int, Answer] = {}
-        verdicts: dict[int, Future[Verdict]] = {}
+        answers: dict[int, SampledAnswer] = {}
+        verdicts: dict[int, Future[RewardVerdict]] = {}
         texts: dict[int, tuple[str, str]] = {}
         numbers = [self._submit(prompt, answers, texts) for prompt in prompts]
         actions = count(1)
@@ -273,7 +273,7 @@ class Rollouts:
             self.on_progress(next(actions))
             yield from self._engine.step()
 
-    def _submit(self, sample: int, answers: dict[int, Answer], texts: dict[int, tuple[str, str]]) -> list[int]:
+    def _submit(self, sample: int, answers: dict[int, SampledAnswer], texts: dict[int, tuple[str, str]]) -> list[int]:
         """Ask the engine for the answers to a conversation's question; returns their numbers."""
         conversation = self._data.conversation(sample)
         prompt = conversation.tokens[: conversation.answer].tolist()
@@ -289,7 +289,7 @@ class Rollouts:
             reports_steps=False,
         )
         for number in numbers:
-            answers[number] = Answer(prompt, [], [], truncated=False)
+            answers[number] = SampledAnswer(prompt, [], [], truncated=False)
             texts[number] = question, expected
         return numbers
 
@@ -323,7 +323,7 @@ def _engine(run: RunSpec, device: torch.device, dtype: torch.dtype, temperature:
     return Engine(model, None, rollout_options(run, ranks))
 
 
-def _lengths(groups: Sequence[Sequence[Answer]]) -> list[list[int]]:
+def _lengths(groups: Sequence[Sequence[SampledAnswer]]) -> list[list[int]]:
     """Tokens of each question, then of its answers."""
     return [[len(group[0].prompt), *(len(answer.tokens) for answer in group)] for group in groups]
 

@@ -21,7 +21,7 @@ COLUMNS = ("sampled", "advantages", "factors", "counts")
 
 
 @dataclass
-class Answer:
+class SampledAnswer:
     """One answer to a prompt: its tokens, the log-probability of each, whether it was cut, and its reward."""
 
     prompt: list[int]
@@ -32,7 +32,7 @@ class Answer:
     outcome: Outcome = "no verdict"
 
 
-def to_plain(groups: Sequence[Sequence[Answer]]) -> list[dict[str, Any]]:
+def to_plain(groups: Sequence[Sequence[SampledAnswer]]) -> list[dict[str, Any]]:
     """The answers to each prompt as values of JSON, from which `from_plain` makes equal ones."""
     return [
         {
@@ -52,11 +52,11 @@ def to_plain(groups: Sequence[Sequence[Answer]]) -> list[dict[str, Any]]:
     ]
 
 
-def from_plain(groups: Sequence[Mapping[str, Any]]) -> list[list[Answer]]:
+def from_plain(groups: Sequence[Mapping[str, Any]]) -> list[list[SampledAnswer]]:
     """The inverse of `to_plain`."""
     return [
         [
-            Answer(
+            SampledAnswer(
                 group["prompt"],
                 _numbers(answer["tokens"], "<i4"),
                 _numbers(answer["logprobs"], "<f4"),
@@ -80,7 +80,7 @@ def _numbers(text: str, dtype: str) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Batch:
+class RolloutBatch:
     """Rows of `seq_len` tokens that train on the answers of a step, each column `(rows, seq)`, and figures of the step."""
 
     rows: dict[str, np.ndarray]
@@ -100,7 +100,7 @@ class Batch:
         ]
 
 
-def batch_of(groups: Sequence[Sequence[Answer]], rl: RlSpec, seq_len: int) -> Batch:
+def batch_of(groups: Sequence[Sequence[SampledAnswer]], rl: RlSpec, seq_len: int) -> RolloutBatch:
     """The rows and figures of a step's answers, by prompt.
 
     Left out are prompts without a verdict for one of their answers, answers of equal advantage 0, which have no gradient but count in the
@@ -140,17 +140,17 @@ def batch_of(groups: Sequence[Sequence[Answer]], rl: RlSpec, seq_len: int) -> Ba
         "left_out_prompts": float(len(groups) - len(judged)),
         "entropy": float(-logprobs.mean()),
     }
-    return Batch(
+    return RolloutBatch(
         rows, figures | {f"rewards_{name.replace(' ', '_')}": float(count) for name, count in outcomes.items() if count}
     )
 
 
-def _counts(answer: Answer, rl: RlSpec) -> float:
+def _counts(answer: SampledAnswer, rl: RlSpec) -> float:
     """What an answer adds to the divisor."""
     return {"tokens": float(len(answer.tokens)), "sequences": 1.0, "length": float(rl.new_tokens)}[rl.counted]
 
 
-def _packed(trained: Sequence[tuple[Answer, float]], rl: RlSpec, seq_len: int) -> dict[str, np.ndarray]:
+def _packed(trained: Sequence[tuple[SampledAnswer, float]], rl: RlSpec, seq_len: int) -> dict[str, np.ndarray]:
     """Prompts and answers in rows, as few as best fit needs; an input is the token before its target."""
     lengths = np.array([len(answer.prompt) + len(answer.tokens) - 1 for answer, _ in trained], dtype=np.int64)
     row_of = best_fit(lengths, seq_len)

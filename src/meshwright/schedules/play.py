@@ -17,7 +17,7 @@ from meshwright.spec.errors import BadInput
 
 
 @dataclass
-class Channel:
+class RankChannel:
     """Messages from one rank to another: sends and receives issued and not yet matched, oldest first."""
 
     sends: deque[Action] = field(default_factory=deque)
@@ -35,7 +35,7 @@ class Play:
         self.next_index = [0] * schedule.ranks
         self.done: set[tuple[str, int, int, int]] = set()
         self.arrived: set[tuple[int, int, int]] = set()
-        self.channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
+        self.channels: dict[tuple[int, int], RankChannel] = defaultdict(RankChannel)
         self.gathered: set[tuple[int, int]] = set()
         self.unreduced: set[tuple[int, int]] = set()
         ops = {action.op for actions in schedule.actions for action in actions}

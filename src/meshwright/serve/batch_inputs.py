@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.policies.batch_request import Part, Step
+from meshwright.policies.batch_request import EngineStep, RequestPart
 from meshwright.serve.copy_buffer import CopyBuffer
 from meshwright.serve.packed_drafts import PackedDrafts, sample_arrays
 
@@ -66,7 +66,7 @@ class PackedScores(NamedTuple):
     """`(tokens,)` int32: the next token of each."""
 
 
-class Packed(NamedTuple):
+class PackedStep(NamedTuple):
     """A step on the device. Tokens that the host does not know yet are placeholders, which `resolve` fills in."""
 
     decode_size: int | None
@@ -77,7 +77,7 @@ class Packed(NamedTuple):
     """`(samples,)`: table rows of the requests that get a token; one with drafts has a sample for each of its tokens."""
     sampled_positions: Tensor
     """`(samples,)`: positions of their new tokens."""
-    sampled_parts: Sequence[Part]
+    sampled_parts: Sequence[RequestPart]
     """The parts that get a token, in the order of `sampled_rows`, each once."""
     blocks: int
     """Columns of the block tables that the step reads."""
@@ -99,7 +99,7 @@ class BatchInputs:
     `table_rows` is the number of rows of the tables, `blocks` the most blocks of a request, `step_tokens` the most tokens of a step.
     `groups` is the number of groups of layers that share a block table. Of a chunk that begins at position 0, the largest multiple
     of `prompt_unit` tokens attends to itself without the cache; 0 means none. `drafts` is the most draft tokens of a decode. Mixed steps
-    have `Packed.following` for so many `predictions`.
+    have `PackedStep.following` for so many `predictions`.
     """
 
     def __init__(
@@ -148,14 +148,14 @@ class BatchInputs:
 
     def pack(
         self,
-        step: Step,
+        step: EngineStep,
         row_of: Mapping[int, int],
         decode_sizes: Sequence[int] = (),
         drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
         *,
         uniform: bool = True,
         scored: Mapping[int, int] = NO_SCORES,
-    ) -> Packed:
+    ) -> PackedStep:
         """Copy what the step needs to the device; `row_of` has the table row of each request number.
 
         A step of decodes only is padded to the next of `decode_sizes`, if there is one. `drafts` has draft tokens by request
@@ -177,16 +177,16 @@ class BatchInputs:
             return self._pack_drafted(changed, decode_sizes, drafts)
         return self._pack_mixed(step, changed, drafts, scored)
 
-    def pack_padding(self, size: int, queries: int = 1) -> Packed:
+    def pack_padding(self, size: int, queries: int = 1) -> PackedStep:
         """A step of `size` decodes of `queries` tokens that are all padding, to capture it: it writes nothing into the cache."""
         values = (self.padding_row, 0, *[-1] * self.groups) if queries == 1 else (self.padding_row, -1, 0)
         arrays = [np.full(size, value, np.int32) for value in values]
         if queries > 1:
             arrays.append(np.zeros(size * self.drafts, np.int32))
         rows, numbers, *_ = self._buffer.copy(arrays)
-        return Packed(size, 0, rows[:0], numbers[:0], (), self.blocks, None, decode_queries=queries)
+        return PackedStep(size, 0, rows[:0], numbers[:0], (), self.blocks, None, decode_queries=queries)
 
-    def resolve(self, packed: Packed) -> StepInputs:
+    def resolve(self, packed: PackedStep) -> StepInputs:
         """The step's inputs with all tokens, by operations on the device that a CUDA graph can repeat."""
         if packed.mixed is not None:
             tokens = packed.mixed.tokens
@@ -263,7 +263,7 @@ class BatchInputs:
         return tables, torch.where(written & (positions >= 0), slots, -1).flatten(1)
 
     def _pack_decodes(
-        self, pairs: Sequence[tuple[Part, int]], parts: Sequence[Part], decode_sizes: Sequence[int]
+        self, pairs: Sequence[tuple[RequestPart, int]], parts: Sequence[RequestPart], decode_sizes: Sequence[int]
     ) -> _Decodes:
         count = len(parts)
         size = next((size for size in decode_sizes if size >= count), count)
@@ -272,12 +272,12 @@ class BatchInputs:
         numbers[0, :count] = [row for _, row in pairs]
         numbers[1, :count] = [part.start + 1 for part in parts]
         rows, context_lengths, *_ = self._buffer.views([size] * len(numbers))
-        packed = Packed(size, count, rows[:count], context_lengths[:count], parts, self.blocks, None)
+        packed = PackedStep(size, count, rows[:count], context_lengths[:count], parts, self.blocks, None)
         decodes = _Decodes(numbers, packed, padded=bool(decode_sizes))
         self._copy_decodes(decodes)
         return decodes
 
-    def _next_decodes(self, decodes: _Decodes) -> Packed:
+    def _next_decodes(self, decodes: _Decodes) -> PackedStep:
         """The step in which all decodes are one token further."""
         numbers, count = decodes.numbers, decodes.packed.decodes
         if decodes.in_block:
@@ -300,8 +300,8 @@ class BatchInputs:
         self._buffer.copy(numbers)
 
     def _pack_drafted(
-        self, parts: Sequence[tuple[Part, int]], decode_sizes: Sequence[int], drafts: Mapping[int, Sequence[int]]
-    ) -> Packed:
+        self, parts: Sequence[tuple[RequestPart, int]], decode_sizes: Sequence[int], drafts: Mapping[int, Sequence[int]]
+    ) -> PackedStep:
         """A step of decodes of which some have drafts: these are the first, and all have the same number of tokens."""
         parts = sorted(parts, key=lambda pair: pair[0].count == 1)
         columns = zip(*((row, part.start, part.count) for part, row in parts), strict=True)
@@ -316,7 +316,7 @@ class BatchInputs:
         arrays = [_padded(rows, padding, self.padding_row), _padded(starts, padding, -1), _padded(lengths, padding, 0)]
         arrays += [tokens.ravel(), sampled, np.repeat(rows, counts), (starts[:, None] + places).ravel()[sampled] + 1]
         tensors = self._buffer.copy([*arrays, *sample_arrays(counts[:drafted], 1 + self.drafts)])
-        return Packed(
+        return PackedStep(
             decode_size=size,
             decodes=count,
             sampled_rows=tensors[5],
@@ -339,11 +339,11 @@ class BatchInputs:
 
     def _pack_mixed(
         self,
-        step: Step,
-        parts: Sequence[tuple[Part, int]],
+        step: EngineStep,
+        parts: Sequence[tuple[RequestPart, int]],
         drafts: Mapping[int, Sequence[int]],
         scored: Mapping[int, int],
-    ) -> Packed:
+    ) -> PackedStep:
         decodes = sorted((_Piece.of(*pair) for pair in parts[: step.decodes]), key=lambda piece: piece.count > 1)
         singles = sum(piece.count == 1 for piece in decodes)
         chunks = [self._divide(*pair) for pair in parts[step.decodes :]]
@@ -388,7 +388,7 @@ class BatchInputs:
         )
         in_order = [*decodes[singles:], *decodes[:singles], *cached, *alone]
         sampled_parts = [piece.part for piece in in_order if piece.samples]
-        packed = Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
+        packed = PackedStep(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
         if self.predictions:
             packed = packed._replace(following=torch.stack(tensors[8 + self.groups :][: self.predictions]))
         if scores:
@@ -410,7 +410,7 @@ class BatchInputs:
         )
         return packed._replace(drafts=packed_drafts)
 
-    def _divide(self, part: Part, table_row: int) -> tuple[_Piece, _Piece]:
+    def _divide(self, part: RequestPart, table_row: int) -> tuple[_Piece, _Piece]:
         """The tokens of a chunk that attend to the cache, and those before them that need none; one of both may be empty."""
         count = part.count - part.count % self.prompt_unit if self.prompt_unit and part.start == 0 else 0
         rest = part.count - count
@@ -424,7 +424,7 @@ class BatchInputs:
         blocks = self._host_tables[:, table_rows, positions // self.tokens_per_block]
         return blocks * self.tokens_per_block + positions % self.tokens_per_block
 
-    def _update_tables(self, parts: Sequence[tuple[Part, int]]) -> None:
+    def _update_tables(self, parts: Sequence[tuple[RequestPart, int]]) -> None:
         """Copy blocks that requests have got to the block tables."""
         changes = []
         for part, row in parts:
@@ -459,7 +459,7 @@ class _Decodes:
 
     numbers: Array
     """`(2 + groups, sequences)`: table rows, context lengths and slots; padding at the end."""
-    packed: Packed
+    packed: PackedStep
     padded: bool
     """Whether its batch size is one of those with graphs, which read all columns of the block tables."""
     in_block: int = 0
@@ -473,7 +473,7 @@ def _padded(array: Array, count: int, value: int) -> Array:
 class _Piece(NamedTuple):
     """Consecutive tokens of a part, which are one sequence of the step."""
 
-    part: Part
+    part: RequestPart
     table_row: int
     """Table row of the request."""
     start: int
@@ -482,7 +482,7 @@ class _Piece(NamedTuple):
     """Whether the logits of its last token give a new token."""
 
     @classmethod
-    def of(cls, part: Part, table_row: int) -> _Piece:
+    def of(cls, part: RequestPart, table_row: int) -> _Piece:
         """The whole part."""
         return cls(part, table_row, part.start, part.count, part.samples)
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.policies.batch_request import Part
+from meshwright.policies.batch_request import RequestPart
 from meshwright.policies.drafting import DraftPauses, most_drafting
-from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, Packed, StepInputs
+from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, PackedStep, StepInputs
 from meshwright.serve.graphs import Graphs
 from meshwright.serve.model_runner import ModelRunner, drafted_sizes
 from meshwright.serve.packed_drafts import PackedDrafts
@@ -77,25 +77,25 @@ class Drafter:
         self._pauses.next_step()
         return bool(self._pauses.drafting) and decodes <= most_drafting(self.longest)
 
-    def propose(self, decodes: Sequence[Part], own_work: OwnWork) -> Mapping[int, Sequence[int]]:
+    def propose(self, decodes: Sequence[RequestPart], own_work: OwnWork) -> Mapping[int, Sequence[int]]:
         """Draft tokens by request number, for decodes of which all tokens are known."""
         return NO_DRAFTS
 
-    def follow(self, packed: Packed) -> None:
+    def follow(self, packed: PackedStep) -> None:
         """Run the draft model on a step, before the model computes it."""
 
-    def check(self, packed: Packed, logits: Tensor, drawn: Tensor) -> CheckedStep:
+    def check(self, packed: PackedStep, logits: Tensor, drawn: Tensor) -> CheckedStep:
         """Check the drafts of a step, if any, by its logits `(samples, vocab)` and the tokens `(samples,)` drawn from them."""
         if packed.drafts is None:
             return CheckedStep(drawn, None, drawn, packed.sampled_rows)
         return _checked_step(packed.drafts, packed, drawn, self._accepted(packed.drafts, packed, logits, drawn))
 
-    def _accepted(self, drafts: PackedDrafts, packed: Packed, logits: Tensor, drawn: Tensor) -> Checked:
+    def _accepted(self, drafts: PackedDrafts, packed: PackedStep, logits: Tensor, drawn: Tensor) -> Checked:
         """Accept drafts that equal the drawn tokens, so texts are those without drafts."""
         del packed, logits
         return accept_equal(drafts.tokens, drafts.lengths, drawn[drafts.samples])
 
-    def draw_next(self, packed: Packed, checked: CheckedStep) -> None:
+    def draw_next(self, packed: PackedStep, checked: CheckedStep) -> None:
         """Draw the drafts of the next step, if they come from a step that has been checked."""
 
     def record(self, launched: LaunchedStep, new: Sequence[int]) -> None:
@@ -129,7 +129,7 @@ class LookupDrafter(Drafter):
         super().end(number)
         self._lookups.pop(number, None)
 
-    def propose(self, decodes: Sequence[Part], own_work: OwnWork) -> Mapping[int, Sequence[int]]:
+    def propose(self, decodes: Sequence[RequestPart], own_work: OwnWork) -> Mapping[int, Sequence[int]]:
         """Draft tokens by request number, for decodes of which all tokens are known."""
         drafts = {}
         for part in decodes:
@@ -141,7 +141,7 @@ class LookupDrafter(Drafter):
                     self._pauses.record(number, 0)
         return drafts
 
-    def _look_up(self, part: Part) -> list[int]:
+    def _look_up(self, part: RequestPart) -> list[int]:
         """The draft tokens of a decode."""
         number = part.request.number
         if (lookup := self._lookups.get(number)) is None:
@@ -166,18 +166,18 @@ class SampledDrafter(Drafter):
         """Draft tokens of the current step with their distributions; None if all requests take the likeliest tokens."""
         self._graphs = Graphs()
 
-    def propose(self, decodes: Sequence[Part], own_work: OwnWork) -> Mapping[int, Sequence[int]]:
+    def propose(self, decodes: Sequence[RequestPart], own_work: OwnWork) -> Mapping[int, Sequence[int]]:
         """Placeholders for draft tokens by request number."""
         return dict.fromkeys(self._pauses.drafting, self._unknown)
 
-    def _place_drafts(self, packed: Packed, drafts: PackedDrafts, drawn: Tensor) -> None:
+    def _place_drafts(self, packed: PackedStep, drafts: PackedDrafts, drawn: Tensor) -> None:
         """Put drawn drafts `(drafted, longest)` into a packed step."""
         drafts.tokens.copy_(drawn)
         if packed.mixed is not None:
             first, tokens = packed.mixed.decodes, torch.cat((self._inputs.newest[drafts.table_rows, None], drawn), 1)
             packed.mixed.tokens[first : first + drafts.total] = tokens.flatten()[drafts.indices].to(torch.int32)
 
-    def _accepted(self, drafts: PackedDrafts, packed: Packed, logits: Tensor, drawn: Tensor) -> Checked:
+    def _accepted(self, drafts: PackedDrafts, packed: PackedStep, logits: Tensor, drawn: Tensor) -> Checked:
         """Accept drafts by rejection sampling."""
         if self._drafts is None:
             return super()._accepted(drafts, packed, logits, drawn)
@@ -215,7 +215,7 @@ class ModelDrafter(SampledDrafter):
             packed = self._inputs.pack_padding(size)
             self._graphs.capture(size, partial(self._runner.fill_cache, packed))
 
-    def follow(self, packed: Packed) -> None:
+    def follow(self, packed: PackedStep) -> None:
         """Draw the drafts of a packed step, and write the draft model's keys and values of its tokens."""
         drafts, size = packed.drafts, packed.decode_size
         drawn, self._drafts = not self._sampler.greedy, None
@@ -239,7 +239,7 @@ class ModelDrafter(SampledDrafter):
                 self._probabilities = torch.empty_like(drafts.probabilities)
             self._probabilities[:size].copy_(drafts.probabilities)
 
-    def _draw_beside_chunks(self, packed: Packed, drafts: PackedDrafts, drawn: bool) -> None:
+    def _draw_beside_chunks(self, packed: PackedStep, drafts: PackedDrafts, drawn: bool) -> None:
         """Draw the drafts of a step with chunks of prompts."""
         rows, longest = drafts.table_rows, drafts.tokens.shape[1]
         new = self._draw(rows, drafts.positions, drafts.lengths, longest, packed.blocks, drawn)
@@ -273,7 +273,7 @@ class ModelDrafter(SampledDrafter):
         return drafts
 
 
-def _checked_step(drafts: PackedDrafts, packed: Packed, drawn: Tensor, checked: Checked) -> CheckedStep:
+def _checked_step(drafts: PackedDrafts, packed: PackedStep, drawn: Tensor, checked: Checked) -> CheckedStep:
     """The outcome for all parts of a step, from that for the parts with drafts; the others keep their `drawn` tokens."""
     tokens, others = checked.tokens.to(torch.int32), drawn[drafts.total :]
     last = tokens.gather(1, checked.accepted[:, None])[:, 0]

@@ -18,13 +18,13 @@ from torch import Tensor
 from meshwright.data.token_bytes import TokenBytes
 from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.models.decoder import Decoder
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, EngineStep, Request, RequestPart
 from meshwright.policies.batching import BatchPolicy
 from meshwright.policies.cache_blocks import CacheBlocks
-from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, Packed, PackedScores
+from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, PackedScores, PackedStep
 from meshwright.serve.drafters import check_speculation, drafter_for
 from meshwright.serve.engine_sizes import blocks_that_fit, cache_dtype, cache_room, context_of, has_graphs, prompt_unit
-from meshwright.serve.failures import ENGINE_FAILED, Failure
+from meshwright.serve.failures import ENGINE_FAILED, RequestFailure
 from meshwright.serve.figures import EngineFigures
 from meshwright.serve.formats import assign_parameter, rounded_parameters, use_formats
 from meshwright.serve.generation import Generation, Update
@@ -156,7 +156,7 @@ class Engine:
         """Likeliest tokens for each token of the prompt, by the requests whose prompts get log probabilities."""
         self._grammars: GrammarTokens | None = None
         """The vocabulary prepared for grammars, once it is needed."""
-        self._failures: dict[int, Failure] = {}
+        self._failures: dict[int, RequestFailure] = {}
         """Requests whose own work on the host has failed, until their end is reported."""
         if graphs:
             with without_garbage_collection():  # one collection for all captures
@@ -367,7 +367,7 @@ class Engine:
             self._generations[number].scored += count
         return compute_scores(self._runner, self._sampler, packed, most)
 
-    def _assign_rows(self, step: Step) -> None:
+    def _assign_rows(self, step: EngineStep) -> None:
         """Give table rows to the requests that have none; such a request begins with a chunk, or a decode of a known token."""
         if step.unchanged:
             return
@@ -389,7 +389,7 @@ class Engine:
             if index < step.decodes:
                 self._inputs.newest[row] = part.tokens[part.start]
 
-    def _assign_options(self, row: int, part: Part) -> None:
+    def _assign_options(self, row: int, part: RequestPart) -> None:
         generation, prompt_tokens = self._generations[part.request.number], len(part.request.prompt)
         self._sampler.assign(row, generation.sampling, part.tokens, prompt_tokens, generation.stop_ids)
 
@@ -398,7 +398,7 @@ class Engine:
         try:
             return call(*arguments)
         except Exception as error:
-            self._failures.setdefault(number, Failure.of(error))
+            self._failures.setdefault(number, RequestFailure.of(error))
             return None
 
     def _end_failed(self) -> None:
@@ -473,12 +473,12 @@ class Engine:
         tokens = [new_of[part.request.number] for part in step.sampling]
         return partial(self._policy.complete_drafts, step, tokens, stopped)
 
-    def _fail(self, step: Step, error: Exception, updates: list[Update]) -> None:
+    def _fail(self, step: EngineStep, error: Exception, updates: list[Update]) -> None:
         """End the requests of a step that raised."""
         self._policy.fail(step)
-        self._report_ended(updates, Failure(f"{type(error).__name__}: {error}", ENGINE_FAILED))
+        self._report_ended(updates, RequestFailure(f"{type(error).__name__}: {error}", ENGINE_FAILED))
 
-    def _report_ended(self, updates: list[Update], failed_step: Failure | None = None) -> None:
+    def _report_ended(self, updates: list[Update], failed_step: RequestFailure | None = None) -> None:
         """Add the last update of each request that has ended, be it by a failed step."""
         for ended in self._policy.drain_ended():
             generation = self._generations.pop(ended.number)
@@ -501,7 +501,7 @@ class Engine:
             self._grammars = GrammarTokens(self._tokenizer, vocab=self.spec.vocab_size)
         return self._grammars
 
-    def _allowed(self, packed: Packed) -> Tensor | None:
+    def _allowed(self, packed: PackedStep) -> Tensor | None:
         """The bitmask of the tokens that grammars allow next, on the device; None without grammars."""
         if not self._grammar_requests:
             return None

@@ -23,14 +23,14 @@ class EngineLost(MeshwrightError):
     exit_code = EXIT_REPEATED
 
 
-class Failure(NamedTuple):
+class RequestFailure(NamedTuple):
     """Why a request has failed."""
 
     message: str
     code: str
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: Exception) -> RequestFailure:
         """Failure of one request by an error of its own work on the host."""
         if isinstance(error, BadGrammar | NotFinite):
             return cls(str(error), error.code)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.policies.batch_request import Reason
-from meshwright.serve.failures import Failure, NotFinite
+from meshwright.serve.failures import NotFinite, RequestFailure
 from meshwright.serve.grammar import GrammarMatcher
 from meshwright.serve.prompt_logprobs import PromptLogprobs
 from meshwright.serve.sampling import SamplingOptions
@@ -146,7 +146,7 @@ class Generation:
                 return taken, True
         return taken, False
 
-    def update(self, number: int, reason: Reason | None = None, failure: Failure | None = None) -> Update:
+    def update(self, number: int, reason: Reason | None = None, failure: RequestFailure | None = None) -> Update:
         """Return the output since the last update; with a reason also the text that was held back."""
         if reason is not None and self._stream is not None and not self._stops.complete:
             self._text += self._stops.add(self._stream.finish(), may_stop=self._early < 0) + self._stops.finish()

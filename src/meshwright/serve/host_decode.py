@@ -21,8 +21,8 @@ from meshwright.models.decoder import Decoder, Embedding, Head
 from meshwright.models.hooks import unchanged
 from meshwright.models.mlp import GatedMLP
 from meshwright.models.norm import Norm
-from meshwright.policies.batch_request import Part
-from meshwright.serve.batch_inputs import BatchInputs, Packed
+from meshwright.policies.batch_request import RequestPart
+from meshwright.serve.batch_inputs import BatchInputs, PackedStep
 from meshwright.serve.host_attention import signed_tables
 from meshwright.serve.kv_cache import KVCache
 from meshwright.spec.serving_limits import single_decode_obstacle
@@ -45,7 +45,7 @@ class _Layer(NamedTuple):
 class _Text(NamedTuple):
     """Keys and values of a text from some block on."""
 
-    part: Part
+    part: RequestPart
     """Decode of the text: another request may have the same blocks with other content."""
     blocks: list[int]
     """Cache blocks of the text when it was copied."""
@@ -99,7 +99,7 @@ class HostDecode:
             return False
         return all(map(_is_computed, model.modules()))
 
-    def logits(self, inputs: BatchInputs, packed: Packed) -> Tensor:
+    def logits(self, inputs: BatchInputs, packed: PackedStep) -> Tensor:
         """Logits `(1, vocab)` of a packed step of one decode, valid until the next call.
 
         Writes the token's keys and values into the cache.
@@ -173,7 +173,7 @@ class HostDecode:
         for part, weight in ((self._unrotated[: self._heads], q_weight), (self._unrotated[self._heads :], k_weight)):
             part.copy_(nn.functional.rms_norm(part, width, weight, self._eps))
 
-    def _text_before(self, part: Part, table: list[int], position: int) -> _Text:
+    def _text_before(self, part: RequestPart, table: list[int], position: int) -> _Text:
         """The text of a decode by its block table up to `position`, which has room for the token there."""
         size, text = self._block_tokens, self._text
         if text is not None and text.part is part and position == self._next:

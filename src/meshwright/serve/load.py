@@ -18,7 +18,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.serve.formats import CAPABILITIES, assign_parameter, rounded_parameters, use_formats, use_stored_formats
 from meshwright.spec.engine import EngineSettings, WeightFormat
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.layout import WHOLE, Part
+from meshwright.spec.layout import WHOLE, AxisPart
 from meshwright.spec.weight_scheme import ROUNDING_LOSS, LayerFormat
 
 CACHE_SHARE = 0.05
@@ -91,7 +91,7 @@ def _empty(
 
 
 @torch.no_grad()
-def fill(model: Decoder, stored: StoredModel, part: Part = WHOLE, experts: Part = WHOLE) -> None:
+def fill(model: Decoder, stored: StoredModel, part: AxisPart = WHOLE, experts: AxisPart = WHOLE) -> None:
     """Read the weights into the model, or of its part of tensor or expert ranks; rounded ones are those of weights in its dtype."""
     dtype = model.embed.weight.dtype
     for name, value in stored.tensors(part, experts, rounded_parameters(model)):

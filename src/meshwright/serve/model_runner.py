@@ -25,7 +25,7 @@ from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.models.prediction import PredictionModule
 from meshwright.policies.drafting import most_drafting
-from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
+from meshwright.serve.batch_inputs import BatchInputs, PackedStep, StepInputs
 from meshwright.serve.blocks import Delta, add_and_norm, block_forward, residual_stream, selected
 from meshwright.serve.cached_attention import use_cached_attention
 from meshwright.serve.graphs import Graphs
@@ -77,7 +77,7 @@ class ModelRunner:
             raise BadInput("absorb: only latent attention has a form that does not absorb", key="absorb")
         self._step.absorbs = False
 
-    def logits(self, packed: Packed) -> Tensor:
+    def logits(self, packed: PackedStep) -> Tensor:
         """Logits `(samples, vocab)` of a packed step, valid until the next call."""
         size, queries = packed.decode_size, packed.decode_queries
         if size is not None and self._graphs.replay((size, queries)):
@@ -90,7 +90,7 @@ class ModelRunner:
             logits = self.forward(self._inputs.resolve(packed))
         return logits[: len(packed.sampled_rows)] if packed.sampled_tokens is None else logits[packed.sampled_tokens]
 
-    def fill_cache(self, packed: Packed) -> None:
+    def fill_cache(self, packed: PackedStep) -> None:
         """Write keys and values of a packed step into the cache, without logits."""
         self.write_cache(self._inputs.resolve(packed))
 
@@ -128,7 +128,7 @@ class ModelRunner:
             self.prompt_sizes = ()
             log.warning("the host launches prompts without CUDA graphs: %s", str(error).partition("\n")[0])
 
-    def _compute_into_graph_logits(self, packed: Packed, count: int) -> None:
+    def _compute_into_graph_logits(self, packed: PackedStep, count: int) -> None:
         self._graph_logits[:count].copy_(self.forward(self._inputs.resolve(packed)))
         if self._predictions:
             self._graph_normed[:, :count].copy_(self.normed)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.policies.drafting import DraftPauses
-from meshwright.serve.batch_inputs import BatchInputs, Packed
+from meshwright.serve.batch_inputs import BatchInputs, PackedStep
 from meshwright.serve.drafts import CheckedStep, SampledDrafter
 from meshwright.serve.model_runner import ModelRunner, drafted_sizes
 from meshwright.serve.sampling import Sampler
@@ -69,7 +69,7 @@ class PredictionDrafter(SampledDrafter):
             for drawn in (True, False):
                 self._graphs.capture((size, queries, drawn), self._call_of_graph(packed, drawn))
 
-    def follow(self, packed: Packed) -> None:
+    def follow(self, packed: PackedStep) -> None:
         """Put the drafts that the step before has drawn into a packed step."""
         drafts, self._drafts = packed.drafts, None
         if drafts is None:
@@ -81,7 +81,7 @@ class PredictionDrafter(SampledDrafter):
             # Those of a request that takes the likeliest tokens may be older than its drafts: it accepts the same with any.
             self._drafts = Drafts(tokens, self._probabilities[rows, :longest])
 
-    def draw_next(self, packed: Packed, checked: CheckedStep) -> None:
+    def draw_next(self, packed: PackedStep, checked: CheckedStep) -> None:
         """Compute the modules for the tokens of a checked step, and draw the drafts of the next one."""
         inputs, drawn = _module_inputs(packed, checked), not self._sampler.greedy and bool(len(checked.newest))
         self._sampler.copy_options()  # a graph only reads them
@@ -102,7 +102,7 @@ class PredictionDrafter(SampledDrafter):
         )
         self._graphs.replay(key)
 
-    def _call_of_graph(self, packed: Packed, drawn: bool) -> partial[None]:
+    def _call_of_graph(self, packed: PackedStep, drawn: bool) -> partial[None]:
         """The call that a graph captures: it reads and writes the same memory each time."""
         assert packed.decode_size is not None
         size, tokens = packed.decode_size, packed.decode_size * packed.decode_queries
@@ -110,7 +110,7 @@ class PredictionDrafter(SampledDrafter):
         inputs = ModuleInputs(following[:tokens], *(values[:size] for values in others))
         return partial(self._draw, packed, self._runner.graph_normed(tokens), inputs, drawn)
 
-    def _draw(self, packed: Packed, normed: Tensor, inputs: ModuleInputs, drawn: bool) -> None:
+    def _draw(self, packed: PackedStep, normed: Tensor, inputs: ModuleInputs, drawn: bool) -> None:
         """Draw the next drafts from the model's output `(1, tokens, hidden)`; with distributions if `drawn`."""
         step, following, rows = self._inputs.resolve(packed), inputs.following, inputs.table_rows
         ends = step.query_starts[1:].long() - 1
@@ -135,7 +135,7 @@ class PredictionDrafter(SampledDrafter):
         self._tokens[rows], self._probabilities[rows] = drafts.tokens, drafts.probabilities
 
 
-def _module_inputs(packed: Packed, checked: CheckedStep) -> ModuleInputs:
+def _module_inputs(packed: PackedStep, checked: CheckedStep) -> ModuleInputs:
     """The first module's inputs, made on the device."""
     samples = torch.arange(len(checked.tokens), device=checked.tokens.device)
     places = samples if packed.mixed is None else packed.mixed.sampled

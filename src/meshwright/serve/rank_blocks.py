@@ -21,7 +21,7 @@ from meshwright.serve.head_slices import HeadSlices
 from meshwright.serve.kv_cache import KVCache
 from meshwright.serve.prefix_blocks import PrefixBlocks
 from meshwright.serve.weight_sums import weight_sums
-from meshwright.spec.layout import Part
+from meshwright.spec.layout import AxisPart
 from meshwright.spec.model import ModelSpec
 
 
@@ -58,7 +58,7 @@ class RankSlices(PrefixBlocks):
 
     def summed_weights(self) -> Tensor:
         """`weight_sums` of the whole model."""
-        sums = weight_sums(self._model, self._spec, Part(self._world.rank, self._world.ranks))
+        sums = weight_sums(self._model, self._spec, AxisPart(self._world.rank, self._world.ranks))
         dist.all_reduce(sums, group=self._world.control)
         return sums
 

@@ -28,7 +28,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.expert_inference import distribute_for_inference
 from meshwright.parallel.tensor_inference import divide_for_inference
 from meshwright.parallel.world import World, world_group
-from meshwright.policies.batch_request import Step
+from meshwright.policies.batch_request import EngineStep
 from meshwright.serve.engine import Engine
 from meshwright.serve.engine_sizes import blocks_that_fit
 from meshwright.serve.formats import assign_parameter, rounded_parameters, use_formats, use_stored_formats
@@ -40,7 +40,7 @@ from meshwright.serve.weights import check_same_model, open_newer
 from meshwright.spec.engine import ONE_RANK, EngineOptions, ExpertRanks, WeightFormat
 from meshwright.spec.errors import BadInput, CommunicationFailure, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
-from meshwright.spec.layout import WHOLE, Part
+from meshwright.spec.layout import WHOLE, AxisPart
 from meshwright.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class RankModel:
 
     model: Decoder
     spec: ModelSpec
-    tensor: Part = WHOLE
-    experts: Part = WHOLE
+    tensor: AxisPart = WHOLE
+    experts: AxisPart = WHOLE
 
     @classmethod
     def empty(
@@ -72,7 +72,7 @@ class RankModel:
         """
         with torch.device("meta"):
             model = Decoder(spec)
-        part = Part(world.rank, world.ranks)
+        part = AxisPart(world.rank, world.ranks)
         if experts.count > 1:
             distribute_for_inference(model, part, world_group(), experts.dispatch)
         else:
@@ -264,7 +264,7 @@ class RankEngine(Engine):
         """Return False: ranks would plan different steps where their devices end at different times."""
         return False
 
-    def _fail(self, step: Step, error: Exception, updates: list[Update]) -> None:
+    def _fail(self, step: EngineStep, error: Exception, updates: list[Update]) -> None:
         """Raise the error of a step, which ends the group: the other ranks still have the requests of the step."""
         raise error
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.policies.batch_request import Part, Step
-from meshwright.serve.batch_inputs import Packed
+from meshwright.policies.batch_request import EngineStep, RequestPart
+from meshwright.serve.batch_inputs import PackedStep
 from meshwright.serve.generation import TokenLogprob
 from meshwright.serve.prompt_scores import StepScores
 from meshwright.serve.sampling import TokenLogprobs
@@ -22,8 +22,8 @@ BUFFERS = 3
 class LaunchedStep:
     """A step whose tokens have not been read."""
 
-    step: Step
-    parts: Sequence[Part]
+    step: EngineStep
+    parts: Sequence[RequestPart]
     """The parts that get a token."""
     tokens: Tensor
     """Their tokens on the host, once `copied` has passed."""
@@ -80,8 +80,8 @@ class TokenReadback:
 
     def start(
         self,
-        step: Step,
-        packed: Packed,
+        step: EngineStep,
+        packed: PackedStep,
         tokens: Tensor,
         logprobs: TokenLogprobs | None,
         scores: StepScores | None = None,

@@ -13,7 +13,7 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.generation import Update
 from meshwright.serve.readback import LaunchedStep
 from meshwright.spec.engine import EngineOptions
-from meshwright.spec.serve_profile import Chunk
+from meshwright.spec.serve_profile import ProfiledChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class TimedStep:
     """Positions that the decodes attend to in all, their own included."""
     longest: int
     """The most positions of one decode."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ProfiledChunk, ...]
     launch_begin: float
     """Time when the host began to plan and launch the step."""
     launch_end: float
@@ -95,7 +95,7 @@ class TimedEngine(Engine):
         launch_end, device_end, step = self._timer(), self._mark(), launched.step
         attended = [part.start + 1 for part in step.parts[: step.decodes]]
         positions, longest = sum(attended), max(attended, default=0)
-        chunks = tuple(Chunk(start=part.start, count=part.count) for part in step.parts[step.decodes :])
+        chunks = tuple(ProfiledChunk(start=part.start, count=part.count) for part in step.parts[step.decodes :])
 
         def completed() -> TimedStep:
             end = self._timer()

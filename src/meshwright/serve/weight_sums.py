@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from meshwright.models.decoder import Decoder
-from meshwright.spec.inference_layout import Piece, piece_dimension, rank_pieces
-from meshwright.spec.layout import Part
+from meshwright.spec.inference_layout import ParameterBox, piece_dimension, rank_pieces
+from meshwright.spec.layout import AxisPart
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.weight_scheme import FP8_BLOCK
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def weight_sums(model: Decoder, spec: ModelSpec, part: Part) -> Tensor:
+def weight_sums(model: Decoder, spec: ModelSpec, part: AxisPart) -> Tensor:
     """Two sums of each parameter over the elements that no earlier rank has: `(parameters, 2)` int64 on the CPU.
 
     Elements are read as integers. `spec` has the dimensions of the whole model, `part` says which part of it `model` is.
@@ -29,7 +29,7 @@ def weight_sums(model: Decoder, spec: ModelSpec, part: Part) -> Tensor:
         rounded = leaf == "weight" and isinstance(scales := getattr(module, "scale", None), Tensor)
         pieces = rank_pieces(spec, parameter, part)
         earlier = [
-            piece for rank in range(part.index) for piece in rank_pieces(spec, parameter, Part(rank, part.count))
+            piece for rank in range(part.index) for piece in rank_pieces(spec, parameter, AxisPart(rank, part.count))
         ]
         values: Tensor | None = getattr(module, "values" if rounded else leaf)
         total = torch.zeros(2, dtype=torch.int64, device=device)
@@ -37,7 +37,9 @@ def weight_sums(model: Decoder, spec: ModelSpec, part: Part) -> Tensor:
             if piece not in earlier:
                 total[0] += _sum(value)
         if rounded and module.number_format == "fp8 blocks":
-            blocks = [Piece(piece.offsets, tuple(-(-size // FP8_BLOCK) for size in piece.sizes)) for piece in pieces]
+            blocks = [
+                ParameterBox(piece.offsets, tuple(-(-size // FP8_BLOCK) for size in piece.sizes)) for piece in pieces
+            ]
             for piece, (block, scale) in zip(pieces, _slices(scales, blocks, 0), strict=True):
                 if piece not in earlier:
                     total[1] += _sum(scale[:, : block.sizes[1]])
@@ -50,7 +52,9 @@ def weight_sums(model: Decoder, spec: ModelSpec, part: Part) -> Tensor:
     return torch.stack(sums).cpu()
 
 
-def _slices(tensor: Tensor | None, pieces: Sequence[Piece], dimension: int) -> Iterator[tuple[Piece, Tensor]]:
+def _slices(
+    tensor: Tensor | None, pieces: Sequence[ParameterBox], dimension: int
+) -> Iterator[tuple[ParameterBox, Tensor]]:
     """The part of a rank's tensor for each of its pieces, which follow one another along a dimension."""
     first = 0
     for piece in pieces:
@@ -59,7 +63,7 @@ def _slices(tensor: Tensor | None, pieces: Sequence[Piece], dimension: int) -> I
         first += piece.sizes[dimension]
 
 
-def _outputs(piece: Piece) -> tuple[int, int]:
+def _outputs(piece: ParameterBox) -> tuple[int, int]:
     """The first output of a layer that a piece of its weight computes, and their number."""
     return piece.offsets[0], piece.sizes[0]
 

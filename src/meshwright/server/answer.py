@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from meshwright.data.token_bytes import TokenBytes
 from meshwright.serve.stops import StopStrings, StringSearch
 from meshwright.serve.text import text_stream
-from meshwright.server.bodies import Body, Piece, joined, usage
+from meshwright.server.bodies import ResponseBody, TextPiece, joined, usage
 from meshwright.server.engine_client import EngineClient, EngineRequest, News, Subscription
 from meshwright.server.errors import RequestError
-from meshwright.server.output_reader import OutputReader, Part
+from meshwright.server.output_reader import AnswerPart, OutputReader
 from meshwright.server.prompt_output import PromptOutput
 from meshwright.server.replies import JSON_HEADERS, client_left
 from meshwright.server.text_output import TextOutput
-from meshwright.server.text_request import TextRequest
+from meshwright.server.text_request import CheckedTextRequest
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -38,8 +38,8 @@ class TextAnswer:
         self,
         client: EngineClient,
         tokens: TokenBytes,
-        request: TextRequest,
-        body: Body,
+        request: CheckedTextRequest,
+        body: ResponseBody,
         context: int,
         keep: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
@@ -167,10 +167,10 @@ class TextAnswer:
         if item.reason == "abort":
             raise RequestError(503, "the server is stopping")
 
-    def _add(self, index: int, news: list[News]) -> Piece:
+    def _add(self, index: int, news: list[News]) -> TextPiece:
         """Return what the news add to a text; a stop string also ends it in the engine."""
         output = self._outputs[index]
-        piece = Piece(output.add(news)) if self._readers is None else self._read(index, news)
+        piece = TextPiece(output.add(news)) if self._readers is None else self._read(index, news)
         if self._keep is not None:
             for item in news:
                 self._drawn += item.tokens
@@ -185,39 +185,39 @@ class TextAnswer:
             return piece
         return piece._replace(logprobs=logprobs, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
 
-    def _read(self, index: int, news: list[News]) -> Piece:
+    def _read(self, index: int, news: list[News]) -> TextPiece:
         """What the news add to a text, with its parts."""
         assert self._readers is not None
         output, reader, format = self._outputs[index], self._readers[index], self._request.output
         if reader.may_reason and (len(news) > 1 or len(news[0].tokens) > 1):
-            parts: list[Part] = []
+            parts: list[AnswerPart] = []
             for some in _one_by_one(news):  # the tokens of reasoning are counted
                 parts += self._read_some(output, reader, some).all_parts
                 if output.finish_reason is not None:
                     break
-            piece = Piece("", parts=parts)
+            piece = TextPiece("", parts=parts)
         else:
             piece = self._read_some(output, reader, news)
         if reader.count and output.finish_reason == "stop" and not (format and format.named):
             output.finish_reason = "tool_calls"
         return piece
 
-    def _read_some(self, output: TextOutput, reader: OutputReader, news: list[News]) -> Piece:
+    def _read_some(self, output: TextOutput, reader: OutputReader, news: list[News]) -> TextPiece:
         """What the news add to a text; one token at most if there may be reasoning."""
         before, reasoned = output.tokens, reader.reasoning
         text = output.add(news)
         shown = reader.go_on(text) if output.finish_reason is None else None
         if shown is None:
-            piece = Piece("", parts=reader.add(text, final=output.finish_reason is not None))
+            piece = TextPiece("", parts=reader.add(text, final=output.finish_reason is not None))
         else:
-            piece = Piece(shown, kind="reasoning") if reasoned else Piece(shown)
+            piece = TextPiece(shown, kind="reasoning") if reasoned else TextPiece(shown)
         if reasoned or reader.reasoning:
             self._reasoning_tokens += output.tokens - before
         return piece
 
     async def _send_whole(self, send: Send) -> None:
         texts = [[self._echo(index)] for index in range(len(self._outputs))]
-        parts: list[list[Part]] = [[] for _ in self._outputs]
+        parts: list[list[AnswerPart]] = [[] for _ in self._outputs]
         while self._open:
             for index, news in (await self._next()).items():
                 if self._outputs[index].finish_reason is None:
@@ -226,7 +226,7 @@ class TextAnswer:
                     if self._readers is not None:
                         parts[index] += piece.all_parts
         whole = [
-            Piece(
+            TextPiece(
                 "".join(text),
                 output.logprobs(whole=True),
                 None if self._readers is None else joined(found),
@@ -271,7 +271,9 @@ class TextAnswer:
         opening, echo = self._body.first(index, self._usage()), self._echo(index)
         if not echo:
             return opening
-        return opening + self._body.event(index, Piece(echo, self._outputs[index].logprobs()), self._continuous_usage())
+        return opening + self._body.event(
+            index, TextPiece(echo, self._outputs[index].logprobs()), self._continuous_usage()
+        )
 
     def _events(self, news: dict[int, list[News]]) -> bytes:
         """The events for news; texts that have ended already get none."""

@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from meshwright.server.errors import RequestError
-from meshwright.server.output_reader import Part, PartKind, ToolCall
-from meshwright.server.text_request import TextRequest
+from meshwright.server.output_reader import AnswerPart, PartKind, ToolCall
+from meshwright.server.text_request import CheckedTextRequest
 from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs, text_as_json
 
 DONE = b"data: [DONE]\n\n"
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of a text, or the whole."""
 
     text: str
     logprobs: str | None = None
     """Log probabilities as JSON."""
-    parts: Sequence[Part] | None = None
+    parts: Sequence[AnswerPart] | None = None
     """Reasoning, text and calls in order; None if all is of one `kind`."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -32,11 +32,11 @@ class Piece(NamedTuple):
     """What the text is, if it is one part."""
 
     @property
-    def all_parts(self) -> Sequence[Part]:
+    def all_parts(self) -> Sequence[AnswerPart]:
         """The parts in order."""
         if self.parts is not None:
             return self.parts
-        return (Part(self.kind, self.text),) if self.text else ()
+        return (AnswerPart(self.kind, self.text),) if self.text else ()
 
     def goes_on(self, kind: str) -> str | None:
         """The text of a piece that only goes on with a part of this kind, as most do; else None."""
@@ -70,19 +70,19 @@ def usage(
     }
 
 
-class Body(Protocol):
+class ResponseBody(Protocol):
     """Writes the answers to one request in the form of an API."""
 
     logprobs: type[CompletionLogprobs | ChatLogprobs]
     """Form of log probabilities."""
 
-    def __init__(self, number: str, created: int, model: str, request: TextRequest) -> None:
+    def __init__(self, number: str, created: int, model: str, request: CheckedTextRequest) -> None:
         """`number` is unique; `created` is the time in seconds; `model` is the name for clients."""
 
     def first(self, index: int, tokens: Mapping[str, Any]) -> bytes:
         """The events that begin a text; empty if there are none."""
 
-    def event(self, index: int, piece: Piece, tokens: Mapping[str, Any] | None = None) -> bytes:
+    def event(self, index: int, piece: TextPiece, tokens: Mapping[str, Any] | None = None) -> bytes:
         """The events with a piece of text `index`, and the numbers of tokens so far if every event has them."""
 
     def last(self, tokens: Mapping[str, Any]) -> bytes:
@@ -91,7 +91,7 @@ class Body(Protocol):
     def failure(self, error: RequestError) -> bytes:
         """The events that end a stream which has failed after its beginning."""
 
-    def whole(self, texts: Sequence[Piece], tokens: Mapping[str, Any]) -> bytes:
+    def whole(self, texts: Sequence[TextPiece], tokens: Mapping[str, Any]) -> bytes:
         """The answer with all texts."""
 
 
@@ -103,7 +103,7 @@ class CompletionBody:
     logprobs: type[CompletionLogprobs | ChatLogprobs] = CompletionLogprobs
     """Form of log probabilities."""
 
-    def __init__(self, number: str, created: int, model: str, request: TextRequest) -> None:
+    def __init__(self, number: str, created: int, model: str, request: CheckedTextRequest) -> None:
         """With `include_usage` every event of a stream has the key `usage`, which is null where there are no numbers."""
         self._base = {"id": self.prefix + number, "object": self.object, "created": created, "model": model}
         self._head = f"data: {json.dumps(self._base, separators=(',', ':'))[:-1]},"
@@ -114,7 +114,7 @@ class CompletionBody:
         """The event that begins a text; empty if there is none."""
         return b""
 
-    def event(self, index: int, piece: Piece, tokens: Mapping[str, Any] | None = None) -> bytes:
+    def event(self, index: int, piece: TextPiece, tokens: Mapping[str, Any] | None = None) -> bytes:
         """The event with a piece of text `index`, and the numbers of tokens so far."""
         content = self._piece(piece)
         return f'{self._head}"choices":[{{"index":{index},{content},{piece.end}}}]{self._end(tokens)}'.encode("ascii")
@@ -127,7 +127,7 @@ class CompletionBody:
         """The error as an event, and the end."""
         return b"data: %b\n\n%b" % (error.content, DONE)
 
-    def whole(self, texts: Sequence[Piece], tokens: Mapping[str, Any]) -> bytes:
+    def whole(self, texts: Sequence[TextPiece], tokens: Mapping[str, Any]) -> bytes:
         """The answer with all texts."""
         choices = ",".join(
             f'{{"index":{index},{self._message(piece)},{piece.end}{self._of_prompt(piece)}}}'
@@ -136,21 +136,21 @@ class CompletionBody:
         base = json.dumps({**self._base, "object": self.whole_object}, separators=(",", ":"))
         return f'{base[:-1]},"choices":[{choices}],"usage":{json.dumps(tokens)}{self._beside(texts)}}}'.encode("ascii")
 
-    def _of_prompt(self, piece: Piece) -> str:
+    def _of_prompt(self, piece: TextPiece) -> str:
         """The member of a choice about its prompt."""
         return "" if piece.prompt_logprobs is None else f',"prompt_logprobs":{piece.prompt_logprobs}'
 
-    def _beside(self, texts: Sequence[Piece]) -> str:
+    def _beside(self, texts: Sequence[TextPiece]) -> str:
         """Members of a whole answer beside its choices."""
         return ""
 
     def _end(self, tokens: Mapping[str, Any] | None) -> str:
         return self._tail if tokens is None else f',"usage":{json.dumps(tokens)}}}\n\n'
 
-    def _piece(self, piece: Piece) -> str:
+    def _piece(self, piece: TextPiece) -> str:
         return f'"text":{text_as_json(piece.text)}'
 
-    def _message(self, piece: Piece) -> str:
+    def _message(self, piece: TextPiece) -> str:
         return self._piece(piece)
 
 
@@ -167,13 +167,13 @@ class ChatBody(CompletionBody):
             f'"finish_reason":null}}]{self._end(tokens if self._continuous else None)}'
         ).encode("ascii")
 
-    def _of_prompt(self, piece: Piece) -> str:
+    def _of_prompt(self, piece: TextPiece) -> str:
         return ""
 
-    def _beside(self, texts: Sequence[Piece]) -> str:
+    def _beside(self, texts: Sequence[TextPiece]) -> str:
         return super()._of_prompt(texts[0])
 
-    def _piece(self, piece: Piece) -> str:
+    def _piece(self, piece: TextPiece) -> str:
         if piece.parts is None:
             if not piece.text:
                 return '"delta":{}'
@@ -190,7 +190,7 @@ class ChatBody(CompletionBody):
             members.append(f'"tool_calls":{json.dumps([{"index": call.index, **call.message} for call in calls])}')
         return f'"delta":{{{",".join(members)}}}'
 
-    def _message(self, piece: Piece) -> str:
+    def _message(self, piece: TextPiece) -> str:
         text, reasoning, calls = _sorted(piece.all_parts)
         content = "null" if calls and not text else text_as_json(text)
         shown = f',"tool_calls":{json.dumps([call.message for call in calls])}' if calls else ""
@@ -199,7 +199,7 @@ class ChatBody(CompletionBody):
         return f'"message":{{"role":"assistant","content":{content},"refusal":null{shown}}}'
 
 
-def _sorted(parts: Sequence[Part]) -> tuple[str, str, list[ToolCall]]:
+def _sorted(parts: Sequence[AnswerPart]) -> tuple[str, str, list[ToolCall]]:
     """Text, reasoning and calls of an answer."""
     if len(parts) == 1 and parts[0].kind == "text":
         return parts[0].text, "", []
@@ -208,10 +208,10 @@ def _sorted(parts: Sequence[Part]) -> tuple[str, str, list[ToolCall]]:
     return text, reasoning, [part.call for part in parts if part.call is not None]
 
 
-def joined(parts: Sequence[Part]) -> list[Part]:
+def joined(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
     """The parts of a whole answer: pieces of one kind that follow each other are one part."""
     runs = [(kind, [*run]) for kind, run in itertools.groupby(parts, key=lambda part: part.kind)]
-    whole: list[Part] = []
+    whole: list[AnswerPart] = []
     for kind, run in runs:
-        whole += run if kind == "call" else [Part(kind, "".join([part.text for part in run]))]
+        whole += run if kind == "call" else [AnswerPart(kind, "".join([part.text for part in run]))]
     return whole

@@ -32,7 +32,7 @@ class ReadCall(NamedTuple):
     """Text of a JSON object."""
 
 
-class Source:
+class TextSource:
     """The text of an answer that arrives in pieces. Each character is taken once."""
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ _NAME = re.compile(r"""[^\s<>{}()\[\]"']{1,256}""")
 _WORD = re.compile(r"[\w.:/-]{0,256}")
 
 
-def read_calls(source: Source, notation: Notation, types: Types) -> Wait:
+def read_calls(source: TextSource, notation: Notation, types: Types) -> Wait:
     """Return the calls, one or more, of the pattern that comes next; marks before and after it are not part of it. Raises NoCall."""
     pattern = notation.patterns.get(source.rest[:1], notation.patterns[""])
     parts = _items(pattern)
@@ -262,7 +262,7 @@ def read_calls(source: Source, notation: Notation, types: Types) -> Wait:
     return [ReadCall(name, arguments)]
 
 
-def _name(source: Source, notation: Notation, after: Sequence[tuple[str, str]]) -> Wait:
+def _name(source: TextSource, notation: Notation, after: Sequence[tuple[str, str]]) -> Wait:
     """Take the name of a function, which ends where the next part of the pattern begins."""
     yield from source.space()
     kind, text = after[0]
@@ -275,7 +275,7 @@ def _name(source: Source, notation: Notation, after: Sequence[tuple[str, str]]) 
     return (yield from _word(source))
 
 
-def _optional(source: Source, mark: str) -> Wait:
+def _optional(source: TextSource, mark: str) -> Wait:
     """Take a mark that may be left out, and a word behind it that is no bracket."""
     if (yield from source.begins((mark,))) is None:
         return
@@ -284,7 +284,7 @@ def _optional(source: Source, mark: str) -> Wait:
         yield from _word(source)
 
 
-def _word(source: Source) -> Wait:
+def _word(source: TextSource) -> Wait:
     """Take letters, digits and what else names have."""
     while (match := _WORD.match(source.rest)) is not None and match.end() == len(source.rest):
         if len(source.rest) >= LONGEST_NAME or not (yield from source.more()):
@@ -293,7 +293,7 @@ def _word(source: Source) -> Wait:
     return source.take(match.end())
 
 
-def _parameters(source: Source, parameters: Parameters, types: Mapping[str, Collection[str]]) -> Wait:
+def _parameters(source: TextSource, parameters: Parameters, types: Mapping[str, Collection[str]]) -> Wait:
     """Take arguments that are written one by one, as long as they come; returns the text of a JSON object."""
     parts, search = _items(parameters.opening), _closing(parameters.closing)
     values: dict[str, Any] = {}
@@ -420,7 +420,7 @@ _QUOTE = '<|"|>'
 _GEMMA_OUTSIDE, _GEMMA_STRING = StringSearch((_QUOTE, "{", "}", "[", "]")), StringSearch((_QUOTE,))
 
 
-def _gemma_text(source: Source) -> Wait:
+def _gemma_text(source: TextSource) -> Wait:
     """Take an object of arguments in Gemma's syntax, whose texts are between `<|"|>`."""
     yield from source.space()
     pieces: list[str] = []

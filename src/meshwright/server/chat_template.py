@@ -37,7 +37,7 @@ class _Habits(NamedTuple):
     """Whether two messages of the user must not follow one another."""
 
 
-class ChatTemplate(chat_template.ChatTemplate):
+class ServedChatTemplate(chat_template.ChatTemplate):
     """A chat template that receives messages as it expects them, and refuses some by RequestError."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:

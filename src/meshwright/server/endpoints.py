@@ -16,7 +16,7 @@ from meshwright import __version__
 from meshwright.data.token_bytes import TokenBytes
 from meshwright.events.exposition import CONTENT_TYPE
 from meshwright.server.answer import TextAnswer
-from meshwright.server.bodies import Body, ChatBody, CompletionBody
+from meshwright.server.bodies import ChatBody, CompletionBody, ResponseBody
 from meshwright.server.engine_client import EngineClient
 from meshwright.server.errors import RequestError
 from meshwright.server.messages_body import MessagesBody
@@ -27,7 +27,7 @@ from meshwright.server.request_reader import RequestReader, chat_template
 from meshwright.server.responses_body import ResponsesBody
 from meshwright.server.scores import scored
 from meshwright.server.text_process import RENDERS
-from meshwright.server.text_request import TextRequest
+from meshwright.server.text_request import CheckedTextRequest
 from meshwright.server.text_workers import Sizes, TextWorkers
 from meshwright.spec.deployment import Role
 from meshwright.spec.serve import ServeSpec
@@ -215,7 +215,7 @@ class Api:
             message = f"{max(waiting, 0)} requests are waiting; try again later"
             raise RequestError(429, message, retry_after=RETRY_SECONDS)
 
-    def _answer(self, shared: TextRequest, body: type[Body], request: Request) -> TextAnswer:
+    def _answer(self, shared: CheckedTextRequest, body: type[ResponseBody], request: Request) -> TextAnswer:
         """The answer to a request that has passed all checks; the queue must have room for it."""
         if self.role == "prefill":
             self.client.metrics.rejected += 1

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 from meshwright.serve.failures import ENGINE_FAILED, NotFinite
 from meshwright.serve.figures import EngineFigures
 from meshwright.server.engine_probe import EngineProbe
-from meshwright.server.messages import MessageReader, encode
+from meshwright.server.messages import ServerMessageReader, encode
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.packed_ids import ids_as_text
 from meshwright.server.transfers import TransferFigures
@@ -160,7 +160,7 @@ class EngineClient(asyncio.Protocol):
         self.changed = asyncio.Event()
         """Set when the engine becomes ready or fails."""
         self._transport: asyncio.WriteTransport | None = None
-        self._reader = MessageReader()
+        self._reader = ServerMessageReader()
         self._texts: dict[int, _Text] = {}
         self._numbers = itertools.count()
         self._loading: dict[str, asyncio.Future[str | None]] = {}

@@ -22,14 +22,14 @@ from meshwright.connections.limits import raise_file_limit
 from meshwright.data.tokenizer_file import open_tokenizer
 from meshwright.events.parent import end_with_parent
 from meshwright.serve.compiled_grammar import BadGrammar, Grammar
-from meshwright.serve.failures import DEVICE_ERRORS, ENGINE_FAILED, FAILED_STEPS, EngineLost, Failure
+from meshwright.serve.failures import DEVICE_ERRORS, ENGINE_FAILED, FAILED_STEPS, EngineLost, RequestFailure
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.grammar_jobs import GrammarJobs
-from meshwright.server.messages import MessageReader, encode
+from meshwright.server.messages import ServerMessageReader, encode
 from meshwright.server.packed_ids import ids_of_text
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.score_process import has_score, serve_scores
-from meshwright.server.transfers import TransferFigures, Transfers, TransferSetup
+from meshwright.server.transfers import BlockTransfers, TransferFigures, TransferSetup
 from meshwright.spec.deployment import Role
 from meshwright.spec.errors import EXIT_INTERNAL, BadInput, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
@@ -52,11 +52,11 @@ LOAD_SECONDS = 600
 """Time that a rank waits for the others to read their weights."""
 
 
-class Connection:
+class EngineConnection:
     """The engine's end of the socket."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket, self._reader = end, MessageReader()
+        self._socket, self._reader = end, ServerMessageReader()
 
     def fileno(self) -> int:
         """The descriptor, for a selector."""
@@ -81,14 +81,16 @@ class Connection:
 class EngineLoop:
     """Runs an engine by the messages of the HTTP process."""
 
-    def __init__(self, engine: Engine, connection: Connection, transfer: TransferSetup | None = None) -> None:
+    def __init__(self, engine: Engine, connection: EngineConnection, transfer: TransferSetup | None = None) -> None:
         """`transfer`: how it exchanges blocks with other engines. Raises BadInput for an address that cannot be used."""
         self._engine, self._connection = engine, connection
         self._grammars = GrammarJobs(engine)
         self._unwanted: set[int] = set()
         self._compiling: set[int] = set()
         """Ids of requests whose grammar is being compiled; `_unwanted` are those of them that were aborted."""
-        self.transfers = None if transfer is None else Transfers(engine, transfer, self._submit_texts, self._grammars)
+        self.transfers = (
+            None if transfer is None else BlockTransfers(engine, transfer, self._submit_texts, self._grammars)
+        )
         self._numbers: dict[int, int] = {}
         """The engine's number of each unfinished request by its id."""
         self._ids: dict[int, int] = {}
@@ -165,7 +167,7 @@ class EngineLoop:
             if any(text in f"{type(error).__name__}: {error}" for text in DEVICE_ERRORS):
                 raise
             traceback.print_exc()
-            self._refuse(request, *Failure.of(error))
+            self._refuse(request, *RequestFailure.of(error))
 
     def _refuse(self, request: Mapping[str, Any], message: str, code: str | None) -> None:
         """Report that the texts of a request are not continued."""
@@ -306,7 +308,7 @@ def load_engine(setup: EngineSetup, weights: Chosen | None = None) -> Engine:
     return Engine(model, _tokenizer(setup), options, draft_model=draft)
 
 
-def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
+def serve_on_ranks(setup: EngineSetup, connection: EngineConnection | None) -> None:
     """Run this rank of an engine on several devices; rank 0 has the connection."""
     import torch
 
@@ -345,7 +347,7 @@ def _options(setup: EngineSetup) -> EngineOptions:
 
 
 def serve_engine(
-    engine: Engine, connection: Connection, transfer: TransferSetup | None = None, weights: Chosen | None = None
+    engine: Engine, connection: EngineConnection, transfer: TransferSetup | None = None, weights: Chosen | None = None
 ) -> None:
     """Report that the engine is ready with `weights`, then run it until the HTTP process closes the socket."""
     with suppress(BadGrammar):  # requests with a grammar are refused for it
@@ -366,7 +368,7 @@ def main() -> int:
     raise_file_limit()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would have keys and texts
     descriptor, setup = int(sys.argv[1]), from_plain(EngineSetup, json.load(sys.stdin))
-    connection = None if descriptor < 0 else Connection(socket.socket(fileno=descriptor))
+    connection = None if descriptor < 0 else EngineConnection(socket.socket(fileno=descriptor))
     try:
         if connection is None or setup.ranks > 1:
             serve_on_ranks(setup, connection)

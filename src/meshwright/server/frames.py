@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from meshwright.connections.accept import listen_at
 from meshwright.connections.limits import TRANSFERS
-from meshwright.connections.proof import Challenge, Session, WrongProof, answer_challenge
+from meshwright.connections.proof import Challenge, ProofSession, WrongProof, answer_challenge
 from meshwright.spec.errors import BadInput
 from meshwright.spec.listen_address import listen_address
 
@@ -54,7 +54,7 @@ class FrameSocket:
         self._outgoing: deque[memoryview] = deque()
         self._descriptors: list[int] = []
         self._challenge: Challenge | None = None
-        self._session: Session | None = None
+        self._session: ProofSession | None = None
         self.limit = FIRST_BYTES
         """Longest message that is taken; `MESSAGE_BYTES` once the peer is known."""
 

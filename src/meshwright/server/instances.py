@@ -31,7 +31,7 @@ _MOST_SEARCHED = 64 << 10
 _PROMPT_KEYS = (b'"messages"', b'"prompt"')
 
 
-class Connection(Protocol):
+class RouterConnection(Protocol):
     """A connection to a server."""
 
     def abort(self) -> None:
@@ -40,7 +40,7 @@ class Connection(Protocol):
 
 
 @dataclass(eq=False)
-class Instance:
+class ServerInstance:
     """Server to which the router sends requests."""
 
     host: str
@@ -59,7 +59,7 @@ class Instance:
     answered: int = 0
     idle: list[Any] = field(default_factory=list)
     """Open connections without a request."""
-    busy: set[Connection] = field(default_factory=set)
+    busy: set[RouterConnection] = field(default_factory=set)
     """Connections with a request."""
     logged: tuple[bool, str] | None = None
     """Health and role that were logged last."""
@@ -109,21 +109,21 @@ class Instances:
         self._clock = clock
         self._targets = targets_of(urls)
         self._most, self._health_seconds, self._silent_seconds = most_requests, health_seconds, silent_seconds
-        self.all: dict[tuple[str, int], Instance] = {}
+        self.all: dict[tuple[str, int], ServerInstance] = {}
         self._addresses: dict[tuple[str, int], set[tuple[str, int]]] = {}
         """Addresses of each target when its name was last found."""
         self._unknown: set[tuple[str, int]] = set()
         """Targets without an address since the start that were logged."""
-        self._routing: RequestRouting[Instance] = RequestRouting()
+        self._routing: RequestRouting[ServerInstance] = RequestRouting()
         self.known = asyncio.Event()
         """Set once a server takes requests or all were checked, so that the router does not wait for a server that hangs."""
 
     @property
-    def usable(self) -> list[Instance]:
+    def usable(self) -> list[ServerInstance]:
         """Servers that take requests for text."""
         return [instance for instance in self.all.values() if instance.usable]
 
-    def choose(self, body: bytes, tried: Iterable[Instance] = ()) -> Instance | None:
+    def choose(self, body: bytes, tried: Iterable[ServerInstance] = ()) -> ServerInstance | None:
         """The server for a request, by its prefix and the load of the servers; None if all are full or tried."""
         left = set(tried)
         free = [each for each in self.usable if each.requests < self._most and each not in left]
@@ -158,7 +158,7 @@ class Instances:
             self._addresses[host, port] = {(str(info[4][0]), port) for info in infos}
         found = {address for addresses in self._addresses.values() for address in addresses}
         for address in found - set(self.all):
-            self.all[address] = Instance(*address, clock=self._clock, heard=self._clock())
+            self.all[address] = ServerInstance(*address, clock=self._clock, heard=self._clock())
         for address, instance in list(self.all.items()):
             if instance.listed and address not in found:
                 log.info("%s has no address any more", instance.name)
@@ -166,7 +166,7 @@ class Instances:
             if not instance.listed and not instance.busy:
                 self.all.pop(address).give_up()
 
-    async def _check(self, instance: Instance) -> None:
+    async def _check(self, instance: ServerInstance) -> None:
         """Check the health of a server; any error, also an answer of another form, is a missed check."""
         answer: HealthAnswer = "missed"
         with contextlib.suppress(Exception):
@@ -190,7 +190,7 @@ class Instances:
         )
 
 
-async def _health(instance: Instance) -> tuple[HealthAnswer, str]:
+async def _health(instance: ServerInstance) -> tuple[HealthAnswer, str]:
     """A server's answer to a check, and its role. Raises an error for an answer of another form."""
     reader, writer = await asyncio.open_connection(instance.host, instance.port)
     try:

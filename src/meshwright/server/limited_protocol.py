@@ -12,7 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from meshwright.connections.limits import Limits
+from meshwright.connections.limits import ListenerLimits
 from meshwright.connections.table import ConnectionTable
 from meshwright.server.errors import RequestError
 
@@ -43,7 +43,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logger = _LOGGER
-        self._limits: Limits = self.table.limits
+        self._limits: ListenerLimits = self.table.limits
         self._in_head, self._room, self._tail = True, self._limits.head_bytes, b""
         """Whether a head is next or has begun, the bytes that it may still have, and its last bytes."""
         self._running: Any = None

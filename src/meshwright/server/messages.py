@@ -49,7 +49,7 @@ def encode(message: dict[str, Any]) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-class MessageReader:
+class ServerMessageReader:
     """Splits bytes as they arrive into messages."""
 
     def __init__(self) -> None:

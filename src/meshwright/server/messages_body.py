@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.server.bodies import Piece
+from meshwright.server.bodies import TextPiece
 from meshwright.server.errors import MESSAGES_PATH, RequestError, failure_event
-from meshwright.server.output_reader import Part
-from meshwright.server.text_request import TextRequest
+from meshwright.server.output_reader import AnswerPart
+from meshwright.server.text_request import CheckedTextRequest
 from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs, text_as_json
 
 _DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
@@ -25,7 +25,7 @@ class MessagesBody:
     logprobs: type[CompletionLogprobs | ChatLogprobs] = ChatLogprobs
     """Form of log probabilities; this API shows none."""
 
-    def __init__(self, number: str, created: int, model: str, request: TextRequest) -> None:
+    def __init__(self, number: str, created: int, model: str, request: CheckedTextRequest) -> None:
         self._base = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": model}
         self._index = -1
         """Number of the newest block."""
@@ -40,7 +40,7 @@ class MessagesBody:
         message = {**self._base, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(tokens)}
         return _event("message_start", f'"message":{json.dumps(message)}').encode("ascii")
 
-    def event(self, index: int, piece: Piece, tokens: Mapping[str, Any] | None = None) -> bytes:
+    def event(self, index: int, piece: TextPiece, tokens: Mapping[str, Any] | None = None) -> bytes:
         """The events with a piece of the answer."""
         if (text := piece.goes_on(self._open)) is not None:
             return f"{self._delta}{text_as_json(text)}}}}}\n\n".encode("ascii")
@@ -73,7 +73,7 @@ class MessagesBody:
         """The error as the last event."""
         return failure_event(error, MESSAGES_PATH)
 
-    def whole(self, texts: Sequence[Piece], tokens: Mapping[str, Any]) -> bytes:
+    def whole(self, texts: Sequence[TextPiece], tokens: Mapping[str, Any]) -> bytes:
         """The whole message."""
         (piece,) = texts
         reason, sequence = _stop(piece)
@@ -94,7 +94,7 @@ class MessagesBody:
         self._open = ""
         return _event("content_block_stop", f'"index":{self._index}')
 
-    def _call(self, part: Part) -> str:
+    def _call(self, part: AnswerPart) -> str:
         assert part.call is not None
         block = {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}}
         delta = json.dumps({"type": "input_json_delta", "partial_json": part.call.arguments})
@@ -106,7 +106,7 @@ def _event(name: str, members: str = "") -> str:
     return f'event: {name}\ndata: {{"type":"{name}"{"," if members else ""}{members}}}\n\n'
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: AnswerPart) -> dict[str, Any]:
     if part.call is not None:
         called = {"id": part.call.id, "name": part.call.name, "input": json.loads(part.call.arguments)}
         return {"type": "tool_use", **called}
@@ -115,7 +115,7 @@ def _block(part: Part) -> dict[str, Any]:
     return {"type": "text", "text": part.text}
 
 
-def _stop(piece: Piece) -> tuple[str, str | None]:
+def _stop(piece: TextPiece) -> tuple[str, str | None]:
     """Reason of an end and the stop string, as Anthropic's API names them."""
     if piece.finish_reason == "stop" and isinstance(piece.stop_reason, str):
         return "stop_sequence", piece.stop_reason

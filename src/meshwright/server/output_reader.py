@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from meshwright.serve.stops import StringSearch
-from meshwright.server.call_syntax import NoCall, ReadCall, Source, Types, Wait, object_text, read_calls
+from meshwright.server.call_syntax import NoCall, ReadCall, TextSource, Types, Wait, object_text, read_calls
 from meshwright.server.notations import NOTATIONS, NotationKey
 
 PartKind = Literal["reasoning", "text", "call"]
@@ -33,7 +33,7 @@ class ToolCall(NamedTuple):
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """A part of an answer: a piece of reasoning or of text, or a whole call."""
 
     kind: PartKind
@@ -77,7 +77,7 @@ class OutputReader:
 
     def __init__(self, format: OutputFormat) -> None:
         self._format, self._notation = format, NOTATIONS[format.notation]
-        self._source = Source()
+        self._source = TextSource()
         self._space: list[str] = []
         """White space that is left out if a call, or the end of the reasoning, follows."""
         self._shown = self._reasoned = False
@@ -85,7 +85,7 @@ class OutputReader:
         self._openings = self._notation.opening if format.calls else ()
         self._reread = 0
         """Characters of failed calls."""
-        self._parts: list[Part] = []
+        self._parts: list[AnswerPart] = []
         self._idle: tuple[StringSearch, Callable[[str], str]] | None = None
         """The search for what may end the text or reasoning, and what is shown of it, while nothing is held but white space."""
         self._plain = False
@@ -110,12 +110,12 @@ class OutputReader:
         idle = self._idle
         return None if idle is None or idle[0].may_begin(text) else idle[1](text)
 
-    def add(self, text: str, *, final: bool) -> list[Part]:
+    def add(self, text: str, *, final: bool) -> list[AnswerPart]:
         """The parts that are certain now; `final`: no more text follows."""
         kind: PartKind = "reasoning" if self.reasoning else "text"
         shown = self.go_on(text)
         if shown:
-            self._parts.append(Part(kind, shown))
+            self._parts.append(AnswerPart(kind, shown))
         elif shown is None and text:
             self._send(text)
         if final and not self._plain:
@@ -225,7 +225,7 @@ class OutputReader:
     def _flush(self) -> None:
         """Pass white space on that was held."""
         if self._space:
-            self._parts.append(Part("text", "".join(self._space)))
+            self._parts.append(AnswerPart("text", "".join(self._space)))
             self._space.clear()
 
     def _calls(self, opening: str) -> Wait:
@@ -296,13 +296,13 @@ class OutputReader:
             name = call.name.removeprefix("functions.").rpartition(":")[0] or call.name
             id = id if call.name in self._ids else call.name
             self._ids.add(id)
-        self._parts.append(Part("call", "", ToolCall(self.count, id, name, call.arguments)))
+        self._parts.append(AnswerPart("call", "", ToolCall(self.count, id, name, call.arguments)))
         self.count += 1
 
     def _show(self, text: str, kind: PartKind = "text") -> None:
         """Show text or reasoning."""
         if shown := self._shown_text(text) if kind == "text" else self._shown_reasoning(text):
-            self._parts.append(Part(kind, shown))
+            self._parts.append(AnswerPart(kind, shown))
 
     def _shown_text(self, text: str) -> str:
         """Text with the white space before it that was held, without that at its end."""

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.data.spelled_tokens import ChatText, SpelledTokens
 from meshwright.server.agent_fields import AgentFields
 from meshwright.server.chat_messages import read_messages
-from meshwright.server.chat_template import ChatTemplate
+from meshwright.server.chat_template import ServedChatTemplate
 from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields, checked_text, parse_object
 from meshwright.server.forced_calls import behind_reasoning, calls_grammar
@@ -24,8 +24,8 @@ from meshwright.server.responses_request import read_responses_body, shown_reque
 from meshwright.server.score_request import read_score_request
 from meshwright.server.text_request import (
     ONLY_DEFAULTS,
-    Limits,
-    TextRequest,
+    CheckedTextRequest,
+    RequestLimits,
     check_prompts,
     read_shared,
     token_ids,
@@ -49,14 +49,20 @@ class RequestReader:
     """Reads the bodies of requests for one model. Every method raises RequestError for a body that cannot be used."""
 
     def __init__(
-        self, spec: ServeSpec, model: str, files: ModelFiles, template: ChatTemplate | None, context: int, vocab: int
+        self,
+        spec: ServeSpec,
+        model: str,
+        files: ModelFiles,
+        template: ServedChatTemplate | None,
+        context: int,
+        vocab: int,
     ) -> None:
         """`model` is the name in the API. `template` is the result of `chat_template`, compiled once for several readers; None without a
         template. `context` is the most tokens of prompt and answer together; token ids are below `vocab`.
         """
         self._files, self._template = files, template
         self._tokenizer = files.tokenizer
-        self._limits = Limits(spec, model, files, context, vocab)
+        self._limits = RequestLimits(spec, model, files, context, vocab)
         described = f"{files.tool_template or files.chat_template or ''}\n{files.answer_marks}"
         self._notation = _notation(spec, described)
         marks = None if self._notation is None else NOTATIONS[self._notation].reasoning
@@ -67,7 +73,7 @@ class RequestReader:
         """Keeps special tokens that messages spell as text."""
         return SpelledTokens(self._tokenizer, self._files.special_tokens.values())
 
-    def completion(self, body: bytes) -> TextRequest:
+    def completion(self, body: bytes) -> CheckedTextRequest:
         """The request of a body of /v1/completions."""
         fields, limits = parse_object(body), self._limits
         # The key is an integer here; some clients send false, the default of chats, which counts as absent.
@@ -87,11 +93,11 @@ class RequestReader:
             request.echoes = [self._text(prompt) for prompt in prompts]
         return request
 
-    def chat(self, body: bytes) -> TextRequest:
+    def chat(self, body: bytes) -> CheckedTextRequest:
         """The request of a body of /v1/chat/completions."""
         return self._chat(parse_object(body))
 
-    def _chat(self, fields: Fields, *, of_agent: bool = False, fits: bool = True) -> TextRequest:
+    def _chat(self, fields: Fields, *, of_agent: bool = False, fits: bool = True) -> CheckedTextRequest:
         """The request of a chat, whose keys are those of /v1/chat/completions.
 
         `of_agent`: an effort of reasoning that the template does not know is ignored. Without `fits` the prompt may be too long.
@@ -119,11 +125,11 @@ class RequestReader:
             check_prompts(request, limits, "messages")
         return request
 
-    def responses(self, body: bytes) -> TextRequest:
+    def responses(self, body: bytes) -> CheckedTextRequest:
         """The request of a body of /v1/responses."""
         return self._of_agent(found := read_responses_body(parse_object(body)), shown_request(found))
 
-    def messages(self, body: bytes) -> TextRequest:
+    def messages(self, body: bytes) -> CheckedTextRequest:
         """The request of a body of /v1/messages."""
         return self._of_agent(read_messages_body(parse_object(body)))
 
@@ -131,7 +137,9 @@ class RequestReader:
         """The answer to a body of /v1/messages/count_tokens."""
         return counted(self._of_agent(read_messages_body(parse_object(body)), fits=False).prompt_tokens)
 
-    def _of_agent(self, body: AgentFields, shown: Mapping[str, Any] | None = None, *, fits: bool = True) -> TextRequest:
+    def _of_agent(
+        self, body: AgentFields, shown: Mapping[str, Any] | None = None, *, fits: bool = True
+    ) -> CheckedTextRequest:
         """The request of an agent's body; `shown` is what the answer repeats of it. Without `fits` the prompt may be too long."""
         most = self._limits.spec.max_new_tokens
         if most is not None and isinstance(given := body.chat.get("max_tokens"), int) and given > most:
@@ -144,7 +152,7 @@ class RequestReader:
         request.shown = shown or {}
         return request
 
-    def score(self, body: bytes) -> TextRequest:
+    def score(self, body: bytes) -> CheckedTextRequest:
         """The texts of a body of /score."""
         encode = partial(self._ids, special=True)
         return read_score_request(parse_object(body), self._limits, encode, self._whole_chat)
@@ -182,14 +190,14 @@ class RequestReader:
         fields.finish()
         return json.dumps({"prompt": self._tokenizer.decode(tokens, skip_special_tokens=False)}).encode("ascii")
 
-    def _chat_template(self) -> ChatTemplate:
+    def _chat_template(self) -> ServedChatTemplate:
         """The template of chats. Raises RequestError without one."""
         if self._template is None:
             message = "the model has no chat template; use /v1/completions, or start the server with --chat-template"
             raise RequestError(400, f"messages: {message}", param="messages")
         return self._template
 
-    def _force_calls(self, request: TextRequest, tools: Tools) -> bool:
+    def _force_calls(self, request: CheckedTextRequest, tools: Tools) -> bool:
         """Set the grammar of texts that must be calls; returns whether it is in the model's notation, else it is an array.
 
         Raises RequestError if the request has a grammar of its own.
@@ -212,7 +220,9 @@ class RequestReader:
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: id for id, token in added.items() if token.special}
 
-    def _output(self, request: TextRequest, tools: Tools, prompt: str, *, in_notation: bool) -> OutputFormat | None:
+    def _output(
+        self, request: CheckedTextRequest, tools: Tools, prompt: str, *, in_notation: bool
+    ) -> OutputFormat | None:
         """How the answers to a prompt are read. A grammar begins behind reasoning that the prompt has begun."""
         forced, marks = tools.forced is not None, self._reasoning_marks
         if forced and not in_notation:
@@ -278,16 +288,16 @@ class RequestReader:
         return self._files.text.begun(ids) if special else ids
 
 
-def chat_template(spec: ServeSpec, files: ModelFiles) -> ChatTemplate | None:
+def chat_template(spec: ServeSpec, files: ModelFiles) -> ServedChatTemplate | None:
     """The compiled template of chats; None without one. Raises BadInput for a template that cannot be used."""
     if files.chat_template is None:
         return None
     with nullcontext() if spec.chat_template is None else attach_key("chat_template"):
-        return ChatTemplate(files.chat_template, files.special_tokens, files.tool_template)
+        return ServedChatTemplate(files.chat_template, files.special_tokens, files.tool_template)
 
 
 def _prompt_writer(
-    fields: Fields, template: ChatTemplate, tools: Tools, spelled: SpelledTokens, *, limited: bool = False
+    fields: Fields, template: ServedChatTemplate, tools: Tools, spelled: SpelledTokens, *, limited: bool = False
 ) -> Callable[[], ChatText]:
     """Read the keys of a chat that its prompt depends on; returns a function that renders the prompt.
 

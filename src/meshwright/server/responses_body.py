@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.server.bodies import Piece, joined
+from meshwright.server.bodies import TextPiece, joined
 from meshwright.server.errors import RequestError
-from meshwright.server.output_reader import Part, ToolCall
+from meshwright.server.output_reader import AnswerPart, ToolCall
 from meshwright.server.responses_request import CUSTOM
-from meshwright.server.text_request import TextRequest
+from meshwright.server.text_request import CheckedTextRequest
 from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs, text_as_json
 
 _NAMES = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
@@ -22,7 +22,7 @@ class ResponsesBody:
     logprobs: type[CompletionLogprobs | ChatLogprobs] = ChatLogprobs
     """Form of log probabilities; this API shows none."""
 
-    def __init__(self, number: str, created: int, model: str, request: TextRequest) -> None:
+    def __init__(self, number: str, created: int, model: str, request: CheckedTextRequest) -> None:
         self._number, self._tool_names = number, request.tool_names
         self._base: dict[str, Any] = {
             "id": f"resp_{number}",
@@ -49,7 +49,7 @@ class ResponsesBody:
         names = ("response.created", "response.in_progress")
         return "".join([self._event(name, {"response": response}) for name in names]).encode("ascii")
 
-    def event(self, index: int, piece: Piece, tokens: Mapping[str, Any] | None = None) -> bytes:
+    def event(self, index: int, piece: TextPiece, tokens: Mapping[str, Any] | None = None) -> bytes:
         """The events with a piece of the answer."""
         if (text := piece.goes_on(self._open)) is not None:
             return self._piece(text).encode("ascii")
@@ -85,7 +85,7 @@ class ResponsesBody:
         response["error"] = {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", {"response": response}).encode("ascii")
 
-    def whole(self, texts: Sequence[Piece], tokens: Mapping[str, Any]) -> bytes:
+    def whole(self, texts: Sequence[TextPiece], tokens: Mapping[str, Any]) -> bytes:
         """The whole answer."""
         (piece,) = texts
         items = [
@@ -113,11 +113,11 @@ class ResponsesBody:
         """The id of an item."""
         return f"{ {'text': 'msg', 'reasoning': 'rs', 'call': 'fc'}[kind] }_{self._number}_{index}"
 
-    def _begin(self, part: Part) -> str:
+    def _begin(self, part: AnswerPart) -> str:
         """The events that end the last item and begin one with text or reasoning."""
         events = [self._end()]
         self._open, index = part.kind, len(self._items)
-        item = self._text_item(Part(part.kind, ""), index)
+        item = self._text_item(AnswerPart(part.kind, ""), index)
         id, name = item["id"], _NAMES[part.kind]
         where = {"item_id": id, "output_index": index, "content_index": 0}
         begun = {**item, "content": []} | ({} if part.kind == "reasoning" else {"status": "in_progress"})
@@ -136,7 +136,7 @@ class ResponsesBody:
         text, name = "".join(self._texts), _NAMES[kind]
         self._texts.clear()
         self._open = ""
-        item = self._text_item(Part("text" if kind == "text" else "reasoning", text), index)
+        item = self._text_item(AnswerPart("text" if kind == "text" else "reasoning", text), index)
         where = {"item_id": item["id"], "output_index": index, "content_index": 0}
         self._items.append(item)
         logprobs = {"logprobs": []} if kind == "text" else {}
@@ -179,7 +179,7 @@ class ResponsesBody:
             return {"type": "custom_tool_call", **item, "input": str(json.loads(call.arguments).get(CUSTOM, ""))}
         return {"type": "function_call", **item, "arguments": call.arguments}
 
-    def _text_item(self, part: Part, index: int) -> dict[str, Any]:
+    def _text_item(self, part: AnswerPart, index: int) -> dict[str, Any]:
         """A message or reasoning with its text."""
         id = self._id(part.kind, index)
         if part.kind == "reasoning":

@@ -51,7 +51,7 @@ class RoutedRequest:
     """Connections that were lost after it was written to them."""
 
 
-class RequestReader:
+class RouteRequestReader:
     """Reads the requests of one connection, one after the other."""
 
     def __init__(self, most_body: int) -> None:

@@ -16,10 +16,10 @@ from typing import cast
 
 from meshwright.connections.limits import ROUTE
 from meshwright.server.errors import NO_RETRY, RequestError, content_of, failure_event
-from meshwright.server.instances import Instance
+from meshwright.server.instances import ServerInstance
 from meshwright.server.replies import shown_path
 from meshwright.server.response_frames import BadAnswer, ResponseFrames
-from meshwright.server.route_requests import MOST_HEAD_BYTES, RequestReader, RoutedRequest
+from meshwright.server.route_requests import MOST_HEAD_BYTES, RoutedRequest, RouteRequestReader
 from meshwright.server.router_state import OWN_PATHS, RETRY_SECONDS, Router
 
 log = logging.getLogger("meshwright.server")
@@ -55,7 +55,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, router: Router) -> None:
         self._router, self._loop = router, asyncio.get_running_loop()
-        self._reader = RequestReader(router.spec.max_body_bytes)
+        self._reader = RouteRequestReader(router.spec.max_body_bytes)
         self._started = 0.0
         self.request: RoutedRequest | None = None
         """The request that is being answered."""
@@ -172,7 +172,7 @@ class ClientConnection(asyncio.Protocol):
             error = RequestError(503, "no server can answer; try again", code="no_server", retry_after=RETRY_SECONDS)
             self._refuse(error)
 
-    def retry(self, instance: Instance, *, same: bool = False, lost: bool = False) -> None:
+    def retry(self, instance: ServerInstance, *, same: bool = False, lost: bool = False) -> None:
         """Send the request to another server, or with `same` on another connection; refuse it if `lost` twice."""
         self.server = None
         if self.request is None:
@@ -193,7 +193,7 @@ class ClientConnection(asyncio.Protocol):
         """Whether a server was lost with the request."""
         return self.request is not None and self.request.losses > 0
 
-    def can_retry(self, instance: Instance) -> bool:
+    def can_retry(self, instance: ServerInstance) -> bool:
         """Whether another server than `instance` could answer the request."""
         request, usable = self.request, self._router.instances.usable
         return request is not None and any(other is not instance and other not in request.tried for other in usable)
@@ -302,7 +302,7 @@ class ServerConnection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: ServerInstance) -> None:
         self._instance, self._frames = instance, ResponseFrames()
         self._client: ClientConnection | None = None
         self._request: RoutedRequest | None = None

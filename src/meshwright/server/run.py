@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.connections.limits import ADMIN, SERVE, Limits, raise_file_limit
+from meshwright.connections.limits import ADMIN, SERVE, ListenerLimits, raise_file_limit
 from meshwright.connections.table import ConnectionTable
 from meshwright.data.text_format import no_tokenizer, tokenizer_file
 from meshwright.events.terminal import write_line
@@ -238,7 +238,7 @@ def transfer_setup(spec: ServeSpec) -> TransferSetup | None:
     )
 
 
-def uvicorn_server(app: ASGIApp, limits: Limits = SERVE) -> uvicorn.Server:
+def uvicorn_server(app: ASGIApp, limits: ListenerLimits = SERVE) -> uvicorn.Server:
     """A uvicorn server with limits that leaves signals to its caller, and no connection open when it ends."""
     import uvicorn
 

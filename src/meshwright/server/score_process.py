@@ -18,7 +18,7 @@ from meshwright.spec.errors import BadInput, MeshwrightError
 
 if TYPE_CHECKING:
     from meshwright.serve.reward_scorer import RewardScorer
-    from meshwright.server.engine_process import Connection
+    from meshwright.server.engine_process import EngineConnection
     from meshwright.server.engine_setup import EngineSetup
 
 USED = ("sequences", "step_tokens", "context")
@@ -57,7 +57,7 @@ def open_setup(setup: EngineSetup, weights: Chosen | None) -> RewardScorer:
 class ScoreLoop:
     """Scores texts until the HTTP process closes the socket. Forwards that fail end their texts only."""
 
-    def __init__(self, scorer: RewardScorer, connection: Connection, options: dict[str, Any]) -> None:
+    def __init__(self, scorer: RewardScorer, connection: EngineConnection, options: dict[str, Any]) -> None:
         self._scorer, self._connection = scorer, connection
         self._most_texts, self._most_tokens = options["sequences"], options["step_tokens"]
         self._waiting: dict[int, list[int]] = {}
@@ -132,7 +132,7 @@ def _failed(ids: list[int], message: str, code: str) -> list[list[Any]]:
     return [[id, [], {"reason": "failed", "error": message, "code": code}] for id in ids]
 
 
-def serve_scores(setup: EngineSetup, connection: Connection, weights: Chosen | None) -> None:
+def serve_scores(setup: EngineSetup, connection: EngineConnection, weights: Chosen | None) -> None:
     """Report that the reward model is ready with `weights`, then run it until the HTTP process closes the socket."""
     scorer = open_setup(setup, weights)
     longest = scorer.spec.max_seq_len

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.server.errors import TOO_LONG, RequestError, wrong
 from meshwright.server.fields import Fields, checked_text
-from meshwright.server.text_request import WITHOUT_EFFECT, Limits, TextRequest, check_model, token_ids
+from meshwright.server.text_request import WITHOUT_EFFECT, CheckedTextRequest, RequestLimits, check_model, token_ids
 from meshwright.server.tools import read_tools
 
 KEYS = ("input", "messages", "conversations")
@@ -16,10 +16,10 @@ KEYS = ("input", "messages", "conversations")
 
 def read_score_request(
     fields: Fields,
-    limits: Limits,
+    limits: RequestLimits,
     encode: Callable[[str], Sequence[int]],
     encode_chat: Callable[[object, Any, Any], Sequence[int]],
-) -> TextRequest:
+) -> CheckedTextRequest:
     """The texts of a body: `input`, a text, its token ids or a list of either, or `messages`, or `conversations`, a list of such.
 
     `encode` has the tokens of a text, `encode_chat` those of messages with tools and variables of the template. Raises RequestError.
@@ -47,7 +47,7 @@ def read_score_request(
         if not 0 < len(prompt) <= limits.context:
             message = f"{key}: a text has {len(prompt)} tokens: expected 1 to {limits.context}, the context"
             raise RequestError(400, message, param=key, code=TOO_LONG if prompt else None)
-    return TextRequest(
+    return CheckedTextRequest(
         count=1,
         new_tokens=1,
         sampling={},
@@ -73,13 +73,13 @@ def _listed(value: object) -> list[Any]:
     return values
 
 
-def _ids(value: Any, limits: Limits, encode: Callable[[str], Sequence[int]]) -> Sequence[int]:
+def _ids(value: Any, limits: RequestLimits, encode: Callable[[str], Sequence[int]]) -> Sequence[int]:
     """The tokens of a text, or checked token ids."""
     if not isinstance(value, str):
         return token_ids(value, "input", limits.vocab)
     return encode(checked_text(value, "input"))
 
 
-def _check_count(texts: Sequence[Any], key: str, limits: Limits) -> None:
+def _check_count(texts: Sequence[Any], key: str, limits: RequestLimits) -> None:
     if len(texts) > limits.spec.max_choices:
         raise wrong(key, f"at most {limits.spec.max_choices} texts", texts)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from meshwright.server.engine_client import EngineClient, EngineRequest, News, Subscription
 from meshwright.server.errors import RequestError
 from meshwright.server.replies import ContentResponse, client_left, json_response
-from meshwright.server.text_request import TextRequest
+from meshwright.server.text_request import CheckedTextRequest
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
 
-async def scored(client: EngineClient, model: str, texts: TextRequest, request: Request) -> ContentResponse:
+async def scored(client: EngineClient, model: str, texts: CheckedTextRequest, request: Request) -> ContentResponse:
     """The answer with the scores of the texts, in their order. If the client disconnects, the texts that are queued are left out."""
     subscription, ids, found = Subscription(whole=True), list[int](), dict[int, float]()
     for index, prompt in enumerate(texts.prompts):

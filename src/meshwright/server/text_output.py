@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.serve.stops import StopStrings
 from meshwright.serve.text import INCOMPLETE, TextStream
 from meshwright.server.engine_client import News
-from meshwright.server.token_logprobs import CompletionEntry, CompletionLogprobs, TokenLogprobs
+from meshwright.server.token_logprobs import CompletionEntry, CompletionLogprobs, TextLogprobs
 
 
 class TextOutput:
@@ -18,7 +18,7 @@ class TextOutput:
         self,
         stream: TextStream,
         stops: StopStrings | None,
-        logprobs: TokenLogprobs | None,
+        logprobs: TextLogprobs | None,
         reported_stops: Collection[int] = (),
         min_tokens: int = 0,
     ) -> None:
@@ -105,7 +105,7 @@ class TextOutput:
 class _AlignedLogprobs:
     """Log probabilities of the tokens whose text is shown: held back, and cut, together with it."""
 
-    def __init__(self, shown: TokenLogprobs) -> None:
+    def __init__(self, shown: TextLogprobs) -> None:
         self._shown = shown
         self._held: list[list[Any]] = []
         """Of each token that is not shown yet: text, bytes, log probabilities, and whether a character ends with it."""

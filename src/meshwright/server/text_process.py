@@ -23,11 +23,11 @@ from meshwright.server.model_files import ModelFiles
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.request_reader import RequestReader, chat_template
 from meshwright.server.text_frames import TextFrame, TextFrameReader, frame_head
-from meshwright.server.text_request import TextRequest
+from meshwright.server.text_request import CheckedTextRequest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.serve import ServeSpec
 
-Work = Callable[[RequestReader, bytes], TextRequest | bytes]
+Work = Callable[[RequestReader, bytes], CheckedTextRequest | bytes]
 WORK: Mapping[str, Work] = {
     work.__name__: work
     for work in (
@@ -73,7 +73,7 @@ class Setup:
         return cls(replace(spec, api_key=None, admin_key=None, transfer_key=None), model, nice, memory)
 
 
-class Connection:
+class TextConnection:
     """The text process's end of the socket."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -119,7 +119,7 @@ def memory_error() -> RequestError:
     return RequestError(422, "the request takes too much memory to be read; shorten it", code="text_memory")
 
 
-def run(connection: Connection) -> None:
+def run(connection: TextConnection) -> None:
     """Load the tokenizer, send an empty message that says so, and answer jobs until the HTTP process closes the socket."""
     message, content = connection.receive()
     setup = from_plain(Setup, message["setup"])
@@ -159,7 +159,7 @@ def main() -> None:
     """Run a text process; its argument is the inherited socket."""
     end_with_parent()
     with suppress(EOFError, ConnectionError):  # the HTTP process has ended
-        run(Connection(socket.socket(fileno=int(sys.argv[1]))))
+        run(TextConnection(socket.socket(fileno=int(sys.argv[1]))))
 
 
 if __name__ == "__main__":

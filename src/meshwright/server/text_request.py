@@ -57,7 +57,7 @@ _SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "pre
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Limits of requests for text, by the server's settings and the model."""
 
     spec: ServeSpec
@@ -74,7 +74,7 @@ class Limits:
 
 
 @dataclass(kw_only=True)
-class TextRequest:
+class CheckedTextRequest:
     """Checked fields of a request for text, without its prompt."""
 
     count: int
@@ -132,7 +132,7 @@ class TextRequest:
         return values, b"".join(map(packed_ids, self.prompts))
 
     @classmethod
-    def unpack(cls, values: Mapping[str, Any], ids: memoryview) -> TextRequest:
+    def unpack(cls, values: Mapping[str, Any], ids: memoryview) -> CheckedTextRequest:
         """The request that `pack` has packed; its prompts are arrays."""
         fields, prompts, start = dict(values), [], 0
         for count in fields["prompts"]:
@@ -146,7 +146,7 @@ class TextRequest:
         return cls(**fields)
 
 
-def check_model(fields: Fields, limits: Limits) -> None:
+def check_model(fields: Fields, limits: RequestLimits) -> None:
     """Take the key `model`. Raises RequestError for another one than is served."""
     model = fields.text("model", limits.model)
     if model not in ("", limits.model):
@@ -159,8 +159,8 @@ def check_model(fields: Fields, limits: Limits) -> None:
 
 
 def read_shared(
-    fields: Fields, limits: Limits, *, logprobs: int | None, new_tokens: int | None, echo: bool = False
-) -> TextRequest:
+    fields: Fields, limits: RequestLimits, *, logprobs: int | None, new_tokens: int | None, echo: bool = False
+) -> CheckedTextRequest:
     """The keys that completions and chats share. `new_tokens` is the default of `max_tokens`. Raises RequestError.
 
     `echo`: the texts begin with the prompts, whose log probabilities are reported if those of new tokens are.
@@ -203,7 +203,7 @@ def read_shared(
             raise RequestError(400, "stream_options: needs stream: true", param="stream_options")
     if most is None:
         most = new_tokens or limits.new_tokens
-    request = TextRequest(
+    request = CheckedTextRequest(
         count=count,
         new_tokens=min(most, limits.new_tokens),
         sampling=sampling,
@@ -224,7 +224,7 @@ def read_shared(
     return request if grammar is None else replace(request, grammar_key=grammar.key)
 
 
-def check_prompts(request: TextRequest, limits: Limits, key: str) -> None:
+def check_prompts(request: CheckedTextRequest, limits: RequestLimits, key: str) -> None:
     """Raise RequestError if the prompts, which `key` of the body gives, are empty, too many or too long for the context."""
     if len(request.prompts) * request.count > limits.spec.max_choices:
         raise RequestError(
@@ -269,7 +269,7 @@ def token_ids(value: object, key: str, vocab: int) -> list[int]:
     return value
 
 
-def _prompt_logprobs(fields: Fields, limits: Limits) -> int | None:
+def _prompt_logprobs(fields: Fields, limits: RequestLimits) -> int | None:
     """The key `prompt_logprobs`; some clients send false, which counts as absent."""
     if fields.take("prompt_logprobs") is False:
         return None
@@ -309,12 +309,12 @@ def _salt(fields: Fields) -> str:
     return salt or ""
 
 
-def _bad_words(value: object, limits: Limits) -> list[list[int]]:
+def _bad_words(value: object, limits: RequestLimits) -> list[list[int]]:
     words = _texts(value, "bad_words", MOST_BAD_WORDS, LONGEST_BAD_WORD)
     return word_tokens(limits.files.tokenizer, words) if words else []
 
 
-def _sampling(fields: Fields, limits: Limits, logprobs: int | None, min_tokens: int) -> dict[str, Any]:
+def _sampling(fields: Fields, limits: RequestLimits, logprobs: int | None, min_tokens: int) -> dict[str, Any]:
     """Fields of `SamplingOptions`, checked by it, with the model's defaults; without `seed` if the body has none."""
     values = dict(limits.files.sampling)
     values |= {key: value for key in _SAMPLING_NUMBERS if (value := fields.take(key)) is not None}

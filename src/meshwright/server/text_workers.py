@@ -22,7 +22,7 @@ from meshwright.server.model_files import ModelFiles
 from meshwright.server.request_reader import RequestReader
 from meshwright.server.text_frames import TextFrame, TextFrameReader, frame_head
 from meshwright.server.text_process import RENDERS, Setup, Work, memory_error
-from meshwright.server.text_request import TextRequest
+from meshwright.server.text_request import CheckedTextRequest
 from meshwright.spec.fields import to_plain
 from meshwright.spec.serve import ServeSpec
 
@@ -115,7 +115,7 @@ class _Job:
 
     def __init__(self, work: Work, body: bytes, sizes: Sizes) -> None:
         self.work, self.body, self.sizes = work, body, sizes
-        self.answer: asyncio.Future[TextRequest | bytes] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[CheckedTextRequest | bytes] = asyncio.get_running_loop().create_future()
 
     def refuse(self, error: RequestError) -> None:
         """Answer by an error; nothing happens if nobody waits any more."""
@@ -130,7 +130,9 @@ class _Job:
         elif not self.answer.done():
             values = message.get("request")
             # The bytes of a whole answer are sent as they are.
-            self.answer.set_result(cast(bytes, payload) if values is None else TextRequest.unpack(values, payload))
+            self.answer.set_result(
+                cast(bytes, payload) if values is None else CheckedTextRequest.unpack(values, payload)
+            )
 
 
 class _Lane:
@@ -170,7 +172,7 @@ class _Lane:
             self._process.send({"setup": to_plain(self._setup), "files": values}, content)
             self._time(START_SECONDS, self._process.end)
 
-    async def read(self, work: Work, body: bytes, sizes: Sizes) -> TextRequest | bytes:
+    async def read(self, work: Work, body: bytes, sizes: Sizes) -> CheckedTextRequest | bytes:
         """Return what `work` makes of a body. Raises RequestError."""
         if self._closed:
             raise _stopping()

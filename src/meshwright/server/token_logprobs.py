@@ -41,7 +41,7 @@ def completion_entry(
     return CompletionEntry(text_as_json(text), number_as_json(logprob), f"{{{members}}}", str(offset))
 
 
-class TokenLogprobs(Protocol):
+class TextLogprobs(Protocol):
     """The log probabilities of one text, as JSON."""
 
     def add(self, text: str, content: bytes, logprob: float, top: Sequence[tuple[int, float]]) -> None:

@@ -64,7 +64,7 @@ class TransferFigures(NamedTuple):
     """Whether the store answers."""
 
 
-class Transfers:
+class BlockTransfers:
     """The blocks that one engine exchanges with others, by its role. Not for several threads at once."""
 
     def __init__(

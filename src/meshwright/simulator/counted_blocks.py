@@ -54,7 +54,7 @@ class CountedBlocks(BlockTables):
     def append(self, tables: list[list[int]]) -> bool:
         if not self.pool.free:
             return False
-        self.append_all([(tables, 1)])
+        self._append(tables, 1)
         return True
 
     def append_all(self, wanted: Sequence[tuple[list[list[int]], int]]) -> None:
@@ -66,7 +66,15 @@ class CountedBlocks(BlockTables):
     def grow(self, tables: list[list[int]], tokens: int) -> None:
         more = -(-tokens // self.tokens_per_block) - len(tables[0])
         if more > 0:
-            self.append_all([(tables, more)])
+            self._append(tables, more)
+
+    def _append(self, tables: list[list[int]], more: int) -> None:
+        self.pool.take(more)
+        tables[0].extend([1] * more)
+        self._holders[id(tables)].private += more
+
+    def room(self, tables: list[list[int]]) -> int:
+        return (len(tables[0]) + self.pool.free) * self.tokens_per_block
 
     def register(self, tables: list[list[int]], digests: Sequence[bytes], first: int, last: int) -> None:
         holder = self._holders[id(tables)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
-from meshwright.simulator.sample_steps import Parts, RingTime, play_parts, static_seconds
+from meshwright.simulator.sample_steps import RingTime, SampleParts, play_parts, static_seconds
 from meshwright.spec.plan import SlotOffload
 
 
@@ -108,6 +108,6 @@ def _balanced(layout: SampleLayout, times: LayoutTimes, lengths: np.ndarray) -> 
     balance = balance_samples(
         lengths, RankPool(layout.ranks, layout.capacity, time, offload=layout.offload, heads=layout.heads)
     )
-    parts = Parts(balance.sample, balance.parts, balance.rank, balance.slot, balance.by_heads)
+    parts = SampleParts(balance.sample, balance.parts, balance.rank, balance.slot, balance.by_heads)
     ends = play_parts(parts, lengths, layout.ranks, times.time, times.ring)
     return float(ends.max()), balance.padding

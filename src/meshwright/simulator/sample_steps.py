@@ -61,7 +61,7 @@ class RingTime:
         return (1 + self.backward) * lengths * (1 - 1 / np.asarray(ranks)) * self.bytes_per_token / rate
 
 
-class Parts(NamedTuple):
+class SampleParts(NamedTuple):
     """Parts of samples, `(P,)` each, as in `policies.sample_balance.Balance`."""
 
     sample: np.ndarray
@@ -103,7 +103,7 @@ def pack_sequences(lengths: np.ndarray, count: int, sequence: int) -> np.ndarray
     return number
 
 
-def arrival_parts(lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity: int) -> Parts:
+def arrival_parts(lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity: int) -> SampleParts:
     """Places samples in the order of arrival on `needed` `(S,)` ranks each, those with the fewest slots.
 
     Samples on one rank come last, best-fit. A slot has room for `capacity` tokens, less the part of a sample on several ranks.
@@ -125,12 +125,12 @@ def arrival_parts(lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity:
             insort(rooms, (max(capacity - part, 0), rank, int(slots[rank])))
         slots[chosen] += 1
     sample, number, rank, slot = np.array(parts, np.int64).T
-    return Parts(sample, number, rank, slot)
+    return SampleParts(sample, number, rank, slot)
 
 
 def longest_first_parts(
     lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity: int, seconds: np.ndarray
-) -> Parts:
+) -> SampleParts:
     """Places samples by falling length on `needed` `(S,)` ranks each, those that are free first (ByteScale's algorithm 2).
 
     `seconds` `(S,)` is the time of a sample on its ranks. Samples on one rank are packed into slots of `capacity` tokens, which follow by
@@ -154,7 +154,7 @@ def longest_first_parts(
     parts += [
         (sample, 1, *rank_of[number].tolist()) for sample, number in zip(short.tolist(), slot_of.tolist(), strict=True)
     ]
-    return Parts(*np.array(parts, np.int64).T)
+    return SampleParts(*np.array(parts, np.int64).T)
 
 
 def _packed_slots(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
@@ -168,7 +168,7 @@ def _packed_slots(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     return slot_of, count
 
 
-def play_parts(parts: Parts, lengths: np.ndarray, ranks: int, time: SampleTime, ring: RingTime) -> np.ndarray:
+def play_parts(parts: SampleParts, lengths: np.ndarray, ranks: int, time: SampleTime, ring: RingTime) -> np.ndarray:
     """Seconds `(ranks,)` at which ranks end; all ranks of a divided sample begin and end its slot together.
 
     Ranks of parts with `by_heads` exchange tokens for heads, in `time.exchange` seconds per token; others have a ring.
@@ -198,10 +198,12 @@ def slot_times(balance: Balance) -> tuple[np.ndarray, np.ndarray]:
     ranks, width = balance.pool.ranks, int(balance.slots.max())
     durations = np.bincount(balance.rank * width + balance.slot, balance.seconds, ranks * width).reshape(ranks, width)
     durations += balance.pool.time.fixed * (durations > 0)
-    return _play(durations, _groups(Parts(balance.sample, balance.parts, balance.rank, balance.slot)))[1], durations
+    return _play(durations, _groups(SampleParts(balance.sample, balance.parts, balance.rank, balance.slot)))[
+        1
+    ], durations
 
 
-def _groups(parts: Parts) -> list[np.ndarray]:
+def _groups(parts: SampleParts) -> list[np.ndarray]:
     """The (rank, slot) pairs `(k, 2)` of each sample on several ranks."""
     together = parts.parts > 1
     order = np.argsort(parts.sample[together], kind="stable")

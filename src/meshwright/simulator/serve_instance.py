@@ -16,7 +16,7 @@ from math import sqrt
 
 from meshwright.costs.serve_costs import InstanceCosts
 from meshwright.costs.step_times import soft_maximum
-from meshwright.policies.batch_request import BatchLimits, Part, Request, Step
+from meshwright.policies.batch_request import BatchLimits, EngineStep, Request, RequestPart
 from meshwright.policies.batching import BatchPolicy
 from meshwright.simulator.counted_blocks import SimulatedBlocks
 from meshwright.simulator.serve_types import InstanceFigures, Occupancy
@@ -36,7 +36,7 @@ class _Planned:
 
     __slots__ = ("chunks", "end", "ends_with_launch", "launched", "longest", "positions", "step")
 
-    def __init__(self, step: Step, positions: int, longest: int, chunks: Sequence[Part]) -> None:
+    def __init__(self, step: EngineStep, positions: int, longest: int, chunks: Sequence[RequestPart]) -> None:
         self.step, self.positions, self.longest, self.chunks = step, positions, longest, chunks
         self.launched = self.end = 0.0
         """Time when the host has launched the step, and time when the device ends it."""
@@ -44,7 +44,7 @@ class _Planned:
         """Whether the device, once it is free, needs less time for the step than the rest of the launch."""
 
 
-class Instance:
+class SimulatedInstance:
     """Plays steps. `wake` is the time of its next event; the caller calls `advance` then, and `post` for what arrives."""
 
     def __init__(self, role: Role, costs: InstanceCosts, token_budget: int, cache: SimulatedBlocks) -> None:
@@ -56,7 +56,7 @@ class Instance:
         """Tokens of the prompts that a prefill instance has still to compute."""
         self.requests = self.answered = 0
         """Requests that were sent to this instance and have not ended, and those that have."""
-        self.after_chunk: Callable[[Part, float], None] = lambda part, now: None
+        self.after_chunk: Callable[[RequestPart, float], None] = lambda part, now: None
         """Called for each chunk of a prompt that is computed."""
         self.after_end: Callable[[int, float], None] = lambda number, now: None
         """Called for each request that ends."""

@@ -15,14 +15,14 @@ from functools import partial
 from heapq import heappop, heappush
 
 from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts, ServeCosts
-from meshwright.policies.batch_request import CacheGroup, Part, Request
+from meshwright.policies.batch_request import CacheGroup, Request, RequestPart
 from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.policies.moving_blocks import ReservedBlocks, UnsentBlocks
 from meshwright.policies.request_routing import RequestRouting
 from meshwright.simulator.counted_blocks import CountedBlocks, CountedReservation, CountedUnsent, SimulatedBlocks
-from meshwright.simulator.serve_instance import NEVER, Instance
+from meshwright.simulator.serve_instance import NEVER, SimulatedInstance
 from meshwright.simulator.serve_links import Port, transfer
-from meshwright.simulator.serve_types import RequestTimes, ServedDeployment
+from meshwright.simulator.serve_types import RequestTimes, ServedDeployment, counted_requests, spare_misses
 from meshwright.simulator.text_pieces import Text, TextPieces, block_digests
 from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, ServeLimits, TimedRequest
 from meshwright.spec.errors import BadInput
@@ -35,9 +35,13 @@ def simulate(
     limits: ServeLimits,
     *,
     watched: bool = False,
+    sought: float = 0.0,
 ) -> ServedDeployment:
     """Serve all requests, which are in order of arrival, and return their times. `costs` prices an instance; of
     a `watched` simulation the result has what each instance held over time.
+
+    The simulation is cut as soon as the attainment is certainly below `sought`. Requests whose times are then open count as good, so the
+    attainment is an upper bound, below `sought`.
 
     Raises BadInput without requests, for a request that an instance's cache cannot hold, and for instances of role `both` beside others;
     OutOfResources if an instance does not fit its devices. The result depends on the arguments alone.
@@ -50,7 +54,7 @@ def simulate(
             f"roles: expected instances of role both, or of prefill and decode; got {', '.join(sorted(roles))}"
         )
     cost_of = costs.of if isinstance(costs, ServeCosts) else costs
-    return _Simulation(deployment, requests, cost_of, limits, watched).run()
+    return _Simulation(deployment, requests, cost_of, limits, watched, sought).run()
 
 
 def can_count(costs: InstanceCosts) -> bool:
@@ -79,7 +83,7 @@ class _Prompt:
 class _Member:
     """An instance with its ports, and the prompts of a decode instance that wait for blocks or are computed elsewhere."""
 
-    def __init__(self, index: int, instance: Instance) -> None:
+    def __init__(self, index: int, instance: SimulatedInstance) -> None:
         self.index, self.instance = index, instance
         rate = instance.costs.port_bytes_per_s
         self.out, self.into = Port(rate), Port(rate)
@@ -95,10 +99,14 @@ class _Simulation:
         cost_of: Callable[[InstanceSpec], InstanceCosts],
         limits: ServeLimits,
         watched: bool,
+        sought: float,
     ) -> None:
         self._deployment, self._limits = deployment, limits
+        self._spare = spare_misses(len(requests), sought)
+        """Requests that may still miss a limit, of those that attainment counts."""
+        self._counted_requests = counted_requests(len(requests))
         self._times = [RequestTimes(request) for request in requests]
-        self._routing: RequestRouting[Instance] = RequestRouting()
+        self._routing: RequestRouting[SimulatedInstance] = RequestRouting()
         prices = cost_of(deployment.instances[0])
         self._counted, self._size = can_count(prices), prices.tokens_per_block
         self._request_seconds = prices.request_seconds
@@ -110,7 +118,7 @@ class _Simulation:
         for spec in deployment.instances:
             for _ in range(spec.count):
                 prices = cost_of(spec)
-                instance = Instance(spec.role, prices, spec.token_budget, self._cache(prices))
+                instance = SimulatedInstance(spec.role, prices, spec.token_budget, self._cache(prices))
                 instance.occupancy = [] if watched else None
                 member = _Member(len(self._members), instance)
                 if spec.role == "prefill":
@@ -143,7 +151,7 @@ class _Simulation:
                 if next_arrival < len(arrivals):
                     due = arrivals[next_arrival].request.arrival_seconds + self._request_seconds
                 continue
-            if not events:
+            if not events or self._spare < 0:
                 break
             now, _, index, happen = heappop(events)
             if happen is not None:
@@ -152,15 +160,26 @@ class _Simulation:
                 instance.advance(now)
                 if instance.wake < NEVER:
                     heappush(events, (instance.wake, 1, index, None))
+        if cut := self._spare < 0:
+            self._close_open_requests()
         return ServedDeployment(
             limits=self._limits,
             devices=self._deployment.devices,
             requests=self._times,
-            instances=[member.instance.figures(now) for member in self._members],
+            instances=() if cut else [member.instance.figures(now) for member in self._members],
             seconds=now,
             transferred_bytes=self._bytes,
             occupancy=[member.instance.occupancy for member in self._members if member.instance.occupancy is not None],
+            cut=cut,
         )
+
+    def _close_open_requests(self) -> None:
+        """Let requests whose times are open keep the limits."""
+        for times in self._times:
+            if times.first_token == NEVER:
+                times.first_token = times.request.arrival_seconds
+            if times.end == NEVER:
+                times.end = times.first_token
 
     def _cache(self, prices: InstanceCosts) -> SimulatedBlocks:
         if self._counted:
@@ -246,7 +265,7 @@ class _Simulation:
             member.instance.prompt_tokens += prompt.times.request.input_tokens
             self._post(member, now, partial(self._prefill, member.instance, number))
 
-    def _prefill(self, instance: Instance, number: int, now: float) -> None:
+    def _prefill(self, instance: SimulatedInstance, number: int, now: float) -> None:
         """Queue a prompt at a prefill instance."""
         del now
         prompt = self._prompts[number]
@@ -266,12 +285,19 @@ class _Simulation:
             return CountedReservation(cache, digests)
         return ReservedBlocks(cache, digests, prompt.times.request.input_tokens)
 
-    def _note_first_token(self, part: Part, now: float) -> None:
-        prompt = self._prompts[part.request.number]
-        if part.samples and prompt.times.first_token > now:
-            prompt.times.first_token = now
+    def _note_first_token(self, part: RequestPart, now: float) -> None:
+        number = part.request.number
+        if part.samples and self._times[number].first_token > now:
+            self._begin_text(number, now)
 
-    def _send(self, sender: _Member, part: Part, now: float) -> None:
+    def _begin_text(self, number: int, now: float) -> None:
+        """Note the first token of a request."""
+        times = self._times[number]
+        times.first_token = now
+        if times.ttft > self._limits.ttft_seconds and number in self._counted_requests:
+            self._spare -= 1
+
+    def _send(self, sender: _Member, part: RequestPart, now: float) -> None:
         """Send the blocks that a prefill instance has computed, and with the last of them the first token."""
         number, last = part.request.number, part.samples
         prompt = self._prompts[number]
@@ -327,7 +353,7 @@ class _Simulation:
         assert prompt.reserved is not None
         prompt.reserved.release()
         front.reservations -= 1
-        prompt.times.first_token = now
+        self._begin_text(number, now)
         if prompt.times.request.output_tokens > 1:
             self._submit(number, now)
         else:
@@ -336,6 +362,10 @@ class _Simulation:
 
     def _end(self, number: int, now: float) -> None:
         prompt = self._prompts.pop(number)
-        prompt.times.end = now
+        times, limits = prompt.times, self._limits
+        times.end = now
+        missed = times.ttft <= limits.ttft_seconds and times.tpot > limits.tpot_seconds
+        if missed and number in self._counted_requests:
+            self._spare -= 1
         for name in (*prompt.digests[:1], prompt.tail):
             self._texts.pop(name, None)

@@ -14,6 +14,20 @@ WARM_UP = 0.1
 """Share of the requests, the first and the last, that attainment leaves out: instances are empty at both ends."""
 
 
+def counted_requests(total: int) -> range:
+    """The requests that attainment counts, of so many."""
+    edge = int(WARM_UP * total)
+    return range(edge, total - edge)
+
+
+def spare_misses(total: int, sought: float) -> int:
+    """How many of the counted requests may miss a limit while the attainment is at least `sought`."""
+    counted = len(counted_requests(total))
+    return next(
+        missed - 1 for missed in range(1, counted + 2) if missed > counted or (counted - missed) / counted < sought
+    )
+
+
 @dataclass(slots=True)
 class RequestTimes:
     """Times of a request's events in seconds since the first arrival; infinite before an event."""
@@ -75,6 +89,8 @@ class ServedDeployment:
     """Keys and values that moved between instances."""
     occupancy: Sequence[Sequence[Occupancy]] = ()
     """By instance and time; empty unless the simulation was watched."""
+    cut: bool = False
+    """Whether it ended before all requests had, as too few could keep the limits; it then has no `instances`."""
 
     @property
     def ttft(self) -> np.ndarray:
@@ -119,8 +135,8 @@ class ServedDeployment:
 
     def share(self, values: np.ndarray) -> float:
         """Mean of values by request, without the requests at both ends."""
-        edge = int(WARM_UP * len(values))
-        return float(np.mean(values[edge : len(values) - edge]))
+        counted = counted_requests(len(values))
+        return float(np.mean(values[counted.start : counted.stop]))
 
     def utilisation(self, role: Role) -> float | None:
         """Mean of `InstanceFigures.busy` over the instances of a role; None if it has none."""

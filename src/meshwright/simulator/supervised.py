@@ -10,18 +10,18 @@ from random import Random
 from meshwright.policies.effective_time import FailureClass, FailureModel
 from meshwright.policies.job_events import (
     Action,
-    Begin,
+    AttemptPrepared,
+    BeginAttempt,
     Committed,
-    Ended,
     Event,
     Failed,
     Finish,
+    HostEnded,
     Lost,
     Prepare,
-    Prepared,
     Ready,
+    StepTrained,
     Tick,
-    Trained,
 )
 from meshwright.policies.restart import Incident, RestartPolicy
 from meshwright.policies.supervision import Rules, State, decide
@@ -91,8 +91,8 @@ class _Job:
 
     def follow(self, action: Action) -> None:
         if isinstance(action, Prepare):
-            self.take(Prepared(self.state.attempt))
-        elif isinstance(action, Begin):
+            self.take(AttemptPrepared(self.state.attempt))
+        elif isinstance(action, BeginAttempt):
             recovery = self.failed.restart_seconds + self.failed.load_seconds if self.failed else 0.0
             self.training_from, self.failing = self.now + recovery, False
             if not self.alive.issuperset(self.state.members):  # a member died before its loss was detected
@@ -121,7 +121,7 @@ class _Job:
             attempt, members, requeues = self.state.attempt, self.state.members, self.requeues
             for host in members:
                 if host in self.alive:
-                    self.take(Ended(attempt, host))
+                    self.take(HostEnded(attempt, host))
             if self.requeues == requeues:
                 self.gather(self.alive - set(self.state.ready) - self._running())
         if self.state.status == "gathering" and self.state.not_before > self.now:
@@ -155,7 +155,7 @@ class _Job:
         segment = self.model.interval_seconds + self.model.cost_seconds
         saved = max(0, floor((self.now - self.training_from - failure.lag_seconds) / segment))
         self.trained += saved * self.model.interval_seconds
-        self.take(Trained())
+        self.take(StepTrained())
         if saved:
             self.steps += 1
             self.take(Committed(self.steps))

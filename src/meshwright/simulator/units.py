@@ -14,7 +14,14 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collective_costs import Group, all_reduce, congestion, copy_engine_group, gather, rank_group
+from meshwright.costs.collective_costs import (
+    CollectiveGroup,
+    all_reduce,
+    congestion,
+    copy_engine_group,
+    gather,
+    rank_group,
+)
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.constants import Constants
 from meshwright.costs.device_rates import Machine
@@ -321,7 +328,7 @@ class UnitCosts:
         copied = size / rate_both_ways(self.cost_inputs.machine)
         return number(exposed_sum_copies(copied, backward, self.plan.batch.accumulate))
 
-    def _beside_backward(self, unit: Unit, ranks: Group, seconds: float) -> float:
+    def _beside_backward(self, unit: Unit, ranks: CollectiveGroup, seconds: float) -> float:
         """Seconds of a reduction that overlaps with the backward of an equal unit; `seconds` without overlap.
 
         Only a reduction across nodes takes longer. The backward is that of one micro-batch, in layered order of all.
@@ -352,7 +359,7 @@ class UnitCosts:
         ranks = self._group_for_engine(ranks, copied and self._copies_experts)
         return dense + number(gather(ranks, k, parameters.experts * width))
 
-    def _group_for_engine(self, ranks: Group, copied: bool) -> Group:
+    def _group_for_engine(self, ranks: CollectiveGroup, copied: bool) -> CollectiveGroup:
         """The group with the rates of copy-engine gathers if `copied`."""
         return copy_engine_group(ranks, self.cost_inputs.machine, self.cost_inputs.constants) if copied else ranks
 

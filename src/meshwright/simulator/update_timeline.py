@@ -21,7 +21,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Operation:
+class UpdateOperation:
     """`seconds` of work on a stream, after the operations with the indices `after`, all listed before it."""
 
     stream: str
@@ -31,7 +31,7 @@ class Operation:
     name: str = ""
 
 
-def play(operations: Sequence[Operation]) -> list[Interval]:
+def play(operations: Sequence[UpdateOperation]) -> list[Interval]:
     """Begin and end of each operation in seconds. An engine serves the operation that is ready first."""
     queues: dict[str, list[int]] = {}
     for index, operation in enumerate(operations):
@@ -81,7 +81,7 @@ class StepWork:
 class _Builder:
     work: StepWork
     order: Order
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[UpdateOperation] = field(default_factory=list)
     fetched: dict[int, int] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
     updated: int = 0
@@ -90,7 +90,7 @@ class _Builder:
     def add(
         self, stream: str, seconds: float, after: Sequence[int] = (), engine: str | None = None, name: str = ""
     ) -> int:
-        self.operations.append(Operation(stream, seconds, tuple(after), engine, name))
+        self.operations.append(UpdateOperation(stream, seconds, tuple(after), engine, name))
         return len(self.operations) - 1
 
     @property
@@ -122,7 +122,7 @@ class _Builder:
         return last
 
 
-def step_operations(work: StepWork, order: Order, steps: int) -> tuple[list[Operation], list[int]]:
+def step_operations(work: StepWork, order: Order, steps: int) -> tuple[list[UpdateOperation], list[int]]:
     """The operations of `steps` steps, and the index of each step's last backward or, with updates after it, last update."""
     builder, ends = _Builder(work, order), []
     builder.fetch_first()

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from meshwright.spec.layout import (
     WHOLE,
+    AxisPart,
     Division,
-    Part,
     even_rows,
     local_boxes,
     tensor_split_error,
@@ -22,14 +22,16 @@ from meshwright.spec.layout import (
 from meshwright.spec.model import ModelSpec, ParameterSpec
 
 
-class Piece(NamedTuple):
+class ParameterBox(NamedTuple):
     """A box of a parameter: its first element and its size, by dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-def rank_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part, experts: Part = WHOLE) -> tuple[Piece, ...]:
+def rank_pieces(
+    spec: ModelSpec, parameter: ParameterSpec, part: AxisPart, experts: AxisPart = WHOLE
+) -> tuple[ParameterBox, ...]:
     """The pieces of a parameter that tensor rank `part` or rank `experts` holds, in order along `piece_dimension`.
 
     `split_error` and `experts_error` say which models can be divided. A bias that is added after a sum over tensor ranks is on the first
@@ -37,12 +39,12 @@ def rank_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part, experts: 
     """
     if parameter.expert and experts.count > 1:
         owned = even_rows(spec.experts, experts.count, experts.index)
-        return (Piece((owned.start, *(0 for _ in parameter.shape[1:])), (len(owned), *parameter.shape[1:])),)
+        return (ParameterBox((owned.start, *(0 for _ in parameter.shape[1:])), (len(owned), *parameter.shape[1:])),)
     if parameter.expert:
         return tuple(_expert_pieces(spec, parameter, part))
     if part.index and parameter.name.endswith(".bias") and tensor_splits(spec).get(parameter.module) == "columns":
         return ()
-    return tuple(Piece(box.offsets, box.sizes) for box in local_boxes(parameter, Division(tensor=part)))
+    return tuple(ParameterBox(box.offsets, box.sizes) for box in local_boxes(parameter, Division(tensor=part)))
 
 
 def piece_dimension(parameter: ParameterSpec) -> int:
@@ -50,7 +52,7 @@ def piece_dimension(parameter: ParameterSpec) -> int:
     return 1 if parameter.expert else 0
 
 
-def rank_shape(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> tuple[int, ...] | None:
+def rank_shape(spec: ModelSpec, parameter: ParameterSpec, part: AxisPart) -> tuple[int, ...] | None:
     """The shape of a rank's part of a parameter; None if it has none."""
     sizes = [piece.sizes for piece in rank_pieces(spec, parameter, part)]
     if not sizes:
@@ -91,7 +93,7 @@ def experts_error(spec: ModelSpec, ranks: int) -> str | None:
     return f"a divisor of model.experts = {spec.experts}" if spec.experts % ranks else None
 
 
-def _expert_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> Iterator[Piece]:
+def _expert_pieces(spec: ModelSpec, parameter: ParameterSpec, part: AxisPart) -> Iterator[ParameterBox]:
     """Input weights `(experts, matrices · width, hidden)` are divided in dimension 1, `down` `(experts, hidden, width)` in 2.
 
     Biases `(experts, …)` follow their layer; those of `down` are added after a sum over the ranks, so the first one has them.
@@ -99,11 +101,11 @@ def _expert_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> Ite
     width, (experts, first, *second) = spec.expert_hidden, parameter.shape
     columns = even_rows(width, part.count, part.index)
     if parameter.name.endswith(".down"):
-        yield Piece((0, 0, columns.start), (experts, first, len(columns)))
+        yield ParameterBox((0, 0, columns.start), (experts, first, len(columns)))
         return
     if parameter.name.endswith(".down_bias"):
         if part.index == 0:
-            yield Piece((0, 0), parameter.shape)
+            yield ParameterBox((0, 0), parameter.shape)
         return
     for matrix in range(first // width):
-        yield Piece((0, matrix * width + columns.start, *(0 for _ in second)), (experts, len(columns), *second))
+        yield ParameterBox((0, matrix * width + columns.start, *(0 for _ in second)), (experts, len(columns), *second))

@@ -269,22 +269,22 @@ def rank_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipel
 
 
 @dataclass(frozen=True)
-class Part:
+class AxisPart:
     """Part `index` of `count` equal parts: the coordinate and size of an axis that splits parameters or tokens."""
 
     index: int = 0
     count: int = 1
 
 
-WHOLE = Part()
+WHOLE = AxisPart()
 
 
 @dataclass(frozen=True)
 class Division:
     """A rank's part of the parameters: `tensor` of every matrix, `expert` of a layer's experts. Shards divide these further."""
 
-    tensor: Part = WHOLE
-    expert: Part = WHOLE
+    tensor: AxisPart = WHOLE
+    expert: AxisPart = WHOLE
 
 
 UNDIVIDED = Division()
@@ -327,7 +327,7 @@ class Box:
     primary: bool = True
 
 
-def local_boxes(parameter: ParameterSpec, division: Division = UNDIVIDED, shard: Part = WHOLE) -> tuple[Box, ...]:
+def local_boxes(parameter: ParameterSpec, division: Division = UNDIVIDED, shard: AxisPart = WHOLE) -> tuple[Box, ...]:
     """The boxes of one parameter that a rank holds: its part by `division`, which its shard group divides further.
 
     Empty boxes are left out. `check_tensor` says which models `division.tensor.count` ranks can divide.
@@ -361,7 +361,7 @@ def _divided_boxes(parameter: ParameterSpec, division: Division) -> list[Box]:
     return [Box((local_rows.start, *(0 for _ in parameter.shape[1:])), (len(local_rows), *parameter.shape[1:]))]
 
 
-def _tensor_boxes(parameter: ParameterSpec, tensor: Part) -> list[Box]:
+def _tensor_boxes(parameter: ParameterSpec, tensor: AxisPart) -> list[Box]:
     if tensor.count == 1 or parameter.split == "whole":
         return [Box((0,) * len(parameter.shape), parameter.shape, 0, tensor.count, tensor.index == 0)]
     if parameter.split == "columns":
@@ -448,7 +448,7 @@ def expert_split_error(ranks: int, experts: int, shared_hidden: int) -> str | No
     return None
 
 
-def local_tokens(seq: int, ring: Part = WHOLE, ulysses: Part = WHOLE) -> tuple[range, ...]:
+def local_tokens(seq: int, ring: AxisPart = WHOLE, ulysses: AxisPart = WHOLE) -> tuple[range, ...]:
     """The tokens of a sequence that a context rank holds, in order.
 
     The ring ranks cut the sequence first: into two chunks for each of n ranks, of which rank r holds chunks r and

@@ -21,7 +21,7 @@ from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
 from meshwright.spec.blocks.mixture import MixtureSpec, RouterScore, RouterSpec
 from meshwright.spec.blocks.norm import NormSpec
-from meshwright.spec.blocks.part import Body
+from meshwright.spec.blocks.part import BlockBody
 from meshwright.spec.blocks.positions import LongRopeScaling, Pairs, RopeScaling, RotarySpec, YarnScaling
 from meshwright.spec.blocks.table import ParameterSpec, TensorSplit, Value, as_frozen
 from meshwright.spec.errors import nearest
@@ -361,7 +361,7 @@ def _with_keys(spec: ModelSpec, kind: KindSpec) -> ModelSpec:
     return replace(spec, **given) if given else spec
 
 
-def described_bodies(spec: ModelSpec) -> tuple[Body, ...]:
+def described_bodies(spec: ModelSpec) -> tuple[BlockBody, ...]:
     """Every mixer and feed-forward network that the flat keys describe, whether a layer has it or not."""
     flat = (*block_of(spec, routed=False).bodies, *((mixture_of(spec),) if spec.experts else ()))
     return tuple(dict.fromkeys((*flat, *(body for block in spec.block_kinds for body in block.bodies))))

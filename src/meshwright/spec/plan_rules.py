@@ -118,7 +118,7 @@ def always(_: RuleInput) -> bool:
 
 
 @dataclass(frozen=True)
-class Rule:
+class PlanRule:
     """A condition that no plan may meet, or that none may meet that is trained."""
 
     key: str
@@ -206,9 +206,9 @@ def _context_error(x: RuleInput, axis: str) -> str | None:
 
 
 DIVISIONS = (
-    Rule("tensor", None, None, _tensor_error, _nearest_below("tensor", lambda x: divisors(x("model.heads")))),
+    PlanRule("tensor", None, None, _tensor_error, _nearest_below("tensor", lambda x: divisors(x("model.heads")))),
     *(
-        Rule(axis, None, None, lambda x, axis=axis: _context_error(x, axis),
+        PlanRule(axis, None, None, lambda x, axis=axis: _context_error(x, axis),
             _nearest_below(axis, lambda x, axis=axis: divisors(x(axis))))
         for axis in CONTEXT_AXES
     ),
@@ -249,42 +249,42 @@ def _bad_slots(x: RuleInput) -> bool:
 
 
 EXPERTS = (
-    Rule("expert", (), lambda x: x("in a plan file") and x("model.experts") > 0 and x("expert", None) is None,
+    PlanRule("expert", (), lambda x: x("in a plan file") and x("model.experts") > 0 and x("expert", None) is None,
         "the ranks that a layer's experts are spread over, in a plan file", "1", got="nothing"),
-    Rule("expert", None, lambda x: x("model.experts") == 0, "no key, as the model is dense (model.experts is 0)"),
-    Rule("expert", None, lambda x: x("model.experts") % _holders(x) > 0,
+    PlanRule("expert", None, lambda x: x("model.experts") == 0, "no key, as the model is dense (model.experts is 0)"),
+    PlanRule("expert", None, lambda x: x("model.experts") % _holders(x) > 0,
         lambda x: f"a divisor of model.experts = {x('model.experts')}{_tensor_text(x)}",
         lambda x: nearest_divisor(x("model.experts") // math.gcd(x("model.experts"), x("tensor", 1)), x("expert"))),
-    Rule("expert", None, lambda x: not x("hybrid", 0) and _shards(x) % x("expert") > 0,
+    PlanRule("expert", None, lambda x: not x("hybrid", 0) and _shards(x) % x("expert") > 0,
         lambda x: f"a divisor of plan.shard × context ranks = {_shards(x)}",
         lambda x: math.gcd(_shards(x), x("expert"))),
-    Rule("expert", None, lambda x: x("hybrid") % x("expert") > 0,
+    PlanRule("expert", None, lambda x: x("hybrid") % x("expert") > 0,
         lambda x: f"a divisor of plan.hybrid = {x('hybrid')}", lambda x: math.gcd(x("hybrid"), x("expert"))),
-    Rule("expert_policy", COPY_POLICIES, lambda x: _holders(x) == 1, f"none, {_NEEDED}", "none"),
-    Rule("expert_slots", (), _bad_slots,
+    PlanRule("expert_policy", COPY_POLICIES, lambda x: _holders(x) == 1, f"none, {_NEEDED}", "none"),
+    PlanRule("expert_slots", (), _bad_slots,
         lambda x: f"slots: 1 to the {_other_experts(x)} experts of other ranks, for policy {x('expert_policy')}"),
     *(
-        Rule(key, None, only, "no key without plan.expert_policy, which says which experts are copied")
+        PlanRule(key, None, only, "no key without plan.expert_policy, which says which experts are copied")
         for key, only in (
             ("expert_slots", _no_copies),
             ("expert_keep", _no_copies),
             ("expert_load_window", lambda x: _no_copies(x) and x("expert_placement", "even") == "even"),
         )
     ),
-    Rule("expert_receive_bound", None, lambda x: x("expert_exchange", "all_to_all") == "all_to_all",
+    PlanRule("expert_receive_bound", None, lambda x: x("expert_exchange", "all_to_all") == "all_to_all",
         "no key without plan.expert_exchange: peer"),
-    Rule("expert_exchange", _PEER, lambda x: x("model.experts") == 0 or _holders(x) == 1, f"all_to_all, {_NEEDED}",
+    PlanRule("expert_exchange", _PEER, lambda x: x("model.experts") == 0 or _holders(x) == 1, f"all_to_all, {_NEEDED}",
         "all_to_all"),
-    Rule("expert_exchange", _PEER, lambda x: x("cluster.gpu").lower() == "cpu",
+    PlanRule("expert_exchange", _PEER, lambda x: x("cluster.gpu").lower() == "cpu",
         "all_to_all, as the kernels run on GPUs", "all_to_all"),
-    Rule("expert_placement", "balanced", lambda x: _holders(x) == 1, "even, as every rank has all experts", "even"),
-    Rule("expert_placement", "balanced", lambda x: x("expert_policy") == "fixed",
+    PlanRule("expert_placement", "balanced", lambda x: _holders(x) == 1, "even, as every rank has all experts", "even"),
+    PlanRule("expert_placement", "balanced", lambda x: x("expert_policy") == "fixed",
         "even, as policy fixed does not depend on loads", "even"),
-    Rule("expert_placement", "balanced", lambda x: x("model.groups_per_token", 1) < x("model.expert_groups", 1),
+    PlanRule("expert_placement", "balanced", lambda x: x("model.groups_per_token", 1) < x("model.expert_groups", 1),
         "even, as tokens choose groups of consecutive experts (model.groups_per_token)", "even"),
-    Rule("expert_placement_every", None, lambda x: x("expert_placement", "even") == "even",
+    PlanRule("expert_placement_every", None, lambda x: x("expert_placement", "even") == "even",
         "no key without plan.expert_placement: balanced"),
-    Rule("expert_placement", "balanced", lambda x: x.some("offload", OPTIMIZER),
+    PlanRule("expert_placement", "balanced", lambda x: x.some("offload", OPTIMIZER),
         untrained="expert_placement: balanced with the optimizer's state in host memory", beside=("offload",)),
 )
 
@@ -299,9 +299,9 @@ def _micro_batches(x: RuleInput) -> int:
     return 0 if rest else count
 
 
-def _paired(reason: Text, broken: Callable[[RuleInput], Any], *beside: str) -> Rule:
+def _paired(reason: Text, broken: Callable[[RuleInput], Any], *beside: str) -> PlanRule:
     """Two micro-batches cannot run through a layer together."""
-    return Rule("schedule", "paired", broken, lambda x: f"another schedule than paired, as {text_of(reason, x)}",
+    return PlanRule("schedule", "paired", broken, lambda x: f"another schedule than paired, as {text_of(reason, x)}",
         "1f1b", untrained=lambda x: f"schedule paired, as {text_of(reason, x)}", beside=beside)
 
 
@@ -325,7 +325,7 @@ SCHEDULING = (
     _paired(lambda x: f"a rank has {_micro_batches(x)} micro-batches in a step, an odd number",
         lambda x: _micro_batches(x) % 2 == 1),
     # The inputs of matrix products stay on the device until the deferred weight gradients are computed.
-    Rule("schedule", tuple(SPLITS_BACKWARD), lambda x: x.some("offload", ACTIVATIONS),
+    PlanRule("schedule", tuple(SPLITS_BACKWARD), lambda x: x.some("offload", ACTIVATIONS),
         untrained=lambda x: f"offload {x.first('offload', ACTIVATIONS)} under {x('schedule')}, which defers weight gradients",
         beside=("offload",)),
 )
@@ -402,77 +402,77 @@ def _longer_error(x: RuleInput) -> str | None:
     return f"{multiple} tokens above the {capacity} of other slots and at most {most}, where all {layers} blocks are offloaded"
 
 
-def _slot_limits(key: str, limit: Callable[[RuleInput], int], of: str) -> tuple[Rule, Rule]:
+def _slot_limits(key: str, limit: Callable[[RuleInput], int], of: str) -> tuple[PlanRule, PlanRule]:
     """A key of `samples` that slots with offload have: it is given in a plan file, and at most `limit`."""
 
     def value(x: RuleInput) -> int:
         return x("samples", {}).get(key) or 0
 
     return (
-        Rule(f"plan.samples.{key}", (),
+        PlanRule(f"plan.samples.{key}", (),
             lambda x: x("in a plan file") and x("offload_capacity") > 0 and _longer_slots(x) and not value(x),
             "a number, as plan.offload_capacity is given", got="none"),
-        Rule(f"plan.samples.{key}", None,
+        PlanRule(f"plan.samples.{key}", None,
             lambda x: x("offload_capacity") > 0 and _longer_slots(x) and value(x) > limit(x),
             lambda x: f"at most {limit(x)}: {of}", limit),
     )
 
 
 SAMPLES = (
-    Rule("samples", None, lambda x: not x("in a plan file"),
+    PlanRule("samples", None, lambda x: not x("in a plan file"),
         "no such key outside of a plan file: the planner computes the times", "none", got="a section"),
-    Rule("samples", None, lambda x: x("data.packing") != "none",
+    PlanRule("samples", None, lambda x: x("data.packing") != "none",
         lambda x: f"no such section, as data.packing is {x('data.packing')}", got="a section"),
     *(
-        Rule(key, (), lambda x, missing=missing: x("in a plan file") and x("data.packing") == "none" and missing(x),
+        PlanRule(key, (), lambda x, missing=missing: x("in a plan file") and x("data.packing") == "none" and missing(x),
             "capacity, and samples with alpha and beta, as data.packing is none", got="none")
         for key, missing in (
             ("samples", lambda x: not x("samples", None)),
             ("capacity", lambda x: bool(x("samples")) and not x("capacity", 0)),
         )
     ),
-    Rule("micro_batch", None, lambda x: _unpacked(x) and x("micro_batch") > 1,
+    PlanRule("micro_batch", None, lambda x: _unpacked(x) and x("micro_batch") > 1,
         "1, as data.packing is none: a micro-batch is one slot of samples", "1"),
     *(
-        Rule(axis, None, lambda x, axis=axis: _unpacked(x) and not x("hybrid", 0) and x(axis) > 1,
+        PlanRule(axis, None, lambda x, axis=axis: _unpacked(x) and not x("hybrid", 0) and x(axis) > 1,
             "1, as data.packing is none: this release divides samples on no such axis", "1")
         for axis in ("pipeline", *CONTEXT_AXES, "tensor")
     ),
-    Rule("hybrid", None, lambda x: x("data.packing") != "none",
+    PlanRule("hybrid", None, lambda x: x("data.packing") != "none",
         "data.packing = none beside it: hybrid ranks divide samples of any length"),
-    Rule("hybrid", None, None, _beside_hybrid),
-    Rule("hybrid", None, lambda x: x("hybrid") * _beside_ranks(x) != _cluster(x), _all_ranks,
+    PlanRule("hybrid", None, None, _beside_hybrid),
+    PlanRule("hybrid", None, lambda x: x("hybrid") * _beside_ranks(x) != _cluster(x), _all_ranks,
         lambda x: None if _cluster(x) % _beside_ranks(x) else _cluster(x) // _beside_ranks(x)),
-    Rule("hybrid_attention", None, lambda x: not x("hybrid", 0), "no such key without plan.hybrid", "none"),
-    Rule("hybrid_attention", "ulysses",
+    PlanRule("hybrid_attention", None, lambda x: not x("hybrid", 0), "no such key without plan.hybrid", "none"),
+    PlanRule("hybrid_attention", "ulysses",
         lambda x: _hybrid(x) and not any(_heads(x) % ranks == 0 for ranks in range(2, x("hybrid") + 1)),
         lambda x: f"ring: no number of ranks from 2 to {x('hybrid')} divides a rank's {_heads(x)} key/value heads",
         "ring"),
-    Rule("capacity", None, lambda x: not x("hybrid", 0) and not x("samples", None),
+    PlanRule("capacity", None, lambda x: not x("hybrid", 0) and not x("samples", None),
         "no such key without plan.hybrid, whose slots it sizes", "none"),
-    Rule("capacity", None, None, lambda x: (_capacity_error(x) or (None,))[0],
+    PlanRule("capacity", None, None, lambda x: (_capacity_error(x) or (None,))[0],
         lambda x: (_capacity_error(x) or ("", 0))[1]),
-    Rule("schedule", None, lambda x: _hybrid(x) and x("schedule") not in schedules_of(x.pipeline),
+    PlanRule("schedule", None, lambda x: _hybrid(x) and x("schedule") not in schedules_of(x.pipeline),
         lambda x: f"{_either(schedules_of(x.pipeline))}, as plan.hybrid is {x('hybrid')}", SCHEDULES[0]),
     *(
         # One micro-batch has no collective of its own: units stay gathered and gradients whole, or the order is layered.
-        Rule(key, words, lambda x: _hybrid(x) and x("schedule", "") != "breadth_first", f"{kept}, {_DIFFERENT}",
+        PlanRule(key, words, lambda x: _hybrid(x) and x("schedule", "") != "breadth_first", f"{kept}, {_DIFFERENT}",
             kept, by_layer=True)
         for key, words, kept in (("reshard", None, "false"), ("gradients", "shard", "whole"))
     ),
-    Rule("offload_capacity", None, lambda x: not _longer_slots(x),
+    PlanRule("offload_capacity", None, lambda x: not _longer_slots(x),
         "no such key without plan.hybrid and plan.capacity", "none"),
-    Rule("offload_capacity", None,
+    PlanRule("offload_capacity", None,
         lambda x: _longer_slots(x) and (x.pipeline > 1 or x("stages", ()) != () or x("model.experts", 0) > 0),
         "none beside pipeline ranks or experts, whose layers have unequal activations", "none"),
-    Rule("offload_capacity", None, None, _longer_error),
+    PlanRule("offload_capacity", None, None, _longer_error),
     *_slot_limits("offload_layers", lambda x: x("model.layers"), "the model's blocks"),
     *_slot_limits(
         "offload_shortest",
         lambda x: x("capacity") * x("hybrid", 1) + 1,
         "more than all ranks together hold without offload",
     ),
-    Rule("offload", ACTIVATIONS, lambda x: x("offload_capacity") > 0 and _longer_slots(x),
+    PlanRule("offload", ACTIVATIONS, lambda x: x("offload_capacity") > 0 and _longer_slots(x),
         "none or optimizer, as slots with offload have activations of long samples only in host memory", "none",
         by_layer=True),
 )
@@ -490,56 +490,56 @@ def _odd_side(x: RuleInput) -> str | None:
     return next((f"compute, as {side} is no multiple of {FP8_MULTIPLE}, which fp8 products need" for side in odd), None)
 
 
-def _fp8(broken: Callable[[RuleInput], Any], expected: Text = "", **more: Any) -> Rule:
+def _fp8(broken: Callable[[RuleInput], Any], expected: Text = "", **more: Any) -> PlanRule:
     """The linear layers of some layers multiply in fp8."""
-    return Rule("linear", (), lambda x: x.some("linear", _FP8) & broken(x), expected, "compute", **more)
+    return PlanRule("linear", (), lambda x: x.some("linear", _FP8) & broken(x), expected, "compute", **more)
 
 
 FORMATS = (
     *(
-        Rule(key, "fp64", lambda x: x("cluster.gpu") != "cpu",
+        PlanRule(key, "fp64", lambda x: x("cluster.gpu") != "cpu",
             lambda x: f"bf16 or fp32 on {x('cluster.gpu')}; fp64 runs on cpu only", "fp32")
         for key in ("compute", "reduce", "reduce_replicas")
     ),
-    Rule("compute", ("bf16", "fp16", "fp32"),
+    PlanRule("compute", ("bf16", "fp16", "fp32"),
         lambda x: x("compute") not in (formats_on(x("cluster.gpu")) or (x("compute"),)),
         lambda x: f"{' or '.join(formats_on(x('cluster.gpu')) or ())} on {x('cluster.gpu')}", "fp32"),
-    Rule("compute", "fp16", always,
+    PlanRule("compute", "fp16", always,
         untrained="computation in fp16 (it does not scale losses; plan.compute=fp32 trains)"),
-    Rule("gather", "fp8", lambda x: "fp8_tensorwise" not in x.values("linear"),
+    PlanRule("gather", "fp8", lambda x: "fp8_tensorwise" not in x.values("linear"),
         "compute, as no layer's `linear` is fp8_tensorwise: other products need the weight as it is", "compute"),
     _fp8(lambda x: x("cluster.gpu") in CHIPS and "fp8" not in CHIPS[x("cluster.gpu")].peak_flops,
         lambda x: f"compute, as {x('cluster.gpu')} has no fp8 products"),
     _fp8(lambda x: x("compute") in ("fp16", "fp64"),
         lambda x: f"compute, as plan.compute is {x('compute')}: fp8 goes with bf16 or fp32"),
-    Rule("linear", (), None, _odd_side, "compute"),
+    PlanRule("linear", (), None, _odd_side, "compute"),
     _fp8(lambda x: x("tensor") > 1, untrained="products in fp8 with tensor ranks", beside=("tensor",)),
 )
 
 # Layers
 
 
-def _in_tiles(feature: Text, broken: Callable[[RuleInput], Any], *beside: str) -> Rule:
+def _in_tiles(feature: Text, broken: Callable[[RuleInput], Any], *beside: str) -> PlanRule:
     """The feed-forward networks of some layers run in tiles."""
-    return Rule("mlp_tile", None,
+    return PlanRule("mlp_tile", None,
         lambda x: (not x.values("recompute") or x.some("recompute", RECOMPUTES_PRODUCTS)) & broken(x),
         untrained=lambda x: f"feed-forward networks in tiles with {text_of(feature, x)}", beside=beside)
 
 
 LAYERS = (
     *(
-        Rule(key, (), lambda x, key=key: x("layers") is not None and x(key) is not None,
+        PlanRule(key, (), lambda x, key=key: x("layers") is not None and x(key) is not None,
             f"`{key}` inside plan.layers only, as plan.layers is given")
         for key in STRATEGY_KEYS
     ),
-    Rule("offload", OPTIMIZER, lambda x: bool(x("train.ema_decay")),
+    PlanRule("offload", OPTIMIZER, lambda x: bool(x("train.ema_decay")),
         "none or activations, as train.ema_decay averages weights on the device", "none", by_layer=True),
-    Rule("offload", OPTIMIZER, lambda x: x("train.optimizer.name") != "adamw",
+    PlanRule("offload", OPTIMIZER, lambda x: x("train.optimizer.name") != "adamw",
         lambda x: f"none or activations, as train.optimizer is {x('train.optimizer.name')}: "
         "only the state of adamw is updated in host memory",
         "none", by_layer=True),
     # Only the compiler exposes the tensors that it keeps; eager selective checkpointing holds them itself.
-    Rule("offload", ACTIVATIONS, lambda x: among(x("recompute"), PARTIAL_RECOMPUTES) & (not x("compile")),
+    PlanRule("offload", ACTIVATIONS, lambda x: among(x("recompute"), PARTIAL_RECOMPUTES) & (not x("compile")),
         untrained=lambda x: f"offload {x('offload')} with recompute {x('recompute')} where blocks are not compiled",
         beside=("recompute",), by_layer=True),
     _in_tiles("tensor ranks", lambda x: x("tensor") > 1, "tensor"),
@@ -558,20 +558,20 @@ def _adapted(x: RuleInput) -> bool:
 ADAPTERS = (
     _fp8(lambda x: _adapted(x) and x("model.adapter.kind", "") == "dora",
         "compute, as the row lengths of model.adapter.kind = dora follow from weights that are not rounded"),
-    Rule("mlp_tile", None, _adapted, "0, as tiles do not compute the adapters of model.adapter in this release", "0"),
-    Rule("expert_policy", COPY_POLICIES, _adapted,
+    PlanRule("mlp_tile", None, _adapted, "0, as tiles do not compute the adapters of model.adapter in this release", "0"),
+    PlanRule("expert_policy", COPY_POLICIES, _adapted,
         "none, as copies of experts are for experts that are trained, and model.adapter freezes them", "none"),
-    Rule("expert_placement", "balanced", _adapted,
+    PlanRule("expert_placement", "balanced", _adapted,
         "even, as experts move with their optimizer state, which model.adapter leaves out", "even"),
 )
 # fmt: on
 
-RULES: tuple[Rule, ...] = (*SCHEDULING, *DIVISIONS, *EXPERTS, *SAMPLES, *FORMATS, *LAYERS, *ADAPTERS)
+RULES: tuple[PlanRule, ...] = (*SCHEDULING, *DIVISIONS, *EXPERTS, *SAMPLES, *FORMATS, *LAYERS, *ADAPTERS)
 UNTRAINED = tuple(rule for rule in RULES if rule.untrained)
 """Rules of what this release cannot train."""
 
 
-def mistakes(given: RuleInput) -> Iterator[tuple[Rule, int | None, RuleInput]]:
+def mistakes(given: RuleInput) -> Iterator[tuple[PlanRule, int | None, RuleInput]]:
     """(rule, range of layers, the values there) of the first broken rule of each key; None for a key of the whole plan.
 
     Rules that only training has are left out.
@@ -587,7 +587,7 @@ def mistakes(given: RuleInput) -> Iterator[tuple[Rule, int | None, RuleInput]]:
                 yield rule, index, values
 
 
-def _places(rule: Rule, given: RuleInput) -> Iterator[tuple[int | None, RuleInput]]:
+def _places(rule: PlanRule, given: RuleInput) -> Iterator[tuple[int | None, RuleInput]]:
     """The values of the whole plan, or of each range of layers."""
     if rule.by_layer and given.layers:
         for index, layer in enumerate(given.layers):

@@ -16,7 +16,7 @@ NotNegativeRate = Annotated[float, Bound(at_least=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class ProfiledChunk:
     """Consecutive tokens of one prompt in a step."""
 
     start: NotNegative
@@ -35,7 +35,7 @@ class StepTime:
     """Positions that these attend to in all, their own included."""
     longest: NotNegative = 0
     """The most positions of one of them; 0 if all attend to equally many."""
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[ProfiledChunk, ...] = ()
     """Chunks of prompts."""
     seconds: Seconds
     """Median time from the end of the step before to the end of this one."""

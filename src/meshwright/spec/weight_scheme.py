@@ -44,7 +44,7 @@ MAP_SIZE, NESTED_BLOCK, ABSMAX_BLOCK = 16, 256, 64
 """Numbers in the table of a `map`; its scales in 8 bits that share a scale, and weights that share one, where the folder does not say."""
 
 
-class Part(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a stored weight: the dtypes that it may have, in safetensors' names, and the shapes."""
 
     dtypes: tuple[str, ...]
@@ -114,7 +114,7 @@ class WeightScheme:
         return -(-inputs // self.block[1]) if self.block[1] else 1
 
     @lru_cache(maxsize=256)  # noqa: B019  (a folder has few schemes and shapes)
-    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
         """By the end of its name, each tensor of a weight `(out, in)`, or `(experts, out, in)` for packing `blocks`.
 
         Of `scales` all are there; a folder has one. Those of packing `flat` depend on the folder's own record and are not here.
@@ -123,17 +123,19 @@ class WeightScheme:
         grid = (-(-outputs // self.block[0]) if self.block[0] else 1, self.groups(inputs))
         values, scales = self._shapes(outputs, inputs, grid)
         dtype = {"plain": "F8_E4M3" if self.element == "e4m3" else "I8", "bytes": "U8", "blocks": "U8"}
-        found = {self.values: Part((dtype.get(self.packing, "I32"),), ((*experts, *values),))}
-        found |= {name: Part(self.scale_dtypes, tuple((*experts, *each) for each in scales)) for name in self.scales}
+        found = {self.values: StoredTensor((dtype.get(self.packing, "I32"),), ((*experts, *values),))}
+        found |= {
+            name: StoredTensor(self.scale_dtypes, tuple((*experts, *each) for each in scales)) for name in self.scales
+        }
         if self.zeros:
             found[self.zeros] = self._zero_part(outputs, grid)
-        scalar = Part(FLOAT_SCALES, ((), (1,), (1, 1)))
+        scalar = StoredTensor(FLOAT_SCALES, ((), (1,), (1, 1)))
         if self.factor:
             found[self.factor] = scalar
         if self.index:
-            found[self.index] = Part(("I32", "I64"), ((inputs,),), optional=True)
+            found[self.index] = StoredTensor(("I32", "I64"), ((inputs,),), optional=True)
         if self.shape_name:
-            found[self.shape_name] = Part(("I64", "I32"), ((2,),))
+            found[self.shape_name] = StoredTensor(("I64", "I32"), ((2,),))
         return found | {name: scalar._replace(optional=True) for name in self.inputs}
 
     def _shapes(
@@ -151,10 +153,10 @@ class WeightScheme:
         short = {(1, 1): ((), (1,))}.get(grid, ((grid[0],),) if grid[1] == 1 else ())
         return (outputs, size), (grid, *short)
 
-    def _zero_part(self, outputs: int, grid: tuple[int, int]) -> Part:
+    def _zero_part(self, outputs: int, grid: tuple[int, int]) -> StoredTensor:
         packed = -(-outputs * self.bits // WORD_BITS)
         if self.packing in ("input words", "output words"):
-            return Part(("I32",), ((grid[1], packed),))
+            return StoredTensor(("I32",), ((grid[1], packed),))
         if self.packing == "words":
-            return Part(("I32",), ((packed, grid[1]),))
-        return Part(("I8",), (grid, (grid[0],)) if grid[1] == 1 else (grid,))
+            return StoredTensor(("I32",), ((packed, grid[1]),))
+        return StoredTensor(("I8",), (grid, (grid[0],)) if grid[1] == 1 else (grid,))

@@ -22,8 +22,8 @@ from meshwright.observe.prediction_account import (
     KEPT_STEPS,
     WARM_UP,
     Account,
+    CheckPart,
     Comparison,
-    Part,
     TypicalStep,
     account_lines,
     compare_with_prediction,
@@ -33,7 +33,7 @@ from meshwright.parallel.world import World
 from meshwright.planner.rollout_time import rl_seconds
 from meshwright.spec.errors import BadInput
 from meshwright.training.reporting import Reporter
-from meshwright.training.session import Session
+from meshwright.training.session import TrainingSession
 from meshwright.training.waiting import DataWait
 
 Summary = Mapping[str, Any]
@@ -48,7 +48,7 @@ PARTS = {
 class Accounting:
     """Passes step lines to the reporter and keeps the newest of this start, on every rank."""
 
-    def __init__(self, session: Session, reporter: Reporter) -> None:
+    def __init__(self, session: TrainingSession, reporter: Reporter) -> None:
         self._session, self.reporter = session, reporter
         # The prediction is for steps of `train.global_batch`.
         self._cold = max(session.step, session.run.train.ramp_steps) + WARM_UP
@@ -121,9 +121,9 @@ class Accounting:
         )
 
 
-def _part(name: str, measured: float, expected: Mapping[str, float] | None, of_prediction: str | None) -> Part:
+def _part(name: str, measured: float, expected: Mapping[str, float] | None, of_prediction: str | None) -> CheckPart:
     known = expected is not None and of_prediction is not None
-    return Part(
+    return CheckPart(
         name=name, measured={name: measured}, predicted={name: expected[of_prediction]} if known else {}, known=known
     )
 

@@ -11,13 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.data.loader import Batch, DataSource, Loader, MicroBatch, Samples, Windows, scheduled_micro_batches
+from meshwright.data.loader import (
+    DataSource,
+    Loader,
+    MicroBatch,
+    SampleBatch,
+    Samples,
+    Windows,
+    scheduled_micro_batches,
+)
 from meshwright.data.sample_steps import SampleSteps
 from meshwright.data.slots import TokenReader
 from meshwright.data.validation import validation_samples
 from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
-from meshwright.parallel.apply import Engine
+from meshwright.parallel.apply import PlannedModel
 from meshwright.parallel.mesh import Mesh
 from meshwright.policies.sample_balance import RankPool, rank_pool
 from meshwright.spec.hybrid import Numbering, exchanged_heads, slot_numbering
@@ -77,7 +85,7 @@ class HeldOut:
 
 
 def evaluate(
-    engine: Engine,
+    engine: PlannedModel,
     held_out: HeldOut,
     *,
     mesh: Mesh,
@@ -227,7 +235,7 @@ class _SourceSamples:
     def begin_step(self, indices: Sequence[int] | np.ndarray) -> None:
         self._source.begin_step(self._global(indices))
 
-    def samples(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def samples(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
         # Without weights: perplexity and bits per byte are of the mean over tokens, each counted once.
         return replace(self._source.samples(self._global(indices)), weights=None)
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from meshwright.data.loader import MicroBatch
 from meshwright.events.span import NullRecorder
 from meshwright.kernels.token_draw import draw_tokens
-from meshwright.parallel.apply import Engine
+from meshwright.parallel.apply import PlannedModel
 from meshwright.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class GenerationSampling:
     """Sampling parameters: at most `tokens` new tokens, ending early at one of `stops`.
 
     temperature 0 takes the likeliest token; otherwise one of the `top_k` likeliest (0: any) is drawn. A draw is a function
@@ -32,7 +32,12 @@ class Sampling:
 
 
 def generate_under_plan(
-    engine: Engine, mesh: Mesh, prompts: Sequence[Sequence[int]], how: Sampling, *, progress: Callable[[int], None]
+    engine: PlannedModel,
+    mesh: Mesh,
+    prompts: Sequence[Sequence[int]],
+    how: GenerationSampling,
+    *,
+    progress: Callable[[int], None],
 ) -> list[list[int]]:
     """The new token ids after each prompt, by a model distributed over ranks; every rank returns all of them. Collective.
 
@@ -67,7 +72,7 @@ def generate_under_plan(
 class _Text:
     """A prompt and its new tokens."""
 
-    def __init__(self, prompt: Sequence[int], how: Sampling, longest: int) -> None:
+    def __init__(self, prompt: Sequence[int], how: GenerationSampling, longest: int) -> None:
         self._prompt, self._how, self._longest = list(prompt), how, longest
         self.new: list[int] = []
         self.ended = not how.tokens

@@ -21,9 +21,8 @@ from meshwright.training.background_thread import BackgroundThread
 
 T = TypeVar("T")
 
-AUTOGROUP = Path("/proc/self/autogroup")
-LEAST_WEIGHT = "19"
-"""The nice value of a session with the least weight."""
+LEAST_WEIGHT, USUAL_WEIGHT = "19", "0"
+"""The nice values of a session with the least weight, and of a new one."""
 RETRY_SECONDS = 2.0
 """Linux accepts ten new weights a second from all processes without privileges; a session tries for this time."""
 POLL_SECONDS = 0.05
@@ -41,11 +40,33 @@ def run_at_idle_priority(work: Callable[[], T], urgent: threading.Event) -> T:
         while not result.done():
             if urgent.wait(POLL_SECONDS):
                 restore()
-                _raise_threads()
+                _raise_threads(os.getpid())
                 break
         value = result.result()
-    _raise_threads()  # those that native libraries created inherit the policy
+    _raise_threads(os.getpid())  # those that native libraries created inherit the policy
     return value
+
+
+def end_idle_priority(process: int) -> None:
+    """Let another process of this user go on at usual priority, where the system permits that.
+
+    One that waits for processor time cannot leave idle priority by itself: its threads wait for Python's lock, and for
+    the weight of their session.
+    """
+    with suppress(OSError, ValueError):
+        group = _autogroup(process)
+        if os.getsid(process) == process and _weight(group) == LEAST_WEIGHT:
+            group.write_text(USUAL_WEIGHT, encoding="ascii")
+    _raise_threads(process)
+
+
+def _autogroup(process: int) -> Path:
+    return Path(f"/proc/{process}/autogroup")
+
+
+def _weight(group: Path) -> str:
+    """The nice value of a session. Raises OSError or ValueError where Linux does not group by session."""
+    return str(int(group.read_text(encoding="ascii").rpartition("nice")[2]))
 
 
 def _idle() -> None:
@@ -53,9 +74,13 @@ def _idle() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-def _raise_threads() -> None:
-    """Give the idle threads of this process the usual policy, as far as it may."""
-    for thread in map(int, os.listdir("/proc/self/task")):
+def _raise_threads(process: int) -> None:
+    """Give the idle threads of a process the usual policy, as far as this one may."""
+    try:
+        threads = os.listdir(f"/proc/{process}/task")
+    except OSError:  # it has ended
+        return
+    for thread in map(int, threads):
         with suppress(OSError):  # it has ended, or this process has no privilege
             if os.sched_getscheduler(thread) == os.SCHED_IDLE:
                 os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
@@ -70,7 +95,7 @@ def _least_weight() -> Iterator[Callable[[], None]]:
     before = None
     if os.getsid(0) == os.getpid():
         with suppress(OSError, ValueError):  # ValueError: the file is empty where this process belongs to no group
-            before = str(int(AUTOGROUP.read_text(encoding="ascii").rpartition("nice")[2]))
+            before = _weight(_autogroup(os.getpid()))
 
     def restore() -> None:
         if before is not None:
@@ -88,7 +113,7 @@ def _set_weight(nice: str) -> None:
     deadline = time.monotonic() + RETRY_SECONDS
     while True:
         try:
-            AUTOGROUP.write_text(nice, encoding="ascii")
+            _autogroup(os.getpid()).write_text(nice, encoding="ascii")
         except OSError as error:
             if error.errno == errno.EAGAIN and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from meshwright.events.messages import (
-    Begin,
-    Channel,
+    BeginMessage,
     CollectivesRequest,
-    End,
-    Failure,
+    EndMessage,
+    FailureMessage,
+    MessageChannel,
     SelfTest,
     SelfTestResult,
     decode,
@@ -52,12 +52,12 @@ class RankLife:
     def __init__(self, environment: RankEnvironment, stop: StopRequest | None = None, *, spare: bool = False) -> None:
         """`stop` is set by stop signals; by default it ends training after the current step.
 
-        A `spare` has no rank yet: `environment` is replaced once `Begin` names its rank.
+        A `spare` has no rank yet: `environment` is replaced once `BeginMessage` names its rank.
         """
         end_with_parent()
         write_stacks_on_signal()
         self.environment = environment
-        self.channel = Channel.from_environment()
+        self.channel = MessageChannel.from_environment()
         self.progress = ProgressSender(ProgressPage.from_environment(), self.channel)
         self.stop = StopRequest.for_rank(1 if spare else environment.rank) if stop is None else stop
         self.log_file: Path | None = None
@@ -65,7 +65,7 @@ class RankLife:
         """Set once the launcher has sent a request or has closed the pipe."""
         self._cleanups: list[Callable[[], object]] = []
         self._ending = threading.Lock()
-        self._requests: queue.SimpleQueue[Begin | SelfTest | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[BeginMessage | SelfTest | None] = queue.SimpleQueue()
         # Without a target it keeps every record, whatever its capacity.
         self._early = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
         _log_through(self._early, first=environment.rank == 0 and not spare)
@@ -75,7 +75,7 @@ class RankLife:
     def wait_for_assignment(self, self_test: Callable[[SelfTest], SelfTestResult]) -> Path:
         """The assignment file that the launcher names. Exits with code 0 if the pipe closes without one.
 
-        Until then it answers each request of the launcher with the result of `self_test`. The variables of `Begin` are
+        Until then it answers each request of the launcher with the result of `self_test`. The variables of `BeginMessage` are
         set first. With a RANK among them this process, so far a spare, becomes that rank.
         """
         begin = self._requests.get() if self.channel.connected else None
@@ -137,7 +137,7 @@ class RankLife:
 
     def _report(self, error: BaseException, failure: MeshwrightError) -> None:
         """Send the failure to the launcher first, then log it with its traceback."""
-        self.channel.send(Failure(failure.exit_code, str(failure), str(self.log_file or "")))
+        self.channel.send(FailureMessage(failure.exit_code, str(failure), str(self.log_file or "")))
         trace = "".join(traceback.format_exception(error))
         log.error("rank %d: %s", self.environment.rank, failure)
         log.debug("%s", trace)
@@ -178,13 +178,13 @@ class RankLife:
             ):  # not through sys.stdin, whose lock an interpreter that exits would wait for
                 *lines, incomplete = (incomplete + data).split(b"\n")
                 for message in map(decode, lines):
-                    if isinstance(message, Begin | SelfTest):
+                    if isinstance(message, BeginMessage | SelfTest):
                         self._requests.put(message)
                         self.requested.set()
                     elif isinstance(message, CollectivesRequest):
                         # In a thread of its own: torch may wait for a lock that a broken communicator keeps.
                         threading.Thread(target=_answer, args=(message,), name="collectives", daemon=True).start()
-                    elif isinstance(message, End):
+                    elif isinstance(message, EndMessage):
                         self.end(CommunicationFailure(message.cause))
         finally:
             self._requests.put(None)

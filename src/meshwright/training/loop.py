@@ -22,9 +22,9 @@ from meshwright.training.preferences import PreferenceRun
 from meshwright.training.reporting import Reporter
 from meshwright.training.rollback import roll_back
 from meshwright.training.saving import Saver
-from meshwright.training.session import Session
+from meshwright.training.session import TrainingSession
 from meshwright.training.state_check import StateCheck
-from meshwright.training.step_record import FigureReader, sample_figures
+from meshwright.training.step_record import StepFigureReader, sample_figures
 from meshwright.training.stop import FAILED, INTERRUPT, StopRequest
 from meshwright.training.timelines import StepTimelines
 from meshwright.training.tracing import step_trace
@@ -38,14 +38,14 @@ MOST_ANSWERS = 100
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """Result of a run: its last validation and the comparison with the prediction; None if there is none."""
 
     validation: Evaluation | None
     account: Account | None
 
 
-def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
+def train(session: TrainingSession, reporter: Reporter, stop: StopRequest) -> TrainingResult:
     """Run the session's remaining steps.
 
     Raises Preempted or Interrupted on a request to stop, after writing a checkpoint if the run has any; NumericalFailure when a loss is
@@ -72,11 +72,11 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
         saver.close()
     account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
     RankGroup(session.world.control).run_on_all(f"ended after step {session.step}", reporter.check)
-    return Trained(last, account)
+    return TrainingResult(last, account)
 
 
 def _train_steps(
-    session: Session,
+    session: TrainingSession,
     reporter: Reporter,
     stop: StopRequest,
     saver: Saver,
@@ -89,7 +89,7 @@ def _train_steps(
     run, last = session.run, None
     preferences = session.preferences
     of_sums = None if preferences is None else preferences.objective.figures
-    figures = FigureReader(run, session.plan, session.world.device, session.tokens, wire, of_sums)
+    figures = StepFigureReader(run, session.plan, session.world.device, session.tokens, wire, of_sums)
 
     def flag() -> int:
         """This rank's flag for all ranks at the end of the current step."""
@@ -129,7 +129,7 @@ def _train_steps(
     return last
 
 
-def _begin_preferences(session: Session, reporter: Reporter, preferences: PreferenceRun) -> Evaluation | None:
+def _begin_preferences(session: TrainingSession, reporter: Reporter, preferences: PreferenceRun) -> Evaluation | None:
     """Report what the start has computed, and validate before the first step: later figures are compared with these."""
     if preferences.note is not None:
         reporter.event(session.step, preferences.note)
@@ -141,7 +141,7 @@ def _begin_preferences(session: Session, reporter: Reporter, preferences: Prefer
 
 
 def _account(
-    session: Session,
+    session: TrainingSession,
     reporter: Reporter,
     sums: Sequence[WireCount | DataWait | None],
     accounting: Accounting,
@@ -155,7 +155,7 @@ def _account(
     return accounting.close(timelines.summary)
 
 
-def _note_new_length(session: Session, reporter: Reporter) -> None:
+def _note_new_length(session: TrainingSession, reporter: Reporter) -> None:
     """Report the effect on the learning rate of a `train.steps` raised since the checkpoint."""
     train, before = session.run.train, session.steps_before
     if before is None or before == train.steps:
@@ -174,7 +174,7 @@ def _due(every: int, step: int) -> bool:
 
 
 @contextmanager
-def _loader(session: Session) -> Iterator[Loader]:
+def _loader(session: TrainingSession) -> Iterator[Loader]:
     loader = Loader(
         session.step_reader(),
         start_sample=session.next_sample,
@@ -201,9 +201,9 @@ def _planned_collections(every: int) -> Iterator[None]:
 
 
 def _one_step(
-    session: Session,
+    session: TrainingSession,
     loader: Loader,
-    figures: FigureReader,
+    figures: StepFigureReader,
     accounting: Accounting,
     saver: Saver,
     check: StateCheck | None,
@@ -257,14 +257,14 @@ def _one_step(
         _report(session, accounting, saver, check, record)
 
 
-def _objective(session: Session) -> Objective | None:
+def _objective(session: TrainingSession) -> Objective | None:
     """The loss that takes the place of the tokens' cross-entropy; None without."""
     of_run = session.preferences if session.rollouts is None else session.rollouts
     return None if of_run is None else of_run.objective
 
 
 def _read(
-    session: Session, figures: FigureReader, accounting: Accounting, saver: Saver, check: StateCheck | None
+    session: TrainingSession, figures: StepFigureReader, accounting: Accounting, saver: Saver, check: StateCheck | None
 ) -> None:
     """Wait for the device, so that every launched step is reported."""
     session.recorder.wait()
@@ -272,7 +272,9 @@ def _read(
         _report(session, accounting, saver, check, record)
 
 
-def _report(session: Session, accounting: Accounting, saver: Saver, check: StateCheck | None, record: dict) -> None:
+def _report(
+    session: TrainingSession, accounting: Accounting, saver: Saver, check: StateCheck | None, record: dict
+) -> None:
     step, numerics = record["step"], session.numerics
     session.tokens = record["tokens"]
     accounting.step({**record, "phases": session.phases(step)})
@@ -286,7 +288,7 @@ def _report(session: Session, accounting: Accounting, saver: Saver, check: State
         saver.skip(record)
 
 
-def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
+def _validate(session: TrainingSession, reporter: Reporter) -> Evaluation | None:
     if session.held_out is None:
         return None
     if session.preferences is not None:
@@ -311,7 +313,7 @@ def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
     return result
 
 
-def _stop(session: Session, flag: int, reporter: Reporter, saver: Saver) -> None:
+def _stop(session: TrainingSession, flag: int, reporter: Reporter, saver: Saver) -> None:
     """End the run after this step, on all ranks, with a checkpoint if the run writes any."""
     checkpoint, where = session.run.checkpoint, f"after step {session.step}"
     session.progress.begin("save", session.step)

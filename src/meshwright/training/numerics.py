@@ -15,7 +15,7 @@ from meshwright.policies.numerics import (
     MOST_SKIPS,
     WINDOW_STEPS,
     GoodStep,
-    Limits,
+    SpikeLimits,
     Verdict,
     judge,
     spike_limits,
@@ -125,9 +125,9 @@ class NumericalPolicy:
         """Leave out the samples of a step from now on."""
         self.skip_samples = merge_skips(self.skip_samples, (samples,))
 
-    def _limits(self, step: int) -> Limits:
+    def _limits(self, step: int) -> SpikeLimits:
         if self._train.on_spike == "ignore":
-            return Limits()
+            return SpikeLimits()
         return spike_limits(self._history, step, self._train.spike_factor)
 
     def _action(self, verdict: Verdict) -> str:

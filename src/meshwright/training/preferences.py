@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from meshwright.checkpoint.ranks import RankGroup
-from meshwright.data.loader import Batch, DataSource, MicroBatch
+from meshwright.data.loader import DataSource, MicroBatch, SampleBatch
 from meshwright.data.preference_windows import PreferenceWindows
-from meshwright.data.source import MISMATCHED, Source
+from meshwright.data.prepared_source import CorpusSource
+from meshwright.data.source import MISMATCHED
 from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.objective import StepObjective
@@ -37,13 +38,13 @@ from meshwright.training.run_state import load_adapters, load_base, load_initial
 from meshwright.training.train_step import counted_once
 
 if TYPE_CHECKING:
-    from meshwright.training.session import Session
+    from meshwright.training.session import TrainingSession
 
 
 class PreferenceRun:
     """The objective of a run with `preference`, and what it needs around each step."""
 
-    def __init__(self, session: Session, spec: PreferenceSpec) -> None:
+    def __init__(self, session: TrainingSession, spec: PreferenceSpec) -> None:
         self._session, self._spec = session, spec
         device = session.world.device
         self.objective = PreferenceObjective(spec, session.data.order.names, device)
@@ -55,7 +56,7 @@ class PreferenceRun:
         """A sentence about the log-probabilities of the reference that this start has computed."""
 
     @classmethod
-    def open(cls, session: Session, on_action: Callable[[int], None]) -> PreferenceRun:
+    def open(cls, session: TrainingSession, on_action: Callable[[int], None]) -> PreferenceRun:
         """Open it for a session whose frozen weights are loaded and whose others are not. Collective.
 
         Where log-probabilities of the reference are missing, it computes and writes them; the weights are then those of the reference.
@@ -133,7 +134,7 @@ class PreferenceRun:
         for each, found in zip(wanted, stored, strict=True):
             each.source.reference, each.source.mismatched_reference = found["answers"], found.get("mismatched")
 
-    def _needed(self, data: DataSource, source: Source) -> np.ndarray:
+    def _needed(self, data: DataSource, source: CorpusSource) -> np.ndarray:
         """The windows of a source that the run reads: of the training data those of its steps, and of later ones if it may skip samples."""
         session = self._session
         if data is not session.data:
@@ -280,7 +281,7 @@ class _Wanted:
     """A source whose windows of these numbers the run reads."""
 
     data: DataSource
-    source: Source
+    source: CorpusSource
     windows: np.ndarray
 
     @property
@@ -306,13 +307,13 @@ class _OfSource:
 
     document_mask = True
 
-    def __init__(self, data: DataSource, source: Source, windows: np.ndarray) -> None:
+    def __init__(self, data: DataSource, source: CorpusSource, windows: np.ndarray) -> None:
         self._data, self._source, self._windows = data, source, windows
 
     def begin_step(self, indices: Sequence[int] | np.ndarray) -> None:
         """Nothing: the data are checked when a step reads them."""
 
-    def samples(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def samples(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
         """The windows with these numbers in the list."""
         count = len(self._windows)
         return self._data.batch([(self._source, int(self._windows[index % count])) for index in indices])
@@ -324,12 +325,12 @@ class _Drawn(_OfSource):
     def __init__(self, held_out: HeldOut, indices: np.ndarray) -> None:
         self._held_out, self._indices = held_out.source, indices
 
-    def samples(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def samples(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
         """The samples with these numbers in the list."""
         return self._held_out.samples(self._indices[np.asarray(indices) % len(self._indices)])
 
 
-def _passes(session: Session, samples: _OfSource, count: int) -> Iterator[list[MicroBatch]]:
+def _passes(session: TrainingSession, samples: _OfSource, count: int) -> Iterator[list[MicroBatch]]:
     """This data rank's micro-batches of each pass over so many samples."""
     mesh = session.mesh
     at_once = mesh.layout.size("pipeline")
@@ -337,7 +338,9 @@ def _passes(session: Session, samples: _OfSource, count: int) -> Iterator[list[M
     yield from window_passes(samples, count, session.world.device, rank=mesh.data_rank, ranks=mesh.data_ranks, **size)
 
 
-def _log_probabilities(session: Session, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+def _log_probabilities(
+    session: TrainingSession, batches: Sequence[MicroBatch]
+) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
     """The log-probabilities of the targets of each micro-batch, on the ranks that have them. Collective."""
     schedule = session.engine.evaluation_schedule(len(batches))
     found = session.engine.executor.log_probabilities(schedule, batches, NullRecorder())

@@ -9,19 +9,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshwright.events.messages import Channel, Checkpoint, Corruption, SkippedSamples, Step, Validation
+from meshwright.events.messages import (
+    Checkpoint,
+    Corruption,
+    MessageChannel,
+    SkippedSamplesMessage,
+    StepMessage,
+    Validation,
+)
 from meshwright.events.start import StartClock, start_line
 from meshwright.observe.compiling import compiler_work
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
 from meshwright.observe.prediction_account import Account
-from meshwright.observe.run_progress import Progress
+from meshwright.observe.run_progress import RunProgress
 from meshwright.observe.sinks import SinkThread, open_sinks
 from meshwright.observe.wall_time import FILE, Pause, WallTimeWriter
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import to_plain
 from meshwright.training.evaluate import Evaluation
-from meshwright.training.session import Session
+from meshwright.training.session import TrainingSession
 
 log = logging.getLogger("meshwright")
 
@@ -35,28 +42,28 @@ class Reporter:
     def __init__(
         self,
         metrics: MetricsWriter | None,
-        progress: Progress | None,
+        progress: RunProgress | None,
         sinks: SinkThread | None,
         start: StartClock | None = None,
-        channel: Channel | None = None,
+        channel: MessageChannel | None = None,
         wall_time: WallTimeWriter | None = None,
     ) -> None:
         self._wall_time, self._last_step = wall_time, 0
         self._metrics, self._progress, self._sinks, self._start = metrics, progress, sinks, start
-        self._channel = channel or Channel(None)
+        self._channel = channel or MessageChannel(None)
         self._leads = metrics is not None
         self.failure: MeshwrightError | None = None
         """The error that prevents this rank from reporting about the run."""
         self._logged_at = -LOG_SECONDS
 
     @classmethod
-    def open(cls, session: Session, channel: Channel | None = None) -> Reporter:
+    def open(cls, session: TrainingSession, channel: MessageChannel | None = None) -> Reporter:
         if not session.world.leads:
             return cls(None, None, None, channel=channel)
         run = session.run
         show_mfu = run.cluster.peak_flops(session.plan.precision.compute) is not None
         metrics = MetricsWriter(session.folder / "metrics.jsonl", session.step, session.lease)
-        progress = Progress(
+        progress = RunProgress(
             run.train.steps,
             session.step,
             session.world.ranks,
@@ -93,7 +100,7 @@ class Reporter:
     def step(self, record: dict[str, Any]) -> None:
         """Report a finished step."""
         figures = {key: record[key] for key in STEP_KEYS if key != "step"} if self._leads else {}
-        self._channel.send(Step(record["step"], figures))
+        self._channel.send(StepMessage(record["step"], figures))
         self._log_step(record)
         if self._metrics:
             with self.writing():
@@ -116,7 +123,7 @@ class Reporter:
         self._last_step = step
 
     @contextmanager
-    def pause(self, activity: Pause, session: Session) -> Iterator[None]:
+    def pause(self, activity: Pause, session: TrainingSession) -> Iterator[None]:
         """Record the time of a `with` block in which the session does not train."""
         began = time.monotonic()
         try:
@@ -186,7 +193,7 @@ class Reporter:
     def skip_samples(self, first: int, end: int) -> None:
         """Report that the run leaves out these samples from now on, so that a restart leaves them out too."""
         if self._leads:
-            self._channel.send(SkippedSamples(first, end))
+            self._channel.send(SkippedSamplesMessage(first, end))
 
     def corruption(self, rank: int, step: int, cause: str) -> None:
         """Report that state of `rank` was corrupt after `step`, so that its host is tested before the next attempt."""

@@ -14,7 +14,7 @@ from meshwright.spec.errors import Damaged
 from meshwright.training.run_state import CURSORS
 
 if TYPE_CHECKING:
-    from meshwright.training.session import Session
+    from meshwright.training.session import TrainingSession
 
 Tier = MemoryTier | Literal["storage"]
 """Location of a checkpoint: a tier of host memory, or storage."""
@@ -22,7 +22,7 @@ Tier = MemoryTier | Literal["storage"]
 log = logging.getLogger("meshwright")
 
 
-def resume(session: Session, at_most: int | None = None) -> Tier | None:
+def resume(session: TrainingSession, at_most: int | None = None) -> Tier | None:
     """Load the newest good state, of step `at_most` or before if there is one; returns its tier, None if the run begins. Collective.
 
     Raises Damaged if the run had a checkpoint and none is good: it must not start from scratch.
@@ -40,7 +40,7 @@ def resume(session: Session, at_most: int | None = None) -> Tier | None:
     return tier
 
 
-def check_none_damaged(session: Session, at_most: int) -> None:
+def check_none_damaged(session: TrainingSession, at_most: int) -> None:
     """Raise Damaged on all ranks if the run has checkpoints of at most step `at_most`, none of which could be loaded. Collective."""
 
     def check() -> None:
@@ -50,7 +50,7 @@ def check_none_damaged(session: Session, at_most: int) -> None:
     RankGroup(session.world.control).run_on_first(f"looking for checkpoints in {session.store.folder}", check)
 
 
-def load_newest(session: Session, at_most: int | None = None) -> Tier | None:
+def load_newest(session: TrainingSession, at_most: int | None = None) -> Tier | None:
     """Load the newest good state of at most step `at_most`; returns its tier, None without any. Collective.
 
     Memory comes first where both tiers have the step. On damage all ranks turn to the next older state together.
@@ -67,7 +67,7 @@ def load_newest(session: Session, at_most: int | None = None) -> Tier | None:
     return tier
 
 
-def _from_memory(session: Session, at_most: int | None) -> tuple[dict[str, Any], Tier] | None:
+def _from_memory(session: TrainingSession, at_most: int | None) -> tuple[dict[str, Any], Tier] | None:
     """The run's state from host memory, and its tier; None if there is none, an older one than storage, or a damaged one."""
     ranks = RankGroup(session.world.control)
     snapshot = find_snapshot(ranks, session.lease.run_id)
@@ -88,7 +88,7 @@ def _from_memory(session: Session, at_most: int | None) -> tuple[dict[str, Any],
         snapshot.close()
 
 
-def _continue_from(session: Session, state: dict[str, Any]) -> None:
+def _continue_from(session: TrainingSession, state: dict[str, Any]) -> None:
     if session.base is not None:
         check_base(state.get(BASE), session.base, str(session.folder), f"model.init {session.run.model.init}")
     session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
@@ -104,7 +104,7 @@ def _continue_from(session: Session, state: dict[str, Any]) -> None:
         session.rollouts.restore(state)
 
 
-def _check_begin(session: Session) -> None:
+def _check_begin(session: TrainingSession) -> None:
     """Raise Damaged if the run had a checkpoint, of which none could be loaded."""
     mirror, folder = session.run.checkpoint.mirror, session.folder
     lost = take_inventory(folder).lost(lambda: describe_copies(mirror, folder))

@@ -6,10 +6,10 @@ from meshwright.training.numerics import Rollback
 from meshwright.training.reporting import Reporter
 from meshwright.training.resume import check_none_damaged, load_newest
 from meshwright.training.saving import Saver
-from meshwright.training.session import Session
+from meshwright.training.session import TrainingSession
 
 
-def roll_back(session: Session, reporter: Reporter, saver: Saver, request: Rollback) -> None:
+def roll_back(session: TrainingSession, reporter: Reporter, saver: Saver, request: Rollback) -> None:
     """Load the newest good state before the failed step into the session. Collective; all ranks have the same `request`.
 
     Raises the request's failure if there is none, and NumericalFailure if rollbacks to it did not help.

@@ -17,7 +17,7 @@ import torch
 from meshwright.checkpoint.models.adapters import adapter_values, base_digest, check_base, placed_parts
 from meshwright.checkpoint.models.initial import Initial, base_weights, initial_weights
 from meshwright.checkpoint.models.stored_model import open_adapter
-from meshwright.parallel.apply import Engine
+from meshwright.parallel.apply import PlannedModel
 from meshwright.spec.blocks.table import ADAPTER
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import Box
@@ -53,7 +53,7 @@ def load_initial(weights: Mapping[str, StateParts], spec: ModelSpec, init: str) 
                 _fill(elements, box, specs[name], initial)
 
 
-def load_base(engine: Engine, spec: ModelSpec, init: str, seed: int) -> str:
+def load_base(engine: PlannedModel, spec: ModelSpec, init: str, seed: int) -> str:
     """Load the frozen weights of a run with adapters and return their digest; DoRA's magnitudes start as the lengths of their rows."""
     weights = engine.weights
     load_initial({name: parts for name, parts in weights.items() if not _is_adapter(name)}, spec, init)

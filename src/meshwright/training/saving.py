@@ -21,13 +21,13 @@ from meshwright.costs.plan_costs import as_nodes, format_of_products, number
 from meshwright.data.text_format import TEXT_FORMAT, recorded_text_format
 from meshwright.durable.lease import LeaseLost
 from meshwright.policies.checkpoint_times import auto_interval, due_after_step, due_by_clock
-from meshwright.policies.snapshot_copies import StepTimes
+from meshwright.policies.snapshot_copies import PassTimes
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.job import ASYNC_BYTES, AUTO_SECONDS, CheckpointSpec
 from meshwright.training.partner import find_copies, missing_copy_bytes
 from meshwright.training.reporting import Reporter
-from meshwright.training.session import Session
+from meshwright.training.session import TrainingSession
 from meshwright.training.stop import BUSY, NO_REQUEST, SAVE, UNREADY, StopFlags
 
 COUNTED_STEPS, FEWEST_STEPS = 50, 5
@@ -92,7 +92,7 @@ class Saver:
     save is in flight.
     """
 
-    def __init__(self, session: Session, reporter: Reporter, background: BackgroundSaver | None) -> None:
+    def __init__(self, session: TrainingSession, reporter: Reporter, background: BackgroundSaver | None) -> None:
         self._session, self._reporter = session, reporter
         self._background, self._ready = background, False
         self._ranks = RankGroup(session.world.control)
@@ -112,7 +112,7 @@ class Saver:
             self._mirror.offer(session.store.folder / step_name(session.step))
 
     @classmethod
-    def open(cls, session: Session, reporter: Reporter) -> Saver:
+    def open(cls, session: TrainingSession, reporter: Reporter) -> Saver:
         """The saver of a session whose state has its final memory. Collective."""
         spec = session.run.checkpoint
         if spec.mode == "sync" or not spec.every or session.step >= session.run.train.steps:
@@ -326,7 +326,7 @@ class Saver:
         self._describe()
         return True
 
-    def _step_times(self, background: BackgroundSaver) -> StepTimes | None:
+    def _step_times(self, background: BackgroundSaver) -> PassTimes | None:
         """The times of a step without a save; None on a CPU, on a device whose rates are not known, and before they are measured."""
         seconds, cluster = self._cost.step_seconds, as_nodes(self._session.run.cluster)
         if seconds is None or cluster.is_cpu:
@@ -335,7 +335,7 @@ class Saver:
             machine = machine_of(cluster, format_of_products(self._session.plan.precision, cluster))
         except BadInput:
             return None
-        return StepTimes.of_step(seconds, background.layout.bytes, number(machine.hbm), number(host_rate(machine)))
+        return PassTimes.of_step(seconds, background.layout.bytes, number(machine.hbm), number(host_rate(machine)))
 
     def _describe(self) -> None:
         """Give the background save that began its plain files, without which it does not commit, once the step's tokens are known."""
@@ -419,7 +419,7 @@ def _raise_failure(result: SaveResult | None) -> SaveResult | None:
     return result
 
 
-def _texts(session: Session) -> dict[str, str]:
+def _texts(session: TrainingSession) -> dict[str, str]:
     """Configuration, plan and text format as texts of the run folder's files; empty on all ranks but the first, which writes them."""
     if not session.world.leads:
         return {}

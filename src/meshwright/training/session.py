@@ -21,7 +21,7 @@ from meshwright.data.sample_steps import SampleSteps
 from meshwright.data.streams.source import merge_cursors
 from meshwright.data.verification import ShardVerifier
 from meshwright.durable.writes import write_durable
-from meshwright.events.messages import Channel
+from meshwright.events.messages import MessageChannel
 from meshwright.events.progress import ProgressPage, ProgressSender
 from meshwright.events.span import SPAN_PHASES
 from meshwright.events.span_ring import SpanWriter, ring_path
@@ -30,7 +30,7 @@ from meshwright.observe.device_clock import HostTime
 from meshwright.observe.environment import environment
 from meshwright.observe.recorder import DetailRecorder, StepRecorder
 from meshwright.optim.optimizer import Optimizer
-from meshwright.parallel.apply import Engine, build_engine
+from meshwright.parallel.apply import PlannedModel, build_engine
 from meshwright.parallel.fsdp import DTYPES
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.replayed_routing import ReplayedRouting, replay_loads
@@ -65,7 +65,7 @@ KEPT_RANGES = 64
 
 
 @dataclass
-class Session:
+class TrainingSession:
     """A run on one rank, ready for its next step.
 
     `step` is the last step whose update the weights contain; `tokens` the valid tokens consumed until then; `next_sample` the first sample
@@ -78,7 +78,7 @@ class Session:
     folder: Path
     world: World
     mesh: Mesh
-    engine: Engine
+    engine: PlannedModel
     optimizer: Optimizer
     store: CheckpointStore
     data: DataSource
@@ -109,7 +109,9 @@ class Session:
     """By step, the positions of the lanes of data that are read without preparation, of all ranks."""
     base: str | None = None
     """Digest of the frozen weights of a run with adapters."""
-    progress: ProgressSender = field(default_factory=lambda: ProgressSender(ProgressPage.create(), Channel(None)))
+    progress: ProgressSender = field(
+        default_factory=lambda: ProgressSender(ProgressPage.create(), MessageChannel(None))
+    )
 
     def send_progress(self, progress: ProgressSender) -> None:
         """Report progress to the launcher from now on."""
@@ -200,7 +202,7 @@ def open_session(
     world: World,
     clock: StartClock | None = None,
     on_action: Callable[[int], None] = lambda index: None,
-) -> Session:
+) -> TrainingSession:
     """Build model, optimizer and data on the plan's mesh, and resume from the newest good checkpoint if there is one.
 
     `clock` continues to count the start's phases. `on_action` is called at each action of a forward before the first step.
@@ -234,7 +236,7 @@ def open_session(
     spans = SpanWriter(*_span_file(assignment, world, mesh)) if run.observe.spans else None
     recorder_class = StepRecorder if spans or run.observe.phases else DetailRecorder
     recorder = recorder_class(world.device, world.rank, sink=spans.write if spans else None)
-    session = Session(
+    session = TrainingSession(
         run=run,
         plan=plan,
         folder=folder,
@@ -293,7 +295,7 @@ def open_session(
     return session
 
 
-def _replayed_routing(session: Session, path: Path) -> ReplayedRouting:
+def _replayed_routing(session: TrainingSession, path: Path) -> ReplayedRouting:
     """Give the routers of the session's model the choices of a file."""
     spec, routing = session.run.model, session.engine.executor.rank_model.routing
     if session.run.train.batch_ramp:
@@ -305,7 +307,7 @@ def _replayed_routing(session: Session, path: Path) -> ReplayedRouting:
     return replay_loads(session.engine.model, routing, loads, session.plan, session.mesh, session.run.train.seq_len)
 
 
-def open_optimizer(engine: Engine, model: ModelSpec, train: TrainSpec, mesh: Mesh) -> Optimizer:
+def open_optimizer(engine: PlannedModel, model: ModelSpec, train: TrainSpec, mesh: Mesh) -> Optimizer:
     """The optimizer of a rank's engine. Collective for optimizers that update whole matrices."""
     ranks = ranks_of_stage(mesh) if isinstance(train.optimizer, (LambSpec, MuonSpec)) else None
     optimizer = Optimizer(
@@ -324,7 +326,7 @@ def open_optimizer(engine: Engine, model: ModelSpec, train: TrainSpec, mesh: Mes
     return optimizer
 
 
-def _defer_updates(engine: Engine, optimizer: Optimizer) -> None:
+def _defer_updates(engine: PlannedModel, optimizer: Optimizer) -> None:
     """Have each unit's update of state in host memory launched just before the unit's weights are gathered."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
 

@@ -21,7 +21,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.evaluate import Evaluation, HeldOut, evaluate, undivided_samples
-from meshwright.training.generate import Sampling, generate_under_plan
+from meshwright.training.generate import GenerationSampling, generate_under_plan
 from meshwright.training.run_state import load_initial
 from meshwright.training.worker import answer_as_rank
 
@@ -34,7 +34,7 @@ class Continuation:
     """Prompts as token ids, and sampling parameters."""
 
     prompts: tuple[tuple[int, ...], ...]
-    sampling: Sampling
+    sampling: GenerationSampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +59,14 @@ class SpreadJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class SpreadAnswer:
     """New token ids by prompt, or an evaluation; the other one is None."""
 
     tokens: tuple[tuple[int, ...], ...] | None = None
     evaluation: Evaluation | None = None
 
 
-def compute_answer(job: SpreadJob, world: World) -> Answer:
+def compute_answer(job: SpreadJob, world: World) -> SpreadAnswer:
     """Load each rank's part of the model and run the job; collective, and every rank has the answer.
 
     Raises BadInput if the plan is not for this many ranks or the weights are another model's.
@@ -97,10 +97,10 @@ def compute_answer(job: SpreadJob, world: World) -> Answer:
             pass_tokens = text.micro_batch * text.seq_len * mesh.data_ranks
         held_out = HeldOut.of(source, text.data.validation_tokens, pass_tokens)
         measured = evaluate(engine, held_out, mesh=mesh, micro_batch=text.micro_batch, device=world.device, plan=plan)
-    return Answer(tokens=tokens, evaluation=measured)
+    return SpreadAnswer(tokens=tokens, evaluation=measured)
 
 
-def join_and_answer(job: SpreadJob, environment: RankEnvironment) -> Answer:
+def join_and_answer(job: SpreadJob, environment: RankEnvironment) -> SpreadAnswer:
     """Run one rank of the job, from joining to leaving."""
     world = join(environment, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
     answer = compute_answer(job, world)

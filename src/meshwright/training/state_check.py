@@ -22,8 +22,8 @@ from meshwright.spec.errors import StateCorrupted
 from meshwright.training.numerics import Rollback
 from meshwright.training.reporting import Reporter
 from meshwright.training.saving import Saver
-from meshwright.training.session import Session
-from meshwright.training.state_digests import Exchange, StateDigests
+from meshwright.training.session import TrainingSession
+from meshwright.training.state_digests import DigestExchange, StateDigests
 
 CHUNKS = 1024
 """Parts of a piece of which one is sent to all ranks, to compare it with the recomputed values."""
@@ -49,12 +49,12 @@ class Unresolved:
 class StateCheck:
     """The checks of one start. Every method is collective, and all ranks come to the same result."""
 
-    def __init__(self, session: Session, reporter: Reporter, saver: Saver) -> None:
+    def __init__(self, session: TrainingSession, reporter: Reporter, saver: Saver) -> None:
         self._session, self._reporter, self._saver = session, reporter, saver
         self._every = session.run.supervision.check_state_every
         self._ranks = RankGroup(session.world.control)
         self._digests = StateDigests(list(session.state().values()), session.world)
-        self._pending: deque[Exchange] = deque()
+        self._pending: deque[DigestExchange] = deque()
         self._values: Tensor | None = None
         """Digests after the last update, if the next one is preceded by a check."""
         self._changed = self._none_changed()
@@ -64,7 +64,7 @@ class StateCheck:
         reporter.event(session.step, self._digests.coverage.text(self._every))
 
     @classmethod
-    def open(cls, session: Session, reporter: Reporter, saver: Saver) -> StateCheck | None:
+    def open(cls, session: TrainingSession, reporter: Reporter, saver: Saver) -> StateCheck | None:
         """The checks of a session whose state has its final memory; None if the run has none."""
         return cls(session, reporter, saver) if session.run.supervision.check_state_every else None
 
@@ -137,7 +137,7 @@ class StateCheck:
     def _none_changed(self) -> Tensor:
         return torch.zeros(len(self._digests.pieces), dtype=torch.bool, device=self._session.world.device)
 
-    def _cause(self, exchange: Exchange, groups: Sequence[int]) -> str:
+    def _cause(self, exchange: DigestExchange, groups: Sequence[int]) -> str:
         """The sentence that names rank, host and tensors."""
         pieces, values, changed = self._digests.pieces, exchange.digests.tolist(), exchange.changed.tolist()
         differing = {

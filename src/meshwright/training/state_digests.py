@@ -23,7 +23,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 @dataclass(frozen=True)
-class Piece:
+class StatePiece:
     """A piece of a state tensor on this rank; ranks with the same `key` must have the same elements."""
 
     label: str
@@ -31,7 +31,7 @@ class Piece:
     elements: Tensor
 
     @classmethod
-    def of(cls, parts: StateParts, box: Box, elements: Tensor) -> Piece:
+    def of(cls, parts: StateParts, box: Box, elements: Tensor) -> StatePiece:
         position = f"{parts.name} {box.offsets} {box.sizes}"
         key = int.from_bytes(hashlib.blake2b(position.encode(), digest_size=8).digest(), "big", signed=True)
         whole = box.sizes == parts.shape
@@ -63,7 +63,7 @@ class Coverage:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class DigestExchange:
     """The results of a check on their way to the host: sums by rank and group, and this rank's digests and changes by piece."""
 
     step: int
@@ -84,7 +84,7 @@ class StateDigests:
 
     def __init__(self, state: Sequence[StateParts], world: World) -> None:
         self.pieces = [
-            Piece.of(parts, box, elements)
+            StatePiece.of(parts, box, elements)
             for parts in state
             if parts.memory == "device"
             for box, elements in parts.pieces()
@@ -125,7 +125,7 @@ class StateDigests:
             return torch.zeros((0, 2), dtype=torch.int64, device=self._device)
         return digests([piece.elements for piece in self.pieces])
 
-    def exchange(self, step: int, values: Tensor, changed: Tensor, *, compare: bool) -> Exchange:
+    def exchange(self, step: int, values: Tensor, changed: Tensor, *, compare: bool) -> DigestExchange:
         """Start to send all ranks the sums over each group's pieces, if `compare`, and the number of `changed` pieces. Collective."""
         sums = torch.zeros((self._sums_per_rank, 2), dtype=torch.int64, device=self._device)
         if compare:
@@ -138,7 +138,7 @@ class StateDigests:
             host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             host.copy_(table, non_blocking=True)
             table, event = host, torch.cuda.current_stream().record_event()
-        return Exchange(step, table.view(self._world.ranks, self._sums_per_rank, 2), event, values, changed)
+        return DigestExchange(step, table.view(self._world.ranks, self._sums_per_rank, 2), event, values, changed)
 
     def differing_groups(self, sums_by_rank: Sequence[Sequence[Sequence[int]]]) -> list[int]:
         """The groups whose ranks have different sums."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.observe.device_clock import Clock, clock_of
+from meshwright.observe.device_clock import DeviceClock, clock_of
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
@@ -45,7 +45,7 @@ class _Pending:
     """The copied tensors on the device, which must exist until then."""
 
 
-class FigureReader:
+class StepFigureReader:
     """Converts step figures to metric records in order.
 
     A step's time runs from the end of the previous step to its own end, on the device's clock.
@@ -65,7 +65,7 @@ class FigureReader:
         self._run, self._device, self._wire = run, device, wire
         self._tokens = tokens_before
         self._pending: list[_Pending] = []
-        self._clock: Clock = clock_of(device)
+        self._clock: DeviceClock = clock_of(device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last_end = self._clock.stamp()
         further = ("prediction_loss",) if run.model.prediction_depth else ()

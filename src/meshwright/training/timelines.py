@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright.durable.writes import write_durable
 from meshwright.observe.timeline_files import (
     ALIGNED,
-    MeasuredSteps,
+    RecordedSteps,
     Recording,
     summary,
     table,
@@ -26,7 +26,7 @@ from meshwright.simulator.picture import draw_within
 from meshwright.simulator.trace import write_spans
 from meshwright.spec.errors import BadInput
 from meshwright.training.reporting import Reporter
-from meshwright.training.session import Session
+from meshwright.training.session import TrainingSession
 
 log = logging.getLogger("meshwright")
 
@@ -40,7 +40,7 @@ class StepTimelines:
     Raises BadInput when the session begins inside or after the range of steps.
     """
 
-    def __init__(self, session: Session, reporter: Reporter) -> None:
+    def __init__(self, session: TrainingSession, reporter: Reporter) -> None:
         self._session, self._reporter = session, reporter
         self._first, self._last = session.timeline or (0, 0)
         if self._last and session.step >= self._first:
@@ -82,7 +82,7 @@ class StepTimelines:
 
     def _write(self, recordings: list[Recording]) -> None:
         session, layout = self._session, self._session.mesh.layout
-        measured = MeasuredSteps.of(session.engine.training, layout, recordings)
+        measured = RecordedSteps.of(session.engine.training, layout, recordings)
         # Imported here: runs without a timeline do not need simulator and cost model.
         from meshwright.simulator.predicted_step import predicted_step
 

@@ -9,13 +9,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.training.reporting import Reporter
-from meshwright.training.session import Session
+from meshwright.training.session import TrainingSession
 
 
 class _Trace:
     """Starts the profiler before the first step of the range and writes the trace after the last."""
 
-    def __init__(self, session: Session, reporter: Reporter) -> None:
+    def __init__(self, session: TrainingSession, reporter: Reporter) -> None:
         self._session, self._reporter = session, reporter
         self._profiler: profile | None = None
         self.end_step(session.step)
@@ -49,7 +49,7 @@ class _Trace:
 
 
 @contextmanager
-def step_trace(session: Session, reporter: Reporter) -> Iterator[_Trace]:
+def step_trace(session: TrainingSession, reporter: Reporter) -> Iterator[_Trace]:
     """The session's trace, written at the latest at the end of the block."""
     trace = _Trace(session, reporter)
     try:

@@ -18,7 +18,7 @@ from meshwright.events.span import Recorder
 from meshwright.optim.clip import clip_factor, gradient_norm
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.shards import local_gradients
-from meshwright.parallel.apply import Engine
+from meshwright.parallel.apply import PlannedModel
 from meshwright.parallel.executor import StepEndCallbacks
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Objective, StepObjective
@@ -44,7 +44,7 @@ class StepFigures:
 
 
 def train_step(
-    engine: Engine,
+    engine: PlannedModel,
     optimizer: Optimizer,
     mesh: Mesh,
     micro_batches: Sequence[MicroBatch],

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from meshwright.observe.interface_counters import Traffic
 from meshwright.schedules.collective_counts import collective_counts
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.training.session import Session
+from meshwright.training.session import TrainingSession
 
 LOOPBACK = "lo"
 
@@ -62,7 +62,7 @@ class WireCount:
         return f"bytes between nodes per step: {mb_per_step:,.1f} MB counted, {self.predicted / 1e6:,.1f} MB predicted"
 
 
-def wire_count(session: Session) -> WireCount | None:
+def wire_count(session: TrainingSession) -> WireCount | None:
     """A new count if the interface between nodes is known; the same answer on every rank."""
     cluster, world = session.run.cluster, session.world
     interface = interface_between_nodes(cluster)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from meshwright.durable.writes import write_durable
 from meshwright.events.start import StartClock
-from meshwright.observe.goodput import Goodput, run_goodput
+from meshwright.observe.goodput import RunGoodput, run_goodput
 from meshwright.parallel.world import World, join
 from meshwright.spec.errors import Interrupted
 from meshwright.spec.fields import to_plain
@@ -25,9 +25,9 @@ from meshwright.spec.run import Assignment
 from meshwright.training.cores import keep_to_own_cores
 from meshwright.training.determinism import compute_deterministically
 from meshwright.training.lifecycle import RankLife
-from meshwright.training.loop import Trained, train
+from meshwright.training.loop import TrainingResult, train
 from meshwright.training.reporting import Reporter
-from meshwright.training.session import Session, open_session
+from meshwright.training.session import TrainingSession, open_session
 from meshwright.training.stop import StopRequest
 
 
@@ -102,7 +102,7 @@ def _write_report(folder: Path) -> None:
     write_report(folder)
 
 
-def _write_summary(session: Session, trained: Trained, time: Goodput | None) -> None:
+def _write_summary(session: TrainingSession, trained: TrainingResult, time: RunGoodput | None) -> None:
     last = trained.validation
     summary: dict[str, Any] = {"steps": session.step, "tokens": session.tokens}
     if time is not None:

@@ -22,7 +22,7 @@ END_EXCHANGES = 2
 
 
 @dataclass(frozen=True)
-class Message:
+class LayerMessage:
     """Equal collectives of one group, for one micro-batch over all layers."""
 
     op: Operation
@@ -48,7 +48,7 @@ def layer_messages(
     element: Array = 2.0,
     masked: bool = False,
     compiled: bool = False,
-) -> Iterator[Message]:
+) -> Iterator[LayerMessage]:
     """Messages of a rank inside layers, with `element` bytes per number; see `context_messages`."""
     yield from tensor_messages(shape, layout, step, element)
     if np.any(shape.summed_norms):
@@ -60,7 +60,9 @@ def layer_messages(
         yield expert_message(shape, layout, step, element)
 
 
-def tensor_messages(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> tuple[Message, Message]:
+def tensor_messages(
+    shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0
+) -> tuple[LayerMessage, LayerMessage]:
     """Gathers of tokens before and scattered sums behind each exchange; a backward gathers again for the weight gradients.
 
     Without those of latents before attention (`latent_messages`).
@@ -68,26 +70,28 @@ def tensor_messages(shape: Shape, layout: Layouts, step: StepShape, element: Arr
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
     stream, gathers, scatters = step.tokens * shape.hidden * element, shape.gathers, shape.scatters
     return (
-        Message("all_gather", "tensor", layout.tensor, stream, gathers, scatters + gathers * (1 + repeats)),
-        Message("reduce_scatter", "tensor", layout.tensor, stream, scatters, gathers + scatters * repeats),
+        LayerMessage("all_gather", "tensor", layout.tensor, stream, gathers, scatters + gathers * (1 + repeats)),
+        LayerMessage("reduce_scatter", "tensor", layout.tensor, stream, scatters, gathers + scatters * repeats),
     )
 
 
-def latent_messages(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> tuple[Message, Message]:
+def latent_messages(
+    shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0
+) -> tuple[LayerMessage, LayerMessage]:
     """Gathers of the narrow inputs of latent attention's projections by head, and the scattered sums of their gradients."""
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
     stream, gathers = step.tokens * shape.narrow_width * element, shape.narrow_gathers
     return (
-        Message("all_gather", "tensor", layout.tensor, stream, gathers, gathers * (1 + repeats)),
-        Message("reduce_scatter", "tensor", layout.tensor, stream, 0.0, gathers),
+        LayerMessage("all_gather", "tensor", layout.tensor, stream, gathers, gathers * (1 + repeats)),
+        LayerMessage("reduce_scatter", "tensor", layout.tensor, stream, 0.0, gathers),
     )
 
 
-def norm_message(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> Message:
+def norm_message(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> LayerMessage:
     """Sums of squares of queries and keys, two numbers a token in fp32 at least, where norms are over all heads together."""
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
     layers, squares = shape.summed_norms, step.tokens * 2 * np.maximum(4.0, element)
-    return Message("all_reduce", "tensor", layout.tensor, squares, layers, layers * (1 + repeats))
+    return LayerMessage("all_reduce", "tensor", layout.tensor, squares, layers, layers * (1 + repeats))
 
 
 def context_messages(
@@ -98,7 +102,7 @@ def context_messages(
     *,
     masked: bool = False,
     compiled: bool = False,
-) -> tuple[Message, Message, Message]:
+) -> tuple[LayerMessage, LayerMessage, LayerMessage]:
     """Messages of heads before and after attention, of keys and values round the ring, and of their gradients.
 
     The gradients are fp32 and take one more ring step, to the rank that owns the keys and values. `masked` sequences all-gather keys and
@@ -109,25 +113,29 @@ def context_messages(
     kv = np.maximum((shape.kv_width + shape.padding) / layout.tensor, layout.ulysses * shape.kv_head_width)
     heads = step.tokens * ((shape.query_width + shape.value_width + shape.padding) / layout.tensor + kv) * element
     repeats = np.where(mode > 0, 1.0, 0.0)
-    exchange = Message("all_to_all", "context_ulysses", layout.ulysses, heads, layers, layers * (1 + repeats))
+    exchange = LayerMessage("all_to_all", "context_ulysses", layout.ulysses, heads, layers, layers * (1 + repeats))
     local, ring_steps = step.tokens * kv, ring - 1
     if masked:
         backward_repeats = layers * np.where((mode > 0) | compiled, 1.0, 0.0)
-        gathers = Message("all_gather", "context_ring", ring, ring * local * element, layers, backward_repeats)
-        return exchange, gathers, Message("reduce_scatter", "context_ring", ring, ring * local * element, 0.0, layers)
+        gathers = LayerMessage("all_gather", "context_ring", ring, ring * local * element, layers, backward_repeats)
+        return (
+            exchange,
+            gathers,
+            LayerMessage("reduce_scatter", "context_ring", ring, ring * local * element, 0.0, layers),
+        )
     backward_repeats = 1 + np.where(mode == FULL, 1.0, 0.0)
-    passes = Message(
+    passes = LayerMessage(
         "p2p", "context_ring", ring, local * element, ring_steps * layers, ring_steps * layers * backward_repeats
     )
     sums = np.where(ring_steps > 0, ring * layers, 0.0)
-    return exchange, passes, Message("p2p", "context_ring", ring, local * np.maximum(4.0, element), 0.0, sums)
+    return exchange, passes, LayerMessage("p2p", "context_ring", ring, local * np.maximum(4.0, element), 0.0, sums)
 
 
-def expert_message(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> Message:
+def expert_message(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> LayerMessage:
     """Dispatch of each routed token to its experts, and combine."""
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
     copies = step.tokens / layout.tensor * shape.top_k * shape.expert_in * element
-    return Message(
+    return LayerMessage(
         "all_to_all", "expert", layout.expert, copies, 2.0 * shape.moe_layers, 2.0 * shape.moe_layers * (1 + repeats)
     )
 

@@ -23,8 +23,8 @@ from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import shape_of
 from meshwright.workload.tensor_bytes import (
-    Formats,
     RankTensors,
+    TensorFormats,
     bytes_by_category,
     peak_bytes,
     sums_beside_activations,
@@ -32,7 +32,7 @@ from meshwright.workload.tensor_bytes import (
 from meshwright.workload.unit_parameters import EndParameters, block_unit, end_units, trained_share
 
 
-def layout_memory(model: ModelSpec, layout: Layouts, formats: Formats) -> dict[str, Array]:
+def layout_memory(model: ModelSpec, layout: Layouts, formats: TensorFormats) -> dict[str, Array]:
     """Bytes by category of the fuller of two pipeline ranks: the rank with the head, and the fullest of the others.
 
     `transfers` is 0 without a pipeline. Layers of a mixture count at their mean.
@@ -44,7 +44,7 @@ def layout_memory(model: ModelSpec, layout: Layouts, formats: Formats) -> dict[s
     return {category: np.where(fuller, last[category], first[category]) for category in first}
 
 
-def layout_peak_bytes(model: ModelSpec, layout: Layouts, formats: Formats) -> Array:
+def layout_peak_bytes(model: ModelSpec, layout: Layouts, formats: TensorFormats) -> Array:
     """The sum of `layout_memory`, without the categories."""
     first, last = (
         peak_bytes(_rank_tensors(model, layout, formats, last=is_last), formats) for is_last in (False, True)
@@ -52,7 +52,7 @@ def layout_peak_bytes(model: ModelSpec, layout: Layouts, formats: Formats) -> Ar
     return np.maximum(first, last)
 
 
-def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: bool) -> RankTensors:
+def _rank_tensors(model: ModelSpec, layout: Layouts, formats: TensorFormats, *, last: bool) -> RankTensors:
     sizes, width, micro_batches = _model_parameters(model), np.asarray(layout.tensor), layout.micro_batches
     single, shards = np.asarray(layout.pipeline) == 1, np.asarray(layout.shards)
     rank_ends, loss_parameters, shared = _end_parameters(sizes.ends, layout, model.embedding_at_both_ends, last)

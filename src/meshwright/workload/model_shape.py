@@ -19,7 +19,7 @@ from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.memory import Elements, activations, saved
 from meshwright.spec.blocks.mixture import MixtureSpec
 from meshwright.spec.blocks.table import AttendOp, ExpertsOp, LinearOp, Table, TensorSplit
-from meshwright.spec.blocks.transfers import Transfers, transfers
+from meshwright.spec.blocks.transfers import RankTransfers, transfers
 from meshwright.spec.model import BlockRun, ModelSpec, parameter_count, sequence, trained_parameter_count
 from meshwright.spec.plan import RECOMPUTE_MODES
 from meshwright.workload.arrays import Array
@@ -330,7 +330,7 @@ def _feed_forward_columns(
     }
 
 
-def _transfer_columns(moved: Sequence[tuple[Transfers, float]], hidden: float) -> dict[str, Any]:
+def _transfer_columns(moved: Sequence[tuple[RankTransfers, float]], hidden: float) -> dict[str, Any]:
     """Gathers and scatters over tensor ranks. Those of one body that follow each other count as one if some are narrow."""
     groups = [
         (sum(value.width for value in group), len(group), count) for moves, count in moved for group in moves.gathered

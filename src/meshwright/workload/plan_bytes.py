@@ -41,8 +41,8 @@ from meshwright.workload.optimizer_work import OptimizerWork, optimizer_work
 from meshwright.workload.stage_parts import StagePart, stage_part
 from meshwright.workload.tensor_bytes import (
     CATEGORIES,
-    Formats,
     RankTensors,
+    TensorFormats,
     bytes_by_category,
     sums_beside_activations,
 )
@@ -65,14 +65,14 @@ def formats(
     offload_staging: float = 0.0,
     accumulation: Accumulation = "device",
     mlp_tile: int = 0,
-) -> Formats:
+) -> TensorFormats:
     """Bytes of a run's numbers; replicas sum gradients over `replicas` ranks. Engines are the plan's.
 
     The optimizer is that of `train` on `model`; AdamW without a model. `offload_staging` is in gigabytes.
     """
     work = OptimizerWork() if model is None else optimizer_work(model, train.optimizer)
     replica_dtype, compute_bytes = precision.reduce_replicas, bytes_of(precision.compute)
-    return Formats(
+    return TensorFormats(
         compute=compute_bytes,
         reduce=bytes_of(precision.reduce),
         frozen=1 if precision.linear == "fp8_tensorwise" else compute_bytes,
@@ -83,7 +83,7 @@ def formats(
         else 0,
         logit=compute_bytes + 4 if cpu else compute_bytes,
         chunk=train.loss_chunk,
-        workspace=0 if cpu else Formats.workspace,
+        workspace=0 if cpu else TensorFormats.workspace,
         framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"],
         gathered=1 / compute_bytes if precision.gather == "fp8" else 1.0,
         low=low_share(precision, precision.linear),
@@ -235,7 +235,7 @@ def _rank_tensors(
     part: StagePart,
     stored_activations: float,
     per_token: Callable[[int], tuple[float, float]],
-    number_formats: Formats,
+    number_formats: TensorFormats,
 ) -> dict[str, float]:
     all_strategies = plan.strategies(model.layers)
     strategies = [all_strategies[layer] for layer in part.layers]
@@ -309,7 +309,7 @@ def _temporary_bytes(
     strategies: Sequence[LayerStrategy],
     activation_bytes: float,
     per_token: Callable[[int], tuple[float, float]],
-    number_formats: Formats,
+    number_formats: TensorFormats,
 ) -> float:
     """Bytes of temporary tensors in the backward of the block that needs the most, beside the activations of all blocks.
 
@@ -352,7 +352,7 @@ def _with_copies(model: ModelSpec, plan: Plan, block: float, kept: float, layers
     return block, max(kept, layers * stacked / block) if plan.experts.keep else kept
 
 
-def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], number_formats: Formats) -> float:
+def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], number_formats: TensorFormats) -> float:
     """Bytes of gradients accumulated over earlier micro-batches: shards, or whole units.
 
     0 in layered order or with one micro-batch.

@@ -30,7 +30,7 @@ LOSS_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Formats:
+class TensorFormats:
     """Bytes per number of a run's tensors, and sizes of its buffers."""
 
     compute: Array = 2
@@ -151,7 +151,7 @@ class RankTensors:
     """Messages of one micro-batch to other ranks, both directions; negative without a pipeline."""
 
 
-def bytes_by_category(rank: RankTensors, formats: Formats) -> dict[str, Array]:
+def bytes_by_category(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
     """Bytes by category of every column at its peak. `transfers` is 0 without a pipeline, `ema` without an average."""
     moments = _moments(rank, formats)
     totals = np.stack(np.broadcast_arrays(*(np.asarray(sum(moment.values()), float) for moment in moments)))
@@ -164,7 +164,7 @@ def bytes_by_category(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     return {category: at_peak[category] if category in at_peak else lasting[category] for category in CATEGORIES}
 
 
-def peak_bytes(rank: RankTensors, formats: Formats) -> Array:
+def peak_bytes(rank: RankTensors, formats: TensorFormats) -> Array:
     """The sum of `bytes_by_category`, without the categories: a third of the time."""
     peak, *others = (sum(moment.values()) for moment in _moments(rank, formats))
     for other in others:
@@ -172,7 +172,7 @@ def peak_bytes(rank: RankTensors, formats: Formats) -> Array:
     return peak + sum(_lasting(rank, formats).values())
 
 
-def _moments(rank: RankTensors, formats: Formats) -> tuple[dict[str, Array], ...]:
+def _moments(rank: RankTensors, formats: TensorFormats) -> tuple[dict[str, Array], ...]:
     """Bytes at the four moments at which a rank's memory may peak, of the categories that differ between them."""
     stream = rank.tokens * rank.hidden * formats.compute
     gathered = _gathered_weights(rank, formats)
@@ -184,7 +184,7 @@ def _moments(rank: RankTensors, formats: Formats) -> tuple[dict[str, Array], ...
     )
 
 
-def _lasting(rank: RankTensors, formats: Formats) -> dict[str, Array]:
+def _lasting(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
     """Bytes of the categories that are the same at every moment."""
     stream = rank.tokens * rank.hidden * formats.compute
     on_device = 1 - rank.offloaded_share
@@ -209,14 +209,14 @@ def _lasting(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     }
 
 
-def _states(rank: RankTensors, formats: Formats) -> Array:
+def _states(rank: RankTensors, formats: TensorFormats) -> Array:
     """Elements of all state tensors of the rank's shard."""
     ends = np.minimum(rank.owned, rank.ends / rank.shards)
     blocks = formats.block_states * (rank.owned - ends) * rank.trained
     return blocks + formats.end_states * ends * rank.trained_ends
 
 
-def _frozen_bytes(rank: RankTensors, formats: Formats) -> Array:
+def _frozen_bytes(rank: RankTensors, formats: TensorFormats) -> Array:
     """Bytes of the rank's frozen weights: those of blocks may be stored in fp8, unless several ranks shard them."""
     ends = np.minimum(rank.owned, rank.ends / rank.shards)
     in_blocks = (rank.owned - ends) * (1 - rank.trained) * np.where(rank.shards > 1, formats.compute, formats.frozen)
@@ -229,7 +229,7 @@ def _trained(rank: RankTensors) -> Array:
     return (rank.owned - ends) * rank.trained + ends * rank.trained_ends
 
 
-def _gathered_weights(rank: RankTensors, formats: Formats) -> Array:
+def _gathered_weights(rank: RankTensors, formats: TensorFormats) -> Array:
     """Bytes of gathered weights and of the last gather's buffer."""
     blocks = np.maximum(rank.kept, np.minimum(UNITS_IN_FLIGHT, rank.layers)) * rank.block
     # One rank computes with frozen weights where they are.
@@ -238,14 +238,14 @@ def _gathered_weights(rank: RankTensors, formats: Formats) -> Array:
     return rank.gathers * (blocks + ends) * formats.compute + _buffers(rank, formats, rank.last)
 
 
-def _buffers(rank: RankTensors, formats: Formats, last: Array) -> Array:
+def _buffers(rank: RankTensors, formats: TensorFormats, last: Array) -> Array:
     """Bytes of the buffers that weights are gathered into: the `last` gather's, or the window of copy engines."""
     larger_end = np.maximum(rank.head, rank.ends - rank.head)
     buffer_elements = np.where(formats.window > 0, BLOCK_SLOTS * rank.block + larger_end, last)
     return rank.gathers * np.where(rank.shards > 1, buffer_elements, 0.0) * formats.compute
 
 
-def _head_moment(rank: RankTensors, formats: Formats, stream: Array, gathered: Array) -> dict[str, Array]:
+def _head_moment(rank: RankTensors, formats: TensorFormats, stream: Array, gathered: Array) -> dict[str, Array]:
     """Bytes in the head: a chunk's logits and the fp32 gradient of the head's weight."""
     # The head computes the tokens of all tensor ranks for its own part of the vocabulary.
     logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.outputs / rank.width * formats.logit
@@ -267,7 +267,9 @@ def _head_moment(rank: RankTensors, formats: Formats, stream: Array, gathered: A
     }
 
 
-def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array, gathered: Array) -> dict[str, Array]:
+def _first_backward_moment(
+    rank: RankTensors, formats: TensorFormats, stream: Array, gathered: Array
+) -> dict[str, Array]:
     """Bytes of reduction buffers that coexist with a block's gradients: the head's, or a block's.
 
     On a pipeline's first rank, whose previous micro-batch ended its backward with the embedding, the embedding's.
@@ -292,7 +294,7 @@ def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array, g
     }
 
 
-def _backward_end_moment(rank: RankTensors, formats: Formats) -> dict[str, Array]:
+def _backward_end_moment(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
     """Bytes at the end of backward: all gradients and no activations."""
     end = np.maximum(rank.head, rank.ends - rank.head)
     unit = np.maximum(end * rank.trained_ends, rank.block * rank.trained)
@@ -306,7 +308,7 @@ def _backward_end_moment(rank: RankTensors, formats: Formats) -> dict[str, Array
     }
 
 
-def _update_moment(rank: RankTensors, formats: Formats) -> dict[str, Array]:
+def _update_moment(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
     """Bytes in the update: gradients, those that are cast to the stored dtype, and whole matrices of a rank."""
     ranks = np.maximum(1.0, rank.shards * rank.width)
     whole = np.maximum(
@@ -322,13 +324,13 @@ def _update_moment(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     }
 
 
-def _gradient_bytes(rank: RankTensors, formats: Formats) -> Array:
+def _gradient_bytes(rank: RankTensors, formats: TensorFormats) -> Array:
     """Bytes of a shard's gradient after its last reduction."""
     reduced = np.where(np.asarray(rank.sums_shards) > 0, formats.summed, formats.stored)
     return np.where(rank.gradients_final > 0, formats.compute, reduced)
 
 
-def sums_beside_activations(formats: Formats, summed: Array, block: Array, head: Array, shards: Array) -> Array:
+def sums_beside_activations(formats: TensorFormats, summed: Array, block: Array, head: Array, shards: Array) -> Array:
     """Bytes of gradient shards, of `summed` parameters in all, on the device at the peak of activations.
 
     Of sums in host memory those of three units: one is copied to the host, one back, and one is added to.

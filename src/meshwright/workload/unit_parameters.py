@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from meshwright.spec.layout import Division, Part, local_shape, shard_rows
+from meshwright.spec.layout import AxisPart, Division, local_shape, shard_rows
 from meshwright.spec.model import ModelSpec, ParameterSpec, block_parameters, end_parameters
 from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts
@@ -98,7 +98,7 @@ def _unit(
         if parameter.expert:
             experts += parameter.count // (tensor * expert)
             continue
-        rows, *other_sizes = local_shape(parameter, Division(Part(0, tensor)))
+        rows, *other_sizes = local_shape(parameter, Division(AxisPart(0, tensor)))
         dense += rows * prod(other_sizes)
         dense_shard += len(shard_rows(rows, shards, 0)) * prod(other_sizes)
     return UnitParameters(dense, experts, dense_shard, experts * expert / shards)

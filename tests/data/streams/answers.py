@@ -6,6 +6,7 @@ import http.client
 import random
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 KINDS = ("503", "cut", "short", "reset", "stall")
@@ -16,13 +17,15 @@ class AnswerProxy:
     """Forwards requests to `port` after `delay` seconds; of reads of contents a share `faulty` gets a fault of one of `kinds`.
 
     503: that status. cut: the connection ends within the body. short: a complete answer with fewer bytes than asked for. reset: no answer.
-    stall: half the body, and then nothing. `faults` counts them by kind, `requests` all requests.
+    stall: half the body, and then nothing. `faults` counts them by kind, `requests` all requests. `on_fault` is called in the middle of an
+    answer whose body is not whole.
     """
 
     def __init__(self, port: int) -> None:
         self.delay, self.faulty, self.kinds = 0.0, 0.0, KINDS[:-1]
         self.faults: dict[str, int] = {}
         self.requests = 0
+        self.on_fault: Callable[[], None] = lambda: None
         self._random, self._lock = random.Random(1), threading.Lock()
         proxy = self
 
@@ -84,7 +87,9 @@ class AnswerProxy:
         handler.end_headers()
         if handler.command != "HEAD":
             handler.wfile.write(sent)
-        if fault in ("cut", "stall"):
+        if fault:
             handler.wfile.flush()
+            self.on_fault()
+        if fault in ("cut", "stall"):
             time.sleep(STALL_SECONDS if fault == "stall" else 0)
             handler.close_connection = True

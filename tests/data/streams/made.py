@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from meshwright.data.loader import Step, Windows
+from meshwright.data.loader import LoadedStep, Windows
 from meshwright.data.source import DataSource, open_data
 from meshwright.data.streams.source import merge_cursors
 from meshwright.spec.job import DataSpec, StreamSpec
@@ -59,7 +59,7 @@ def open_ranks(spec: DataSpec, count: int, seed: int = 3) -> list[tuple[DataSour
 def whole_steps(ranks: list[tuple[DataSource, Windows]], first: int, last: int) -> Iterator[np.ndarray]:
     """Tokens, targets and documents of the samples of each step [first, last), `(3, batch, seq)`, from all ranks in order."""
     for step in range(first, last):
-        parts: list[Step] = [reader.read(step * BATCH) for _, reader in ranks]
+        parts: list[LoadedStep] = [reader.read(step * BATCH) for _, reader in ranks]
         micros = [micro for part in parts for micro in part.micro_batches]
         columns: list[Callable[[Any], Any]] = [lambda m: m.tokens, lambda m: m.targets, lambda m: m.documents]
         yield np.stack([np.concatenate([column(micro).numpy() for micro in micros]) for column in columns])

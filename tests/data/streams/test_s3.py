@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -19,8 +22,9 @@ from tests.checkpoint.s3 import Server
 from tests.data.streams.answers import AnswerProxy
 from tests.data.streams.made import SEQ_LEN, json_lines, open_ranks, spec_of, whole_steps, write_parquet
 
-pytest.importorskip("moto")
-pytest.importorskip("obstore")
+for package in ("moto", "obstore"):
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}", allow_module_level=True)
 SECRET = "a-secret-that-nobody-writes-down"
 
 
@@ -110,6 +114,41 @@ def test_an_object_that_is_replaced_ends_the_run(
     put(server, "code.jsonl", json_lines(4000, 8000))
     with pytest.raises(BadInput, match="s3://runs/code.jsonl: changed since the run has listed it"):
         data.samples([0])
+
+
+def test_a_read_never_joins_two_versions_of_an_object(proxy: AnswerProxy, server: Server) -> None:
+    """The object is replaced while an answer breaks off in the middle of its body; what is read again begins anew."""
+    old, new = b"a" * 300_000, b"b" * 300_000
+    put(server, "one.bin", old)
+    store = ObjectStore("s3://runs/one.bin", patience=10.0)
+    (file,) = store.list("s3://runs/one.bin")
+    proxy.faulty, proxy.kinds = 1.0, ("cut",)
+
+    def replace_once() -> None:
+        proxy.faulty = 0.0
+        put(server, "one.bin", new)
+
+    proxy.on_fault = replace_once
+    with pytest.raises(BadInput, match="one.bin: changed since the run has listed it"):
+        store.read(file, 0, len(old))
+
+
+RANK = """
+import sys
+from tests.data.streams.test_s3 import SEQ_LEN, Path, open_data, streamed
+
+data = open_data(streamed(Path(sys.argv[1]), Path(sys.argv[2])), seq_len=SEQ_LEN, seed=1)
+print(data.samples([0, 1]).tokens.size, *(name for name in sys.modules if name.split(".")[0] == "obstore"))
+"""
+
+
+def test_a_rank_never_has_the_client_whose_threads_a_fork_would_break(
+    proxy: AnswerProxy, tokenizer_file: Path, tmp_path: Path
+) -> None:
+    """`obstore` hangs in a forked child of a process that has used it."""
+    command = [sys.executable, "-c", RANK, str(tokenizer_file), str(tmp_path / "cache")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3])
+    assert found.stdout.split() == [str(2 * SEQ_LEN)], found.stderr
 
 
 def test_the_second_pass_reads_the_cache(proxy: AnswerProxy, tokenizer_file: Path, tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.prepare import prepare
-from meshwright.data.source import DataSource, Source, has_validation, open_data
+from meshwright.data.prepared_source import CorpusSource
+from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.streams import group_documents as reading
 from meshwright.data.streams import index as indexing
 from meshwright.data.streams.group_documents import group_documents
@@ -184,8 +185,10 @@ def test_groups_of_lines_have_every_line_once(tmp_path: Path, monkeypatch: pytes
         found = [
             item for group in range(-(-len(content) // size)) for item in group_documents(store, file, group, "text")
         ]
-        assert [item.text for item in found if isinstance(item, Document)] == [story(number) for number in range(50)]
-        places = [int(item.key.rpartition("\0")[2]) for item in found if isinstance(item, Document)]
+        assert [item.text for item in found if isinstance(item, CorpusDocument)] == [
+            story(number) for number in range(50)
+        ]
+        places = [int(item.key.rpartition("\0")[2]) for item in found if isinstance(item, CorpusDocument)]
         assert all(content[place : place + 1] == b"{" for place in places)
 
 
@@ -248,7 +251,7 @@ def test_a_damaged_file_of_the_cache_is_made_again(tokenizer_file: Path, tmp_pat
     assert np.array_equal(open_data(spec, seq_len=SEQ_LEN, seed=1).samples(range(24)).tokens, right)
 
 
-def documents_of(source: Source) -> list[list[int]]:
+def documents_of(source: CorpusSource) -> list[list[int]]:
     starts, lengths = source.stream.document_ranges()
     pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
     return sorted(source.stream.read(start, start + length).tolist() for start, length in pairs)

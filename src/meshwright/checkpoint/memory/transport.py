@@ -39,7 +39,7 @@ from meshwright.checkpoint.memory.record import SnapshotName, SnapshotRecord
 from meshwright.checkpoint.memory.snapshots import OpenSnapshot, SnapshotMemory, parse_name, plain_name
 from meshwright.connections.accept import Acceptor
 from meshwright.connections.limits import SNAPSHOTS
-from meshwright.connections.proof import Challenge, Session, WrongProof, answer_challenge
+from meshwright.connections.proof import Challenge, ProofSession, WrongProof, answer_challenge
 from meshwright.connections.table import ConnectionTable
 from meshwright.spec.errors import Damaged, MeshwrightError
 
@@ -369,7 +369,7 @@ class _Stream:
 
     def __init__(self, connected: socket.socket, seconds: float) -> None:
         self._socket = connected
-        self.session: Session | None = None
+        self.session: ProofSession | None = None
         """Proofs of lines, once nonces are exchanged."""
         self.set_timeout(seconds)
         self._reader = io.BufferedReader(connected.makefile("rb", buffering=0), 1 << 16)

@@ -26,7 +26,7 @@ from meshwright.kernels.dequantize import (
 from meshwright.kernels.row_quantize import RoundedMatrix, rounded_matrix
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
 from meshwright.spec.folder_files import parse_json
-from meshwright.spec.weight_scheme import FP8_BLOCK, MAP_SIZE, Part, WeightScheme
+from meshwright.spec.weight_scheme import FP8_BLOCK, MAP_SIZE, StoredTensor, WeightScheme
 
 STATE_BYTES = 4096
 """Most bytes of the record that bitsandbytes keeps with a weight."""
@@ -59,7 +59,7 @@ class Stored:
         stored = self.read(name)
         return (stored[index] if index else stored[...]).to(self.device)
 
-    def check(self, name: str, part: Part, scheme: WeightScheme) -> None:
+    def check(self, name: str, part: StoredTensor, scheme: WeightScheme) -> None:
         """Raise BadInput or Damaged unless the header of a tensor is as its scheme says."""
         stored = self.read(name)
         dtype, shape = stored.get_dtype(), tuple(stored.get_shape())
@@ -235,18 +235,18 @@ class MappedWeight(StoredWeight):
         return {"block": block, "nested_block": nested or 0, "offset": float(offset)}
 
     @staticmethod
-    def parts(scheme: WeightScheme, shape: tuple[int, ...], record: Mapping[str, Any]) -> dict[str, Part]:
+    def parts(scheme: WeightScheme, shape: tuple[int, ...], record: Mapping[str, Any]) -> dict[str, StoredTensor]:
         """As `WeightScheme.parts`, with the sizes of blocks of `record`, and without the record itself."""
         count = math.prod(shape)
         scales = -(-count // record["block"])
         found = {
-            scheme.values: Part(("U8",), ((-(-count // 2), 1),)),
-            ".weight.absmax": Part(("U8" if record["nested_block"] else "F32",), ((scales,),)),
-            ".weight.quant_map": Part(("F32",), ((MAP_SIZE,),)),
+            scheme.values: StoredTensor(("U8",), ((-(-count // 2), 1),)),
+            ".weight.absmax": StoredTensor(("U8" if record["nested_block"] else "F32",), ((scales,),)),
+            ".weight.quant_map": StoredTensor(("F32",), ((MAP_SIZE,),)),
         }
         if record["nested_block"]:
-            found[".weight.nested_absmax"] = Part(("F32",), ((-(-scales // record["nested_block"]),),))
-            found[".weight.nested_quant_map"] = Part(("F32",), ((256,),))
+            found[".weight.nested_absmax"] = StoredTensor(("F32",), ((-(-scales // record["nested_block"]),),))
+            found[".weight.nested_quant_map"] = StoredTensor(("F32",), ((256,),))
         return found
 
     def rows(self, first: int, last: int) -> Tensor:

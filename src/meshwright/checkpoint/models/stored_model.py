@@ -21,8 +21,8 @@ from meshwright.config.load import load_resolved, load_resolved_model
 from meshwright.kernels.row_quantize import RoundedMatrix, rounded_matrix
 from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput
-from meshwright.spec.inference_layout import Piece, piece_dimension, rank_pieces
-from meshwright.spec.layout import WHOLE, Part
+from meshwright.spec.inference_layout import ParameterBox, piece_dimension, rank_pieces
+from meshwright.spec.layout import WHOLE, AxisPart
 from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters, with_score, without_adapter
 from meshwright.spec.weight_scheme import FP8_BLOCK, LayerFormat
 
@@ -48,7 +48,7 @@ class StoredModel:
     """Reader of a Hugging Face folder with quantised weights, which are also read as stored."""
 
     def tensors(
-        self, part: Part = WHOLE, experts: Part = WHOLE, formats: Mapping[str, LayerFormat] = NO_FORMATS
+        self, part: AxisPart = WHOLE, experts: AxisPart = WHOLE, formats: Mapping[str, LayerFormat] = NO_FORMATS
     ) -> Iterator[tuple[str, torch.Tensor | RoundedMatrix]]:
         """Yields name and value of each parameter: of all, or of the part of a tensor or expert rank of the inference engine.
 
@@ -76,7 +76,7 @@ class StoredModel:
             return False
         edges = self.quantised.first_rows(parameter)
         for index in range(ranks):
-            *before, last = rank_pieces(self.spec, parameter, Part(index, ranks))
+            *before, last = rank_pieces(self.spec, parameter, AxisPart(index, ranks))
             edges += [edge for piece in (*before, last) for edge in piece.offsets]
             edges += [piece.sizes[0] for piece in before]
         return any(edge % FP8_BLOCK for edge in edges)
@@ -86,19 +86,21 @@ class StoredModel:
         return {parameter.name: parameter for parameter in parameters(self.spec)}
 
     @torch.no_grad()
-    def copy_to(self, model: Decoder, part: Part = WHOLE, experts: Part = WHOLE) -> None:
+    def copy_to(self, model: Decoder, part: AxisPart = WHOLE, experts: AxisPart = WHOLE) -> None:
         """Copy the weights into the parameters of `model`, in place; the parts are those of `tensors`."""
         weights = dict(model.named_parameters())
         for name, value in self.tensors(part, experts):
             assert isinstance(value, torch.Tensor), "without `formats`"
             weights[name].copy_(value)
 
-    def _combined(self, parameter: ParameterSpec, pieces: Sequence[Piece]) -> torch.Tensor:
+    def _combined(self, parameter: ParameterSpec, pieces: Sequence[ParameterBox]) -> torch.Tensor:
         """Pieces that follow one another along one dimension, as one tensor."""
         values = [_narrowed(self.read_rows(parameter, *_rows_of(piece)), piece) for piece in pieces]
         return _joined(values, parameter)
 
-    def _rounded(self, parameter: ParameterSpec, pieces: Sequence[Piece], number_format: LayerFormat) -> RoundedMatrix:
+    def _rounded(
+        self, parameter: ParameterSpec, pieces: Sequence[ParameterBox], number_format: LayerFormat
+    ) -> RoundedMatrix:
         """As `_combined`, as stored. An output's scale is that of all its inputs; blocks are whole."""
         assert self.quantised is not None
         values, scales = [], []
@@ -113,12 +115,12 @@ class StoredModel:
         return rounded_matrix(_joined(values, parameter), _joined(scales, parameter), number_format)
 
 
-def _rows_of(piece: Piece) -> tuple[int, int]:
+def _rows_of(piece: ParameterBox) -> tuple[int, int]:
     """The first row of a piece, and the row after the last."""
     return piece.offsets[0], piece.offsets[0] + piece.sizes[0]
 
 
-def _narrowed(rows: torch.Tensor, piece: Piece, *, last: bool = True) -> torch.Tensor:
+def _narrowed(rows: torch.Tensor, piece: ParameterBox, *, last: bool = True) -> torch.Tensor:
     """The rows of a piece cut to its other dimensions, without `last` all but the last."""
     cuts = list(enumerate(zip(piece.offsets, piece.sizes, strict=True)))[1:]
     for dim, (start, size) in cuts if last else cuts[:-1]:

@@ -25,7 +25,7 @@ from meshwright.checkpoint.write.layout import plan_layout
 from meshwright.checkpoint.write.staging import Copies, PinnedSnapshotBuffer, Stager
 from meshwright.checkpoint.write.writer import Save, WriterSetup
 from meshwright.checkpoint.write.writer_process import STALLED_SECONDS, WriterProcess
-from meshwright.policies.snapshot_copies import StepTimes, plan_device_copies
+from meshwright.policies.snapshot_copies import PassTimes, plan_device_copies
 from meshwright.spec.errors import MeshwrightError, OutOfResources
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.host_limits import usable_cores
@@ -173,7 +173,7 @@ class BackgroundSaver:
         """Whether the preparation has ended on this rank, successful or not."""
         return self._prepared is not None and not self._prepared.is_alive()
 
-    def begin(self, step: int, *, urgent: bool = False, times: StepTimes | None = None) -> Copies:
+    def begin(self, step: int, *, urgent: bool = False, times: PassTimes | None = None) -> Copies:
         """Begin the save of the state after `step`, which is the last step given to the device. `describe` completes it.
 
         The state may change behind the copies that are returned. Of a step that takes `times` the update would wait for some of them; that
@@ -227,7 +227,7 @@ class BackgroundSaver:
         if self.writer is not None:
             self.writer.close()
 
-    def _fit_device_copies(self, stager: Stager, times: StepTimes) -> None:
+    def _fit_device_copies(self, stager: Stager, times: PassTimes) -> None:
         """Have as many groups copied on the device first as `times` and the last save's copies require, or as before."""
         sequence = stager.from_device
         if not sequence:

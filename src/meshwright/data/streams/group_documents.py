@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from meshwright.data.corpus import Document, checked_document
+from meshwright.data.corpus import CorpusDocument, checked_document
 from meshwright.data.file_formats import DamagedData, DecompressedFile, format_of
 from meshwright.data.inputs import InputFile
-from meshwright.data.records import LONGEST_LINE, ROWS_AT_ONCE, BadDocument, Record, parse_line
+from meshwright.data.records import LONGEST_LINE, ROWS_AT_ONCE, BadDocument, DataRecord, parse_line
 from meshwright.data.streams.files import ObjectFile
 from meshwright.data.streams.index import CHUNK_BYTES, no_text
 from meshwright.data.streams.stores import Store, StoredFile
@@ -22,7 +22,7 @@ MOST_READ = 1 << 20
 """Bytes of a read of decompressed lines, and of one beyond the end of a group."""
 
 
-def group_documents(store: Store, file: StoredFile, number: int, text: str) -> Iterator[Document | BadDocument]:
+def group_documents(store: Store, file: StoredFile, number: int, text: str) -> Iterator[CorpusDocument | BadDocument]:
     """The documents of group `number` of a file; `text` is the column or key of the text.
 
     Ends with a check that the file is still the same. Raises BadInput where it is not, Damaged and CommunicationFailure.
@@ -44,7 +44,9 @@ def group_documents(store: Store, file: StoredFile, number: int, text: str) -> I
     store.check(file)
 
 
-def _rows(store: Store, file: StoredFile, shown: InputFile, group: int, text: str) -> Iterator[Document | BadDocument]:
+def _rows(
+    store: Store, file: StoredFile, shown: InputFile, group: int, text: str
+) -> Iterator[CorpusDocument | BadDocument]:
     import pyarrow
     import pyarrow.parquet
 
@@ -58,7 +60,7 @@ def _rows(store: Store, file: StoredFile, shown: InputFile, group: int, text: st
                 for value in batch.column(0).to_pylist():
                     number += 1
                     where = f"{file.name}: row {number} of row group {group}"
-                    yield checked_document(shown, Record(where, number, number, value, {}, 0), value)
+                    yield checked_document(shown, DataRecord(where, number, number, value, {}, 0), value)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise Damaged(f"{file.name}: row group {group}: cannot be read as parquet: {reason}") from error
@@ -73,7 +75,9 @@ def _metadata(store: Store, file: StoredFile) -> Any:
         return pyarrow.parquet.read_metadata(content)
 
 
-def _lines(stream: io.BufferedIOBase, shown: InputFile, start: int, text: str) -> Iterator[Document | BadDocument]:
+def _lines(
+    stream: io.BufferedIOBase, shown: InputFile, start: int, text: str
+) -> Iterator[CorpusDocument | BadDocument]:
     """The documents of lines; `start` is the byte of the first in the decompressed file. A line's number is the byte at which it begins."""
     while line := stream.readline(LONGEST_LINE + 1):
         where = f"{shown.name}: line at byte {start}"

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.corpus import Document
+from meshwright.data.corpus import CorpusDocument
 from meshwright.data.encode import encode_documents, token_dtype
 from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder
 from meshwright.data.records import BadDocument
@@ -150,10 +150,10 @@ class Worker:
         return self._stores[key]
 
 
-def _usable(documents: Iterator[Document | BadDocument], bad: list[str]) -> Iterator[Document]:
+def _usable(documents: Iterator[CorpusDocument | BadDocument], bad: list[str]) -> Iterator[CorpusDocument]:
     """The documents without the unusable ones, which are added to `bad`."""
     for document in documents:
-        if isinstance(document, Document):
+        if isinstance(document, CorpusDocument):
             yield document
         else:
             bad.append(str(document))

@@ -23,7 +23,7 @@ from meshwright.data.streams.index import SourceIndex, size_text
 from meshwright.data.streams.loaders import NOW, SOON, Loaders
 from meshwright.data.streams.stores import StoredFile
 from meshwright.data.tokenizer import LoadedTokenizer
-from meshwright.policies.lanes import WINDOW_PARTS, LaneOrder, Part, parts_of
+from meshwright.policies.lanes import WINDOW_PARTS, LaneOrder, LanePart, parts_of
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import StreamSpec
 
@@ -75,7 +75,7 @@ class _Window:
     `starts`: the first token of each document in its group.
     """
 
-    parts: list[Part]
+    parts: list[LanePart]
     part: np.ndarray
     document: np.ndarray
     starts: np.ndarray

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.families.format import HFConfig, Key, Keys
+from meshwright.families.format import ConfigKeys, HFConfig, Key
 from meshwright.families.keys import rope
 from meshwright.spec.model import ModelSpec
 
@@ -12,7 +12,7 @@ NO_DROPOUT = "Meshwright trains without dropout, and evaluation has none"
 HEAD_NORMS = {"attention.q_norm": ("self_attn.q_norm",), "attention.k_norm": ("self_attn.k_norm",)}
 """Names that most folders have for the norms of queries and keys."""
 _SHARE = "partial_rotary_factor"
-_KEYS = Keys(
+_KEYS = ConfigKeys(
     {
         "heads": Key("num_attention_heads"),
         "hidden": Key("hidden_size"),

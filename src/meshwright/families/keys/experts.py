@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwright.families.format import HFConfig, Key, Keys
+from meshwright.families.format import ConfigKeys, HFConfig, Key
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
@@ -32,19 +32,19 @@ def without_dense(modules: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str
     return {ours: theirs for ours, theirs in modules.items() if not ours.startswith("mlp.")}
 
 
-def keys(experts: Key, per_token: int | None, width: Key, **further: Key) -> Keys:
+def keys(experts: Key, per_token: int | None, width: Key, **further: Key) -> ConfigKeys:
     """The keys of a class: for its number of experts, those that it chooses for a token by default, the width of one, and `further`."""
     fields = {"experts": experts, "experts_per_token": Key("num_experts_per_tok", per_token), "expert_hidden": width}
-    return Keys({**fields, **further})
+    return ConfigKeys({**fields, **further})
 
 
-def read(config: HFConfig, keys: Keys, balance: str = "router_aux_loss_coef") -> dict[str, Any]:
+def read(config: HFConfig, keys: ConfigKeys, balance: str = "router_aux_loss_coef") -> dict[str, Any]:
     """The ModelSpec fields of such keys; `balance` has the weight of the class's balance loss."""
     config.note_unused("Meshwright weighs the experts' balance loss by train.balance_loss", balance)
     return keys.read(config)
 
 
-def write(spec: ModelSpec, keys: Keys, folder: str) -> dict[str, Any]:
+def write(spec: ModelSpec, keys: ConfigKeys, folder: str) -> dict[str, Any]:
     """Such keys; raises BadInput for a model without experts, which a `folder` cannot have."""
     if not spec.experts:
         raise BadInput(f"model.experts: a {folder} folder needs experts, got 0")
@@ -107,7 +107,7 @@ ROUTING = {
 """Keys of DeepSeek-V3's choice of experts, with the defaults of GLM-4.5."""
 
 
-def routed(*, normalised: bool, dense: int) -> Keys:
+def routed(*, normalised: bool, dense: int) -> ConfigKeys:
     """The keys of DeepSeek-V3's experts beside ordinary attention; the arguments are defaults of the class."""
     return keys(
         Key("n_routed_experts", 128, "num_local_experts"),
@@ -118,12 +118,12 @@ def routed(*, normalised: bool, dense: int) -> Keys:
     )
 
 
-def read_routed(config: HFConfig, keys: Keys) -> dict[str, Any]:
+def read_routed(config: HFConfig, keys: ConfigKeys) -> dict[str, Any]:
     """The ModelSpec fields of the keys of `routed`."""
     fields = read(config, keys)
     return {**fields, **read_shared(config, fields["expert_hidden"])}
 
 
-def write_routed(spec: ModelSpec, keys: Keys, folder: str) -> dict[str, Any]:
+def write_routed(spec: ModelSpec, keys: ConfigKeys, folder: str) -> dict[str, Any]:
     """The keys of `routed`; raises BadInput if a `folder` cannot have the model's experts."""
     return {**write(spec, keys, folder), **write_shared(spec, folder)}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.families.format import HFConfig, Key, Keys
+from meshwright.families.format import ConfigKeys, HFConfig, Key
 from meshwright.spec.model import ModelSpec
 
-_KEYS = Keys(
+_KEYS = ConfigKeys(
     {"embedding_scale": Key("embedding_multiplier", 1.0), "residual_factor": Key("residual_multiplier", 1.0)},
 )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from meshwright.families.format import HFConfig, Key, Keys
+from meshwright.families.format import ConfigKeys, HFConfig, Key
 from meshwright.families.keys.decoder import NO_DROPOUT
 from meshwright.spec.model import ModelSpec
 
-_KEYS = Keys(
+_KEYS = ConfigKeys(
     {
         "hidden": Key("hidden_size", 2304),
         "head_dim": Key("head_dim", 256),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.families.format import HFConfig, Key, Keys
+from meshwright.families.format import ConfigKeys, HFConfig, Key
 from meshwright.families.keys import experts
 from meshwright.families.keys.decoder import NO_DROPOUT
 from meshwright.families.keys.rope import SECTION_KEYS, section_of
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
-_KEYS = Keys(
+_KEYS = ConfigKeys(
     {
         "heads": Key("num_attention_heads"),
         "rope_head_dim": Key("qk_rope_head_dim", 64),
@@ -53,7 +53,7 @@ def read(config: HFConfig, *, norm_eps: float = 1e-6) -> dict[str, Any]:
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """The keys, with those of routing."""
-    routed = {**experts.write(spec, _EXPERTS, "DeepSeek"), **Keys(experts.ROUTING).write(spec)}
+    routed = {**experts.write(spec, _EXPERTS, "DeepSeek"), **ConfigKeys(experts.ROUTING).write(spec)}
     if not spec.kv_rank:
         raise BadInput("model.kv_rank: a DeepSeek folder needs latent attention, got 0")
     return {

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from meshwright.spec.blocks.norm import NormSpec
-from meshwright.spec.blocks.part import Place
+from meshwright.spec.blocks.part import BodyPlace
 from meshwright.spec.blocks.positions import RotarySpec
-from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Part, Value, VectorOp
+from meshwright.spec.blocks.table import AttendOp, FusedWeight, LinearOp, Op, Value, VectorOp
 
 MASK_BLOCK = 128
 """Queries, and keys, per block of a mask of flex attention: a block is computed whole or not at all."""
@@ -81,7 +81,7 @@ class AttentionSpec:
         """Whether the kernels that write keys into a cache can rotate them: norms behind rotation come before the write."""
         return (self.rotates_whole_heads or on_cuda) and not self.rotated_norm
 
-    def operations(self, place: Place) -> Iterator[Op]:
+    def operations(self, place: BodyPlace) -> Iterator[Op]:
         """Fused projection, norms of heads, rotation, attention, output projection."""
         name = place.name
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -101,7 +101,11 @@ class AttentionSpec:
             outputs=queries + 2 * keys,
             std=place.std,
             split="rows",
-            parts=(Part("q", queries, self.heads), Part("k", keys, self.kv_heads), Part("v", keys, self.kv_heads)),
+            parts=(
+                FusedWeight("q", queries, self.heads),
+                FusedWeight("k", keys, self.kv_heads),
+                FusedWeight("v", keys, self.kv_heads),
+            ),
             bias=self.qkv_bias,
         )
         attended = {"q": name("q"), "k": name("k")}
@@ -131,7 +135,7 @@ class AttentionSpec:
             bias=self.out_bias,
         )
 
-    def _normed(self, place: Place, attended: dict[str, str]) -> Iterator[Op]:
+    def _normed(self, place: BodyPlace, attended: dict[str, str]) -> Iterator[Op]:
         """The norms of queries and keys, which are then the values of `attended`."""
         for part, heads in (("q", self.heads), ("k", self.kv_heads)):
             if self.qk_norm is not None:
@@ -140,7 +144,7 @@ class AttentionSpec:
                 yield self.qk_norm.operation(place.name(f"{part}_norm"), attended[part], normed, width, divided)
                 attended[part] = normed.name
 
-    def _rotated(self, place: Place, attended: dict[str, str]) -> Iterator[Op]:
+    def _rotated(self, place: BodyPlace, attended: dict[str, str]) -> Iterator[Op]:
         """The rotations of queries and keys, which are then the values of `attended`."""
         for part, heads in (("q", self.heads), ("k", self.kv_heads)):
             if self.rotary is not None:

@@ -12,7 +12,7 @@ from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
 from meshwright.spec.blocks.mixture import MixtureSpec
 from meshwright.spec.blocks.norm import NormSpec
-from meshwright.spec.blocks.part import Body, Place
+from meshwright.spec.blocks.part import BlockBody, BodyPlace
 from meshwright.spec.blocks.table import Op, Table, Value
 
 
@@ -25,7 +25,7 @@ class SublayerSpec:
 
     norm: NormSpec | None
     """None where the bodies read the residual stream itself."""
-    bodies: tuple[Body, ...]
+    bodies: tuple[BlockBody, ...]
     norm_out: NormSpec | None = None
     """Norm of the body's output before it is added; a sublayer with two bodies has none."""
     factor: float = 1.0
@@ -52,7 +52,7 @@ class BlockSpec:
     """Adapters of its linear layers, beside which all its other weights are frozen."""
 
     @property
-    def bodies(self) -> tuple[Body, ...]:
+    def bodies(self) -> tuple[BlockBody, ...]:
         return tuple(body for sublayer in self.sublayers for body in sublayer.bodies)
 
     @property
@@ -93,7 +93,7 @@ def _operations(block: BlockSpec, stream: str, spread: bool) -> Iterator[Op]:
             source = normed.name
         outputs = []
         for body in sublayer.bodies:
-            place = Place(
+            place = BodyPlace(
                 hidden=block.hidden,
                 prefix=body.MODULE,
                 reads=source,

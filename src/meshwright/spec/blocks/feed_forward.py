@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from meshwright.spec.blocks.part import Place
-from meshwright.spec.blocks.table import ActivateOp, LinearOp, Op, Part, Value
+from meshwright.spec.blocks.part import BodyPlace
+from meshwright.spec.blocks.table import ActivateOp, FusedWeight, LinearOp, Op, Value
 
 Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu"]
 
@@ -43,7 +43,7 @@ class FeedForwardSpec:
         """Outputs of the first linear layer."""
         return (1 + self.gated) * self.width
 
-    def operations(self, place: Place, *, tiled: bool = True) -> Iterator[Op]:
+    def operations(self, place: BodyPlace, *, tiled: bool = True) -> Iterator[Op]:
         """Both linear layers and the activation between them; `tiled` as in `ActivateOp`."""
         name = place.name
         projected, activated = Value(name("projected"), self.first_width), Value(name("activated"), self.width)
@@ -55,7 +55,7 @@ class FeedForwardSpec:
             outputs=projected.width,
             std=place.std,
             split="rows",
-            parts=(Part("gate", self.width), Part("up", self.width)) if self.gated else (),
+            parts=(FusedWeight("gate", self.width), FusedWeight("up", self.width)) if self.gated else (),
             bias=self.bias,
         )
         yield ActivateOp(name=name("activate"), reads=(projected.name,), writes=(activated,), tiled=tiled)

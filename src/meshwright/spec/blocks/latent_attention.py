@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from meshwright.spec.blocks.norm import NormSpec
-from meshwright.spec.blocks.part import Place
+from meshwright.spec.blocks.part import BodyPlace
 from meshwright.spec.blocks.positions import RotarySpec
-from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Part, Value
+from meshwright.spec.blocks.table import AttendOp, FusedWeight, LinearOp, Op, Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class LatentAttentionSpec:
     score_cap: ClassVar[None] = None
     """Its scores are not capped."""
 
-    def operations(self, place: Place) -> Iterator[Op]:
+    def operations(self, place: BodyPlace) -> Iterator[Op]:
         """Projections to latents, their norms, projections by head, rotation, attention, output projection."""
         name, rotated = place.name, self.rotary.width
         queries, unrotated = self.heads * self.head_dim, self.heads * (self.head_dim - rotated)
@@ -54,7 +54,7 @@ class LatentAttentionSpec:
             outputs=latents.width,
             std=place.std,
             split="whole",
-            parts=(Part("q", self.q_rank), Part("kv", self.kv_rank + rotated)) if self.q_rank else (),
+            parts=(FusedWeight("q", self.q_rank), FusedWeight("kv", self.kv_rank + rotated)) if self.q_rank else (),
         )
         query_source = place.reads
         if self.q_rank:

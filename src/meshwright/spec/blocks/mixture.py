@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
-from meshwright.spec.blocks.part import Place
+from meshwright.spec.blocks.part import BodyPlace
 from meshwright.spec.blocks.table import (
     ActivateOp,
     ExchangeOp,
     ExpertsOp,
+    FusedWeight,
     GateOp,
     LinearOp,
     Op,
-    Part,
     RouteOp,
     Rows,
     Value,
@@ -82,7 +82,7 @@ class MixtureSpec:
     width: int | None = None
     """Width that experts read and write; None is that of the residual stream."""
 
-    def operations(self, place: Place) -> Iterator[Op]:
+    def operations(self, place: BodyPlace) -> Iterator[Op]:
         """Router, exchange of rows (`place.spread`), experts, sum of a token's rows, shared expert."""
         name = place.name
         if self.router.choice_bias:
@@ -123,7 +123,7 @@ class MixtureSpec:
                 summed = (name("routed_output"), gated.name)
         yield Op(name=name("sum"), reads=summed, writes=(place.output,))
 
-    def _routed(self, place: Place) -> Generator[Op, None, str]:
+    def _routed(self, place: BodyPlace) -> Generator[Op, None, str]:
         """The operations on rows of tokens; returns the name of the experts' outputs, in the order of the tokens."""
         name, expert, width = place.name, self.expert, self.width or place.hidden
 
@@ -148,7 +148,7 @@ class MixtureSpec:
             outputs=expert.first_width,
             std=place.std,
             bias=expert.bias,
-            parts=(Part("gate", expert.width), Part("up", expert.width)) if expert.gated else (),
+            parts=(FusedWeight("gate", expert.width), FusedWeight("up", expert.width)) if expert.gated else (),
             **sizes,
         )
         yield ActivateOp(name=name("experts.activate"), reads=(projected.name,), writes=(activated,))

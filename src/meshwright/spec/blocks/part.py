@@ -10,7 +10,7 @@ from meshwright.spec.blocks.table import Op, Value
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class BodyPlace:
     """Where a body stands: the width around it, the names of its module and of its input, and what its weights start from."""
 
     hidden: int
@@ -35,7 +35,7 @@ class Place:
         return f"{self.prefix}.{inside}"
 
 
-class Body(Protocol):
+class BlockBody(Protocol):
     """A mixer or a feed-forward network: an immutable description with its checks and its operations."""
 
     MODULE: ClassVar[str]
@@ -45,7 +45,7 @@ class Body(Protocol):
     OUTPUT_NORM: ClassVar[str]
     """Name of the norm of its output, in blocks that have one."""
 
-    def operations(self, place: Place) -> Iterator[Op]:
+    def operations(self, place: BodyPlace) -> Iterator[Op]:
         """Its operations at a place; the last one that matters writes `place.output`."""
 
     def mistakes(self) -> Iterator[str]:

@@ -118,7 +118,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Part:
+class FusedWeight:
     """One of the logical weights that are fused in a linear layer: `size` rows that consist of `heads` whole heads, or 0."""
 
     name: str
@@ -212,7 +212,7 @@ class LinearOp(Op):
     outputs: int
     std: float
     split: TensorSplit
-    parts: tuple[Part, ...] = ()
+    parts: tuple[FusedWeight, ...] = ()
     bias: bool = False
     router: bool = False
     adapters: tuple[AdapterPart, ...] = ()
@@ -284,7 +284,7 @@ class ExpertsOp(Op):
     std: float
     bias: bool = False
     """Whether each expert has a bias; those of a layer are one parameter `(experts, outputs)`, `NAME_bias`."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[FusedWeight, ...] = ()
     adapters: tuple[AdapterPart, ...] = ()
     """Adapters of each expert: A `(experts, rank, inputs)` and B `(experts, outputs, rank)`."""
 

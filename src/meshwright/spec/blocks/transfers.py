@@ -17,7 +17,7 @@ from meshwright.spec.blocks.table import LinearOp, NormOp, Op, Table, Value
 
 
 @dataclass(frozen=True)
-class Transfers:
+class RankTransfers:
     """Values that tensor ranks transfer in one forward of a block, in order."""
 
     gathered: tuple[tuple[Value, ...], ...]
@@ -29,7 +29,7 @@ class Transfers:
 
 
 @lru_cache(maxsize=256)
-def transfers(block: BlockSpec) -> Transfers:
+def transfers(block: BlockSpec) -> RankTransfers:
     """The transfers of a block. Bodies that share them gather an input once, and scatter the sum of their outputs."""
     table = block.table()
     own = _values_by_token(table)
@@ -44,7 +44,7 @@ def transfers(block: BlockSpec) -> Transfers:
             sums = [op.writes[0] for op in operations if isinstance(op, LinearOp) and op.split == "columns"]
             scattered += sums[:1] if sublayer.shares_transfers else sums
     divided = sum(isinstance(op, NormOp) and op.heads > 0 for op in table.operations)
-    return Transfers(tuple(gathered), tuple(scattered), divided)
+    return RankTransfers(tuple(gathered), tuple(scattered), divided)
 
 
 def _values_by_token(table: Table) -> set[str]:
