@@ -21,7 +21,7 @@ import numpy as np
 from meshwright.config.load import load_run
 from meshwright.policies.expert_costs import ExpertCosts
 from meshwright.policies.expert_owners import better_owners, even_owners, heterogeneous_owners
-from meshwright.policies.expert_placement import copied_everywhere
+from meshwright.policies.expert_placement import copied_everywhere, place_experts
 from meshwright.policies.expert_routing import owned
 from meshwright.policies.load_window import WINDOW_STEPS
 from meshwright.simulator.expert_loads import play_loads
@@ -35,7 +35,7 @@ CLUSTERS = {
     "8 H200": ["cluster.gpu=H200", "cluster.gpus_per_node=8"],
     "32 H100": ["cluster.gpu=H100", "cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.network.port_gb_per_s=50"],
 }
-POLICIES = (("none", 0), ("hecate", 4), ("hecate", 16), ("flexmoe", 4))
+POLICIES = (("none", 0), ("hecate", 4), ("hecate", 16))
 Owners = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
 OWNERS: dict[str, Owners] = {
     "even": lambda loads, before, copied, ranks, per_node: before,
@@ -111,7 +111,7 @@ def layer_figures(
             counts[start - DELAY : start + EVERY],
             owners,
             layer_costs,
-            policy=None if copy_policy == "none" else copy_policy,
+            place=None if copy_policy == "none" else place_experts,
             slots=copy_slots,
             window=WINDOW_STEPS,
             initial=owned(owners, ranks),

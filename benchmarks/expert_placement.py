@@ -3,10 +3,10 @@
     python benchmarks/expert_placement.py [--out FILE.json] [--draws 5]
 
 The loads are those of data/expert-loads-32-ranks.csv. A layout without copies (FSDP and expert parallelism: each expert on eight ranks)
-is compared with FlexMoE as they ran it (`flexmoe_baseline.py`), and with our `flexmoe` and `hecate`, under equal memory: all gather as
-many experts per rank. Everything that is assumed is printed. `--draws` repeats the simulation with unequal loads within each group of
-experts, which the recorded loads do not tell apart. `recorded` times the rows of the busiest ranks that the authors recorded with
-their FlexMoE and with LAER-MoE: no policy is simulated.
+is compared with FlexMoE as they ran it (`flexmoe_baseline.py`), with FlexMoE that adds single copies (`flexmoe_policy.py`), and with our
+`hecate`, under equal memory: all gather as many experts per rank. Everything that is assumed is printed. `--draws` repeats the simulation
+with unequal loads within each group of experts, which the recorded loads do not tell apart. `recorded` times the rows of the busiest ranks
+that the authors recorded with their FlexMoE and with LAER-MoE: no policy is simulated.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 from flexmoe_baseline import improved_slots, rank_loads
+from flexmoe_policy import SingleCopies
 
 from meshwright.policies.expert_costs import ExpertCosts
 from meshwright.policies.expert_owners import even_owners, heterogeneous_owners
-from meshwright.policies.expert_placement import overlap_degree
+from meshwright.policies.expert_placement import overlap_degree, place_experts
 from meshwright.policies.expert_routing import node_rows
 from meshwright.policies.load_window import WINDOW_STEPS
 from meshwright.simulator.expert_loads import PlayedLoads, play_loads
@@ -195,10 +196,12 @@ def simulate(model: RecordedModel, seed: int | None) -> dict[str, dict[str, floa
     copied = hidden if hidden <= model.experts_per_part else 0  # with fewer slots no expert is on all ranks
     owners = heterogeneous_owners(steps[0].sum(1), copied, RANKS, RANKS_PER_NODE)
     played = {
-        "fsdp_ep": play_loads(steps, even, costs, policy=None, initial=fixed),
+        "fsdp_ep": play_loads(steps, even, costs, initial=fixed),
         "flexmoe": flexmoe_baseline(steps, fixed, model),
-        "flexmoe_policy": play_loads(steps, even, costs, policy="flexmoe", slots=model.experts_per_part, initial=fixed),
-        "hecate": play_loads(steps, owners, costs, policy="hecate", slots=model.experts_per_part, window=WINDOW_STEPS),
+        "flexmoe_policy": play_loads(steps, even, costs, place=SingleCopies(fixed), slots=model.experts_per_part),
+        "hecate": play_loads(
+            steps, owners, costs, place=place_experts, slots=model.experts_per_part, window=WINDOW_STEPS
+        ),
     }
     return {
         name: {
@@ -231,9 +234,7 @@ def recorded() -> dict[str, Any]:
         counts = recorded_counts(model, None)
         even = np.zeros((counts[0].shape[0], RANKS, model.experts), dtype=bool)
         even[:] = np.arange(RANKS)[:, None] % GROUPS == np.arange(model.experts) % GROUPS
-        fixed = play_loads(
-            counts, even_owners(len(even), model.experts, RANKS), model.costs(), policy=None, initial=even
-        )
+        fixed = play_loads(counts, even_owners(len(even), model.experts, RANKS), model.costs(), initial=even)
         ratios["fsdp_ep"] = fixed.imbalance
         seconds[model.name] = {name: model.step_seconds(model.played(ratio)) for name, ratio in ratios.items()}
         total, exchange, experts = PUBLISHED_SECONDS[model.name]["fsdp_ep"]

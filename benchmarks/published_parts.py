@@ -14,7 +14,6 @@ import numpy as np
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.plan_costs import Pricing, pricing
 from meshwright.planner.reprice import reprice
-from meshwright.planner.schedule_choice import with_stages
 from meshwright.simulator.step_simulation import timing_of
 from meshwright.spec.plan import Breakdown, LayerStrategy, Plan
 from meshwright.spec.run import RunSpec
@@ -83,15 +82,10 @@ def _fp8_dispatch(assumed: Assumed) -> Assumed:
     return assumed.with_layout(exchanged_bytes=FP8_DISPATCH_BYTES)
 
 
-def _dualpipe(assumed: Assumed) -> Assumed:
+def _exchange_beside_compute(assumed: Assumed) -> Assumed:
     tax = EXCHANGE_MULTIPROCESSORS / (MULTIPROCESSORS - EXCHANGE_MULTIPROCESSORS)
     constants = replace(assumed.inputs.constants, overlap_tax=np.full(1, tax))
-    plan = assumed.plan
-    schedule = with_stages(assumed.run, "dualpipe_v", plan.axis_size("pipeline"), 2, plan.mesh)
-    overlapping = replace(
-        assumed, plan=replace(plan, schedule=schedule), inputs=replace(assumed.inputs, constants=constants)
-    )
-    return overlapping.with_layout(exchange_overlaps=1.0)
+    return replace(assumed, inputs=replace(assumed.inputs, constants=constants)).with_layout(exchange_overlaps=1.0)
 
 
 FEATURES: dict[str, Feature] = {
@@ -100,5 +94,5 @@ FEATURES: dict[str, Feature] = {
     "activations in fp8, so recompute of element-wise operations suffices": _selective_recompute,
     "a token goes to at most 4 nodes, once to each": _one_copy_per_node,
     "dispatch in fp8": _fp8_dispatch,
-    "DualPipe: exchange beside another micro-batch's compute, by 20 of 132 multiprocessors": _dualpipe,
+    "DualPipe: exchange beside another micro-batch's compute, by 20 of 132 multiprocessors": _exchange_beside_compute,
 }

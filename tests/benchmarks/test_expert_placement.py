@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 from benchmarks.expert_placement import MODELS, PUBLISHED, compare, recorded, recorded_counts
 from benchmarks.flexmoe_baseline import improved_slots, rank_loads
+from benchmarks.flexmoe_policy import SingleCopies
+
+from meshwright.policies.expert_costs import ExpertCosts
+from meshwright.policies.expert_owners import even_owners
+from meshwright.policies.expert_placement import PlacementProblem
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-26-expert-placement-simulated.json"
 RECORDED_MEDIANS = {"mixtral-8x7b-e16k4": 1.67, "mixtral-8x7b-e8k2": 1.64}
@@ -47,3 +52,14 @@ def test_counts_have_the_rows_of_the_micro_batches(seed: int | None) -> None:
         counts = recorded_counts(model, seed)[0]
         rows = counts.sum((1, 2))
         assert rows == pytest.approx([32 * 16_384 * model.per_token] * len(rows), rel=1e-3)
+
+
+def test_single_copies_are_replaced_when_another_expert_becomes_popular() -> None:
+    """The owner of expert 1 needs no slot for it, so it keeps its copy of expert 0."""
+    counts = np.zeros((1, 4, 4), dtype=np.int64)
+    counts[:, :, 0] = 100
+    place, owners = SingleCopies(), even_owners(1, 4, 4)
+    free = ExpertCosts(2, 1e-6, 0.0, 0.0, 0.0, 0.0, 0.0)
+    first = place(PlacementProblem(counts, owners, 1, free)).copy()
+    second = place(PlacementProblem(np.roll(counts, 1, 2), owners, 1, free))
+    assert first[0].sum(0).tolist() == [4, 1, 1, 1] and second[0].sum(0).tolist() == [2, 4, 1, 1]

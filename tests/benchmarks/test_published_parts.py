@@ -9,9 +9,8 @@ from published_parts import BLOCK_SCALES, FEATURES, steps_to_published
 
 from meshwright.config.load import load_run
 from meshwright.planner.schedule_choice import with_stages
-from meshwright.planner.space import SCHEDULES, points
 from meshwright.simulator.step_simulation import simulate_plan
-from meshwright.spec.plan import REFUSED_SCHEDULES, BatchPlan, ExpertPlan, LayerStrategy, Linear, MeshAxis, Plan
+from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, Linear, MeshAxis, Plan
 
 PUBLISHED_SECONDS = 180_000 * 3600 / 2048 * 15360 * 4096 / 1e12
 QUESTION = "model=deepseek-v3 cluster.gpu=H800 cluster.nodes=256 train.seq_len=4096 train.global_batch=15360"
@@ -43,6 +42,4 @@ def test_the_features_together_explain_the_published_step_within_a_tenth() -> No
 
 
 def test_no_search_offers_the_assumed_features() -> None:
-    space = points(load_run(None, [*QUESTION.split(), "plan.pipeline=16", "plan.tensor=1"]), trainable=True)
-    assert not {SCHEDULES[number] for number in set(space.schedule.tolist())} & set(REFUSED_SCHEDULES)
     assert BLOCK_SCALES not in get_args(Linear)

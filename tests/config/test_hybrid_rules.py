@@ -9,7 +9,7 @@ from tests.config.test_key_rules import MIXTURE, mistakes
 
 from meshwright.config.load import load_plan, load_run, plan_yaml
 from meshwright.spec.errors import BadConfig
-from meshwright.spec.plan import REFUSED_SCHEDULES, BatchPlan, LayerStrategy, MeshAxis, Plan, SamplePlan
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, SamplePlan
 
 RUN = """\
 model: {preset: llama-nano}
@@ -29,7 +29,6 @@ DIFFERENT = "as ranks of plan.hybrid run different numbers of micro-batches (or 
         (["plan.hybrid=2"], "plan.hybrid", "all of the cluster's 4 ranks", "4"),
         (["plan.hybrid=4", "plan.tensor=2"], "plan.hybrid", "all of the cluster's 4 ranks ÷ plan.tensor 2", "2"),
         ([HYBRID, "plan.pipeline=2"], "plan.hybrid", "all of the cluster's 4 ranks ÷ plan.pipeline 2", "2"),
-        ([*PIPELINES, "plan.schedule=dualpipe_v"], "plan.schedule", REFUSED_SCHEDULES["dualpipe_v"], "zbv"),
         ([HYBRID, *EXPERTS, "plan.expert=8"], "plan.expert", "a divisor of plan.hybrid = 4", "4"),
         ([HYBRID, "model.prediction_depth=1"], "data.packing", "stream, as model.prediction_depth is not 0", "stream"),
         (

@@ -313,14 +313,6 @@ def test_a_broken_file_does_not_make_its_keys_missing(tmp_path: Path) -> None:
         ("plan.layers.9.recompute=full", "plan.layers.9.recompute", "an item of plan.layers, 0 to 0", None),
         ("extends=llama3-8b", "extends", "in a run file only", None),
         ("model.dropout=0.1", "model.dropout", "no dropout", None),
-        ("plan.schedule=dualpipe_v", "plan.schedule", "do not overlap; use zbv", "zbv"),
-        (
-            "plan.gather_engine=copy",
-            "plan.gather_engine",
-            "its name is plan.gather_transport: nccl or copy_engine",
-            None,
-        ),
-        ("plan.reduce_engine=kernel", "plan.reduce_engine", "removed because exchange gained nothing", None),
     ],
 )
 def test_a_bad_override_is_a_mistake_of_the_command_line(

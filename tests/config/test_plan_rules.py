@@ -40,7 +40,6 @@ def samples(keys: str, *overrides: str, form: str = "both") -> tuple[str, str, l
 
 CASES = (
     # schedules
-    dense("schedule: dualpipe_v, pipeline: 2"),
     dense("schedule: paired"),
     experts("schedule: paired, expert: 1, tensor: 1"),
     experts("schedule: paired, shard: 2, expert: 2, expert_policy: fixed, expert_slots: 4"),

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from meshwright.data.manifest import Manifest, open_directory, verify
+from meshwright.data.manifest import Manifest, verify
 from meshwright.data.prepare import prepare
 from meshwright.data.request import ChatRequest
 from meshwright.spec.errors import BadInput
@@ -99,25 +99,6 @@ def test_a_change_between_two_attempts_is_found(
     age(old)
     with pytest.raises(BadInput, match="different command \\(input_times"):
         prepare(*arguments, shard_tokens=10)
-
-
-def test_corpora_of_earlier_releases_are_read_and_compared_by_time(tmp_path: Path, tokenizer_file: Path) -> None:
-    path, out = tmp_path / "a.txt", tmp_path / "out"
-    write_text(path, "black")
-    age(path)
-    prepare([str(path)], str(tokenizer_file), out)
-    manifest = json.loads((out / "manifest.json").read_text())
-    (out / "manifest.json").write_text(
-        json.dumps({key: value for key, value in manifest.items() if key not in ("inputs", "not_read")})
-    )
-    (out / "inputs.jsonl").unlink()
-    assert open_directory(out).manifest is not None and verify(out) == []
-    assert prepare([str(path)], str(tokenizer_file), out).reused
-    write_text(path, "white")
-    future = (out / "manifest.json").stat().st_mtime_ns + HOUR_NS
-    os.utime(path, ns=(future, future))
-    with pytest.raises(BadInput, match="a.txt is younger, and an earlier release recorded no contents"):
-        prepare([str(path)], str(tokenizer_file), out)
 
 
 def test_verify_misses_the_record(tmp_path: Path, tokenizer_file: Path) -> None:

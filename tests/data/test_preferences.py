@@ -69,7 +69,7 @@ def opened(folder: Path, seq_len: int = 64, split: Any = "train", **preference: 
 def test_every_form_is_the_same_pair(tmp_path: Path, name: str) -> None:
     """Token for token, with one prompt: both answers begin at the same token, and nothing of the prompt is trained on in either."""
     manifest = prepared(tmp_path, [PAIRS[name]]).manifests[TRAIN]
-    assert manifest.preferences is not None and manifest.preferences.kind == "pairs" and manifest.version == 4
+    assert manifest.preferences is not None and manifest.preferences.kind == "pairs"
     (source,) = opened(tmp_path).sources.values()
     stream = source.stream
     (chosen, rejected), (long, short) = (each[:2].tolist() for each in stream.document_ranges())
@@ -255,14 +255,12 @@ def test_mismatched_answers_have_other_prompts_and_the_same_room(tmp_path: Path)
     assert sorted(batch.tokens.flatten().tolist()) == sorted(columns["mismatched_tokens"].flatten().tolist())
 
 
-def test_earlier_releases_refuse_preferences(tmp_path: Path) -> None:
-    """They read manifests of versions 1 to 3; others keep their version and keys."""
+def test_only_a_manifest_of_preferences_has_their_counts(tmp_path: Path) -> None:
     prepared(tmp_path, [PAIRS["texts"]] * 3)
     content = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert content["version"] == 4 and content["preferences"] == {"kind": "pairs", "good": 3, "bad": 3}
+    assert content["preferences"] == {"kind": "pairs", "good": 3, "bad": 3}
     prepared(tmp_path / "chats", [{"messages": turns("a", "b")}] * 3, preferences=False)
-    content = json.loads((tmp_path / "chats" / "out" / "manifest.json").read_text())
-    assert content["version"] == 2 and "preferences" not in content
+    assert "preferences" not in json.loads((tmp_path / "chats" / "out" / "manifest.json").read_text())
     assert Manifest.read(tmp_path / "chats" / "out").preferences is None
 
 

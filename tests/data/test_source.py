@@ -13,7 +13,6 @@ from meshwright.data.manifest import MANIFEST, held_out_beside, locate, open_dir
 from meshwright.data.prepare import prepare
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.tokenizer import load_tokenizer
-from meshwright.policies.sample_order import Mixture
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import DataSpec
 from tests.data import megatron
@@ -280,17 +279,3 @@ def test_the_order_of_samples_depends_on_contents_and_not_on_paths(prepared: Pat
     assert order(first) == order(second)
     megatron.write(tmp_path / "a" / "data", [[[4, 5, 6] * 25], [[7] * 75]], 4)  # other documents, as many tokens
     assert order(open_data(specs[1], seq_len=8, seed=3)) != order(first)
-
-
-def test_a_run_of_an_earlier_release_keeps_the_order_that_followed_from_its_path(prepared: Path) -> None:
-    source = opened(prepared)
-    now, record = order(source), source.record()
-    source.restore_order(record)
-    assert order(source) == now
-    before = {name: {key: entry[key] for key in ("content", "tokenizer")} for name, entry in record.items()}
-    earlier = Mixture({str(prepared): 1.0}, {str(prepared): source.windows}, 0).draws(np.arange(50)).window.tolist()
-    for old in (before, None):
-        source = opened(prepared)
-        source.restore_order(old)
-        assert [window for _, window in order(source)[:50]] == earlier != [window for _, window in now[:50]]
-        assert all("order" not in entry for entry in source.record().values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from meshwright.data.manifest import MANIFEST, Manifest, open_directory
+from meshwright.data.manifest import MANIFEST, open_directory
 from meshwright.data.prepare import prepare
 from meshwright.data.request import ChatRequest
 from meshwright.data.source import open_data
 from meshwright.data.text_format import read_text_format
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import DataSpec
 from tests.data.chats import CHATML, CHATS, HEADERS, byte_level, plain, sentence_piece, write_chats, write_tokenizer
 from tests.data.conftest import story
@@ -45,13 +44,10 @@ def documents(corpus: Path) -> list[list[int]]:
     return [file.read(start, stop).tolist() for start, stop in pairwise(bounds)]
 
 
-def earlier(corpus: Path) -> Path:
-    """The corpus with the manifest of an earlier release."""
+def without(key: str, corpus: Path) -> Path:
+    """The corpus whose manifest lacks a key."""
     manifest = json.loads((corpus / MANIFEST).read_bytes())
-    for key in ("text_format", "unended_answers"):
-        del manifest[key]
-    for key in ("document_end", "begin"):
-        del manifest["request"][key]
+    del manifest[key]
     (corpus / MANIFEST).write_text(json.dumps(manifest))
     return corpus
 
@@ -174,21 +170,12 @@ def test_texts_with_other_ends_or_beginnings_are_not_mixed(folder: Path, texts: 
     without = write_tokenizer(tmp_path / "without", None, sentence_piece())
     with pytest.raises(BadInput, match=r"have different tokenizers \(digests"):
         mixed("no-bos", model=without)()
-    with pytest.raises(BadInput, match=r"earlier release\) begin with nothing, those of .*plain with <s>"):
-        check = mixed("before", held_out=0.5)
-        earlier(tmp_path / "before" / "train")
-        check()
 
 
-def test_corpora_of_earlier_releases_are_read_as_they_were_made(folder: Path, texts: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    prepare([str(texts)], str(folder), out)
-    with pytest.raises(BadInput, match=r"earlier release\) begin with nothing, those of this command with <s>"):
-        prepare([str(texts)], str(folder), earlier(out))
-    manifest = Manifest.read(out)
-    replace(manifest, tokenizer=replace(manifest.tokenizer, eos=0)).write(out)
-    record = read_text_format(out)
-    assert record.document_end == (0, "<|endoftext|>") and record.begin == ()
-    model = write_tokenizer(tmp_path / "model", None)
-    prepare([str(texts)], str(model), tmp_path / "same")
-    assert prepare([str(texts)], str(model), earlier(tmp_path / "same")).reused
+@pytest.mark.parametrize("key", ["text_format", "inputs", "request"])
+def test_a_manifest_without_a_key_is_refused_in_one_line(folder: Path, texts: Path, tmp_path: Path, key: str) -> None:
+    prepare([str(texts)], str(folder), tmp_path / "out")
+    with pytest.raises(
+        Damaged, match=rf"^.*manifest\.json: not a readable manifest .*{key}: missing\); prepare again$"
+    ):
+        open_directory(without(key, tmp_path / "out"))

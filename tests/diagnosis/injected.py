@@ -28,7 +28,7 @@ PIPELINES = (
     Job("interleaved", pipeline=2, dp=4),
     Job("zb_h1", pipeline=3, dp=2, micro_batches=4),
     Job("zbv", pipeline=2, dp=2),
-    Job("dualpipe_v", pipeline=2, dp=2),
+    Job("zb_h1", pipeline=2, dp=2),
     Job("breadth_first", pipeline=2, dp=4),
 )
 

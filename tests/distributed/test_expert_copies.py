@@ -169,15 +169,14 @@ def test_rows_go_where_the_simulation_sends_them(nodes: list[int]) -> None:
 PLAIN = [*ranks(4), "plan.expert=2", *SHALLOW, "train.steps=9", "train.balance_loss=0", "checkpoint.every=5"]
 COPIES = [*ranks(4), "plan.expert=4", "plan.expert_slots=3", "train.balance_loss=0", *SHALLOW, "train.steps=9"]
 POLICIES = [
-    ["plan.expert_policy=flexmoe", "plan.expert_keep=true", "plan.expert_load_window=2"],
+    ["plan.expert_policy=hecate", "plan.expert_keep=true", "plan.expert_load_window=2"],
     ["plan.expert_policy=hecate"],
-    ["plan.expert_policy=fastermoe"],
     ["plan.expert_policy=fixed", "plan.expert_keep=true"],
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy[0])
+@pytest.mark.parametrize("policy", POLICIES, ids=" ".join)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: list[str]
 ) -> None:

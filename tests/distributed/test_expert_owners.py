@@ -67,7 +67,7 @@ MOVES = ["plan.expert_placement=balanced", "plan.expert_placement_every=3", "pla
 FP64 = ["plan.compute=fp64", "train.clip_norm=null"]
 LAYOUTS = {
     "expert ranks": [*OWNERS, "plan.expert=2", "supervision.check_state_every=1"],
-    "copies": [*OWNERS, "plan.expert=4", "plan.expert_policy=flexmoe", "plan.expert_slots=1"],
+    "copies": [*OWNERS, "plan.expert=4", "plan.expert_policy=hecate", "plan.expert_slots=1"],
     "tensor": [*OWNERS, "plan.shard=2", "plan.tensor=2", "plan.expert=1"],
     "a rank without router rows": [*OWNERS, "model.experts=6", "plan.expert=2"],
     "pipeline, average": [*OWNERS, "plan.shard=2", "plan.pipeline=2", "plan.expert=2", "train.ema_decay=0.9"],

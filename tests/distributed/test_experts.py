@@ -83,7 +83,7 @@ SPREAD_WIDER = [
     (TIED, Case("gpipe", pipeline=2, shard=2, expert=2, micro=2)),
     (EVEN, Case("interleaved", pipeline=2, shard=2, expert=2, micro=2)),
     (SHARED, Case("zb_h1", pipeline=2, shard=2, expert=2)),
-    (EVEN, Case("dualpipe_v", pipeline=2, shard=2, expert=2)),
+    (EVEN, Case("zbv", pipeline=2, shard=2, expert=2)),
     (EVEN, Case("breadth_first", pipeline=2, shard=2, expert=2)),
     (replace(EVEN, layers=8), Case("1f1b", pipeline=2, shard=2, expert=2, stages=UNEVEN)),
     (EVEN, Case("1f1b", replicate=2, shard=4, expert=2)),

@@ -32,7 +32,6 @@ CASES = [
     (DEEP, Case("zbv", pipeline=2, replicate=2, recompute="selective", offload="optimizer")),
     (replace(LLAMA, layers=4), Case("1f1b", tensor=2, micro=2, offload="both")),
     (EVEN, Case("1f1b", shard=2, expert=2, micro=4, offload="optimizer")),
-    (DEEP, Case("dualpipe_v", pipeline=2, offload="optimizer")),
     (DEEP, Case("zb_h1", pipeline=2, stages=UNEVEN, offload="optimizer")),
     (DEEP_TIED, Case("interleaved", pipeline=2, shard=2, offload="both")),
     (DEEP_TIED, Case("gpipe", pipeline=2, offload="optimizer")),

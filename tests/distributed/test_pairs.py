@@ -17,7 +17,7 @@ LITTLE_MEMORY = [  # gradients="whole": every rank has all gradients of its laye
     Case("interleaved", pipeline=2, replicate=2, recompute="full", stages=UNEVEN_LOOPED),
     Case("zb_h1", pipeline=2, replicate=2, recompute="full", stages=UNEVEN),
     Case("zbv", pipeline=2, shard=2, recompute="full", stages=UNEVEN_V),
-    Case("dualpipe_v", pipeline=2, replicate=2, recompute="selective", stages=UNEVEN_V),
+    Case("zbv", pipeline=2, replicate=2, recompute="selective", stages=UNEVEN_V),
     Case("breadth_first", pipeline=2, shard=2, recompute="full", stages=UNEVEN_LOOPED),
 ]
 COMPILED = [
@@ -26,7 +26,7 @@ COMPILED = [
     Case("gpipe", pipeline=2, compile=True, recompute="full"),
     Case("interleaved", pipeline=2, compile=True, reshard=False, gradients="whole"),
     Case("zb_h1", pipeline=2, compile=True, recompute="selective"),
-    Case("dualpipe_v", pipeline=2, compile=True, recompute="full", stages=UNEVEN_V),
+    Case("zbv", pipeline=2, compile=True, recompute="full", stages=UNEVEN_V),
 ]
 
 

@@ -33,7 +33,7 @@ from tests.slow import quick_first
 DEEP = replace(LLAMA, layers=8, hidden=8, heads=2, kv_heads=1)
 DEEP_TIED = replace(GPT, layers=8, hidden=8, heads=2, kv_heads=2)
 STEPS = 2
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "breadth_first")
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,16 @@ ONE_STAGE = [
 ]
 TWO_RANKS = [Case(name, pipeline=2) for name in SCHEDULES]
 FOUR_RANKS = [
-    Case("dualpipe_v", pipeline=2, shard=2),
     Case("zbv", pipeline=2, replicate=2, stages=UNEVEN_V, gradients="whole", micro=2),
     Case("breadth_first", pipeline=2, shard=2, stages=tuple(tuple(str(s) for s in range(r, 8, 2)) for r in range(2))),
     Case("1f1b", pipeline=2, shard=2, stages=UNEVEN, recompute="full"),
     Case("zb_h1", pipeline=2, shard=2, stages=UNEVEN, recompute="selective"),
-    *(Case(name, pipeline=2, shard=2) for name in SCHEDULES if name != "dualpipe_v"),
+    *(Case(name, pipeline=2, shard=2) for name in SCHEDULES),
 ]
 FOUR_RANKS_TIED = [
     *(
         Case(name, pipeline=2, shard=2, reshard=False, gradients="whole")
-        for name in ("gpipe", "interleaved", "zb_h1", "zbv", "1f1b", "dualpipe_v", "breadth_first")
+        for name in ("gpipe", "interleaved", "zb_h1", "zbv", "1f1b", "breadth_first")
     ),
     *(Case(name, pipeline=4) for name in SCHEDULES),
 ]
@@ -126,7 +125,7 @@ EIGHT_RANKS = [
     Case("1f1b", pipeline=8),
     Case("interleaved", pipeline=4, shard=2, reshard=False),
     Case("zbv", pipeline=2, replicate=2, shard=2, gradients="whole"),
-    Case("dualpipe_v", pipeline=2, shard=2, ring=2),
+    Case("zbv", pipeline=2, shard=2, ring=2),
     Case("gpipe", pipeline=4, shard=2),
     Case("breadth_first", pipeline=2, replicate=2, shard=2),
     Case("1f1b", pipeline=2, tensor=2, ring=2),
@@ -272,8 +271,3 @@ def refusal_text(world, plan: Plan) -> str:
     except BadInput as error:
         return str(error)
     return ""
-
-
-def test_too_few_micro_batches_are_refused(pool: Pool) -> None:
-    plan = Case("dualpipe_v", pipeline=2, micro=4).plan
-    assert "needs at least 4 micro-batches" in pool.run(refusal_text, 2, plan)[0]

@@ -55,7 +55,7 @@ CASES = [
     (GPT4, Case("1f1b", tensor=2, replicate=2, recompute="full", order=OUTSIDE)),
     (QWEN, Case("1f1b", tensor=2, pipeline=2)),
     (QWEN, Case("zbv", tensor=2, pipeline=2, recompute="full")),
-    (GPT4, Case("dualpipe_v", tensor=2, pipeline=2, micro=2)),
+    (GPT4, Case("zbv", tensor=2, pipeline=2, micro=2)),
     (GPT4, Case("gpipe", tensor=2, pipeline=2, micro=4)),
     (QWEN, Case("interleaved", tensor=2, pipeline=2, micro=4)),
     (QWEN, Case("breadth_first", tensor=2, pipeline=2, micro=4)),

@@ -288,7 +288,7 @@ def _drawn_plan(draw: random.Random, spec: ModelSpec, sizes: dict[str, int], *, 
     accumulate, micro_batch = draw.choice((1, 2, 4, 8)), draw.choice((1, 2))
     pipeline = sizes["pipeline"]
     names = [name for name in NAMES if not refusal(name, pipeline, accumulate, STAGES_PER_RANK.get(name, 1))]
-    schedule = draw.choice([name for name in names if name not in ("dualpipe_v", "paired")])
+    schedule = draw.choice([name for name in names if name != "paired"])
     if pipeline * STAGES_PER_RANK.get(schedule, 1) > spec.layers:
         return None
     table = balanced_stages(schedule, pipeline, spec.layers, 1.0)

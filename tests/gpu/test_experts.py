@@ -84,19 +84,19 @@ CASES = {
         2,
         ["plan.expert=2", "plan.expert_policy=hecate", "plan.expert_slots=4", "plan.recompute=full"],
     ),
-    "expert 4, flexmoe, kept, accumulate": (
+    "expert 4, hecate, kept, accumulate": (
         4,
         [
             "plan.expert=4",
-            "plan.expert_policy=flexmoe",
+            "plan.expert_policy=hecate",
             "plan.expert_slots=6",
             "plan.expert_keep=true",
             "plan.micro_batch=1",
         ],
     ),
-    "expert 2 x expert shard 2, fastermoe": (
+    "expert 2 x expert shard 2, hecate": (
         4,
-        ["plan.expert=2", "plan.shard=4", "plan.expert_policy=fastermoe", "plan.expert_slots=8"],
+        ["plan.expert=2", "plan.shard=4", "plan.expert_policy=hecate", "plan.expert_slots=8"],
     ),
     "tensor 2": (2, ["plan.tensor=2", "plan.recompute=selective"]),
     "expert 2 x tensor 2": (4, ["plan.expert=2", "plan.shard=2", "plan.tensor=2"]),

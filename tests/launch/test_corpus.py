@@ -14,7 +14,6 @@ from tests.training.tiny import make_tiny, prepared, tiny_run
 
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.prepare import prepare
-from meshwright.data.source import DataSource
 from meshwright.launch import prepare as launching
 from meshwright.launch.corpus import check_tokenizer
 from meshwright.launch.prepare import check_init, open_run_data
@@ -157,21 +156,3 @@ def test_another_corpus_under_another_path_is_refused(file: Path) -> None:
     prepare_other_text(file)
     with pytest.raises(BadInput, match="changed since"):
         resume(file, moved(file))
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-def test_a_run_whose_order_followed_from_the_path_keeps_its_path(
-    file: Path, recorded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Checkpoints of earlier releases: their record names no order, or there is none."""
-    if recorded:
-        real = DataSource.record
-        monkeypatch.setattr(DataSource, "record", lambda source: _without_order(real(source)))
-    stopped_run(file, recorded=recorded)
-    monkeypatch.undo()
-    with pytest.raises(BadInput, match=r"data\.mix"):
-        resume(file, moved(file))
-
-
-def _without_order(record: dict[str, dict[str, str | None]]) -> dict[str, dict[str, str | None]]:
-    return {name: {key: value for key, value in entry.items() if key != "order"} for name, entry in record.items()}

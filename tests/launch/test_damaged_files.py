@@ -113,12 +113,15 @@ def test_a_record_that_an_earlier_coordinator_writes_late_does_not_count(tmp_pat
     assert read_state(tmp_path) == State("preparing", attempt=3)
 
 
-def test_records_of_an_earlier_release_have_no_digest(tmp_path: Path) -> None:
-    assert StateFile(tmp_path).append(RUNNING, 0.0)
-    record = json.loads((tmp_path / STATE_FILE).read_text())
+def test_a_record_without_a_digest_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for state in (State("preparing", attempt=1), RUNNING):
+        assert StateFile(tmp_path).append(state, 0.0)
+    first, last = (tmp_path / STATE_FILE).read_text().splitlines()
+    record = json.loads(last)
     del record["digest"]
-    (tmp_path / STATE_FILE).write_text(json.dumps(record) + "\n")
-    assert read_state(tmp_path) == RUNNING
+    (tmp_path / STATE_FILE).write_text(f"{first}\n{json.dumps(record)}\n")
+    assert read_state(tmp_path) == State("preparing", attempt=1)
+    assert f"{STATE_FILE}:2: this record is damaged" in capsys.readouterr().err
 
 
 def replace_journal_by_a_folder(folder: Path, patch: pytest.MonkeyPatch) -> None:

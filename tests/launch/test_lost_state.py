@@ -21,7 +21,6 @@ from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.launch.attempts import opening_state
 from meshwright.launch.folder import check_state, renamed, take_over
-from meshwright.observe.metrics import to_line
 from meshwright.policies.job_events import Failed, Present
 from meshwright.policies.restart import Incident, Restart, RestartPolicy, after_failure
 from meshwright.policies.supervision import Rules, State, decide
@@ -223,42 +222,11 @@ def test_a_start_writes_again_that_the_run_had_a_checkpoint(tmp_path: Path, reco
     run = tmp_path / "run"
     run_with_steps(run, 1)
     if record == "lost":
-        (run / FIRST_COMMIT).unlink()  # as an earlier release leaves a run
+        (run / FIRST_COMMIT).unlink()  # as a copy of the checkpoints alone has none
         take_over(run)
     shutil.rmtree(path_of(run, 1))
     with pytest.raises(Damaged, match="had a checkpoint .* none is left"):
         check_state(description(), run)
-
-
-@pytest.mark.parametrize(
-    ("file", "line", "had_checkpoint"),
-    [
-        (
-            "metrics.jsonl",
-            to_line({"kind": "event", "step": 1, "text": "checkpoint step-00000001: 1 MB in 0.1 s"}),
-            True,
-        ),
-        (
-            "metrics.jsonl",
-            to_line({"kind": "event", "step": 1, "text": "no checkpoint of step 1: the disk is full"}),
-            False,
-        ),
-        ("supervision.jsonl", json.dumps({"status": "running", "checkpoints": [1]}), True),
-        ("supervision.jsonl", json.dumps({"status": "running", "checkpoints": []}), False),
-        ("supervision.jsonl", "\udcff{[", False),
-    ],
-)
-def test_a_run_of_an_earlier_release_tells_of_its_lost_checkpoints(
-    tmp_path: Path, file: str, line: str, had_checkpoint: bool
-) -> None:
-    """It has no FIRST_COMMIT; its metrics and its journal say that it saved."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / file).write_bytes(f"{line}\n{line[:20]}".encode(errors="surrogateescape"))
-    if not had_checkpoint:
-        check_state(description(), tmp_path / "run")
-        return
-    with pytest.raises(Damaged, match=rf"had a checkpoint \({file}\) and none is left"):
-        check_state(description(), tmp_path / "run")
 
 
 def test_a_run_whose_saves_all_failed_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

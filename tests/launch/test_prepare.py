@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,8 +18,8 @@ from meshwright.launch import prepare
 from meshwright.launch.prepare import PreparedRun
 from meshwright.planner.candidate import peak_bytes
 from meshwright.planner.reprice import predict
-from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from meshwright.spec.errors import OutOfResources
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
 from meshwright.spec.run import RunSpec
 
 
@@ -53,17 +52,6 @@ def test_a_plan_file_that_devices_cannot_hold_is_refused(tmp_path: Path) -> None
     with pytest.raises(OutOfResources, match=message):
         prepare.training_plan(file_run(tmp_path, copies, *overrides), print)
     prepare.training_plan(file_run(tmp_path, copies, *overrides, "cluster.memory_gib=192"), print)
-
-
-def test_a_plan_file_with_a_refused_schedule_is_named(tmp_path: Path) -> None:
-    axes = (MeshAxis(axis="pipeline", size=2), MeshAxis(axis="shard", size=1))
-    batch = BatchPlan(global_batch=8, micro_batch=2, accumulate=4)
-    plan = Plan(mesh=axes, batch=batch, schedule=SchedulePlan(name="dualpipe_v"), precision=Precision(compute="fp32"))
-    overrides = ["model=llama-nano", "model.vocab_size=512", "cluster.gpus_per_node=2"]
-    with pytest.raises(BadInput, match=r"plan.yaml:\d+:\d+: schedule: .*dualpipe_v.*nearest: zbv"):
-        prepare.training_plan(file_run(tmp_path, plan, *overrides), print)
-    trained = replace(plan, schedule=SchedulePlan(name="zbv"))
-    assert prepare.training_plan(file_run(tmp_path, trained, *overrides), print).schedule == trained.schedule
 
 
 def test_a_processor_s_plan_file_is_held_to_its_rank_s_share_of_the_host(

@@ -13,7 +13,6 @@ import pytest
 import torch
 from tests.data.chats import CHATML, HEADERS, byte_level, plain, sentence_piece, turns, write_chats
 from tests.data.test_text_format import with_bos
-from tests.data.test_text_formats_of_corpora import earlier
 from tests.training.tiny import RUN_FILE, SENTENCE, prepared
 from tokenizers import Tokenizer
 
@@ -231,10 +230,6 @@ def test_evaluation_refuses_data_of_another_format(tmp_path: Path) -> None:
         ):
             with pytest.raises(BadInput, match=rf"--data .*{name}: .*{message}"):
                 check_format(each, DataSpec(validation=str(tmp_path / name)), 8)
-    (folder / TEXT_FORMAT).unlink()  # a run of an earlier release, whose documents began with nothing
-    check_format(folder, DataSpec(validation=str(earlier(tmp_path / "same"))), 8)
-    with pytest.raises(BadInput, match=r"begin with <s>, those of .* with nothing"):
-        check_format(model, DataSpec(validation=str(tmp_path / "same")), 8)
 
 
 def test_prompts_begin_as_texts_do(tmp_path: Path) -> None:

@@ -380,11 +380,6 @@ def test_an_unreadable_file_is_named(folder, name, text):
     assert f"{name}: " in page_of(folder).text.partition("Not in this report")[2]
 
 
-def test_a_plan_file_of_an_earlier_release_is_named_as_one(folder):
-    (folder / "plan.yaml").write_text("mesh: []\nbatch: {global_batch: 32, micro_batch: 2, accumulate: 2}\n")
-    assert "plan.yaml: a plan file of a release before 0.1.0" in page_of(folder).text
-
-
 def test_damaged_lines_are_left_out_and_counted(folder):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('garbage\n{"kind": "step", "step": 41, "loss": 1.0}\n')

@@ -19,7 +19,6 @@ from meshwright.planner.step_estimate import simulated_by_stages, simulated_by_u
 from meshwright.schedules.plan_schedule import training_schedule
 from meshwright.simulator.step_simulation import simulate_plan
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import stage_table
@@ -124,13 +123,6 @@ def test_pinned_stages_leave_the_schedules_that_run_them() -> None:
     """Stages that go down the ranks and up again form a V, which only V schedules run."""
     answer = search(run(pipeline=2, stages=(("0-7", "24-31"), ("8-15", "16-23"))), trainable=True)
     assert {c.plan.schedule.name for c in (answer.best, *answer.others)} == {"zbv"}
-
-
-def test_a_schedule_without_enough_micro_batches_says_how_many_it_needs() -> None:
-    with pytest.raises(
-        BadInput, match="dualpipe_v needs at least 16 micro-batches on 8 pipeline ranks.*train.global_batch"
-    ):
-        search(run(batch=8, pipeline=8, schedule="dualpipe_v"))
 
 
 @pytest.mark.slow

@@ -241,7 +241,7 @@ def test_what_of_offload_is_not_trained_is_refused_for_any_layer_range() -> None
     assert not refused(offload="optimizer") and not refused(offload="both")
     for value in ("activations", "both"):
         assert "not compiled" in refused(replace(plan, compile=False), offload=value, recompute="selective")
-    splitting: tuple[ScheduleName, ...] = ("zb_h1", "zbv", "dualpipe_v")
+    splitting: tuple[ScheduleName, ...] = ("zb_h1", "zbv")
     for name in splitting:
         late = replace(plan, schedule=SchedulePlan(name=name))
         assert not refused(late) and not refused(late, offload="optimizer")

@@ -18,7 +18,7 @@ from meshwright.policies.expert_owners import (
     layer_owners,
     position_order,
 )
-from meshwright.policies.expert_placement import POLICIES, PlacementProblem, overlap_degree, place_experts
+from meshwright.policies.expert_placement import PlacementProblem, overlap_degree, place_experts
 from meshwright.policies.expert_routing import node_rows, owned, route, row_totals
 from meshwright.policies.load_window import LoadWindow
 from meshwright.spec.errors import BadInput
@@ -40,36 +40,32 @@ def problems(draw: st.DrawFn) -> PlacementProblem:
     seconds = [float(random.choice([0, 1e-6, 1e-5, 1e-4])) for _ in range(6)]
     owners = random.integers(0, ranks, (layers, experts))
     slots, costs = draw(st.integers(0, experts)), ExpertCosts(per_node, *seconds)
-    previous = place_experts("hecate", PlacementProblem(np.roll(counts, 1, 2), owners, slots, costs))
-    return PlacementProblem(
-        counts, owners, slots, costs, draw(st.integers(1, 5)), draw(st.sampled_from([None, previous]))
-    )
+    return PlacementProblem(counts, owners, slots, costs, draw(st.integers(1, 5)))
 
 
-@given(problems(), st.sampled_from(sorted(POLICIES)))
+@given(problems())
 @settings(max_examples=examples(25, 400))
-def test_decisions_keep_their_limits(problem: PlacementProblem, policy: str) -> None:
+def test_decisions_keep_their_limits(problem: PlacementProblem) -> None:
     counts = problem.counts.copy()
     ranks = counts.shape[1]
     base = owned(problem.owners, ranks)
-    present = place_experts(policy, problem)
+    present = place_experts(problem)
     assert (problem.counts == counts).all()
     assert (present >= base).all(), "owners keep their experts"
     assert ((present & ~base).sum(2) <= problem.slots).all()
-    if policy != "fixed":
-        seconds = problem.times(problem.row_totals(present)).total
-        assert (seconds <= problem.times(problem.row_totals(base)).total).all(), "never slower than expert parallelism"
+    seconds = problem.times(problem.row_totals(present)).total
+    assert (seconds <= problem.times(problem.row_totals(base)).total).all(), "never slower than expert parallelism"
     reordered = PlacementProblem(
-        np.asfortranarray(counts), problem.owners.copy(), problem.slots, problem.costs, problem.steps, problem.previous
+        np.asfortranarray(counts), problem.owners.copy(), problem.slots, problem.costs, problem.steps
     )
-    assert (place_experts(policy, reordered) == present).all()
+    assert (place_experts(reordered) == present).all()
 
 
 @given(problems())
 @settings(max_examples=examples(25, 400))
 def test_every_row_has_a_destination(problem: PlacementProblem) -> None:
     per_node = problem.costs.ranks_per_node
-    present = place_experts("hecate", problem)
+    present = place_experts(problem)
     totals = problem.row_totals(present)
     layers, ranks, experts = present.shape
     for layer in range(layers):
@@ -89,45 +85,22 @@ def test_every_row_has_a_destination(problem: PlacementProblem) -> None:
         assert (totals.across[layer] <= np.maximum(into, out) + experts * ranks).all()
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"fixed"}))
-def test_equal_loads_move_nothing(policy: str) -> None:
+def test_equal_loads_move_nothing() -> None:
     counts = np.full((2, 8, 16), 32)
     owners = even_owners(2, 16, 8)
     problem = PlacementProblem(counts, owners, 4, ExpertCosts(4, 1e-6, 1e-6, 1e-6, 1e-9, 1e-9, 1.0))
-    assert (place_experts(policy, problem) == owned(owners, 8)).all()
+    assert (place_experts(problem) == owned(owners, 8)).all()
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_one_popular_expert_is_copied_until_ranks_have_equal_rows(policy: str) -> None:
+def test_one_popular_expert_is_copied_until_ranks_have_equal_rows() -> None:
     """Four ranks of one expert each send all rows to expert 0; with a copy everywhere each computes its own."""
     counts = np.zeros((1, 4, 4), dtype=np.int64)
     counts[:, :, 0] = 100
     problem = PlacementProblem(counts, even_owners(1, 4, 4), 1, FREE_COPIES)
     assert problem.row_totals(owned(problem.owners, 4)).computed.tolist() == [[400, 0, 0, 0]]
-    present = place_experts(policy, problem)
+    present = place_experts(problem)
     assert problem.row_totals(present).computed.tolist() == [[100, 100, 100, 100]]
     assert present[0, :, 0].all() and present.sum() == 7
-
-
-def test_shadowing_stops_where_a_copy_costs_more_than_it_saves() -> None:
-    """A copy of expert 0 saves 300 rows at the busiest rank, one of expert 1 nothing, as it is not the busiest then."""
-    counts = np.tile([100, 60, 100, 100], (1, 4, 1))
-    counts[:, :, 0] = 200
-    problem = PlacementProblem(counts, even_owners(1, 4, 4), 2, ExpertCosts(4, 1e-6, 0.0, 0.0, 5e-5, 0.0, 0.0))
-    present = place_experts("fastermoe", problem)
-    assert present[0].sum(0).tolist() == [4, 1, 1, 1]
-    dear = PlacementProblem(counts, even_owners(1, 4, 4), 2, ExpertCosts(4, 1e-6, 0.0, 0.0, 1.0, 0.0, 0.0))
-    assert (place_experts("fastermoe", dear) == owned(dear.owners, 4)).all()
-
-
-def test_flexmoe_replaces_copies_when_another_expert_becomes_popular() -> None:
-    """The owner of expert 1 needs no slot for it, so it keeps its copy of expert 0."""
-    counts = np.zeros((1, 4, 4), dtype=np.int64)
-    counts[:, :, 0] = 100
-    owners = even_owners(1, 4, 4)
-    first = place_experts("flexmoe", PlacementProblem(counts, owners, 1, FREE_COPIES))
-    second = place_experts("flexmoe", PlacementProblem(np.roll(counts, 1, 2), owners, 1, FREE_COPIES, previous=first))
-    assert first[0].sum(0).tolist() == [4, 1, 1, 1] and second[0].sum(0).tolist() == [2, 4, 1, 1]
 
 
 def test_copies_in_proportion_reach_all_nodes_first() -> None:
@@ -135,7 +108,7 @@ def test_copies_in_proportion_reach_all_nodes_first() -> None:
     counts = np.full((1, 8, 8), 10)
     counts[:, :, 0] = 70
     costs = ExpertCosts(2, 1e-6, 1e-9, 1e-9, 1e-9, 1e-9, 1.0)
-    present = place_experts("hecate", PlacementProblem(counts, even_owners(1, 8, 8), 1, costs))
+    present = place_experts(PlacementProblem(counts, even_owners(1, 8, 8), 1, costs))
     assert present[0, :, 0].reshape(4, 2).any(1).all()
 
 
@@ -230,15 +203,12 @@ def test_a_window_resumes_from_its_history() -> None:
 
 
 def digest() -> str:
-    """Digest of all policies' decisions for fixed loads."""
+    """Digest of the decision for fixed loads."""
     random = np.random.default_rng(1)
     counts = random.poisson(random.lognormal(3, 1, (6, 1, 64)), (6, 32, 64))
     owners = heterogeneous_owners(counts.sum(1), 4, 32, 8)
     costs = ExpertCosts(8, 1e-7, 2e-8, 8e-9, 4e-5, 9e-5, 2e-3)
-    parts = [
-        place_experts(policy, PlacementProblem(counts, owners, 8, costs, 3)).tobytes() for policy in sorted(POLICIES)
-    ]
-    return hashlib.sha256(b"".join(parts)).hexdigest()
+    return hashlib.sha256(place_experts(PlacementProblem(counts, owners, 8, costs, 3)).tobytes()).hexdigest()
 
 
 @pytest.mark.slow
@@ -254,10 +224,9 @@ def test_decisions_for_sixty_layers_take_little_processor_time(experts: int) -> 
     counts = random.poisson(random.lognormal(3, 1, (60, 1, experts)), (60, 32, experts))
     owners = even_owners(60, experts, 32)
     costs = ExpertCosts(8, 1e-7, 2e-8, 8e-9, 4e-5, 9e-5, 2e-3)
-    for policy in ("hecate", "fastermoe", "flexmoe"):
-        seconds = []
-        for _ in range(3):
-            start = time.process_time()
-            place_experts(policy, PlacementProblem(counts, owners, 4, costs))
-            seconds.append(time.process_time() - start)
-        assert min(seconds) < 0.1, f"{policy}: {min(seconds):.3f} s"
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        place_experts(PlacementProblem(counts, owners, 4, costs))
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.1, f"{min(seconds):.3f} s"

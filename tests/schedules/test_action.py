@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.schedules.action import Action, overlap, parse, parse_all, together
+from meshwright.schedules.action import Action, parse, parse_all, together
 from meshwright.spec.errors import BadInput
 
 number = st.integers(0, 300)
@@ -24,7 +24,9 @@ actions = st.one_of(
     transfers,
     unit_actions,
     st.sampled_from([Action("norm_barrier"), Action("optim")]),
-    st.tuples(compute("forward"), compute("backward")).map(lambda pair: overlap(*pair)),
+    st.tuples(compute("forward", "backward"), number).map(
+        lambda pair: together(pair[0], pair[0]._replace(micro_batch=pair[1]))
+    ),
 )
 
 
@@ -37,7 +39,7 @@ def test_printed_actions_parse_back(action_list):
 def test_printed_forms():
     forward, backward = Action("forward", 3, 2), Action("backward", 4, 0, 1)
     assert str(forward) == "F3.2"
-    assert str(overlap(forward, backward)) == "F3.2&B4.0/1"
+    assert str(backward) == "B4.0/1"
     pair = together(forward, forward._replace(micro_batch=3))
     assert str(pair) == "F3.2&F3.3" and parse(str(pair)) == pair
     assert str(Action("send", 3, 2, peer=4, payload="activation")) == "SA3.2>4"
@@ -45,7 +47,9 @@ def test_printed_forms():
     assert str(Action("optim")) == "O"
 
 
-@pytest.mark.parametrize("text", ["", "F", "F3", "X1.2", "SA1.2<3", "RG1.2>0", "U3", "F1.2/", "F1.2&", "N1"])
+@pytest.mark.parametrize(
+    "text", ["", "F", "F3", "X1.2", "SA1.2<3", "RG1.2>0", "U3", "F1.2/", "F1.2&", "F1.2&B1.3", "N1"]
+)
 def test_text_that_is_no_action_is_refused(text):
     with pytest.raises(BadInput, match="is no action; expected a form such as F3.2"):
         parse(text)

@@ -7,7 +7,7 @@ from meshwright.schedules.looping import breadth_first, groups_of, interleaved
 from meshwright.schedules.one_stage import gpipe, one_f_one_b, zb_h1
 from meshwright.schedules.registry import build
 from meshwright.schedules.schedule import looped, vee
-from meshwright.schedules.vee import dualpipe_v, zbv
+from meshwright.schedules.vee import zbv
 
 
 def printed_orders(order):
@@ -57,7 +57,6 @@ def test_memory_counts_halves_of_a_backward():
         ("ScheduleInterleaved1F1B", interleaved, 2),
         ("ScheduleInterleaved1F1B", interleaved, 3),
         ("ScheduleZBVZeroBubble", lambda ranks, batches, _: zbv(ranks, batches), 2),
-        ("ScheduleDualPipeV", lambda ranks, batches, _: dualpipe_v(ranks, batches), 2),
     ],
 )
 def test_compute_orders_equal_those_of_torch(torch_class, build_order, stages):
@@ -82,6 +81,4 @@ def _torch_order(schedule_class, rank, ranks, batches, stages):
 
 
 def _as_torch(action):
-    if action.pair:
-        return f"({';'.join(map(_as_torch, action.pair))})OVERLAP_F_B"
     return f"{action.stage}{str(action)[0]}{action.micro_batch}"

@@ -1,12 +1,12 @@
 import pytest
 
-from meshwright.schedules.registry import SCHEDULES, build, refusal
+from meshwright.schedules.registry import SCHEDULES, build
 from meshwright.spec.errors import BadInput
 from tests.schedules.sizes import PIPELINES
 
 
 def test_the_schedules_of_this_release():
-    assert list(SCHEDULES) == ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first", "paired"]
+    assert list(SCHEDULES) == ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "breadth_first", "paired"]
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,6 @@ def test_the_schedules_of_this_release():
         (("1f1b", 2, 4, 2), "schedule 1f1b has exactly 1 stages per rank, got 2; nearest: 1"),
         (("zbv", 2, 4, 3), "schedule zbv has exactly 2 stages per rank, got 3; nearest: 2"),
         (("interleaved", 2, 4, 1), "schedule interleaved has at least 2 stages per rank, got 1; nearest: 2"),
-        (
-            ("dualpipe_v", 4, 6),
-            r"needs at least 8 micro-batches on 4 pipeline ranks \(2 for each\), got 6; nearest: 8 micro-batches, or 3",
-        ),
-        (("dualpipe_v", 4, 1), "got 1; nearest: 8 micro-batches$"),
         (("paired", 2, 4), "paired runs on one pipeline rank, got 2; nearest: 1$"),
         (("paired", 1, 5), "paired needs an even number of micro-batches, got 5; nearest: 6$"),
     ],
@@ -32,11 +27,6 @@ def test_unsupported_sizes_are_refused_with_the_nearest_supported(sizes, reason)
         build(*sizes)
 
 
-def test_the_nearest_sizes_are_valid():
-    assert refusal("dualpipe_v", 4, 8, 2) is None
-    assert refusal("dualpipe_v", 3, 6, 2) is None
-
-
 def test_default_is_the_fewest_stages_per_rank():
     assert {name: build(name, 2, 4).stages // 2 for name in PIPELINES} == {
         "gpipe": 1,
@@ -44,7 +34,6 @@ def test_default_is_the_fewest_stages_per_rank():
         "interleaved": 2,
         "zb_h1": 1,
         "zbv": 2,
-        "dualpipe_v": 2,
         "breadth_first": 1,
     }
 

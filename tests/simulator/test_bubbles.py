@@ -68,13 +68,6 @@ def test_zbv_idles_only_until_the_first_forward_arrives():
         assert timeline.bubble <= played("1f1b", p, m, 1).bubble + 1e-9
 
 
-def test_dualpipe_v():
-    """(p - 1) (f&b + b - 3 w) over the pair's time f&b, p half the number of stages (deepseek-ai/DualPipe)."""
-    for p, m, v in sizes("dualpipe_v"):
-        assert idle(played("dualpipe_v", p, m, v)) == pytest.approx(2 * (p - 1))
-        assert idle(played("dualpipe_v", p, m, v, 3, 3, 2)) == pytest.approx((p - 1) * (8 + 5 - 6))
-
-
 def _longest_pause(timeline):
     """Seconds in which any rank stands still between two pieces of compute."""
     longest = 0.0

@@ -182,15 +182,6 @@ def test_a_slow_rank_lengthens_the_pipeline():
     assert slow.bubble > usual.bubble
 
 
-def test_overlap_hides_the_configured_share_of_its_shorter_action():
-    schedule = build("dualpipe_v", 1, 3)
-    pairs = sum(action.op == "overlap" for action in schedule.actions[0])
-    nothing_hidden, all_hidden = (
-        simulate(schedule, replace(uniform_timing(2), overlap_hidden=hidden)) for hidden in (0.0, 1.0)
-    )
-    assert nothing_hidden.step_seconds - all_hidden.step_seconds == pytest.approx(pairs * 1.0)
-
-
 def test_ranks_wait_for_each_other_before_the_optimizer():
     timing = replace(uniform_timing(2), norm_seconds=0.5, optim_seconds=[1.0, 2.0])
     timeline = simulate(build("gpipe", 2, 2), timing)

@@ -131,7 +131,7 @@ def test_replicas_sum_once_a_step_and_unit() -> None:
     assert min(start for _, lane, _, start, _ in timeline.records if lane == "replicate") < last_reduction
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "breadth_first"])
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
 def test_every_schedule_of_a_plan_is_complete_and_does_all_the_work(schedule: str, pipeline: int) -> None:
     chosen_plan = plan({"pipeline": pipeline, "shard": 2}, 1, 8, schedule)
@@ -326,8 +326,3 @@ def test_blocks_are_simulated_in_their_own_linear_dtype() -> None:
 def test_unknown_chips_are_refused(cluster: ClusterSpec) -> None:
     with pytest.raises(BadInput, match=f"no figures for {cluster.gpu} in bf16.*H200"):
         simulated(plan({"shard": 2}), cluster)
-
-
-def test_too_few_micro_batches_are_refused() -> None:
-    with pytest.raises(BadInput, match="dualpipe_v needs at least 8 micro-batches"):
-        simulated(plan({"pipeline": 4, "shard": 1}, 1, 4, "dualpipe_v"))

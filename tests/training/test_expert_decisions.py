@@ -47,26 +47,23 @@ def run(decider: ExpertDecisions, presents: dict[int, PresentExperts], steps: ra
     return seen
 
 
-@pytest.mark.parametrize("policy", ["hecate", "fastermoe", "flexmoe"])
 @pytest.mark.parametrize("elements", [30_000, 2 * RANKS * EXPERTS])
-def test_a_restored_run_decides_as_the_uninterrupted_one(
-    monkeypatch: pytest.MonkeyPatch, policy: ExpertPolicy, elements: int
-) -> None:
+def test_a_restored_run_decides_as_the_uninterrupted_one(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
     """`elements` allow all layers in a step, or two of three. A state may be asked for a step later."""
     monkeypatch.setattr(expert_decisions, "ELEMENTS", elements)
-    whole = run(*decisions(policy), range(1, 13))
+    whole = run(*decisions("hecate"), range(1, 13))
     copies = [present.sum() - LAYERS * EXPERTS for present in whole]
     assert copies[:DELAY] == [0, 0] and any(copies), "nothing is known before the first decision"
     for saved, asked in ((1, 1), (4, 4), (4, 5), (6, 6), (8, 8)):
-        first = decisions(policy)
+        first = decisions("hecate")
         run(*first, range(1, asked + 1))
         state = json.loads(json.dumps(first[0].state(saved) | {"step": saved}, sort_keys=True))  # "10" before "9"
-        again = decisions(policy)
+        again = decisions("hecate")
         again[0].restore(state)
         assert all(map(np.array_equal, run(*again, range(saved + 1, 13)), whole[saved:]))
 
 
-@pytest.mark.parametrize("policy", ["none", "flexmoe"])
+@pytest.mark.parametrize("policy", ["none", "hecate"])
 def test_owners_follow_the_loads_and_a_restored_run_moves_them_alike(policy: ExpertPolicy) -> None:
     """Moves come before steps 5 and 9. A state of step 4 may be asked for after the first."""
     moves: list[Mapping[int, np.ndarray]] = []

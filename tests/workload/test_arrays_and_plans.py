@@ -51,11 +51,7 @@ AXES: tuple[AxisName, ...] = ("pipeline", "replicate", "shard", "context_ring", 
 def plans(draw: Any, model: ModelSpec, strategy: LayerStrategy) -> Plan:
     sizes = {axis: draw(st.sampled_from((1, 2) if axis.startswith("context") else (1, 2, 4))) for axis in AXES}
     accumulate = draw(st.sampled_from((1, 2, 4, 8)))
-    names = [
-        name
-        for name in NAMES
-        if name != "dualpipe_v" and not refusal(name, sizes["pipeline"], accumulate, STAGES_PER_RANK.get(name, 1))
-    ]
+    names = [name for name in NAMES if not refusal(name, sizes["pipeline"], accumulate, STAGES_PER_RANK.get(name, 1))]
     name = draw(st.sampled_from(names))
     table = balanced_stages(name, sizes["pipeline"], model.layers, HEAD)
     stages = tuple(tuple(f"{stage.start}-{stage.stop - 1}" for stage in stages) for stages in table)

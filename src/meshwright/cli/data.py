@@ -428,15 +428,11 @@ def _open_target(
     if refused:
         raise BadInput(f"{refused[0]}: is for data directories; {config} sets it for this run")
     from meshwright.config.load import load_run
-    from meshwright.launch.corpus import recorded_corpus
 
     run = load_run(config)
     if run.rl is not None:
         raise BadInput(f"{config}: a run with rl trains on answers that it samples; show the folder of its questions")
     source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, preference=run.preference)
-    checkpoint, record = recorded_corpus(target) if config != target else (None, None)
-    if checkpoint is not None:
-        source.restore_order(record)
     return source, run.train
 
 

@@ -207,22 +207,19 @@ def _has_pairs(run: RunSpec | None, spec: DataSpec) -> bool:
 def check_format(model: Path, spec: DataSpec, seq_len: int) -> None:
     """Raise BadInput if the texts of the validation data have another format than those of the model."""
     from meshwright.data.source import open_data
-    from meshwright.data.text_format import known_text_format, recorded_text_format
+    from meshwright.data.text_format import known_text_format
 
     text = known_text_format(model)
     if text is None:
         say(f"{model} has no tokenizer.json, so the tokenizers of model and data are not compared")
         return
-    # A run of an earlier release has no record; its documents began with nothing, whatever its tokenizer does.
-    earlier = (model / "config.yaml").is_file() and recorded_text_format(model) is None
     source = open_data(spec, seq_len=seq_len, seed=0, split="validation")
     for name, each in source.sources.items():
         corpus = each.directory.text_format
         if corpus is None:
             continue
-        ours = replace(text, begin=corpus.begin) if earlier else text
         masked = each.stream.masked
-        if difference := ours.difference(corpus, str(model), str(each.directory.path), tokenizer_only=masked):
+        if difference := text.difference(corpus, str(model), str(each.directory.path), tokenizer_only=masked):
             raise BadInput(f"--data {name}: {difference}; prepare it with the tokenizer and --eos of the model")
 
 

@@ -33,7 +33,6 @@ from meshwright.spec.plan_keys import PlanKeys, plain_keys, plan_of
 from meshwright.spec.run import ModelSection, RunSpec
 
 _COMPARED_SECTIONS = ("seed", "model", "data", "train", "rl", "preference")
-_MOVED_KEYS = ("beta1", "beta2", "epsilon")
 _NOT_COMPARED = {
     "model.preset",
     "data.validation",
@@ -123,7 +122,6 @@ def load_resolved(path: Path) -> RunSpec:
     BadConfig with every mistake.
     """
     document = read_yaml(path)
-    _move_optimizer_keys(document.get(("train",)))
     complete_batch(document)
     run, mistakes, _ = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes
@@ -137,12 +135,6 @@ def load_resolved_model(path: Path) -> ModelSection:
     document = read_yaml(path)
     values, mistakes = validate(ModelSection, document.get(("model",)) or {})
     return load_resolved(path).model if mistakes or document.mistakes else from_plain(ModelSection, values)
-
-
-def _move_optimizer_keys(train: Any) -> None:
-    """Move AdamW's coefficients to `optimizer`, where earlier versions had only AdamW and no such section."""
-    if isinstance(train, dict) and "optimizer" not in train:
-        train["optimizer"] = {"name": "adamw", **{key: train.pop(key) for key in _MOVED_KEYS if key in train}}
 
 
 def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: Detect | None = None) -> ClusterSpec:
@@ -245,7 +237,7 @@ def _plan_file(document: YamlDocument, unusable: set[KeyPath]) -> tuple[Values |
     if not isinstance(file, str) or file == "auto" or ("plan",) in unusable:
         return None, []
     _, mistakes, values = checked_keys(read_yaml(Path(file), os.path.relpath(file)))
-    return (None if values.document.partial else values), mistakes
+    return values, mistakes
 
 
 def profile_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mistake]:

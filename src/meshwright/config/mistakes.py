@@ -45,18 +45,6 @@ _RESTRICTED = (
     "logit_bias",
 )
 """Options of a server that leave tokens out or change what they are drawn with."""
-_REDUCE_ENGINE = "no such key; it was removed because exchange gained nothing, and the reduce-scatter is always used: delete the line"
-_RENAMED = {
-    "gather_engine": "gather_transport: nccl or copy_engine",
-    "tensor_engine": "tensor_transport: nccl or copy_engine",
-    "expert_owners": "expert_placement: even or balanced",
-    "expert_owners_every": "expert_placement_every",
-    "expert_window": "expert_load_window",
-}
-"""Keys of a plan by their earlier names."""
-_VALIDATE_BATCHES = (
-    "no such key; a validation reads data.validation_tokens, whatever the batch: delete the line, or set that key"
-)
 _OTHER_PARALLELISM = ("sequence", "context", "experts", "sequence_parallel")
 KEYS_OF_OTHER_FILES = {
     "serve": "`meshwright plan` and `bench-serve` read a file with it",
@@ -170,7 +158,7 @@ def _unknown_key_mistake(cls: type, document: YamlDocument, path: KeyPath, meant
 
 
 def _refusal(path: KeyPath) -> str | None:
-    """The reason why a key of other trainers or of earlier releases does not exist."""
+    """The reason why a key of other trainers does not exist."""
     section, name = path[0], str(path[-1])
     if len(path) == 1 and name in KEYS_OF_OTHER_FILES:
         return f"no key of a run file; {KEYS_OF_OTHER_FILES[name]}"
@@ -182,12 +170,6 @@ def _refusal(path: KeyPath) -> str | None:
         return _WHOLE_DISTRIBUTION
     if path in (("rl", "beta"), ("rl", "kl", "beta")):
         return "no such key; the weight of the divergence from the first weights is rl.kl.weight"
-    if section == "plan" and name in _RENAMED:
-        return f"no such key; its name is plan.{_RENAMED[name]}"
-    if path == ("plan", "reduce_engine"):
-        return _REDUCE_ENGINE
-    if path == ("train", "validate_batches"):
-        return _VALIDATE_BATCHES
     return _NOT_YET if section == "plan" and name in _OTHER_PARALLELISM else None
 
 

@@ -11,20 +11,9 @@ from meshwright.config.yaml_positions import YamlDocument
 from meshwright.spec.errors import Mistake
 from meshwright.spec.plan_keys import PlanKeys
 
-EARLIER_KEYS = ("mesh", "batch")
-"""Keys that each plan file of a release before 0.1.0 has, and no later one."""
-EARLIER_FILE = "a plan file of a release before 0.1.0"
-EARLIER = "the keys of a run's section `plan` (shard: 2, micro_batch: 1, …): plan the run again with this release"
-
 
 def checked_keys(plan: YamlDocument) -> tuple[dict[str, Any], list[Mistake], Values]:
-    """The keys of a plan file as plain data, its mistakes by itself, and its values for rules between it and its run.
-
-    A file of a release before 0.1.0 has one mistake that says so, and no values.
-    """
-    if all(plan.has((key,)) for key in EARLIER_KEYS):
-        wrong = plan.mistake(("mesh",), EARLIER, EARLIER_FILE)
-        return {}, [wrong], Values(YamlDocument({}, plan.top, partial=True))
+    """The keys of a plan file as plain data, its mistakes by itself, and its values for rules between it and its run."""
     keys, mistakes, unusable = schema_mistakes(PlanKeys, plan)
     return keys, [*mistakes, *plan.mistakes], Values(plan, unusable)
 
@@ -32,6 +21,4 @@ def checked_keys(plan: YamlDocument) -> tuple[dict[str, Any], list[Mistake], Val
 def plan_file_mistakes(plan: YamlDocument) -> tuple[dict[str, Any], list[Mistake]]:
     """The keys of a plan file as plain data, and its mistakes as far as they do not depend on a run."""
     keys, mistakes, values = checked_keys(plan)
-    if values.document.partial:
-        return keys, mistakes
     return keys, mistakes + cross_checks(YamlDocument({}, plan.top, partial=True), set(), values)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshwright.data.inputs import InputFile
-from meshwright.data.manifest import INPUTS, MANIFEST, TOKENIZER, Manifest
+from meshwright.data.manifest import INPUTS, TOKENIZER, Manifest
 from meshwright.durable.writes import digest, digest_file, write_durable
 
 TIME_STEP_NS = 2 * 10**9
@@ -37,8 +37,6 @@ def changed_inputs(directory: Path, manifest: Manifest, files: Sequence[InputFil
     Names and sizes are known to be the same. A file is read again if its times differ from the record, or if it may have changed after it
     was read without a change of its times.
     """
-    if manifest.inputs is None:
-        return _younger(directory, files)
     content = (directory / INPUTS).read_bytes() if (directory / INPUTS).is_file() else b""
     if digest(content) != manifest.inputs:
         return f"{directory / INPUTS}, the record of the inputs, is missing or damaged"
@@ -56,13 +54,6 @@ def changed_inputs(directory: Path, manifest: Manifest, files: Sequence[InputFil
         return ""
     more = f", as of {len(changed) - 1:,} more files" if len(changed) > 1 else ""
     return f"the contents of {changed[0]} changed{more}"
-
-
-def _younger(directory: Path, files: Sequence[InputFile]) -> str:
-    """The first file that is younger than a preparation without a record of its inputs."""
-    written_ns = (directory / MANIFEST).stat().st_mtime_ns
-    young = [file.name for file in files if file.modified_ns > written_ns]
-    return f"{young[0]} is younger, and an earlier release recorded no contents" if young else ""
 
 
 def _digest(file: InputFile) -> str | None:

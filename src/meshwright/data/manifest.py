@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from meshwright.data.indexed import IndexedFile, bin_path, idx_path
-from meshwright.data.text_format import TextFormat, read_text_format
+from meshwright.data.text_format import TextFormat
 from meshwright.data.token_weights import KINDS, Kind, WeightFile, weight_path
 from meshwright.data.tokenizer_file import MOST_TOKENS
 from meshwright.durable.writes import digest, digest_file, write_durable
@@ -35,9 +35,7 @@ TOKENIZER = "tokenizer.json"
 INPUTS = "inputs.jsonl"
 UNFINISHED = "unfinished.json"
 TRAIN, HELD_OUT = "train", "held_out"
-VERSION, WITH_MASKS, WITH_WEIGHTS, WITH_PREFERENCES = 1, 2, 3, 4
-"""Versions of a manifest: of text, of chats with masks, of chats with a shard of weights, and of preferences. Readers of an earlier one
-would train on every token, give each the weight 1, or train on bad answers."""
+VERSION = 1
 TOKEN_DTYPES = ("uint16", "int32")
 Count = Annotated[int, Bound(at_least=0, at_most=1 << 60)]
 
@@ -87,20 +85,19 @@ class PreferenceCounts:
 class Manifest:
     """Record of one prepared directory. `request` is the command that made it, `skipped` the number of bad documents.
 
-    `inputs` is the digest of `inputs.jsonl`, None in directories of earlier releases; `not_read` has the files and bytes that were not
-    read, by reason. `text_format` is None in directories of earlier releases; `unended_answers` counts answers of chats without end token.
-    `trained_tokens` counts the tokens of chats that are trained on; None for text, and in directories of earlier releases. With
-    `preferences` each document is a prompt with one answer, whose tokens have the weight 1 if it is good and -1 if not. `removed` has the
-    documents and bytes of text that cleaning removed from the whole corpus, by reason.
+    `inputs` is the digest of `inputs.jsonl`; `not_read` has the files and bytes that were not read, by reason. `text_format` is None only
+    while a manifest is parsed. `unended_answers` counts answers of chats without end token. `trained_tokens` counts the tokens of chats
+    that are trained on; None for text. With `preferences` each document is a prompt with one answer, whose tokens have the weight 1 if it
+    is good and -1 if not. `removed` has the documents and bytes of text that cleaning removed from the whole corpus, by reason.
     """
 
     tokenizer: TokenizerRecord
     dtype: str
     shards: tuple[Shard, ...]
     skipped: Count
-    request: dict[str, Any] = field(default_factory=dict)
-    inputs: str | None = None
-    not_read: dict[str, dict[str, Count]] = field(default_factory=dict)
+    request: dict[str, Any]
+    inputs: str
+    not_read: dict[str, dict[str, Count]]
     text_format: TextFormat | None = None
     unended_answers: Count = 0
     trained_tokens: Count | None = None
@@ -124,18 +121,11 @@ class Manifest:
         """Whether the shards are of chats."""
         return any(shard.weights is not None for shard in self.shards)
 
-    @property
-    def version(self) -> int:
-        kinds = {shard.weights for shard in self.shards}
-        if self.preferences is not None:
-            return WITH_PREFERENCES
-        return WITH_WEIGHTS if "weights" in kinds else WITH_MASKS if "mask" in kinds else VERSION
-
     def write(self, directory: Path) -> None:
         """Write `manifest.json` whole or not at all."""
         totals = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
-        text_format = None if self.text_format is None else self.text_format.to_plain()
-        values = {"version": self.version, **totals, **asdict(self), "text_format": text_format}
+        assert self.text_format is not None
+        values = {"version": VERSION, **totals, **asdict(self), "text_format": self.text_format.to_plain()}
         for name in ("preferences", "removed"):
             if not values[name]:
                 del values[name]
@@ -184,9 +174,7 @@ class PreparedDirectory:
     @cached_property
     def text_format(self) -> TextFormat | None:
         """None when the directory is foreign, and its tokenizer unknown."""
-        if self.manifest is None:
-            return None
-        return self.manifest.text_format or read_text_format(self.path)
+        return None if self.manifest is None else self.manifest.text_format
 
     def format_difference(self, other: PreparedDirectory) -> str | None:
         """The difference between the texts of two directories in words; None without one, and if one of them is foreign.
@@ -198,14 +186,9 @@ class PreparedDirectory:
             return None
         if ours.tokenizer == theirs.tokenizer and ours.text_format == theirs.text_format:
             return None
-        assert self.text_format is not None and other.text_format is not None
-        names = (self._name_of_text, other._name_of_text)
-        return self.text_format.difference(other.text_format, *names, tokenizer_only=ours.masked or theirs.masked)
-
-    @property
-    def _name_of_text(self) -> str:
-        earlier = self.manifest is not None and self.manifest.text_format is None
-        return f"{self.path} (prepared by an earlier release)" if earlier else str(self.path)
+        assert ours.text_format is not None and theirs.text_format is not None
+        names = (str(self.path), str(other.path))
+        return ours.text_format.difference(theirs.text_format, *names, tokenizer_only=ours.masked or theirs.masked)
 
     @property
     def content_digest(self) -> str:
@@ -375,13 +358,14 @@ def _digest_or_none(path: Path) -> str | None:
 
 def _parse(data: dict[str, Any], where: str) -> Manifest:
     """The manifest in plain data. Raises ValueError that names the first value that is no part of one, Damaged for its text format."""
-    if data["version"] not in range(VERSION, WITH_PREFERENCES + 1):
-        raise ValueError(f"version {data['version']}, this release reads versions {VERSION} to {WITH_PREFERENCES}")
+    if data["version"] != VERSION:
+        raise ValueError(f"version {data['version']}, this release reads version {VERSION}")
     totals = {key: data.get(key) for key in ("tokens", "documents", "text_bytes")}
     known = {field.name for field in fields(Manifest)} - {"text_format"}
     manifest = from_checked_plain(Manifest, {key: data[key] for key in data.keys() & known})
-    if (text_format := data.get("text_format")) is not None:
-        manifest = replace(manifest, text_format=TextFormat.from_plain(text_format, where))
+    if data.get("text_format") is None:
+        raise ValueError("text_format: missing")
+    manifest = replace(manifest, text_format=TextFormat.from_plain(data["text_format"], where))
     for name in (manifest.tokenizer.file, *(shard.name for shard in manifest.shards)):
         if Path(name).name != name or "\0" in name:
             raise ValueError(f"{name!r} leaves the directory")

@@ -47,7 +47,6 @@ from meshwright.data.request import (
     begin,
     begin_request,
     check_same,
-    check_same_corpus,
     finished_manifests,
     forget,
     forget_shards,
@@ -252,7 +251,7 @@ def merge(folders: Sequence[Path], out: Path, *, shown: bool = False) -> Prepare
     preparation = _preparation(request, out)
     with locked(out, wait=False):
         if done := finished_manifests(preparation):
-            check_same_corpus(out, preparation.directories()[TRAIN], done[TRAIN], request)
+            check_same(out, done[TRAIN].request, request)
             return PreparedCorpus(out, done, LeftOut(), reused=True)
         begin_request(out, {**request, "merged": [record.units for record in parts]}, request)
         try:

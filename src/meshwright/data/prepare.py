@@ -44,14 +44,14 @@ from meshwright.data.request import (
     ChatRequest,
     Preparation,
     begin,
-    check_same_corpus,
+    check_same,
     finished_manifests,
     forget,
     forget_shards,
     newest_input_ns,
 )
 from meshwright.data.shards import JOURNAL, SplitWriter, recover_journal
-from meshwright.data.text_format import TextFormat, read_text_format
+from meshwright.data.text_format import TextFormat
 from meshwright.data.tokenizer import (
     LoadedTokenizer,
     parse_tokenizer,
@@ -139,7 +139,7 @@ def prepare(
     with locked(out, wait):
         done = finished_manifests(preparation)
         if done:
-            check_same_corpus(out, preparation.directories()[TRAIN], done[TRAIN], request)
+            check_same(out, done[TRAIN].request, request)
             _check_reusable(preparation, done[TRAIN], files)
             _forget_work(out)
             return PreparedCorpus(out, done, LeftOut(), reused=True, answers=_answers(preparation, done))
@@ -471,22 +471,11 @@ def _check_reusable(preparation: Preparation, manifest: Manifest, files: list[In
     out, choose = preparation.out, "choose another --out, or remove it to prepare again"
     if changed := changed_inputs(preparation.directories()[TRAIN], manifest, files):
         raise BadInput(f"{out}: was prepared by this command, but {changed}; {choose}")
-    _check_earlier(preparation, manifest)
     lost = {reason: figures for reason, figures in manifest.not_read.items() if reason not in HARMLESS}
     if preparation.on_bad == "refuse" and (manifest.skipped or lost):
         files_lost = f"; not read: {not_read_words(lost)}" if lost else ""
         bad = f"without {manifest.skipped:,} bad documents{files_lost}"
         raise BadInput(f"{out}: was prepared {bad}, which --on-bad refuse does not accept; {choose}")
-
-
-def _check_earlier(preparation: Preparation, manifest: Manifest) -> None:
-    """Raise BadInput if an earlier release began or ended the documents of the corpus otherwise."""
-    if manifest.text_format is not None or preparation.loaded is None or preparation.chat is not None:
-        return
-    earlier = read_text_format(preparation.directories()[TRAIN])
-    name = f"{preparation.out} (prepared by an earlier release)"
-    if difference := earlier.difference(preparation.loaded.text, name, "this command"):
-        raise BadInput(f"{difference}; choose another --out, or remove it to prepare again")
 
 
 def tokenizer_of(preparation: Preparation, files: list[InputFile], shown: bool) -> LoadedTokenizer:

@@ -21,7 +21,6 @@ from meshwright.data.manifest import HELD_OUT, INPUTS, MANIFEST, TOKENIZER, TRAI
 from meshwright.data.message_ranges import ASSISTANT
 from meshwright.data.removed import REPORT
 from meshwright.data.shards import JOURNAL
-from meshwright.data.text_format import tokenizer_identity
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_train_request, tokenizer_folder
 from meshwright.durable.writes import digest, remove_partials, write_durable
 from meshwright.spec.errors import BadInput, Damaged
@@ -32,8 +31,6 @@ UNITS = "units"
 """The folder in the output directory with the results of units of work (data/chunks.py), until they are in shards."""
 ENCODERS_DIFFER = ".encoders_differ"
 """An empty file in the output directory: a batch had other ids in the fast encoder, so `tokenizers` encodes all text."""
-LATER_KEYS = ("document_end", "begin")
-"""Keys of a request that corpora of earlier releases lack."""
 
 
 @dataclass(frozen=True)
@@ -189,17 +186,6 @@ def newest_input_ns(files: list[InputFile]) -> int:
     return max(file.modified_ns for file in files)
 
 
-def check_same_corpus(out: Path, directory: Path, manifest: Manifest, now: dict[str, Any]) -> None:
-    """Raises BadInput naming the differences between the request of a finished corpus and this one.
-
-    Of earlier releases a request has the digest of the tokenizer's file, and not what begins and ends a document.
-    """
-    before = {**{key: now[key] for key in LATER_KEYS}, **manifest.request}
-    if now["tokenizer_digest"] and before["tokenizer_digest"] != now["tokenizer_digest"]:
-        before["tokenizer_digest"] = tokenizer_identity((directory / manifest.tokenizer.file).read_bytes())
-    check_same(out, before, now)
-
-
 def check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises BadInput naming the differences between the request of `out` and this one."""
     differing = [key for key in now if before.get(key) != now[key]]
@@ -211,7 +197,7 @@ def check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
 def _check_unused(out: Path, request: dict[str, Any]) -> None:
     for directory in (out, out / TRAIN):
         if (directory / MANIFEST).is_file():
-            check_same_corpus(out, directory, Manifest.read(directory), request)
+            check_same(out, Manifest.read(directory).request, request)
             raise BadInput(f"{out}: a part of what was prepared here is missing; choose another --out or remove it")
     other_entries = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith((".", UNFINISHED)))
     if other_entries:

@@ -128,16 +128,14 @@ def open_data(
     weights = {name: spec.mix.get(name, 1.0) for name in [*paths, *streams]}
     windows = {source.name: source.windows for source in [*sources, *streams.values()]}
     order: Mixture | InTurn = InTurn(windows)
-    by_path = None
     if split == "train":
         digests = {source.name: source.directory.order_digest for source in sources}
         digests |= {name: stream.index.digest for name, stream in streams.items()}
-        by_path, order = Mixture(weights, windows, seed), Mixture(weights, windows, seed, identities=digests)
+        order = Mixture(weights, windows, seed, identities=digests)
     return DataSource(
         sources,
         weights,
         order,
-        by_path,
         seq_len,
         document_mask,
         vocab_size,
@@ -164,8 +162,8 @@ def preference_of(path: Path) -> PreferenceSpec | None:
 class DataSource:
     """All samples of a run, addressed by global sample index.
 
-    The order of samples, `order`, follows from the contents of the sources. `by_path` is the order of earlier releases, which followed
-    from their paths: a run that began in it keeps it (`restore_order`); None for validation. `weights` are those of `data.mix` by source.
+    The order of samples, `order`, follows from the contents of the sources, not from their paths. `weights` are those of `data.mix` by
+    source.
     """
 
     def __init__(
@@ -173,7 +171,6 @@ class DataSource:
         sources: Sequence[CorpusSource],
         weights: Mapping[str, float],
         order: Mixture | InTurn,
-        by_path: Mixture | None,
         seq_len: int,
         document_mask: bool,
         vocab_size: int | None,
@@ -190,7 +187,6 @@ class DataSource:
         self._step_samples = 1
         self.weights = weights
         self.seq_len, self.document_mask = seq_len, document_mask
-        self._by_path = by_path
         self._limit = vocab_size
         self._fills = any(source.packing is not None for source in sources)
         """Whether windows of a source may end with tokens that only fill them."""
@@ -217,11 +213,6 @@ class DataSource:
                 self.streams[name].drawn = partial(order.drawn_by_lane, number, self.streams[name].lanes)
         self._epochs = [-1] * len(self._ordered)
         self._first_numbers = list(accumulate((len(source.stream.files) for source in self._ordered), initial=0))
-
-    def restore_order(self, record: Mapping[str, Any] | None) -> None:
-        """Take the order of the run whose checkpoint has this `record`: that of earlier releases if the record names no order."""
-        if self._by_path and not self.streams and not (record and all("order" in each for each in record.values())):
-            self._set_order(self._by_path)
 
     def cursors(self, sample: int) -> dict[str, np.ndarray]:
         """The position of each lane of each stream before global sample `sample`, as far as this rank knows."""
@@ -315,7 +306,7 @@ class DataSource:
         return {
             source.name: {"content": source.directory.content_digest, "tokenizer": source.directory.tokenizer_digest}
             | _identity(source.directory)
-            | ({} if self.order is self._by_path else {"order": source.directory.order_digest})
+            | {"order": source.directory.order_digest}
             | ({} if source.packing is None else {"packing": source.packed})
             for source in self._ordered
         } | {name: stream.record() for name, stream in self.streams.items()}

@@ -211,8 +211,7 @@ def read_text_format(folder: Path, tokenizer: Tokenizer | None = None) -> TextFo
     """The text format of a run's folder, a checkpoint, a prepared corpus or a Hugging Face folder.
 
     It is the folder's record if there is one, otherwise what `derive` finds in its files. `tokenizer` is the folder's, if it is
-    loaded. Corpora of earlier releases end documents as their manifest says and begin them with nothing. Raises BadInput without a
-    record and a tokenizer.json, Damaged for a record that cannot be read.
+    loaded. Raises BadInput without a record and a tokenizer.json, Damaged for a record that cannot be read.
     """
     for home in _homes(folder):
         if (recorded := recorded_text_format(home)) is not None:
@@ -222,9 +221,6 @@ def read_text_format(folder: Path, tokenizer: Tokenizer | None = None) -> TextFo
         raise no_tokenizer(folder)
     content = read_folder_file(file, TOKENIZER_BYTES)
     tokenizer = tokenizer or tokenizer_in(content, file)
-    corpus = _object(file.parent / MANIFEST).get("tokenizer")
-    if isinstance(corpus, dict) and isinstance(corpus.get("eos"), int):
-        return _of_earlier_corpus(derive(file.parent, tokenizer, content=content), corpus["eos"], tokenizer)
     return derive(file.parent, tokenizer, content=content)
 
 
@@ -518,12 +514,6 @@ class _FolderFiles:
 
     def _token(self, id: int) -> Token:
         return Token(id, self._tokenizer.id_to_token(id) or "")
-
-
-def _of_earlier_corpus(derived: TextFormat, end: int, tokenizer: Tokenizer) -> TextFormat:
-    """The format of a corpus without record: its manifest has the end of its documents, which begin with nothing."""
-    token = Token(end, tokenizer.id_to_token(end) or "")
-    return replace(derived, document_end=token, begin=(), stops=_distinct([token, *derived.stops]), notes=())
 
 
 def _prepended(begin: Sequence[int], ids: Sequence[int]) -> list[int]:

@@ -33,7 +33,7 @@ from meshwright.data.prepare import (
     write_shards,
 )
 from meshwright.data.removed import Removed
-from meshwright.data.request import SHARD_TOKENS, Preparation, begin, check_same_corpus, finished_manifests, forget
+from meshwright.data.request import SHARD_TOKENS, Preparation, begin, check_same, finished_manifests, forget
 from meshwright.data.shards import JOURNAL
 from meshwright.data.token_bytes import TokenBytes
 from meshwright.data.tokenizer import LoadedTokenizer, parse_train_request
@@ -105,7 +105,7 @@ def import_tokens(
     request = preparation.describe(files)
     with locked(out, wait=False):
         if done := finished_manifests(preparation):
-            check_same_corpus(out, preparation.directories()[TRAIN], done[TRAIN], request)
+            check_same(out, done[TRAIN].request, request)
             return PreparedCorpus(out, done, LeftOut(), reused=True)
         begin(preparation, files, request)
         try:

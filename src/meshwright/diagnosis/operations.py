@@ -18,7 +18,6 @@ CATEGORY_OF: Mapping[str, str] = {
     "forward-compute": "compute",
     "backward-compute": "compute",
     "weight-gradient-compute": "compute",
-    "overlap-compute": "compute",
     "optimizer": "compute",
     "forward-send": "communication",
     "forward-recv": "communication",
@@ -41,7 +40,7 @@ CATEGORY_OF: Mapping[str, str] = {
 }
 """By operation type, the category whose delay it can explain.
 
-overlap-compute: a forward and a backward that run at the same time. collective-wait: compute waits for gathered weights or
+collective-wait: compute waits for gathered weights or
 reduced gradients. step-all-reduce: the small sums over all ranks at the start and the end of a step. gradient-norm: over
 all ranks, `optimizer-clip-main-grad` in the public traces. garbage-collection: Python's, `gc` in the public traces."""
 
@@ -50,7 +49,7 @@ TYPES: tuple[str, ...] = tuple(CATEGORY_OF)
 CODE_OF: Mapping[str, int] = {name: code for code, name in enumerate(TYPES)}
 P2P_TYPES = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 """Messages between pipeline stages."""
-MODEL_COMPUTE_TYPES = ("forward-compute", "backward-compute", "weight-gradient-compute", "overlap-compute")
+MODEL_COMPUTE_TYPES = ("forward-compute", "backward-compute", "weight-gradient-compute")
 """Compute operations of a stage and a micro-batch."""
 
 _DTYPES = {

@@ -89,7 +89,7 @@ def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) 
 
 
 def _same_tokenizer(recorded: dict[str, Any], now: dict[str, str | None]) -> bool:
-    """Whether two tokenizers differ in the layout of their files alone; checkpoints of earlier releases do not know it."""
+    """Whether two tokenizers differ in the layout of their files alone."""
     identity = now.get("tokenizer_identity")
     return identity is not None and identity == recorded.get("tokenizer_identity")
 
@@ -99,8 +99,8 @@ def _content(file: Path) -> bytes:
 
 
 def _moved(recorded: dict[str, Any], now: dict[str, str | None]) -> dict[str, Any]:
-    """The record of the same content under another path; empty if none has it, or if the order followed from the path."""
-    return next((entry for entry in recorded.values() if "order" in entry and entry["content"] == now["content"]), {})
+    """The record of the same content under another path; empty if none has it."""
+    return next((entry for entry in recorded.values() if entry.get("content") == now["content"]), {})
 
 
 def _vocabulary_of(init: str) -> Vocabulary | None:

@@ -77,7 +77,7 @@ def take_over(folder: Path) -> Lease:
     await_writers(checkpoints)
     lease = take_lease(folder, lambda: newest_commit(checkpoints))
     remove_stale(checkpoints, lease.epoch)
-    if present := steps_in(checkpoints):  # copied here without the record, or written by an earlier release
+    if present := steps_in(checkpoints):  # copied here without the record
         record_commit(folder, step_of(present[-1].name) or 0)
     return lease
 

@@ -147,7 +147,7 @@ def _steps_left(train: Mapping[str, Any], step: int, recent: int) -> float:
         sizes = BatchSizes(train["global_batch"], [BatchStage(**stage) for stage in train["batch_ramp"]])
         size = (sizes.samples_before(step) - sizes.samples_before(max(0, step - recent))) / min(recent, step)
         return (sizes.samples_before(step + left) - sizes.samples_before(step)) / size
-    except (KeyError, TypeError, ZeroDivisionError):  # a configuration of an earlier release, or one changed by hand
+    except (KeyError, TypeError, ZeroDivisionError):  # a configuration changed by hand
         return left
 
 

@@ -123,9 +123,9 @@ def _newest_record(file: Path, *, say_damage: bool = False) -> tuple[int, State]
         try:
             record = from_sealed_json(lines[number - 1])
             record.pop("time", None)
-            term = record.pop("term", 0)  # earlier releases wrote none
+            term = record.pop("term")
             records.append((term, from_checked_plain(State, record)))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, KeyError):
             damaged = number if number < len(lines) and not records else damaged
         if len(records) == LATE_LINES:
             break

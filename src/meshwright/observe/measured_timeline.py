@@ -73,7 +73,7 @@ def _end(span: Span) -> float:
 
 
 def _compute(rank: int, actions: Sequence[Action], spans: Sequence[Span]) -> list[Record]:
-    """A record of each part of an overlap and of each other action: the part with the start and end of its span.
+    """A record of each action, with the start and end of its span.
 
     Neighbouring spans of one name, such as a backward and its gradient accumulation, are joined.
     """
@@ -81,19 +81,14 @@ def _compute(rank: int, actions: Sequence[Action], spans: Sequence[Span]) -> lis
     for span in spans:
         first = joined.pop()[1] if joined and joined[-1][0] == span.name else span.start
         joined.append((span.name, first, _end(span)))
-    scheduled = [
-        part
-        for act in actions
-        for part in ((act,) if act.paired else act.parts)
-        if act.op in COMPUTE or act.op in ("norm_barrier", "optim")
-    ]
-    for index, part in enumerate(scheduled):
+    scheduled = [act for act in actions if act.op in COMPUTE or act.op in ("norm_barrier", "optim")]
+    for index, act in enumerate(scheduled):
         name = joined[index][0] if index < len(joined) else "nothing"
-        if name != part.label:
-            raise ValueError(f"pipeline rank {rank} ran {name} where its schedule says {part.label} (action {index})")
+        if name != act.label:
+            raise ValueError(f"pipeline rank {rank} ran {name} where its schedule says {act.label} (action {index})")
     if len(joined) > len(scheduled):
         raise ValueError(f"pipeline rank {rank} ran {joined[len(scheduled)][0]} after the end of its schedule")
-    return [(rank, "compute", part, start, end) for part, (_, start, end) in zip(scheduled, joined, strict=True)]
+    return [(rank, "compute", act, start, end) for act, (_, start, end) in zip(scheduled, joined, strict=True)]
 
 
 def _collectives(rank: int, actions: Sequence[Action], step: StepSpans) -> list[Record]:

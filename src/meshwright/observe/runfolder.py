@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from meshwright.config.plan_file import EARLIER_FILE, EARLIER_KEYS
 from meshwright.observe.goodput import RunGoodput, run_goodput
 from meshwright.observe.metrics import scan_metrics
 from meshwright.observe.prediction_account import Account, read_account
@@ -194,8 +193,7 @@ def read_plan(path: Path, notes: list[str], config: Any = None) -> Plan | None:
     try:
         plan = plan_of(from_checked_plain(PlanKeys, data))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        earlier = isinstance(data, dict) and data.keys() >= {*EARLIER_KEYS}
-        notes.append(f"{path.name}: {EARLIER_FILE}" if earlier else f"{path.name}: not a plan: {error}")
+        notes.append(f"{path.name}: not a plan: {error}")
         return None
     try:
         return with_node_crossings(plan, from_checked_plain(ClusterSpec, config["cluster"]).ranks_per_node)

@@ -11,16 +11,15 @@ from meshwright.spec.plan import ExpertPlan, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import copies_experts, experts_over
 
-POLICIES = ("hecate", "fastermoe", "flexmoe")
-"""Policies that the planner tries; `fixed` with all experts, too."""
 SLOT_RATIO = 4
 """Ratio of the numbers of slots that the planner tries."""
 
 
 def copies(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """`plan` with each policy and number of slots that the run's pins allow; none without recorded loads.
+    """`plan` with copies of loaded experts for each number of slots that the run's pins allow; none without recorded loads.
 
-    Slots are one, four and so on up to all experts of other ranks. Weights are not kept for the step unless that is pinned.
+    Slots are one, four and so on up to all experts of other ranks; with all of them, fixed copies are offered too. Weights are not kept
+    for the step unless that is pinned.
     """
     pins = pins_of(run)
     if plan.experts is None or not _spread_by_loads(run, plan) or copies_experts(plan):
@@ -29,7 +28,7 @@ def copies(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
     sizes = sorted({min(others, SLOT_RATIO**power) for power in range(others.bit_length() + 1)})
     window, keep = pins.expert_load_window or ExpertPlan(expert=1).load_window, bool(pins.expert_keep)
     for slots in sizes if pins.expert_slots is None else (pins.expert_slots,):
-        for policy in (*POLICIES, *(("fixed",) if slots == others and not plan.paired else ())):
+        for policy in ("hecate", *(("fixed",) if slots == others and not plan.paired else ())):
             yield replace(
                 plan, experts=replace(plan.experts, policy=policy, slots=slots, keep=keep, load_window=window)
             )

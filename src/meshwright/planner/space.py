@@ -30,7 +30,6 @@ from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, contex
 from meshwright.spec.optimizers import AdamWSpec
 from meshwright.spec.plan import (
     DATA_AXES,
-    REFUSED_SCHEDULES,
     SHARD_AXES,
     AxisName,
     Offload,
@@ -313,11 +312,7 @@ def _pinned_or(pinned: int | None, otherwise: Iterable[int]) -> list[int]:
 def _batch_options(run: RunSpec, trainable: bool) -> Callable[[int, int], np.ndarray]:
     """A function of pipeline stages and data ranks: rows of (micro-batch, accumulate, schedule index, virtual stages) to try."""
     pins, batch, layers = pins_of(run), run.train.global_batch, run.model.layers
-    allowed = tuple(
-        name
-        for name in SCHEDULES
-        if name not in REFUSED_SCHEDULES and not conflicts(run, trainable=trainable, schedule=name)
-    )
+    allowed = tuple(name for name in SCHEDULES if not conflicts(run, trainable=trainable, schedule=name))
 
     def fits_ramp(pipeline: int, data: int, option: tuple[int, int, int, int]) -> bool:
         """Whether the micro-batches divide the ramp's batches too; a batch that the data ranks do not divide is refused later."""

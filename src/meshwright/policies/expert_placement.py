@@ -1,12 +1,10 @@
 """Placement of expert copies on ranks for the next step, decided for all layers from the rows of the last steps.
 
-- `hecate` copies experts from their owners for one step (arXiv 2502.02581, algorithm 1).
-- `fastermoe` copies the most loaded experts to all ranks, as many as pay (shadowing; He et al. 2022, PPoPP).
-- `flexmoe` changes the copies of the previous step by a few at a time (Nie et al. 2023, arXiv 2304.03946).
-- `fixed` copies the same experts to all ranks in every step, whatever the loads are.
+The most loaded experts are copied from their owners for one step (Hecate, arXiv 2502.02581, algorithm 1). `fixed_copies` are the same
+experts on all ranks in every step, whatever the loads are.
 
-Owners never change here. Every policy but `fixed` leaves a layer as it is where its ranks have equal loads, or where copies would not save
-time by `expert_costs`. A decision is a pure function of whole numbers in a fixed order, so all ranks decide alike without a message.
+Owners never change here. A layer stays as it is where its ranks have equal loads, or where copies would not save time by
+`expert_costs`. A decision is a pure function of whole numbers in a fixed order, so all ranks decide alike without a message.
 
 Shapes: L layers, R ranks, E experts.
 """
@@ -14,7 +12,7 @@ Shapes: L layers, R ranks, E experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,8 +24,6 @@ from meshwright.policies.expert_routing import RowTotals, node_rows, owned, row_
 
 EVEN_LOADS = 1.01
 """A layer's ranks have equal loads if the largest is at most this multiple of the mean."""
-FLEXMOE_CHANGES = 10
-"""Most copies that `flexmoe` adds to a layer in a step."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +38,6 @@ class PlacementProblem:
     """Most copies on a rank, in addition to the experts that it owns."""
     costs: ExpertCosts
     steps: int = 1
-    previous: np.ndarray | None = None
-    """Experts present in the previous step, `(L, R, E)`; None if only their owners have them."""
 
     @cached_property
     def by_node(self) -> np.ndarray:
@@ -65,18 +59,18 @@ class PlacementProblem:
         return LayerTimes(times.compute / self.steps, times.exchange / self.steps, times.weights)
 
 
-def place_experts(policy: str, problem: PlacementProblem) -> np.ndarray:
-    """Experts present on each rank, `(L, R, E)`, boolean; a rank has what it owns and at most `slots` copies.
+def place_experts(problem: PlacementProblem) -> np.ndarray:
+    """Experts present on each rank, `(L, R, E)`, boolean; a rank has what it owns and at most `slots` copies."""
+    return cheapest(problem, _hecate(problem, owned(problem.owners, problem.counts.shape[1])))
 
-    `policy` is a key of `POLICIES`.
-    """
-    base = owned(problem.owners, problem.counts.shape[1])
-    if policy == "fixed":
-        return fixed_copies(base, problem.slots)
-    best, totals = base.copy(), problem.row_totals(base)
+
+def cheapest(problem: PlacementProblem, candidates: Iterable[np.ndarray]) -> np.ndarray:
+    """By layer the candidate `(L, R, E)` of least time; only what ranks own where loads are equal, or where none saves time."""
+    best = owned(problem.owners, problem.counts.shape[1])
+    totals = problem.row_totals(best)
     seconds = problem.times(totals).total
     uneven = totals.computed.max(1) > EVEN_LOADS * totals.computed.mean(1)
-    for candidate in POLICIES[policy](problem, base):
+    for candidate in candidates:
         candidate_seconds = problem.times(problem.row_totals(candidate)).total
         better = uneven & (candidate_seconds < seconds)
         best[better] = candidate[better]
@@ -98,8 +92,6 @@ def overlap_degree(costs: ExpertCosts, ranks: int) -> float:
 
 def copied_everywhere(policy: str, slots: int, costs: ExpertCosts | None, ranks: int) -> int:
     """How many of the most loaded experts a policy copies to all ranks, so that their owners have no more rows than others."""
-    if policy == "fastermoe":
-        return slots
     return int(min(overlap_degree(costs, ranks), slots)) if policy == "hecate" and costs is not None else 0
 
 
@@ -143,82 +135,3 @@ def _hecate(problem: PlacementProblem, base: np.ndarray) -> list[np.ndarray]:
             )
             candidates.append(on_nodes.reshape(base.shape))
     return candidates
-
-
-def _fastermoe(problem: PlacementProblem, base: np.ndarray) -> list[np.ndarray]:
-    """The most loaded experts on all ranks, as many as minimise time if nothing hides their exchange.
-
-    Only rows and weights that grow with the number of copies count: it is decided for all numbers at once.
-    """
-    ranks, costs = base.shape[1], problem.costs
-    most = min(problem.slots, base.shape[2])
-    order = np.argsort(-problem.loads, axis=1, kind="stable")[:, :most]
-    loads = np.take_along_axis(problem.loads, order, axis=1)
-    local = np.take_along_axis(problem.counts, order[:, None], axis=2)
-    own = np.take_along_axis(base, order[:, None], axis=2)
-    change = np.cumsum(local - own * loads[:, None], axis=2)
-    initial = _rank_sums(problem.owners, problem.loads, ranks)[..., None]
-    rows = np.concatenate([initial, initial + change], axis=2).max(1) / problem.steps
-    row_seconds = costs.row_compute * costs.compute_passes + costs.row_inside * costs.row_exchanges
-    weight_seconds = _copy_seconds(costs, ranks) * costs.weight_exchanges
-    seconds = rows * row_seconds + np.arange(most + 1) * weight_seconds
-    number = seconds.argmin(1)
-    chosen = np.zeros((len(base), base.shape[2]), dtype=bool)
-    np.put_along_axis(chosen, order, np.arange(most) < number[:, None], axis=1)
-    return [base | chosen[:, None, :]]
-
-
-def _flexmoe(problem: PlacementProblem, base: np.ndarray) -> list[np.ndarray]:
-    """Copies of the previous step, changed while the largest load of a rank falls.
-
-    A change gives the expert with most rows per copy another copy, on the rank with the smallest load that lacks it. A rank without a free
-    slot gives up the copy with the fewest rows.
-    """
-    present = base.copy() if problem.previous is None else problem.previous | base
-    layers, loads = np.arange(len(base)), problem.loads
-    copies = present.sum(1)
-    layer, rank, expert = np.nonzero(present)
-    part = loads / copies
-    flat = np.bincount(layer * base.shape[1] + rank, part[layer, expert], base.shape[0] * base.shape[1])
-    rank_loads = flat.reshape(base.shape[:2])
-    improving = np.ones(len(base), dtype=bool)
-    for _ in range(FLEXMOE_CHANGES):
-        expert = part.argmax(1)
-        holders = present[layers, :, expert]
-        rank = np.where(holders, np.inf, rank_loads).argmin(1)
-        removable = present[layers, rank] & ~base[layers, rank]
-        removed = np.where(removable, part, np.inf).argmin(1)
-        full = removable.sum(1) >= problem.slots
-        possible = improving & ~holders[layers, rank] & (removable.any(1) | ~full)
-        added_part = loads[layers, expert] / (copies[layers, expert] + 1)
-        removed_part = loads[layers, removed] / np.maximum(copies[layers, removed] - 1, 1)
-        changed = rank_loads + holders * (added_part - part[layers, expert])[:, None]
-        changed += present[layers, :, removed] * (full * (removed_part - part[layers, removed]))[:, None]
-        changed[layers, rank] += added_part - full * removed_part
-        improving = possible & (changed.max(1) < rank_loads.max(1))
-        if not improving.any():
-            break
-        layer, dropping = layers[improving], layers[improving & full]
-        present[dropping, rank[dropping], removed[dropping]] = False
-        copies[dropping, removed[dropping]] -= 1
-        present[layer, rank[layer], expert[layer]] = True
-        copies[layer, expert[layer]] += 1
-        rank_loads[layer] = changed[layer]
-        part = loads / copies
-    return [present]
-
-
-def _rank_sums(owners: np.ndarray, values: np.ndarray, ranks: int) -> np.ndarray:
-    """Sums `(L, R)` of `values` `(L, E)` over the experts of each rank."""
-    on_rank = np.arange(len(owners))[:, None] * ranks + owners
-    return np.bincount(on_rank.ravel(), values.ravel(), len(owners) * ranks).reshape(len(owners), ranks)
-
-
-Candidates = Callable[[PlacementProblem, np.ndarray], list[np.ndarray]]
-POLICIES: dict[str, Candidates] = {
-    "hecate": _hecate,
-    "fastermoe": _fastermoe,
-    "flexmoe": _flexmoe,
-    "fixed": lambda problem, base: [base],
-}
-"""By name the placements that a policy offers; `place_experts` takes the one of least time."""

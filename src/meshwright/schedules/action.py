@@ -8,8 +8,7 @@ the forward of stage 3 for micro-batch 2), used in error messages, tests and pic
     SA3.2>4  RA4.2<3           send and receive an activation; SG3.2>2 RG2.2<3 a gradient
     U3/1 D3/1 G3/1             gather a unit's parameters, free them, reduce its gradients
     N O                        gradient norm over all ranks, optimizer
-    F3.2&B4.0                  a forward and a backward that overlap
-    F3.2&F3.3                  the same for two micro-batches together
+    F3.2&F3.3                  a forward or backward of two micro-batches together
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ Op = Literal[
     "reduce_grad",
     "norm_barrier",
     "optim",
-    "overlap",
 ]
 Payload = Literal["activation", "gradient"]
 
@@ -50,9 +48,9 @@ LETTERS: dict[Op, str] = {
     "norm_barrier": "N",
     "optim": "O",
 }
-"""The first letter of an action's printed form; an overlap prints both its actions."""
+"""The first letter of an action's printed form; an action of two micro-batches prints both."""
 _OP_BY_LETTER: dict[str, Op] = {letter: op for op, letter in LETTERS.items()}
-COMPUTE = frozenset[Op](("forward", "backward", "backward_input", "backward_weight", "forward_only", "overlap"))
+COMPUTE = frozenset[Op](("forward", "backward", "backward_input", "backward_weight", "forward_only"))
 """Ops that occupy the device's compute."""
 FORWARD = frozenset[Op](("forward", "forward_only"))
 """Ops that turn a stage's input into its output."""
@@ -69,9 +67,8 @@ class Action(NamedTuple):
     """Operation of a pipeline rank.
 
     `stage` is the index of a virtual stage in the whole pipeline; -1 for operations of the whole rank. `unit` is an FSDP
-    unit of the stage, or None for the whole stage. `peer` is the stage at the other end of a transfer. An overlap has its
-    forward and its backward in `pair`; its own stage and micro-batch are -1. An action of two micro-batches has one for
-    each in `pair`, and their op, stage and unit.
+    unit of the stage, or None for the whole stage. `peer` is the stage at the other end of a transfer. An action of
+    two micro-batches has one for each in `pair`, and their op, stage and unit.
     """
 
     op: Op
@@ -84,13 +81,13 @@ class Action(NamedTuple):
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The two actions of an overlap or of two micro-batches, or the action itself."""
+        """The actions of two micro-batches, or the action itself."""
         return self.pair or (self,)
 
     @property
     def paired(self) -> bool:
         """Whether the action runs two micro-batches together."""
-        return bool(self.pair) and self.op != "overlap"
+        return bool(self.pair)
 
     @property
     def label(self) -> str:
@@ -118,11 +115,6 @@ class Action(NamedTuple):
         return f"{letter}{self.stage}.{self.micro_batch}{unit}"
 
 
-def overlap(forward: Action, backward: Action) -> Action:
-    """A forward and a backward of different micro-batches that run at the same time on one rank."""
-    return Action("overlap", pair=(forward, backward))
-
-
 def together(first: Action, second: Action) -> Action:
     """Return one action for the same forward or backward of two micro-batches, which share the device part by part."""
     return first._replace(micro_batch=-1, pair=(first, second))
@@ -132,7 +124,8 @@ def parse(text: str) -> Action:
     """The action with this printed form. Raises BadInput if there is none."""
     if "&" in text:
         first, second = map(parse, text.split("&", 1))
-        return together(first, second) if first.op == second.op else overlap(first, second)
+        if first.op == second.op:
+            return together(first, second)
     if text in ("N", "O"):
         return Action(_OP_BY_LETTER[text])
     if match := _COMPUTE_FORM.fullmatch(text):
@@ -147,7 +140,7 @@ def parse(text: str) -> Action:
             _OP_BY_LETTER[match[1]], int(match[3]), int(match[4]), peer=int(match[6]), payload=_PAYLOADS[match[2]]
         )
     raise BadInput(
-        f"{text!r} is no action; expected a form such as F3.2, B3.2/1, SA3.2>4, RG2.2<3, U3/1, N, O or F3.2&B4.0"
+        f"{text!r} is no action; expected a form such as F3.2, B3.2/1, SA3.2>4, RG2.2<3, U3/1, N, O or F3.2&F3.3"
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Literal
 
-from meshwright.schedules.action import COMPUTE, FORWARD, Action, overlap, together
+from meshwright.schedules.action import COMPUTE, FORWARD, Action, together
 from meshwright.schedules.schedule import Schedule
 from meshwright.schedules.unit_collectives import Gather, Reduce, with_collectives
 
@@ -81,25 +81,17 @@ def _cut(steps: list[Step], units: Sequence[int], order: Order) -> list[Action]:
 
 
 def _run_key(step: Step) -> tuple[str, int] | int:
-    """Equal for consecutive steps that layered order merges: same op, same stage. Overlaps are not merged."""
+    """Equal for consecutive steps that layered order merges: same op, same stage. Actions of two micro-batches are not merged."""
     compute = step[1]
     return id(step) if compute is None or compute.pair else (compute.op, compute.stage)
 
 
 def _units(action: Action | None, units: Sequence[int]) -> list[Action]:
-    """The unit actions of a stage action: ascending in forward, descending in backward.
-
-    Those of an overlap, or of two micro-batches, are pairs.
-    """
+    """The unit actions of a stage action: ascending in forward, descending in backward; pairs for two micro-batches."""
     if action is None:
         return []
     if action.paired:
         return [together(*pair) for pair in zip(*(_units(part, units) for part in action.pair), strict=True)]
-    if action.pair:
-        forward, backward = (_units(part, units) for part in action.pair)
-        paired = min(len(forward), len(backward))
-        pairs = [overlap(*pair) for pair in zip(forward, backward, strict=False)]
-        return pairs + forward[paired:] + backward[paired:]
     numbers = range(units[action.stage])
     op, stage, micro_batch = action.op, action.stage, action.micro_batch
     return [Action(op, stage, micro_batch, unit) for unit in (numbers if op in FORWARD else reversed(numbers))]

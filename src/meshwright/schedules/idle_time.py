@@ -19,7 +19,6 @@ def relative_idle_time(schedule: npt.ArrayLike, ranks: npt.ArrayLike, micro_batc
     factors = {
         "zb_h1": (2 - np.minimum(1.0, m / p)) / 3,
         "zbv": np.where(m < 1.5 * p, 2 / 3, 1 / 3),
-        "dualpipe_v": 2 / 3,
     }
     return np.choose(
         np.asarray(index, dtype=np.int64), [np.broadcast_to(factors.get(name, 1.0), p.shape) for name in NAMES]

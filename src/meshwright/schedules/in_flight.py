@@ -35,7 +35,6 @@ def in_flight(
         "interleaved": np.minimum(m * v, 2 * (p - 1 - r) + (v - 1) * _group(p, m) + 1) / v,
         "zb_h1": np.minimum(m, p),
         "zbv": np.minimum(2 * np.minimum(m, p), np.maximum(2.0, m + 1 + r)) / 2,
-        "dualpipe_v": np.minimum(2 * m, 2 * p + 1) / 2,
         "breadth_first": m,
         "paired": np.minimum(m, 2.0),
     }

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from meshwright.schedules.action import Action, overlap
+from meshwright.schedules.action import Action
 
 
 class ComputeWriter:
     """Builds one rank's compute actions from phrases.
 
     A word is a letter and the index of the stage on the rank: F forward, B whole backward, I input half and W weight half of a
-    backward. `W` without an index is the oldest weight half, of any stage, whose input half was written. `F0&B1` is a forward
-    and a backward that overlap.
+    backward. `W` without an index is the oldest weight half, of any stage, whose input half was written.
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
@@ -40,9 +39,6 @@ class ComputeWriter:
         return self._next_micro_batch["forward", index]
 
     def _action(self, word: str) -> Action:
-        if "&" in word:
-            forward, _, backward = word.partition("&")
-            return overlap(self._action(forward), self._action(backward))
         if word[0] == "W":
             return self._oldest_weight_half(word[1:])
         letter, index = word[0], int(word[1])
@@ -75,9 +71,5 @@ def warm_then_alternate(forwards: Sequence[Action], backwards: Sequence[Action],
 
 
 def truncate(rank_actions: Sequence[Action], micro_batches: int) -> list[Action]:
-    """The actions of the first `micro_batches` micro-batches; an overlap with one such action becomes that action."""
-    truncated = []
-    for action in rank_actions:
-        parts = [part for part in action.parts if part.micro_batch < micro_batches]
-        truncated += [action] if len(parts) == len(action.parts) else parts
-    return truncated
+    """The actions of the first `micro_batches` micro-batches."""
+    return [action for action in rank_actions if action.micro_batch < micro_batches]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshwright.schedules.looping import breadth_first, groups_of, interleaved
 from meshwright.schedules.one_stage import gpipe, one_f_one_b, paired, zb_h1
 from meshwright.schedules.schedule import ComputeOrder, Schedule, trained
-from meshwright.schedules.vee import dualpipe_v, zbv
+from meshwright.schedules.vee import zbv
 from meshwright.spec.errors import BadInput, nearest
 
 
@@ -17,14 +17,12 @@ class Entry:
     """Builder of a schedule, the sizes that it supports, and the published bound of its memory.
 
     `order` takes (ranks, micro-batches, stages per rank); `in_flight` takes (ranks, rank, micro-batches, stages per rank)
-    and bounds how many stage forwards the rank holds at once. `micro_batches_per_rank` is the least number of
-    micro-batches divided by ranks, 0 if any number is allowed. With `pairs` two micro-batches run together on one rank.
+    and bounds how many stage forwards the rank holds at once. With `pairs` two micro-batches run together on one rank.
     """
 
     order: Callable[[int, int, int], ComputeOrder]
     in_flight: Callable[[int, int, int, int], int]
     stages_per_rank: range
-    micro_batches_per_rank: int = 0
     pairs: bool = False
 
 
@@ -59,12 +57,6 @@ SCHEDULES: dict[str, Entry] = {
         order=lambda ranks, micro_batches, _: zbv(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: 2 * min(micro_batches, ranks),
         stages_per_rank=TWO_STAGES,
-    ),
-    "dualpipe_v": Entry(
-        order=lambda ranks, micro_batches, _: dualpipe_v(ranks, micro_batches),
-        in_flight=lambda ranks, rank, micro_batches, _: 2 * ranks + 1,
-        stages_per_rank=TWO_STAGES,
-        micro_batches_per_rank=2,
     ),
     "breadth_first": Entry(
         order=breadth_first,
@@ -124,13 +116,5 @@ def refusal(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> 
     if entry.pairs and micro_batches % 2:
         return (
             f"schedule {name} needs an even number of micro-batches, got {micro_batches}; nearest: {micro_batches + 1}"
-        )
-    least = entry.micro_batches_per_rank * ranks
-    if micro_batches < least:
-        fewer = micro_batches // entry.micro_batches_per_rank
-        other = f", or {fewer} pipeline ranks" if fewer else ""
-        return (
-            f"schedule {name} needs at least {least} micro-batches on {ranks} pipeline ranks "
-            f"({entry.micro_batches_per_rank} for each), got {micro_batches}; nearest: {least} micro-batches{other}"
         )
     return None

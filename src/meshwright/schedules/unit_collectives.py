@@ -71,13 +71,10 @@ def _gathers(
         if gather[stage][unit] == "start":
             before[0].append(Action("unshard", stage, unit=unit))
             after[uses[spans[-1][1]][0]].append(Action("reshard", stage, unit=unit))
-    free_since: dict[Unit, int] = defaultdict(int)
     for first, last, (stage, unit) in sorted(gathered):
-        # An overlap uses two units, so the previous stretch may begin while this unit is still gathered.
-        issue = uses[max(stretch_starts[first - 1], free_since[stage, unit])][0] if first else 0
+        issue = uses[stretch_starts[first - 1]][0] if first else 0
         before[issue].append(Action("unshard", stage, unit=unit))
         after[uses[last][0]].append(Action("reshard", stage, unit=unit))
-        free_since[stage, unit] = last + 1
     return before, after
 
 

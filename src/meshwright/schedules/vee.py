@@ -1,4 +1,4 @@
-"""Schedules with two stages per rank in a V, so that the first rank also has the last stage: ZBV, DualPipeV.
+"""ZBV: two stages per rank in a V, so that the first rank also has the last stage.
 
 Word 0 of a phrase is the rank's stage on the way down, word 1 the one on the way up. Both are written for as many
 micro-batches as fill the pipeline; with fewer, the actions of the others are removed, which keeps the order valid.
@@ -20,14 +20,6 @@ def zbv(ranks: int, micro_batches: int) -> ComputeOrder:
     return vee(ranks), compute
 
 
-def dualpipe_v(ranks: int, micro_batches: int) -> ComputeOrder:
-    """DualPipe in a V: in the steady state a forward of one stage overlaps with a backward of the other,
-    so that the compute of each hides the communication of the other (DeepSeek-V3, arXiv 2412.19437; deepseek-ai/DualPipe).
-    """
-    compute = [_dualpipe_rank(rank, ranks, micro_batches) for rank in range(ranks)]
-    return vee(ranks), compute
-
-
 def _zbv_rank(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     ranks_below = ranks - rank
     writer = ComputeWriter(vee(ranks)[rank])
@@ -40,23 +32,4 @@ def _zbv_rank(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     writer.write("I0 W0", ranks_below)
     writer.write("W1", rank)
     writer.write("W0", rank)
-    return writer.actions
-
-
-def _dualpipe_rank(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    ranks_below = ranks - 1 - rank
-    writer = ComputeWriter(vee(ranks)[rank])
-    writer.write("F0", 2 * ranks_below)
-    writer.write("F0 F1", rank + 1)
-    writer.write("I1 W F1", ranks_below)
-    steady = micro_batches - 2 * ranks + rank + 1
-    if rank == ranks - 1:
-        writer.write("F0 B1 F1&B0")  # an overlap here would delay the first gradient of every rank
-        steady -= 1
-    writer.write("F0&B1 F1&B0", steady)
-    writer.write("B1 F1&B0", ranks_below)
-    for step in range(2 * (rank + 1)):  # the second half is split, so that gradients are sent early
-        writer.write(f"{'I' if step > rank else 'B'}{1 - step % 2}")
-    writer.write("W I0", ranks_below)
-    writer.write_pending_weights()
     return writer.actions

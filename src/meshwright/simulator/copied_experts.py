@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.costs.plan_costs import Pricing
 from meshwright.policies.expert_owners import better_owners, even_owners
-from meshwright.policies.expert_placement import copied_everywhere, fixed_copies
+from meshwright.policies.expert_placement import copied_everywhere, fixed_copies, place_experts
 from meshwright.policies.expert_routing import owned
 from meshwright.simulator.expert_loads import PlayedLoads, play_loads
 from meshwright.simulator.expert_placement_costs import placement_costs
@@ -75,20 +75,18 @@ def _copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
         owners = better_owners(_earlier_loads(model, train, experts), even, copied, ranks, costs.ranks_per_node)
     base = owned(owners, ranks)
     if experts.policy in ("none", "fixed"):
-        played = play_loads(
-            steps, owners, costs, policy=None, initial=fixed_copies(base, experts.slots), delay=DECISION_DELAY
-        )
+        played = play_loads(steps, owners, costs, initial=fixed_copies(base, experts.slots), delay=DECISION_DELAY)
     else:
         played = play_loads(
             steps,
             owners,
             costs,
-            policy=experts.policy,
+            place=place_experts,
             slots=experts.slots,
             window=experts.load_window,
             delay=DECISION_DELAY,
         )
-    alone = play_loads(steps, even, costs, policy=None, initial=owned(even, ranks), delay=DECISION_DELAY)
+    alone = play_loads(steps, even, costs, initial=owned(even, ranks), delay=DECISION_DELAY)
     routed = model.routed_layers
     return _effects(played, alone, routed)
 

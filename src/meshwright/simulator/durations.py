@@ -27,16 +27,12 @@ class Durations:
             "backward_input": inputs,
             "backward_weight": weights,
         }
-        self._exposed_fraction = 1.0 - timing.overlap_hidden
 
     def compute(self, action: Action) -> float:
         """Seconds of a compute action beside which no collective runs."""
-        if not action.pair:
-            return self._seconds_by_op[action.op][action.stage][-1 if action.unit is None else action.unit]
-        if action.paired:
+        if action.pair:
             return sum(map(self.compute, action.pair))
-        shorter, longer = sorted(self.compute(part) for part in action.pair)
-        return longer + self._exposed_fraction * shorter
+        return self._seconds_by_op[action.op][action.stage][-1 if action.unit is None else action.unit]
 
 
 def end_with_slowdown(start: float, work: float, slow_intervals: Iterable[SlowInterval]) -> float:

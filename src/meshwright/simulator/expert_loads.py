@@ -5,13 +5,13 @@ A step's placement is decided from the loads of the steps before it, as in train
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshwright.policies.expert_costs import ExpertCosts, LayerTimes
-from meshwright.policies.expert_placement import PlacementProblem, place_experts
+from meshwright.policies.expert_placement import PlacementProblem
 from meshwright.policies.load_window import LoadWindow
 
 
@@ -39,25 +39,24 @@ def play_loads(
     owners: np.ndarray,
     costs: ExpertCosts,
     *,
-    policy: str | None,
+    place: Callable[[PlacementProblem], np.ndarray] | None = None,
     slots: int = 0,
     window: int = 1,
     initial: np.ndarray | None = None,
     delay: int = 1,
 ) -> PlayedLoads:
-    """Play `steps`, each with counts `(L, R, E)`, under a policy of `policies.expert_placement`, or `initial` always for None.
+    """Play `steps`, each with counts `(L, R, E)`, with the experts present that `place` decides; without it `initial` in all steps.
 
     A step is decided from the `window` steps up to the one `delay` steps before it; the first `delay` steps only fill the window and are
-    not in the figures. `initial` `(L, R, E)` is present in the first step; `slots` is the most copies on a rank.
+    not in the figures. `initial` has the shape `(L, R, E)`; `slots` is the most copies on a rank.
     """
     history = LoadWindow(window)
     present, times, imbalances = initial, [], []
     for number, counts in enumerate(steps[delay:]):
         history.add(steps[number])
         problem = PlacementProblem(counts, owners, slots, costs)
-        if policy is not None:
-            earlier = PlacementProblem(history.sums(), owners, slots, costs, len(history), present)
-            present = place_experts(policy, earlier)
+        if place is not None:
+            present = place(PlacementProblem(history.sums(), owners, slots, costs, len(history)))
         assert present is not None
         totals = problem.row_totals(present)
         times.append(problem.times(totals))

@@ -24,7 +24,7 @@ from meshwright.spec.plan import LayerStrategy
 Turn = Literal["first", "middle", "last"]
 """first: the first forward of a stage in the step; last: its last action that computes weight gradients; middle: others."""
 DurationKey = tuple[tuple[str, int, int | None, Turn], ...]
-"""(op, stage, unit, turn) of an action, or of both actions of an overlap: actions with equal keys take equal time."""
+"""(op, stage, unit, turn) of an action, or of both micro-batches of a pair: actions with equal keys take equal time."""
 Message = tuple[int, int, int, int, int]
 """(number, action before the send, action before the receive is posted, previous message of the channel, link)."""
 
@@ -187,7 +187,7 @@ class StageDurations:
         self._equal_stage = self._first_equal_stages()
 
     def of(self, key: DurationKey) -> ActionSeconds:
-        """The durations of an action; the two actions of an overlap run one after the other."""
+        """The durations of an action; those of two micro-batches run one after the other."""
         parts = [self._of(*part) for part in key]
         return parts[0] if len(parts) == 1 else _concatenated(parts)
 

@@ -36,7 +36,7 @@ from meshwright.workload.groups import shard_size
 from meshwright.workload.plan_bytes import gradient_sums_on_host, memory_by_rank, optimizer_on_host
 
 T = TypeVar("T")
-REPEATING_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "paired")
+REPEATING_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "paired")
 """Schedules whose micro-batches in flight stop growing at `SATURATING_MICRO_BATCHES` × ranks micro-batches."""
 SATURATING_MICRO_BATCHES = 4
 

@@ -65,8 +65,6 @@ class Timing:
     """Factor on compute time while the same rank reduces over the shard axis."""
     replicate_slowdown: float = 1.0
     """Factor on compute time while the same rank reduces over the replicate axis."""
-    overlap_hidden: float = 0.0
-    """Fraction of the shorter action of an overlap that the longer one hides: 0 none, 1 all of it."""
     tied_gradient_seconds: float = 0.0
     """All-reduce of a tied weight's gradient over the first and the last rank, before the gradient norm."""
     norm_seconds: float = 0.0

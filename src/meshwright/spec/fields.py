@@ -165,15 +165,14 @@ def to_sealed_json(value: Any) -> str:
 
 
 def from_sealed_json(text: str) -> dict[str, Any]:
-    """The values of a line that `to_sealed_json` wrote; one of an earlier release has no digest. Raises ValueError if damaged."""
+    """The values of a line that `to_sealed_json` wrote. Raises ValueError if damaged."""
     try:
         data = json.loads(text)
     except RecursionError as error:
         raise ValueError("too many brackets") from error
     if not isinstance(data, dict):
         raise ValueError("expected a JSON object")
-    digest = data.pop("digest", None)
-    if digest is not None and digest != _digest(data):
+    if data.pop("digest", None) != _digest(data):
         raise ValueError("its digest does not match")
     return data
 

@@ -138,9 +138,9 @@ class Layout:
         return total
 
 
-V_SCHEDULES = ("zbv", "dualpipe_v")
+V_SCHEDULES = ("zbv",)
 """Schedules that place their stages in a V: down the pipeline ranks and back up."""
-STAGES_PER_RANK = {"interleaved": 2, "zbv": 2, "dualpipe_v": 2}
+STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}
 """Virtual stages per rank when the plan does not list them; 1 for the other schedules."""
 
 

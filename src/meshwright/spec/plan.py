@@ -22,12 +22,8 @@ PARTIAL_RECOMPUTES: frozenset[Recompute] = frozenset({"selective", "all_but_atte
 Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
 AxisName = Literal["pipeline", "replicate", "shard", "hybrid", "context_ring", "context_ulysses", "tensor"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first", "paired"]
-REFUSED_SCHEDULES: dict[ScheduleName, str] = {
-    "dualpipe_v": "a schedule other than dualpipe_v, whose forward and backward pairs run one after the other and do not overlap; use zbv"
-}
-"""Schedules that no run or plan file may ask for and no search tries, each with what is expected instead."""
-SPLITS_BACKWARD: frozenset[ScheduleName] = frozenset({"zb_h1", "zbv", "dualpipe_v"})
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "breadth_first", "paired"]
+SPLITS_BACKWARD: frozenset[ScheduleName] = frozenset({"zb_h1", "zbv"})
 """Schedules that compute gradients of inputs first, and of weights later."""
 Compute = Literal["bf16", "fp16", "fp32", "fp64"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
@@ -36,7 +32,7 @@ Accumulation = Literal["device", "bf16", "host"]
 OffloadShare = Annotated[float, Bound(at_least=0, at_most=1)]
 Gigabytes = Annotated[float, Bound(at_least=0, at_most=1e6)]
 Transport = Literal["nccl", "copy_engine"]
-ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
+ExpertPolicy = Literal["none", "hecate", "fixed"]
 ExpertPlacement = Literal["even", "balanced"]
 ExpertExchange = Literal["all_to_all", "peer", "peer_fp8"]
 Seconds = Annotated[float, Bound(at_least=0)]

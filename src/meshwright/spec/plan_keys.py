@@ -103,8 +103,8 @@ class PlanKeys:
     """Ranks that a layer's experts are spread over."""
     expert_policy: ExpertPolicy | None = None
     """Experts of other ranks that are present on a rank in a step (docs/design/expert.md). none: no others; tokens
-    are sent to the owners. hecate, fastermoe, flexmoe: copies of loaded experts, decided from recent loads. fixed: the
-    same copies in every step."""
+    are sent to the owners. hecate: copies of loaded experts, decided from recent loads. fixed: the same copies in every
+    step."""
     expert_slots: NotNegative | None = None
     """Experts of other ranks that are present on a rank, per layer, at most."""
     expert_keep: bool | None = None

@@ -12,7 +12,6 @@ SCHEDULE_NAMES: dict[ScheduleName, str] = {
     "interleaved": "interleaved 1F1B",
     "zb_h1": "zero-bubble H1 (zb_h1)",
     "zbv": "zero-bubble V (zbv)",
-    "dualpipe_v": "DualPipe-V (dualpipe_v)",
     "breadth_first": "layered accumulation (breadth_first)",
     "paired": "paired micro-batches (paired)",
 }

@@ -39,7 +39,6 @@ from meshwright.spec.plan import (
     CONTEXT_AXES,
     PARTIAL_RECOMPUTES,
     RECOMPUTES_PRODUCTS,
-    REFUSED_SCHEDULES,
     SPLITS_BACKWARD,
     LayerStrategy,
     Plan,
@@ -48,7 +47,7 @@ from meshwright.spec.plan_keys import STRATEGY_KEYS, keys_of
 
 ACTIVATIONS, OPTIMIZER = ("activations", "both"), ("optimizer", "both")
 """Values of `offload` that offload activations, and the optimizer's state."""
-COPY_POLICIES = ("hecate", "fastermoe", "flexmoe", "fixed")
+COPY_POLICIES = ("hecate", "fixed")
 """Values of `expert_policy` with copies of experts."""
 LAYER_KEYS = (*STRATEGY_KEYS, "linear")
 """Keys that ranges of layers have too."""
@@ -307,7 +306,6 @@ def _paired(reason: Text, broken: Callable[[RuleInput], Any], *beside: str) -> P
 
 
 SCHEDULING = (
-    PlanRule("schedule", tuple(REFUSED_SCHEDULES), always, lambda x: REFUSED_SCHEDULES[x("schedule")], "zbv"),
     _paired(_NO_EXCHANGE, lambda x: x("model.experts") == 0),
     _paired(_NO_EXCHANGE, lambda x: x("expert") * x("tensor") == 1, "expert", "tensor"),
     _paired(_NO_EXCHANGE,

@@ -222,12 +222,9 @@ class ExpertDecisions:
         window = LoadWindow(self._plan.load_window)
         for number in sorted(self._counts):
             window.add(self._counts[number][due])
-        previous = self._latest.present
-        problem = PlacementProblem(
-            window.sums(), self._even[due], self._plan.slots, self._costs, len(window), previous[due]
-        )
-        present = previous.copy()
-        present[due] = place_experts(self._plan.policy, problem)
+        problem = PlacementProblem(window.sums(), self._even[due], self._plan.slots, self._costs, len(window))
+        present = self._latest.present.copy()
+        present[due] = place_experts(problem)
         self._latest = self._decision(present, self._latest.tables, due.tolist())
         return self._latest
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.checkpoint.format.inventory import take_inventory
@@ -11,8 +10,6 @@ from meshwright.checkpoint.memory.tier import MemoryTier, find_snapshot
 from meshwright.checkpoint.mirror.copies import describe_copies
 from meshwright.checkpoint.models.adapters import BASE, check_base
 from meshwright.checkpoint.ranks import RankGroup
-from meshwright.policies.skipped_samples import SampleRange, samples_of_step
-from meshwright.spec.batch_sizes import BatchSizes
 from meshwright.spec.errors import Damaged
 from meshwright.training.run_state import CURSORS
 
@@ -96,24 +93,15 @@ def _continue_from(session: TrainingSession, state: dict[str, Any]) -> None:
         check_base(state.get(BASE), session.base, str(session.folder), f"model.init {session.run.model.init}")
     session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
     session.numerics.restore(state)
-    session.next_sample = first_sample(state, session.run.train.batches, session.numerics.skip_samples)
+    session.next_sample = state["next_sample"]
     if session.decisions is not None:
         session.decisions.restore(state)
     session.optimizer.set_steps(session.numerics.updates(session.step))
-    session.data.restore_order(state.get("data"))
     accept = session.run.data.changed == "accept"
     session.data.restore_cursors(state.get(CURSORS, {}), state.get("data") or {}, accept=accept)
     session.loaded = state
     if session.rollouts is not None:
         session.rollouts.restore(state)
-
-
-def first_sample(state: Mapping[str, Any], batches: BatchSizes, skipped: Sequence[SampleRange]) -> int:
-    """First sample of the step after a checkpoint, from the plain values in it.
-
-    Checkpoints of earlier releases do not have it; it follows from the sizes of their steps.
-    """
-    return state.get("next_sample", samples_of_step(state["step"] + 1, batches, skipped)[0])
 
 
 def _check_begin(session: TrainingSession) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,11 +19,6 @@ from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
 
 FIRST_COMMIT = "first_commit.json"
 """File in a run's folder, written after its first commit: the folder had a checkpoint, whatever is left of it."""
-_LINES_OF_A_COMMIT = {
-    "metrics.jsonl": re.compile(r'"kind": "event", .*"text": "checkpoint step-\d+'),
-    "supervision.jsonl": re.compile(r'"checkpoints": ?\[\d'),
-}
-"""Files of a run's folder with lines that tell of a checkpoint: runs of releases without FIRST_COMMIT have them."""
 SHOWN = 5
 """Checkpoints that a message names."""
 
@@ -118,7 +111,8 @@ def take_inventory(folder: Path, *, contents: bool = False) -> Inventory:
     run_id = run_id_of(folder)
     checkpoints = tuple(_found(path, contents, run_id) for path in reversed(paths))
     run = folder.parent if folder.name == "checkpoints" else folder
-    return Inventory(folder, checkpoints, None if checkpoints else _record_of_commit(run))
+    record = FIRST_COMMIT if not checkpoints and (run / FIRST_COMMIT).exists() else None
+    return Inventory(folder, checkpoints, record)
 
 
 def record_commit(run: Path, step: int) -> None:
@@ -207,17 +201,6 @@ def describe_continuation(folder: Path) -> str:
     except MeshwrightError as error:
         return str(error)
     return f"there is no checkpoint in {folder} yet; the same command begins at step 1"
-
-
-def _record_of_commit(run: Path) -> str | None:
-    """The file of a run's folder that tells that the run had a checkpoint; None if none does."""
-    if (run / FIRST_COMMIT).exists():
-        return FIRST_COMMIT
-    for name, line_of_commit in _LINES_OF_A_COMMIT.items():
-        with suppress(OSError), (run / name).open(encoding="utf-8", errors="replace") as lines:
-            if any(line_of_commit.search(line) for line in lines):
-                return name
-    return None
 
 
 def _found(path: Path, contents: bool, run_id: str | None) -> Found:

@@ -97,11 +97,11 @@ class CheckpointManifest:
     epoch: int | None = None
     """The number of the start (launch) of the run that wrote it; None without a lease."""
     parent: int | None = None
-    """Step of the checkpoint that the writing start continued from; None for a run's first start and in older manifests."""
+    """Step of the checkpoint that the writing start continued from; None for a run's first start."""
     finite: bool | None = None
     """Whether the step's loss and gradient norm were finite; None where no training step was checked."""
     seconds: dict[str, float] | None = None
-    """Duration of the save by phase (`staging`, `writing`, `commit`); None in older manifests."""
+    """Duration of the save by phase (`staging`, `writing`, `commit`); None where it was not measured."""
 
     @property
     def total_bytes(self) -> int:
@@ -230,8 +230,8 @@ def check_format(table: Any, path: Path, file: str) -> None:
 def read_own_manifest(path: Path, run_id: str | None) -> CheckpointManifest:
     """`read_manifest` of a checkpoint of the run `run_id`.
 
-    Raises DamagedCheckpoint, with damage `foreign`, for a checkpoint of another run. A manifest without a run id (written before
-    runs had ids) passes, and so does every manifest when `run_id` is None.
+    Raises DamagedCheckpoint, with damage `foreign`, for a checkpoint of another run. A manifest without a run id passes, and so
+    does every manifest when `run_id` is None.
     """
     manifest = read_manifest(path)
     check_run(path, manifest, run_id)

@@ -34,7 +34,7 @@ PIECE_BYTES = 64 << 20
 QUANTISED = ("F8_E4M3", "F8_E8M0", "I8", "U8", "I32")
 """dtypes of tensors that mean nothing without scales, or without the words of config.json."""
 _NESTING = "meshwright_text_part"
-"""Key of the kept config.json with the fields of a Nesting; older runs have the first two."""
+"""Key of the kept config.json with the fields of a Nesting."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def read_towers(folder: Path) -> Towers | None:
         return None
     config = dict(read_json(kept / RECORD))
     place = config.pop(_NESTING, None)
-    if not isinstance(place, list) or [*map(type, place)] not in ([str] * 2, [str] * 3):
+    if not isinstance(place, list) or [*map(type, place)] != [str] * 3:
         raise Damaged(f"{kept / RECORD}: {_NESTING}: expected the place of the text model's tensors")
     if not (kept / TENSORS).is_file():
         raise Damaged(f"{kept / TENSORS}: no such file; it has the tensors beside the text model, which exports need")
