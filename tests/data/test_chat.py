@@ -363,7 +363,6 @@ def test_weights_of_messages_and_chats_multiply(tmp_path: Path, form: Any) -> No
         found.append(texts)
     end = "<|im_end|>"
     assert found == [{float(np.float32(0.15)): f"first{end}", 1.0: f"third{end}"}, {1.0: f"fourth{end}"}]
-    manifest = json.loads((out / "manifest.json").read_text())
     assert not (out / "shard-00000.mask").exists() and not verify(out)
     assert Manifest.read(out).masked
 
