@@ -7,6 +7,7 @@ AGENTS := .venv-agents
 INTEROP := .venv-interop
 MODELS := .venv-models
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 SKY := .venv-sky
 CONSTRAINTS := constraints.txt
 # Of ten thousand installed files a few thousand are imported: these are compiled then.
@@ -23,7 +24,7 @@ HOSTS_SOAK_MINUTES ?= 120
 HOSTS_SOAK_FAULTS ?= 200
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-crash test-faults test-hosts soak-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint reference examples golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
+.PHONY: quickstart test test-all test-oldest test-newest test-package test-crash test-faults test-hosts soak-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint reference docs-site examples golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -49,6 +50,17 @@ test-oldest:
 		sed -e "s/^torch==.*/torch==$$oldest.*/" -e 's/^numpy==.*/numpy==2.3.*/' -e '/^\(triton\|nvidia\|cuda\)/d' constraints.txt > build/constraints-oldest.txt
 	@$(MAKE) --no-print-directory VENV=$(OLDEST) CONSTRAINTS=build/constraints-oldest.txt $(OLDEST)/.installed-test
 	$(OLDEST)/bin/python -m pytest -m 'not slow' $(TOGETHER)
+
+# The quick tests under the newest torch that pyproject.toml allows.
+test-newest:
+	@mkdir -p build
+	@sed -e '/^\(torch\|triton\|nvidia\|cuda\)=/d' constraints.txt > build/constraints-newest.txt
+	@$(MAKE) --no-print-directory VENV=$(NEWEST) CONSTRAINTS=build/constraints-newest.txt $(NEWEST)/.installed-test
+	$(NEWEST)/bin/python -m pytest -m 'not slow' $(TOGETHER)
+
+# A wheel and a source archive, each installed into an environment of its own; torch is downloaded twice.
+test-package: $(VENV)/.installed-test
+	$(PYTEST) -n 0 tests/release/test_package.py
 
 test-crash: $(VENV)/.installed-test
 	$(PYTEST) -m crash tests/checkpoint
@@ -156,6 +168,10 @@ lint: $(VENV)/.installed-test
 reference: $(VENV)/.installed-test
 	$(BIN)/python -m tools.reference $(NAMES)
 
+# build/site, whose links and anchors are checked.
+docs-site: $(VENV)/.installed-site
+	$(BIN)/python -m tests.docs.site
+
 examples: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.examples
 
@@ -230,5 +246,10 @@ $(VENV)/.installed-bench: pyproject.toml constraints.txt
 	$(call install,'.[test-bench]')
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
+# mkdocs-material is installed for the site alone.
+$(VENV)/.installed-site: pyproject.toml constraints.txt
+	$(call install,'.[test,docs-site]')
+	@touch $(VENV)/.installed $(VENV)/.installed-test $@
+
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(MODELS) $(OLDEST) $(SKY) build dist .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MODELS) $(OLDEST) $(NEWEST) $(SKY) build dist .ruff_cache

@@ -46,6 +46,31 @@ TINY = "train.steps=6 train.global_batch=4 train.seq_len=32 train.warmup_steps=1
 SHARED_COMMAND = "meshwright quickstart"
 """Runs once for all pages."""
 NOT_RUN = {
+    (
+        "README.md",
+        "meshwright check run.yaml      # every mistake at once, with file, line, column and the nearest valid key",
+    ),
+    ("docs/tutorials/one-gpu.md", "nvidia-smi"),
+    (
+        "docs/tutorials/one-gpu.md",
+        "meshwright data prepare FOLDER --tokenizer MODEL-FOLDER --held-out 0.001 --out corpus",
+    ),
+    (
+        "docs/tutorials/one-gpu.md",
+        "meshwright data prepare chats.jsonl --chat --tokenizer llama-3.1-8b --held-out 0.02 --out chats",
+    ),
+    (
+        "docs/tutorials/one-gpu.md",
+        "meshwright data prepare pairs.jsonl --preferences --tokenizer my-chat-model --held-out 0.05 --out pairs",
+    ),
+    ("docs/tutorials/one-gpu.md", "meshwright plan examples/serve-one.yaml --out deployment.yaml"),
+    (
+        "docs/tutorials/one-gpu.md",
+        "meshwright data prepare questions.jsonl --chat --tokenizer my-chat-model --held-out 0.05 --out questions",
+    ),
+    ("docs/tutorials/cluster.md", "meshwright host check"),
+    ("docs/tutorials/cluster.md", "sbatch run.sbatch"),
+    ("docs/tutorials/cluster.md", "meshwright monitor runs/several-hosts"),
     ("docs/how-to/agents.md", "meshwright serve my-model --name my-model --context 131072"),
     ("docs/how-to/agents.md", 'MESHWRIGHT_API_KEY=any codex exec "Say what this folder is for."'),
     (
@@ -132,7 +157,8 @@ class Sandbox:
             shutil.copyfile(ROOT / "pyproject.toml", folder / "pyproject.toml")
         else:
             shutil.copytree(self.template, folder, dirs_exist_ok=True)
-            (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+            for name in ("benchmarks", "examples"):
+                (folder / name).symlink_to(ROOT / name)
         return folder
 
     def run(self, command: list[str], folder: Path, location: str) -> str:

@@ -1,4 +1,6 @@
-"""The lease of the coordinator, in its process and in agents: it coordinates while it holds the lease, and another one follows it.
+"""How the coordinator keeps its lease, and how agents watch it.
+
+A process coordinates only while it holds the lease. When it has lost it, another process takes its place.
 
 Times are seconds of a clock of this host that goes on while the host is suspended; a process and those that it starts
 share it.
@@ -35,9 +37,12 @@ LOOK_SECONDS = 1.0
 UNREACHABLE_SECONDS = 30.0
 """Seconds for which a process tries to take the lease although the store fails."""
 PENDING_SECONDS = 2.0
-"""Seconds for which a report waits for its answer after which its agent looks whether the coordinator is elsewhere."""
+"""If a report has no answer after so many seconds, its agent reads in the lease whether the coordinator has moved."""
 SEEN_VARIABLE = "MESHWRIGHT_LEASE_SEEN"
-"""Environment variable with the version of the lease that an agent has seen, and since when: its coordinator waits no longer."""
+"""Environment variable of a process that an agent starts: the version of the lease that the agent has seen, and since when.
+
+The process counts the time of `LEASE_SECONDS` from then, and not from its own start.
+"""
 
 
 def lease_clock() -> float:
@@ -95,9 +100,13 @@ class HeldLease:
             self._lease, self._renewed = new, began
             return
         newest = self._store.read()
-        if newest is None:  # someone has deleted it with the run; that its state cannot be written ends the job
+        if newest is None:
+            # Someone has deleted the run's folder, and the lease with it. Agents then start no other coordinator
+            # (`CoordinatorWatch._look`). This one goes on until it cannot write its state, which ends the job with a message that says why.
             self._renewed = began
-        elif newest.holder == self._lease.holder:  # a renewal that succeeded without an answer
+        elif newest.holder == self._lease.holder:
+            # An earlier renewal was written, but its answer was lost. When it was written is not known, so `_renewed` stays as it is
+            # until the next renewal.
             self._lease = newest
         else:
             self.taken = newest
@@ -134,9 +143,10 @@ def take_coordinator_lease(store: LeaseStore, address: str) -> HeldLease:
 
 
 class CoordinatorWatch:
-    """A thread of an agent: finds the coordinator where the lease says, and starts one where the lease has ended.
+    """A thread of an agent: it finds the coordinator at the address in the lease, and starts another where that one is silent.
 
-    It looks while this agent is one of those that stand by, or while it gets no answer.
+    It starts a process that waits for the lease when nobody has renewed it for `CONTEND_SECONDS`. It looks while this agent is one of those
+    that stand by, or while it gets no answer.
     """
 
     def __init__(self, store: LeaseStore, client: ControlClient) -> None:
@@ -168,7 +178,7 @@ class CoordinatorWatch:
         try:
             lease = self._store.read()
         except (OSError, BadInput):
-            return True
+            return True  # in doubt it lives on
         return lease is not None and not lease.released and lease.process == this_process(process.pid)
 
     def _look_regularly(self) -> None:
@@ -176,19 +186,22 @@ class CoordinatorWatch:
             asked = self.asked
             late = self.unanswered or (asked is not None and lease_clock() - asked > PENDING_SECONDS)
             if late or self.standby:
-                with suppress(OSError, BadInput):  # the next look may succeed; who takes the lease says what is wrong
+                with suppress(
+                    OSError, BadInput
+                ):  # the next look may succeed; `take_coordinator_lease` reports the error
                     self._look(late)
 
     def _look(self, late: bool) -> None:
         lease, now = self._store.read(), lease_clock()
         self._watch.see(lease, now)
-        if lease is None:
+        if lease is None:  # no coordinator has begun yet, or the run was deleted
             return
         if late and self._watch.renewed and not lease.released:
             self._client.move(coordinator_address(lease.address))
-        ended = late if lease.released else self._watch.silent(now) > CONTEND_SECONDS
+        # After a release the run has usually ended: then one is started only if this agent gets no answer.
+        may_be_free = late if lease.released else self._watch.silent(now) > CONTEND_SECONDS
         idle = self._process is None or self._process.poll() is not None
-        if ended and idle and now >= self._next_start and self.start is not None:
+        if may_be_free and idle and now >= self._next_start and self.start is not None:
             self._next_start = now + LEASE_SECONDS
             try:
                 self._process = self.start(f"{lease.version}:{self._watch.since}")

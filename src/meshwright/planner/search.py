@@ -1,20 +1,24 @@
 """Searches for the best plan of a run, in five steps.
 
+A pin is an option that the user's run fixes, as `plan.tensor=2` does. A move changes one option of a plan (`moves`).
+
 1. `space` lists the layouts that are worth trying. A layout here is a mesh, a micro-batch and a schedule. `sweep` estimates step time and
    memory by formulas (the closed form) and skips layouts whose lower bound is too slow. It returns the fastest layouts of each family with
-   their fastest layer strategies that fit.
+   their fastest layer strategies that fit. Layouts of a family have the same tensor, pipeline, context and expert ranks, the same schedule
+   and virtual stages, and about as many replicas (`sweep._families`).
 2. `layout_search` makes plans of these layouts, checks their memory exactly, and simulates a step of each by whole stages. If the fastest
-   takes time to save memory (offload, recompute), steps 1 and 2 are repeated with each option pinned that may save it in less time, such as
-   gradient sums in host memory (`Move.beside`). Where nothing fits it tries the plans of least memory with all moves. `finalists` simulates
-   the fastest plans again, unit by unit (a unit is a block, the embedding or the head).
-3. `moves` changes one more option at a time in the fastest plans of unlike kinds, such as offload, reshard or transports. Of each move it
+   plan takes time to save memory (by offload or recompute), steps 1 and 2 run once more for each option that may save memory in less time,
+   with this option pinned: gradient sums in host memory, for example (`Move.beside`). If no plan fits, the plans that need the least memory
+   are tried with every move. `finalists` simulates the fastest plans again, unit by unit (a unit is a block, the embedding or the head).
+3. `moves` makes new plans of the fastest plans of unlike kinds, by one move each, such as offload, reshard or transports. Of each move it
    keeps at most two plans, which fit and are estimated to be at most 5% slower than the chosen one, and simulates them by units.
-4. For each option of the layout that no pin decides, such as the number of tensor ranks, the best plan is compared with up to three other
-   values. For each of these values further layouts of step 1 are simulated, within a limit of effort. If one may be as fast as the best
-   plan, steps 3 and 4 run again.
-5. The fastest plan that was simulated by units wins; the seconds of plans with offload count 1 to 3% more. Plans within 1% of it count as
-   equal. Of these, plans that slow down by at most 5% on a network of 80% of the bandwidth (`robust`) come first, then plans that leave
-   memory free where virtual stages need it, then the simplest. `reasons` says why the plan was chosen.
+4. For each option of the layout that has no pin, such as the number of tensor ranks, up to three other values are tried: further layouts of
+   step 1 with such a value are simulated by stages, until a limit on the schedules' actions is reached. Those within 1% of the best plan
+   are simulated by units, and then steps 3 and 4 run again.
+5. The fastest plan that was simulated by units wins. For plans with offload, 1 to 3% are added to the simulated seconds, as the simulation
+   is less certain there (`offload_penalty`). Plans within 1% of the fastest count as equal. Of these, plans that slow down by at most 5% on
+   a network of 80% of the bandwidth (`robust`) come first, then plans that leave memory free where virtual stages need it, then the
+   simplest. `reasons` says why the plan was chosen.
 """
 
 from __future__ import annotations
@@ -68,9 +72,10 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     """The best plan for `run` that obeys its pins.
 
     With `trainable` only plans that this release can train are searched, else all that it can plan. `memory_bytes` is the memory of one
-    device when the chip table does not have it (on CPU, a rank's share of the host). If samples have different, known lengths, hybrid
-    ranks (ranks that share a long sample) are tried first, and used where they are faster. If nothing fits, the search is repeated with
-    options that only save memory (`moves.relaxed_runs`). Raises BadInput when the pins cannot be met and OutOfResources when nothing fits.
+    device when the chip table does not have it (on CPU, a rank's share of the host). If samples have different, known lengths,
+    `with_hybrid_ranks` estimates whether hybrid ranks (ranks that share a long sample) are faster. If so, only plans with them are
+    searched, and others only if none of these fits. If nothing fits, the search is repeated with further options switched on whose only
+    benefit is less memory (`moves.relaxed_runs`). Raises BadInput when the pins cannot be met and OutOfResources when nothing fits.
     """
     hybrid, why = with_hybrid_ranks(run, memory_bytes)
     if why:
@@ -93,7 +98,9 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
 
     `requested` is the run as the user gave it. `run` is the same run, or has further pins that `search` tries.
     """
-    start, pinned = time.perf_counter(), run
+    start = time.perf_counter()
+    asked = run
+    # Batches by tokens are searched as batches of so many sequences; step 5 gives the plan the axis and sizes that `asked` has.
     run = searched_run(run)
     requested = replace(requested, train=run.train)
     space = points(run, trainable=trainable)
@@ -102,8 +109,8 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
     budget = memory_budget(run, memory_bytes)
     estimator = PlanEstimator(run)
     slowdown = slowdown_function(run, lambda plan: estimator.by_stages(plan).seconds)
-    choose_on_any_network = partial(simplest, budget=budget, penalty=partial(offload_penalty, run))
-    choose = partial(choose_on_any_network, fragile=lambda plan: slowdown(plan) > FRAGILE)
+    choose_ignoring_network = partial(simplest, budget=budget, penalty=partial(offload_penalty, run))
+    choose = partial(choose_ignoring_network, fragile=lambda plan: slowdown(plan) > FRAGILE)
 
     layouts = LayoutSearch(run, space, budget, estimator)  # steps 1 and 2
     candidates = layouts.leading()
@@ -114,19 +121,21 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
         candidates = with_moves(run, candidates, estimator, choose, budget)
         beside = layouts.alternatives(choose(candidates), candidates, requested)
         candidates = fastest_first([*candidates, *beside])
-        if not any(candidate.simulated for candidate in beside):  # none may be as fast as the choice
+        if not any(
+            candidate.simulated for candidate in beside
+        ):  # `alternatives` simulates by units what may be as fast as the choice
             break
 
     # Step 5
     best = choose(candidates)
-    without_robustness = choose_on_any_network(candidates)
+    without_robustness = choose_ignoring_network(candidates)
     others = tuple(candidate for candidate in candidates if candidate is not best)
     why = reasons(best, others, requested, lambda plan: fits(run, plan, budget))
     if without_robustness is not best:
         why += (why_robust(best, without_robustness, slowdown),)
     best = replace(best, plan=replace(best.plan, why=why))
     best, *others = (
-        replace(candidate, plan=with_hybrid_axis(pinned, without_guess(run, candidate.plan)))
+        replace(candidate, plan=with_hybrid_axis(asked, without_guess(run, candidate.plan)))
         for candidate in (best, *others)
     )
     return SearchResult(best, tuple(others), layouts.considered, time.perf_counter() - start)
@@ -137,7 +146,7 @@ def with_untrainable(
 ) -> tuple[SearchResult, Candidate | None]:
     """`answer`, and the best plan of a search over untrainable plans too, where that is faster.
 
-    If the larger search finds a faster trainable plan, its answer replaces `answer`.
+    The search does not try everything. If the larger one finds a faster trainable plan on its way, its answer replaces `answer`.
     """
     wider_search = search(run, memory_bytes=memory_bytes, trainable=False)
     if wider_search.best.seconds >= answer.best.seconds:

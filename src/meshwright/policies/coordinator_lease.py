@@ -1,10 +1,10 @@
 """When a process may coordinate a job, and when another one may take its place. Pure: times are given by the callers.
 
-One register, which all hosts reach, holds the lease. It can only be replaced by the next version of what its writer has
-seen. The holder replaces it every `RENEW_SECONDS`, and acts for `ACTING_SECONDS` from the begin of its last successful
-renewal. Another process takes the lease when it has seen the same version for `LEASE_SECONDS`. It sees a version after the
-renewal began, so the holder has stopped by then, if no clock runs a third faster than another one. No process compares
-its time with another host's.
+The lease is a small record that all hosts can reach. It changes by compare-and-swap only: a write succeeds if the record is
+still the version that the writer has read. The holder renews it every `RENEW_SECONDS`, and acts for `ACTING_SECONDS`, counted
+from before the write of its last renewal. Another process takes it when it has seen the same version for `LEASE_SECONDS`,
+counted from after that write. So the holder stops first, unless the other clock runs 6 / 4.5, a third, faster. No process
+compares its time with another host's.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class CoordinatorLease:
     version: int
     """Grows by one with each replacement."""
     holder: str
-    """Identity of the holding process, of no other one."""
+    """Random id of the holding process."""
     process: str
-    """The process for people, as a lock names it (`durable.lock.this_process`)."""
+    """Readable name of the holding process, as in lock files (`durable.lock.this_process`)."""
     host: str
-    """Its machine, as the names of agents begin."""
+    """Name of its machine: the first part of the names of its agents."""
     address: str
     """HOST:PORT at which agents reach it."""
     released: bool = False

@@ -1,12 +1,16 @@
-"""The layout of a rank's checkpoint file: which pieces of state it writes, and where each begins. Both kinds of saves use it.
+"""The layout of a rank's checkpoint file: which pieces of state it writes, and where each begins.
 
-Each rank lists the boxes (rectangular parts) of tensors that it has. The first rank chooses the writer of each
-(`checkpoint.write.assignment`). The layout follows from the distribution of the state alone, so it is the same for all
-saves of a start. A snapshot buffer, the host memory that holds a snapshot for the writer process, has the layout of the
+Synchronous and asynchronous saves use it. A box is a rectangular part of a tensor that a rank has. A piece is a box with its
+tensor's name, an entry the header of a piece in a file, and a chunk what the manifest records of it. Each rank lists its
+boxes, and the first rank chooses which rank writes each (`checkpoint.write.assignment`). The layout follows from the
+distribution of the state alone, so it stays the same until the job starts again.
+
+A snapshot buffer, the host memory that holds a snapshot for the writer process, has the layout of the
 file's data section.
 
 Example: two ranks have rows 0 to 3 and 4 to 7 of `model.w`, shape (8, 2) in F32, and both have `model.b`, shape (2,).
-Rank 0 writes `model.b` (bytes 0 to 7 of its data section) and `model.w[0,0]` (bytes 8 to 39), rank 1 `model.w[4,0]`.
+Rank 0 writes `model.b` (bytes 0 to 7 of its data section) and `model.w[0,0]` (bytes 8 to 39), rank 1 `model.w[4,0]`. The key
+`model.w[4,0]` is that of the box which begins at row 4, column 0.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from meshwright.state.parts import EncodedState, StateParts
 class FilePiece:
     """A piece of the tensor `name`, stored as the entry `header`, which begins at byte `start` of the data section.
 
-    `elements` is the live state; of encoded state it only identifies the elements, on the meta device.
+    `elements` is the live state. Of encoded state, which is kept in another form than it is stored in, it is a tensor on the meta device:
+    it has no numbers, and tells `encoded.read` which elements to decode.
     """
 
     name: str
@@ -59,8 +64,9 @@ class FilePiece:
 class FileLayout:
     """The pieces of this rank's file, in file order.
 
-    With `replica`, those of that rank's file follow: the state is the same on both ranks. `contents` has the file and key
-    of every piece of all ranks. The first rank has them, and the rank whose `replica` it is.
+    `replica` is the number of another rank with the same state, if there is one. The pieces of that rank's file then follow,
+    so that this rank can write them if the other one is lost. `contents` has the file and key of every piece of all ranks.
+    It is filled on rank 0, and on the rank whose `replica` is 0; elsewhere it is empty.
     """
 
     own_pieces: tuple[FilePiece, ...]
@@ -94,9 +100,10 @@ def plan_layout(
     *,
     activity: str = "planning checkpoints",
 ) -> FileLayout:
-    """This rank's layout for saves of `tensors`, which must not be reallocated before the save. Collective over `ranks`.
+    """This rank's layout for saves of `tensors`. Collective over `ranks`.
 
-    `replicas` has for each rank another one with the same state, whose pieces its layout has too. Raises BadInput for what
+    The layout refers to the memory of these tensors: they may only be updated in place while it is used. `replicas[r]` is a rank with the
+    same state as rank r, and the layout of r has the pieces of both. Raises BadInput for what
     cannot be stored, and where the pieces of all ranks do not cover a tensor exactly once.
     """
     all_written: list[list[RankPiece]] = []
@@ -145,14 +152,16 @@ def _describe(rank: int, tensors: Mapping[str, LocalTensor]) -> _Described:
 def _assign(described: Sequence[_Described]) -> list[list[RankPiece]]:
     """The pieces that each rank writes, in file order: by element size, largest first, then by name and offsets.
 
-    Raises BadInput also for a name that only ranks outside its tensor's device mesh gave.
+    Raises BadInput as `assign_writers` does, and for a tensor that was passed only by ranks outside its device mesh.
     """
     chosen = assign_writers(piece for pieces, _ in described for piece in pieces)
     stored = {piece.name for piece in chosen}
     for rank, (_, names) in enumerate(described):
         absent = next((name for name in names if name not in stored), None)
         if absent is not None:
-            raise BadInput(f"{absent} is given by rank {rank}, which its mesh leaves out, and by no rank that holds it")
+            raise BadInput(
+                f"rank {rank} passes {absent} but is not in its device mesh, and no rank of that mesh passes it; pass it on all ranks"
+            )
     written: list[list[RankPiece]] = [[] for _ in described]
     for piece in sorted(chosen, key=lambda piece: (-ITEM_BYTES[piece.dtype], piece.name, piece.offsets)):
         written[piece.rank].append(piece)
