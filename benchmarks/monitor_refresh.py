@@ -25,6 +25,7 @@ from meshwright.events.span import SPAN_PHASES
 from meshwright.events.span_ring import FIXED_HEADER, HEADER_BYTES, MAGIC, RECORD, VERSION, record_checks, ring_path
 from meshwright.launch.progress_file import JobProgress, ProgressFile, RankSnapshot
 from meshwright.launch.run_snapshot import SnapshotReader
+from meshwright.spec.fields import to_sealed_json
 
 PHASES = (
     "data",
@@ -107,7 +108,7 @@ def write_others(folder: Path, ranks: int, steps: int) -> None:
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "config.yaml").write_text(f"train: {{steps: {steps * 10}}}\n")
     (folder / "supervision.jsonl").write_text(
-        json.dumps({"time": time.time() - steps, "job": "a", "status": "running", "attempt": 1}) + "\n"
+        to_sealed_json({"time": time.time() - steps, "term": 1, "job": "a", "status": "running", "attempt": 1}) + "\n"
     )
     found = tuple(RankSnapshot(rank, f"host-{rank // 8}", "train", steps, rank % 40, 0.1) for rank in range(ranks))
     file = ProgressFile(folder, lambda: JobProgress("a", 1, "running", found))

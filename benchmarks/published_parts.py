@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.plan_costs import Pricing, pricing
 from meshwright.planner.reprice import reprice
@@ -84,7 +82,7 @@ def _fp8_dispatch(assumed: Assumed) -> Assumed:
 
 def _exchange_beside_compute(assumed: Assumed) -> Assumed:
     tax = EXCHANGE_MULTIPROCESSORS / (MULTIPROCESSORS - EXCHANGE_MULTIPROCESSORS)
-    constants = replace(assumed.inputs.constants, overlap_tax=np.full(1, tax))
+    constants = replace(assumed.inputs.constants, overlap_tax=tax)
     return replace(assumed, inputs=replace(assumed.inputs, constants=constants)).with_layout(exchange_overlaps=1.0)
 
 

@@ -35,7 +35,7 @@ from meshwright.observe.metrics import MetricsWriter, read_metrics
 from meshwright.observe.runfolder import read_run
 from meshwright.policies.restart import Incident
 from meshwright.policies.supervision import State
-from meshwright.spec.fields import to_plain
+from meshwright.spec.fields import to_plain, to_sealed_json
 from meshwright.spec.run import Assignment, RunSpec
 from tests.flips import PLACES, Case, assert_no_internal_error
 
@@ -87,7 +87,7 @@ def files_of_a_run(run: Path) -> list[Case]:
         checkpoints=(3, 6),
         incidents=(Incident(5, "x", rank=0, host="a", step=3),),
     )
-    (run / STATE_FILE).write_text(json.dumps({"time": 1.0, **to_plain(state)}) + "\n")
+    (run / STATE_FILE).write_text(to_sealed_json({"time": 1.0, "term": 1, **to_plain(state)}) + "\n")
     snapshot = RankSnapshot(rank=0, host="a", phase="forward", step=3, action=1, seconds=0.5)
     (run / PROGRESS).write_text(json.dumps(_to_columns(JobProgress("job", 1, "running", (snapshot,)))))
     (run / FOLDER / "0001-3").mkdir(parents=True)

@@ -18,6 +18,7 @@ from meshwright.durable.lock import this_process
 from meshwright.launch.lease_store import LEASE_FOLDER, FolderLeases
 from meshwright.launch.run_list import delete_run, list_run, runs_in
 from meshwright.policies.coordinator_lease import CoordinatorLease
+from meshwright.spec.fields import to_sealed_json
 from tests.cli.command import meshwright
 
 OWNER = """\
@@ -46,7 +47,9 @@ def make_run(folder: Path, *, step: int = 3, steps: int = 10, code: int | None =
     (folder / "config.yaml").write_text(f"train: {{steps: {steps}}}\n{config}")
     records = [{"job": "a", "status": "running", "attempt": 1}]
     records += [] if code is None else [{"job": "a", "status": "finished", "attempt": 1, "stop": {"code": code}}]
-    (folder / "supervision.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "supervision.jsonl").write_text(
+        "".join(to_sealed_json({"term": 1, **record}) + "\n" for record in records)
+    )
     lease = take_lease(folder)
     values = {**json.loads((folder / LEASE).read_text()), "process_start": lease.process_start + 1}  # another process
     (folder / LEASE).write_text(json.dumps(values))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from meshwright.chaos.code_faults import with_code
 from meshwright.launch.state_file import STATE_FILE, read_state
 from meshwright.policies.supervision import State
 from meshwright.spec.errors import EXIT_REPEATED
-from meshwright.spec.fields import to_plain
+from meshwright.spec.fields import to_plain, to_sealed_json
 from tests.faults.test_restart import losses
 from tests.training.test_processes import Job
 from tests.training.tiny import make_tiny
@@ -24,7 +23,8 @@ def start(tiny: Path, runs: Path, *words: str, faults: str = "", skipped: tuple[
     run = runs / "tiny"
     run.mkdir(parents=True)
     if skipped:
-        (run / STATE_FILE).write_text(json.dumps(to_plain(State(status="finished", skipped=skipped))) + "\n")
+        state = to_plain(State(status="finished", skipped=skipped))
+        (run / STATE_FILE).write_text(to_sealed_json({"time": 1.0, "term": 1, **state}) + "\n")
     env = with_code(runs, faults) if faults else {}
     return Job(["train", tiny, *WORDS, *words, "--runs", runs], run, env)
 

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.spec.fields import Bound, describe_type, field_docs, from_plain, hints_of, to_plain
+from meshwright.spec.fields import Bound, describe_type, field_docs, from_plain, hints_of, to_plain, to_sealed_json
 from meshwright.spec.model import ModelSpec, RopeScaling
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, Predicted
 from meshwright.spec.plan_keys import PlanKeys
@@ -52,7 +52,7 @@ def test_to_plain_and_back(value: Any) -> None:
 
 def test_an_assignment_is_read_as_it_was_written(tmp_path: Any) -> None:
     assignment = Assignment(run=RUN, plan=PLAN, folder="runs/x", lease=LEASE)
-    (tmp_path / "assignment.json").write_text(json.dumps(to_plain(assignment)))
+    (tmp_path / "assignment.json").write_text(to_sealed_json(assignment))
     assert Assignment.read(tmp_path / "assignment.json") == assignment
 
 
