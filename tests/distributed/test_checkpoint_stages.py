@@ -74,7 +74,7 @@ def test_a_rank_that_holds_nothing_takes_part(pool: Pool, tmp_path: Path):
         ("missing piece", "model.layers.2.weight of shape (7, 5): 15 of its 35 elements are held by no rank; rank 2"),
         ("missing with rows", "model.norm.weight of shape (5,): 3 of its 5 elements are held by no rank; rank 3"),
         ("only an empty shard", "model.extra of shape (1, 5): 5 of its 5 elements are held by no rank; no rank holds"),
-        ("only outside its mesh", "model.extra is given by rank 0, which its mesh leaves out"),
+        ("only outside its mesh", "rank 0 passes model.extra but is not in its device mesh"),
         ("overlap at the same row", "rank 0 holds (7, 5) at (0, 0) and rank 2 holds (13, 5) at (0, 0); pieces must"),
         ("overlap in the middle", "model.embed.weight of shape (13, 5): rank 0 holds (7, 5) at (0, 0) and rank 2"),
         ("another shape", "is F32 of shape (13, 5) on rank 0 and F32 of shape (13, 6) on rank 2"),
