@@ -102,7 +102,9 @@ def test_the_last_norm_does_not_depend_on_gradients() -> None:
     assert torch.equal(exact.norm(rows), sampled_rows)
     exact.norm.kernel = True
     with torch.no_grad():
-        assert not torch.equal(exact.norm(rows), sampled_rows), "the kernel rounds some of 134 million numbers otherwise"
+        assert not torch.equal(exact.norm(rows), sampled_rows), (
+            "the kernel rounds some of 134 million numbers otherwise"
+        )
 
 
 @pytest.mark.parametrize("name", ["wide", "qwen3", "gpt2"])

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from meshwright.kernels import row_quantize
 from meshwright.kernels.add_norm import add_rms_norm
-from meshwright.kernels.fixed_product import FEW_TOKENS, fixed_linear, fp8_linear, inner_splits
+from meshwright.kernels.fixed_product import FEW_ROWS, FEW_TOKENS, fixed_linear, fp8_linear, inner_splits, is_few
 from meshwright.kernels.fp8_products import Fp8Matrix, quantize
 from meshwright.kernels.int8_products import Int8Matrix, grouped_int8, int8_linear
+from meshwright.kernels.linear import Linear
 from meshwright.kernels.swiglu import gated_activation
 from meshwright.models.decoder import Decoder
 from meshwright.serve.engine import Engine
@@ -132,6 +133,17 @@ def test_rounding_to_int8_is_that_of_a_cpu(shape: tuple[int, ...], dtype: torch.
     x = draws(*shape, dtype=dtype)
     ours, theirs = row_quantize.quantize_rows(x.cuda(), "int8"), row_quantize.quantize_rows(x, "int8")
     assert torch.equal(ours.values.cpu(), theirs.values) and torch.equal(ours.scale.cpu(), theirs.scale)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 16, 17])
+def test_linear_layers_of_few_tokens_are_those_of_torch(tokens: int) -> None:
+    layer = Linear(4096, 2048).to("cuda", torch.bfloat16)
+    x, _, _ = operands(tokens, 4096, 16)
+    with torch.no_grad():
+        assert is_few(x, layer.weight) == (tokens <= FEW_ROWS)
+        ours = layer(x)
+    assert not is_few(x, layer.weight), "with gradients torch multiplies"
+    torch.testing.assert_close(ours, layer(x).detach(), rtol=2**-7, atol=2**-7)
 
 
 def test_parts_leave_no_arrivals() -> None:

@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.fixed_product import MIN_TILES, PROGRAMS, TILE_BYTES, fixed_linear, fp8_linear, inner_splits
+from meshwright.kernels.fixed_product import (
+    MIN_TILES,
+    PROGRAMS,
+    TILE_BYTES,
+    few_linear,
+    fixed_linear,
+    fp8_linear,
+    inner_splits,
+    is_few,
+)
 from meshwright.kernels.fp8_products import quantize
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself")
@@ -50,6 +59,22 @@ def test_product_has_the_same_bits_in_any_batch(
     for token in (0, tokens - 1):
         alone = product(x[token : token + 1], weight, None, None, bias, dtype, tile=small, splits=splits)
         assert torch.equal(alone[0], out[token])
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_linear_of_few_tokens_is_that_of_torch(tokens: int) -> None:
+    """One token has more parts of the inner dimension than several."""
+    pytest.importorskip("triton")
+    from meshwright.kernels.dependent_launch_triton import arrivals
+
+    x, weight, bias = operands(tokens, 72, 1040, torch.float16)
+    assert inner_splits(72, 1040, 2) == 4, "sums of parts are tested"
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(few_linear(x[None], weight, bias)[0].double(), expected, rtol=2e-3, atol=4e-3)
+    torch.testing.assert_close(few_linear(x, weight).double(), expected - bias.double(), rtol=2e-3, atol=4e-3)
+    assert not arrivals(x.device).any()
+    assert not is_few(x, weight), "elsewhere torch multiplies"
 
 
 @interpreted

@@ -25,11 +25,12 @@ MOST_ARRIVALS = 1 << 16
 
 def options(device: torch.device) -> dict[str, Any]:
     """Arguments of a launch on `device` for a kernel that calls `await_previous` with DEPENDENT."""
-    return {"DEPENDENT": True, "launch_pdl": True} if _supports(device) else {"DEPENDENT": False}
+    return {"DEPENDENT": True, "launch_pdl": True} if is_supported(device) else {"DEPENDENT": False}
 
 
 @cache
-def _supports(device: torch.device) -> bool:
+def is_supported(device: torch.device) -> bool:
+    """Whether kernels on `device` are launched so."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 

@@ -31,7 +31,7 @@ FEW_TOKENS = 64
 FEW_ROWS, FEW_BYTES = 16, 1 << 26
 """Most tokens, and most bytes of a weight, for which `few_linear` is faster than torch's product, on an H200.
 
-With weights of 17 to 50 MB it takes 7 to 10 µs instead of 8 to 16: it reads the weight while the kernel before ends.
+With weights of 17 to 50 MB it takes 7 to 14 µs instead of 8 to 16: it reads the weight while the kernel before ends (docs/log.md).
 """
 LONE_ROWS = 4
 """Tokens up to which parts of the inner dimension are so short that all multiprocessors read the weight."""
@@ -58,10 +58,14 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def is_few(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_linear` takes x `(…, in)` and a weight: few tokens on CUDA, without gradients."""
-    few = x.is_cuda and 0 < x.numel() <= FEW_ROWS * x.shape[-1] and weight.nbytes <= FEW_BYTES
+    """Whether `few_linear` takes x `(…, in)` and a weight: few tokens without gradients, on GPUs with dependent launch."""
+    if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    from meshwright.kernels.dependent_launch_triton import is_supported
+
+    few = 0 < x.numel() <= FEW_ROWS * x.shape[-1] and weight.nbytes <= FEW_BYTES
     half = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    return few and half and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return few and half and weight.is_contiguous() and is_supported(x.device)
 
 
 def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
