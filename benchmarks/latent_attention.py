@@ -26,7 +26,7 @@ from meshwright.kernels.fp8_products import E4M3
 from meshwright.kernels.latent_attention import latent_attention, rotate_and_write_latents
 from meshwright.kernels.latent_attention_triton import latent_chunks, latent_decode
 from meshwright.kernels.paged_attention import decode_splits
-from meshwright.kernels.paged_decode_triton import DecodeLaunch
+from meshwright.kernels.paged_decode_triton import AttentionLaunch
 from meshwright.kernels.rope import rotary_tables
 from meshwright.observe.environment import environment
 
@@ -146,7 +146,7 @@ def sweep_figures(copy: float, budget: float) -> Iterator[dict[str, Any]]:
             for splits in sorted({max(1, usual // 2), usual, min(32, 2 * usual)}):
                 if pairs > max(16, heads) or time.monotonic() - begin > share:
                     continue
-                launch = DecodeLaunch(tile, warps, stages, pairs)
+                launch = AttentionLaunch(tile, warps, stages, pairs)
                 run = partial(_decode, step, splits, launch)
                 if (took := _timed(run, LAYERS)) is not None:
                     yield {
@@ -165,7 +165,7 @@ def sweep_figures(copy: float, budget: float) -> Iterator[dict[str, Any]]:
         for pairs, tile, stages, warps in itertools.product((64, 128, 16), (32, 64, 16), (2, 3, 1), (8, 4)):
             if time.monotonic() - begin > budget:
                 return
-            launch = DecodeLaunch(tile, warps, stages, pairs)
+            launch = AttentionLaunch(tile, warps, stages, pairs)
             if (took := _timed(partial(_chunk, step, launch), 4)) is not None:
                 yield {
                     "sweep": "chunk",
@@ -176,11 +176,11 @@ def sweep_figures(copy: float, budget: float) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _decode(step: Step, splits: int, launch: DecodeLaunch, layer: int) -> None:
+def _decode(step: Step, splits: int, launch: AttentionLaunch, layer: int) -> None:
     latent_decode(*step.inputs(layer), step.out, scale=SCALE, splits=splits, launch=launch)
 
 
-def _chunk(step: Step, launch: DecodeLaunch, layer: int) -> None:
+def _chunk(step: Step, launch: AttentionLaunch, layer: int) -> None:
     options = {"queries": len(step.q), "scale": SCALE, "launch": launch}
     latent_chunks(*step.inputs(layer), step.starts, step.out, **options)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshwright.kernels import paged_attention as paged
 from meshwright.kernels.fp8_products import E4M3
-from meshwright.kernels.paged_decode_triton import DecodeLaunch, paged_decode
+from meshwright.kernels.paged_decode_triton import AttentionLaunch, paged_decode
 from meshwright.kernels.paged_prefill_triton import paged_prefill
 from meshwright.kernels.rope import rotary_tables
 from meshwright.observe.environment import environment
@@ -194,7 +194,7 @@ def sweep_figures(copy: float, budget: float, dtypes: Sequence[torch.dtype]) -> 
             programs = sequences * KV_HEADS * splits
             if time.monotonic() - begin > 0.6 * budget or programs > 4096 or programs < 256:
                 continue
-            launch = DecodeLaunch(tile, warps, stages)
+            launch = AttentionLaunch(tile, warps, stages)
             step_seconds = _timed(
                 lambda layer, step=step, launch=launch, splits=splits: paged_decode(
                     *step.inputs(layer),
@@ -224,7 +224,7 @@ def sweep_figures(copy: float, budget: float, dtypes: Sequence[torch.dtype]) -> 
         for (pairs, warps), tile, stages in itertools.product(((128, 8), (128, 4), (64, 4)), (64, 128, 32), (2, 3, 4)):
             if time.monotonic() - begin > budget:
                 return
-            launch = DecodeLaunch(tile, warps, stages, pairs)
+            launch = AttentionLaunch(tile, warps, stages, pairs)
             step_seconds = _timed(
                 lambda layer, step=step, launch=launch, queries=queries: paged_prefill(
                     *step.inputs(layer), step.starts, step.out, queries=queries, window=None, scales=None, launch=launch

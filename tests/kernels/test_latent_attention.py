@@ -117,13 +117,13 @@ class Step(NamedTuple):
 def test_decode(heads: int, rank: int, rotated: int, block: int, splits: int, fp8: bool) -> None:
     pytest.importorskip("triton")
     from meshwright.kernels.latent_attention_triton import latent_decode
-    from meshwright.kernels.paged_decode_triton import DecodeLaunch
+    from meshwright.kernels.paged_decode_triton import AttentionLaunch
 
     step = Step.of([0, 50, 3], [1, 1, 1], block, heads, rank, rotated)
     if fp8:
         step = step._replace(layer=step.layer.nan_to_num(0.0).to(E4M3))
     out = torch.full((3, heads, rank), torch.nan)
-    latent_decode(*step[:5], out, scale=0.3, splits=splits, launch=DecodeLaunch(16, 4, 1))
+    latent_decode(*step[:5], out, scale=0.3, splits=splits, launch=AttentionLaunch(16, 4, 1))
     expected = latent_attention(*step, scale=0.3, plain=True)
     torch.testing.assert_close(out, expected, rtol=2e-6, atol=2e-6)
 
@@ -141,7 +141,7 @@ def test_chunks(heads: int, rank: int, rotated: int, block: int, fp8: bool) -> N
     """Chunks at the begin, in the middle and at the end of prompts, longer and shorter than a program's queries."""
     pytest.importorskip("triton")
     from meshwright.kernels.latent_attention_triton import latent_chunks
-    from meshwright.kernels.paged_decode_triton import DecodeLaunch
+    from meshwright.kernels.paged_decode_triton import AttentionLaunch
 
     counts = [12, 7, 1, 9]
     step = Step.of([12, 40, 5, 9], counts, block, heads, rank, rotated)
@@ -149,7 +149,7 @@ def test_chunks(heads: int, rank: int, rotated: int, block: int, fp8: bool) -> N
         step = step._replace(layer=step.layer.nan_to_num(0.0).to(E4M3))
     first, out = counts[0], torch.full((sum(counts), heads, rank), torch.nan)
     behind = (step.layer, step.tables[1:], step.lengths[1:], step.starts[1:])
-    latent_chunks(*step[:2], *behind, out, queries=len(out) - first, scale=0.3, launch=DecodeLaunch(16, 4, 1))
+    latent_chunks(*step[:2], *behind, out, queries=len(out) - first, scale=0.3, launch=AttentionLaunch(16, 4, 1))
     expected = latent_attention(*step, scale=0.3, plain=True)
     torch.testing.assert_close(out[first:], expected[first:], rtol=2e-6, atol=2e-6)
     assert out[:first].isnan().all(), "rows of other sequences are not written"

@@ -70,7 +70,7 @@ def test_decode(
     window: int | None,
     further: set[str],
 ) -> None:
-    from meshwright.kernels.paged_decode_triton import DecodeLaunch, paged_decode
+    from meshwright.kernels.paged_decode_triton import AttentionLaunch, paged_decode
 
     lengths = [0, 50, 3, 1]  # with more queries the last has some before its first token
     counts = [queries] * len(lengths)
@@ -88,7 +88,7 @@ def test_decode(
         window=window,
         scales=None,
         **(options := drawn_options(heads, further)),
-        launch=DecodeLaunch(16, 4, 1),
+        launch=AttentionLaunch(16, 4, 1),
     )
     expected = paged_attention(q, layer, tables, context, starts, window=window, **options, plain=True)
     torch.testing.assert_close(out, expected, rtol=2e-6, atol=2e-6)
@@ -109,7 +109,7 @@ def test_decode(
 )
 def test_chunks(heads: int, kv_heads: int, dim: int, block: int, window: int | None, further: set[str]) -> None:
     """Chunks at the begin, in the middle and at the end of prompts, longer and shorter than a program's queries."""
-    from meshwright.kernels.paged_prefill_triton import DecodeLaunch, paged_prefill
+    from meshwright.kernels.paged_prefill_triton import AttentionLaunch, paged_prefill
 
     lengths, counts = [20, 60, 5, 18], [20, 17, 1, 18]
     q, layer, tables, context, starts = step(lengths, counts, block, heads, kv_heads, dim, window)
@@ -126,7 +126,7 @@ def test_chunks(heads: int, kv_heads: int, dim: int, block: int, window: int | N
         window=window,
         scales=None,
         **(options := drawn_options(heads, further)),
-        launch=DecodeLaunch(16, 4, 1),
+        launch=AttentionLaunch(16, 4, 1),
     )
     expected = paged_attention(q, layer, tables, context, starts, window=window, **options, plain=True)
     torch.testing.assert_close(out[first:], expected[first:], rtol=2e-6, atol=2e-6)
@@ -185,13 +185,13 @@ def test_heads_are_normed_before_rotation(dim: int, plus_one: bool) -> None:
 @interpreted
 def test_fp8_cache() -> None:
     """A cache of e4m3 with a scale per head; torch fills it, because the interpreter rounds wrongly to fp8."""
-    from meshwright.kernels.paged_decode_triton import DecodeLaunch, paged_decode
+    from meshwright.kernels.paged_decode_triton import AttentionLaunch, paged_decode
     from meshwright.kernels.paged_prefill_triton import paged_prefill
 
     q, layer, tables, context, starts = step([20, 9], [2, 2], 16, 2, 2, 16, None)
     layer, scales = layer.nan_to_num(0.0).to(torch.float8_e4m3fn), torch.tensor([[0.5, 2.0], [0.25, 1.5]])
     expected = paged_attention(q, layer, tables, context, starts, scales=scales, plain=True)
-    launch, common = DecodeLaunch(16, 4, 1), {"queries": 2, "window": None, "scales": scales}
+    launch, common = AttentionLaunch(16, 4, 1), {"queries": 2, "window": None, "scales": scales}
     decoded, chunked = torch.empty_like(q), torch.empty_like(q)
     paged_decode(q, layer, tables, context, decoded, splits=1, launch=launch, **common)
     paged_prefill(q, layer, tables, context, starts, chunked, launch=launch, **common | {"queries": 4})

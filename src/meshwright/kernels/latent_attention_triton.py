@@ -18,20 +18,26 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.dependent_launch_triton import options
-from meshwright.kernels.paged_decode_triton import DecodeLaunch, combine_splits, fp8_queries, split_tiles, tile_blocks
+from meshwright.kernels.paged_decode_triton import (
+    AttentionLaunch,
+    combine_splits,
+    fp8_queries,
+    split_tiles,
+    tile_blocks,
+)
 from meshwright.kernels.paged_prefill_triton import MIN_SEQUENCES, find_chunk
 
 
-def latent_launch(heads: int, itemsize: int, *, chunk: bool) -> DecodeLaunch:
+def latent_launch(heads: int, itemsize: int, *, chunk: bool) -> AttentionLaunch:
     """Launch parameters for queries of `itemsize` bytes; fp32 has no tensor cores, so its tiles are small.
 
     64 pairs are an instruction of Hopper's tensor cores. A decode with few heads waits for memory, so its programs are small and many.
     """
     if itemsize > 2:
-        return DecodeLaunch(16, warps=8, stages=1, pairs=16)
+        return AttentionLaunch(16, warps=8, stages=1, pairs=16)
     if heads <= 32 and not chunk:
-        return DecodeLaunch(32, warps=4, stages=3, pairs=16)
-    return DecodeLaunch(32, warps=8, stages=2, pairs=64)
+        return AttentionLaunch(32, warps=4, stages=3, pairs=16)
+    return AttentionLaunch(32, warps=8, stages=2, pairs=64)
 
 
 def latent_decode(
@@ -44,7 +50,7 @@ def latent_decode(
     *,
     scale: float,
     splits: int,
-    launch: DecodeLaunch | None = None,
+    launch: AttentionLaunch | None = None,
 ) -> None:
     """Sums of latents of one query for each sequence, q `(sequences, heads, rank)`, into `out`; see `latent_attention`."""
     sequences, (heads, rank) = len(context_lengths), q.shape[1:]
@@ -101,7 +107,7 @@ def latent_chunks(
     *,
     queries: int,
     scale: float,
-    launch: DecodeLaunch | None = None,
+    launch: AttentionLaunch | None = None,
 ) -> None:
     """Sums of latents of the `queries` rows of q `(…, heads, rank)` from `query_starts[0]` on, into the same rows of `out`."""
     sequences, heads = len(context_lengths), q.shape[1]
@@ -127,7 +133,7 @@ def latent_chunks(
     )
 
 
-def _shape(q: Tensor, q_rotated: Tensor, cache_layer: Tensor, launch: DecodeLaunch) -> dict[str, Any]:
+def _shape(q: Tensor, q_rotated: Tensor, cache_layer: Tensor, launch: AttentionLaunch) -> dict[str, Any]:
     rank, rotated = q.shape[2], q_rotated.shape[2]
     return {
         "HEADS": q.shape[1],

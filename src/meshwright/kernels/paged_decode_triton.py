@@ -25,7 +25,7 @@ With values and two stages, three programs fit into the shared memory of a multi
 """
 
 
-class DecodeLaunch(NamedTuple):
+class AttentionLaunch(NamedTuple):
     """Tokens of a tile, warps of a program, stages of the software pipeline, and pairs (query, query head) of a program."""
 
     tile: int
@@ -34,7 +34,7 @@ class DecodeLaunch(NamedTuple):
     pairs: int = 16
 
 
-def decode_launch(head_dim: int, itemsize: int, block_tokens: int, *, small: bool = False) -> DecodeLaunch:
+def decode_launch(head_dim: int, itemsize: int, block_tokens: int, *, small: bool = False) -> AttentionLaunch:
     """Launch parameters for a cache of numbers of `itemsize` bytes; tiles that lie in one block need no gather.
 
     Found by trial on an H200: with `small` tiles more programs of bf16 fit on a multiprocessor; `paged_attention.LARGE_TILES` says where
@@ -45,7 +45,7 @@ def decode_launch(head_dim: int, itemsize: int, block_tokens: int, *, small: boo
     stages = 3
     if small and itemsize == 2:
         tile, stages = max(16, tile // 2), 4
-    return DecodeLaunch(
+    return AttentionLaunch(
         min(tile, block_tokens) if block_tokens >= 32 else tile, warps=2 if narrow else 4, stages=stages
     )
 
@@ -64,7 +64,7 @@ def paged_decode(
     sinks: Tensor | None = None,
     cap: float | None = None,
     least: int = 1,
-    launch: DecodeLaunch | None = None,
+    launch: AttentionLaunch | None = None,
 ) -> None:
     """Attention of q `(sequences · queries, heads, head_dim)` into `out`; see `paged_attention.paged_attention`.
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.paged_decode_triton import (
-    DecodeLaunch,
+    AttentionLaunch,
     capped_scores,
     fp8_queries,
     load_tile,
@@ -26,12 +26,12 @@ MIN_SEQUENCES = 256
 """Sequences among which a program finds its own: as many as a usual batch has, so that one variant is compiled."""
 
 
-def prefill_launch(head_dim: int, itemsize: int) -> DecodeLaunch:
+def prefill_launch(head_dim: int, itemsize: int) -> AttentionLaunch:
     """Launch parameters for queries of `itemsize` bytes; fp32 has no tensor cores, so its tiles are small."""
     wide = head_dim > 128
     if itemsize > 2:
-        return DecodeLaunch(16, warps=4, stages=1, pairs=16 if wide else 32)
-    return DecodeLaunch(32 if wide else 64, warps=8, stages=2 if wide else 3, pairs=128)
+        return AttentionLaunch(16, warps=4, stages=1, pairs=16 if wide else 32)
+    return AttentionLaunch(32 if wide else 64, warps=8, stages=2 if wide else 3, pairs=128)
 
 
 def paged_prefill(
@@ -47,7 +47,7 @@ def paged_prefill(
     scales: Tensor | None,
     sinks: Tensor | None = None,
     cap: float | None = None,
-    launch: DecodeLaunch | None = None,
+    launch: AttentionLaunch | None = None,
 ) -> None:
     """Attention of the `queries` rows of q `(…, heads, head_dim)` from `query_starts[0]` on, into the same rows of `out`."""
     sequences, (heads, head_dim), kv_heads = len(context_lengths), q.shape[1:], cache_layer.shape[2]
