@@ -288,6 +288,16 @@ def test_the_nearest_key_is_one_of_the_section_or_almost_equal(tmp_path: Path, l
     assert mistake.nearest == nearest
 
 
+def test_a_key_that_only_the_preset_has_is_the_one_that_was_meant(tmp_path: Path) -> None:
+    """The preset sets train.learning_rate; the file that extends it does not."""
+    text = "extends: llama-nano\ntrain: {steps: 10, global_batch: 4, learning_rat: 0.001}\n"
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text)
+    assert mistake.nearest == "learning_rate"
+    text = text.replace("learning_rat:", "learning_rate: 0.002, learning_rat:")
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text)
+    assert mistake.nearest == "min_learning_rate", "a file that has the first cannot have meant it again"
+
+
 def test_a_broken_file_does_not_make_its_keys_missing(tmp_path: Path) -> None:
     (mistake,) = mistakes_in(tmp_path / "run.yaml", "model: llama-nano\ntrain: {steps: [}\n")
     assert (mistake.line, mistake.column, mistake.key) == (2, 17, "yaml")

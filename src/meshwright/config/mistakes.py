@@ -122,13 +122,22 @@ def meant_key(cls: type, path: KeyPath, document: YamlDocument) -> KeyPath | Non
         return tuple(foreign.key.split("."))
     beginnings = [name for name in siblings if name.startswith(f"{word}_")]
     close = get_close_matches(word, siblings, n=3, cutoff=0.6) or (beginnings if len(beginnings) == 1 else [])
-    absent = [name for name in close if not document.has((*parent, name))]
     if close:
-        # In a file a typo usually replaces a key that is absent; an override may mean a key that is present.
-        likely = close if document.key_position(path).file == COMMAND_LINE else absent or close
+        # In a file a typo usually replaces a key that the file lacks, whatever it extends; an override may mean any key.
+        file = document.key_position(path).file
+        lacking = [name for name in close if not _is_written(document, (*parent, name), file)]
+        likely = close if file == COMMAND_LINE else lacking or close
         return (*parent, likely[0])
     near_name = nearest(word, all_paths, cutoff=0.8)
     return all_paths[near_name] if near_name else None
+
+
+def _is_written(document: YamlDocument, key: KeyPath, file: str) -> bool:
+    """Whether `file` itself has the key. Keys of a preset that it extends have the position of the preset's name, as their values have."""
+    if not document.has(key):
+        return False
+    position = document.key_position(key)
+    return position.file == file and position != document.value_position(key)
 
 
 @cache
