@@ -121,9 +121,8 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
         candidates = with_moves(run, candidates, estimator, choose, budget)
         beside = layouts.alternatives(choose(candidates), candidates, requested)
         candidates = fastest_first([*candidates, *beside])
-        if not any(
-            candidate.simulated for candidate in beside
-        ):  # `alternatives` simulates by units what may be as fast as the choice
+        # `alternatives` simulates by units what may be as fast as the choice.
+        if not any(candidate.simulated for candidate in beside):
             break
 
     # Step 5

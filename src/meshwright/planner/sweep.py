@@ -63,7 +63,7 @@ class SweepResult:
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray
     priced: int
-    """As `Answer.considered`."""
+    """As `SearchResult.considered`."""
 
 
 def sweep(
