@@ -115,7 +115,7 @@ class LayoutSearch:
         """As `SearchResult.considered`."""
         self._searched = set[tuple[str, object]]()
         self._beside: list[LayoutSearch] = []
-        """Searches with a pin more, of an option that saves memory in another way."""
+        """Searches with one more pin: an option that saves memory in another way."""
 
     def leading(self) -> list[Candidate]:
         """The most promising layouts as plans that fit, estimated by stages; those of least memory if the closed form finds none.
