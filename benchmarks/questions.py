@@ -42,7 +42,7 @@ from meshwright.cli.plan_text import show
 from meshwright.costs.software import SOFTWARE
 from meshwright.families.registry import MODEL_PRESETS
 from meshwright.launch.prepare import with_vocabulary
-from meshwright.planner.candidate import fits, memory_budget, offload_penalty, untrainable
+from meshwright.planner.candidate import compared_seconds, fits, memory_budget, untrainable
 from meshwright.planner.explain import limits
 from meshwright.planner.precision_choice import PRODUCT_FORMATS, format_named
 from meshwright.planner.reprice import reprice
@@ -365,7 +365,7 @@ def compared(run: RunSpec, answer: PlanAnswer, sentence: str, overstated: list[f
 
         def check(other: object = other, seconds: float = seconds) -> str:
             found = min((seconds_with(run, pins) for pins in pins_for(option, other)), default=inf)
-            best = step_of(answer.plan) * offload_penalty(run, answer.plan)
+            best = compared_seconds(run, answer.best)
             overstated.append((best + seconds - min(found, best + seconds)) / best)
             return _unless(
                 found >= best * (1 - SAME), f"{option} {other} takes {found:.4g} s, the plan {best:.4g} s: {sentence}"
@@ -400,16 +400,18 @@ def seconds_with(run: RunSpec, pins: dict[str, Any], *, penalised: bool = True) 
     """Seconds of the best trainable plan with further pins, times offload's factor if `penalised`; infinite where there is none."""
     keys = run.plan if isinstance(run.plan, PlanKeys) else PlanKeys()
     try:
-        plan = search(replace(run, plan=replace(keys, **pins))).best.plan
+        best = search(replace(run, plan=replace(keys, **pins))).best
     except (BadInput, OutOfResources):
         return inf
-    return inf if untrainable(plan) else step_of(plan) * (offload_penalty(run, plan) if penalised else 1.0)
+    if untrainable(best.plan):
+        return inf
+    return compared_seconds(run, best) if penalised else best.seconds
 
 
 def without_offload(run: RunSpec, answer: PlanAnswer, sentence: str) -> Iterator[Callable[[], str]]:
     """A check of `offload PART on LAYERS: without it only a slower plan fits`."""
     if re.match(r"offload .*: without it only a slower plan fits", sentence) and step_of(answer.plan) < inf:
-        best = step_of(answer.plan) * offload_penalty(run, answer.plan)
+        best = compared_seconds(run, answer.best)
 
         def check() -> str:
             found = seconds_with(run, {"offload": "none"})
