@@ -25,7 +25,7 @@ from meshwright.planner.closed_loop import Latencies
 
 RESULTS = Path(__file__).parent / "results" / "serving-accuracy.json"
 SPECULATED = 1.9
-"""How much faster tokens are where they are speculated: of rows with equal inputs and two measured times, their usual ratio."""
+"""How much faster tokens are with speculation: the usual ratio of the two measured times of rows with equal inputs."""
 FEWEST, EVERY, LEFT_OUT_PROGRESS = 20, 3, 1e-3
 """Fewest points of a class that is left out of a fit; that fit is to each third of the other points, starts from the table, and ends at
 this progress."""
@@ -45,7 +45,7 @@ class Priced:
 
     @property
     def nearer_token_error(self) -> float:
-        """That error, of a row that does not say whether tokens were speculated with the nearer of both readings."""
+        """`token_error`; of a row that does not say whether tokens were speculated, the smaller error of the two readings."""
         plain = self.token_error
         return min(plain, (1 + plain) / SPECULATED - 1, key=abs) if self.point.assumed else plain
 

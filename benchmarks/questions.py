@@ -31,8 +31,9 @@ from dataclasses import dataclass, replace
 from math import inf, isclose, prod
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from random_pins import ALL, CHOICES, PINS, random_run
+from random_pins import ALL, CHOICES, LIMITS, PINS, random_run
 
 from meshwright.cli.options import load
 from meshwright.cli.plan_answer import PlanAnswer, PlanQuestion, answer_question, as_plain
@@ -41,7 +42,8 @@ from meshwright.cli.plan_text import show
 from meshwright.costs.software import SOFTWARE
 from meshwright.families.registry import MODEL_PRESETS
 from meshwright.launch.prepare import with_vocabulary
-from meshwright.planner.candidate import fits, memory_budget, offload_penalty, untrainable
+from meshwright.planner.candidate import compared_seconds, fits, memory_budget, untrainable
+from meshwright.planner.explain import limits
 from meshwright.planner.precision_choice import PRODUCT_FORMATS, format_named
 from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search
@@ -57,12 +59,12 @@ MOST_UTILISED = 0.75
 """Largest share of the peaks of its formats that a step may use."""
 SEARCHED = 2
 """Claims of an answer that a search checks."""
-SAME = 0.02
-"""Relative difference of two steps that the search does not tell apart with certainty (`random_pins.LIMITS`)."""
+SAME = LIMITS["pins"]
+"""Relative difference of two steps that the search does not tell apart with certainty."""
 CHANGED = 0.05
-"""Relative difference of a search's step on a changed cluster and the claimed one, for the search's own regret there is added."""
+"""Share by which a search's step on a changed cluster may be longer than the claimed one: the search has a regret on that cluster too."""
 ROUNDED = 0.06
-"""Relative difference of a number in a sentence, which has two or three digits, and the number itself."""
+"""Relative difference between a number in a sentence, which has two or three digits, and the exact number."""
 CHOICE_PINS = {"pipeline", "tensor", "replicate", "expert ranks", "schedule", "micro-batch", "context"}
 
 
@@ -132,7 +134,7 @@ def outcome_of(seed: int) -> dict:
     outcome = {"question": asked.text, "end": "plan", "faults": [], "claims": 0, "utilised": 0.0, "overstated": []}
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            answer, _ = answered(asked)
+            answer = answered(asked)
             checks = [
                 *plan_checks(answer),
                 *use_checks(answer),
@@ -188,8 +190,8 @@ def question_of(seed: int) -> Asked:
     return Asked(tuple(words), options)
 
 
-def answered(asked: Asked) -> tuple[PlanAnswer, dict]:
-    """The answer in all its forms: as text, as a page and as JSON. Raises what the planner raises."""
+def answered(asked: Asked) -> PlanAnswer:
+    """The answer, after it was printed, drawn and written as JSON. Raises what these and the planner raise."""
     options = dict(asked.options)
     tokens = options.pop("tokens", None)
     question = PlanQuestion.of(
@@ -199,7 +201,8 @@ def answered(asked: Asked) -> tuple[PlanAnswer, dict]:
     with contextlib.redirect_stdout(io.StringIO()):
         show(answer)
     page(answer)
-    return answer, json.loads(json.dumps(as_plain(answer, explain=True)))
+    json.dumps(as_plain(answer, explain=True))
+    return answer
 
 
 def plan_checks(answer: PlanAnswer) -> Iterator[str]:
@@ -362,7 +365,7 @@ def compared(run: RunSpec, answer: PlanAnswer, sentence: str, overstated: list[f
 
         def check(other: object = other, seconds: float = seconds) -> str:
             found = min((seconds_with(run, pins) for pins in pins_for(option, other)), default=inf)
-            best = step_of(answer.plan) * offload_penalty(run, answer.plan)
+            best = compared_seconds(run, answer.best)
             overstated.append((best + seconds - min(found, best + seconds)) / best)
             return _unless(
                 found >= best * (1 - SAME), f"{option} {other} takes {found:.4g} s, the plan {best:.4g} s: {sentence}"
@@ -383,7 +386,7 @@ def name_of(head: str) -> str:
     return singles.get(head) or head.rpartition(" ")[0]
 
 
-def pins_for(option: str, value: object) -> Iterator[dict[str, object]]:
+def pins_for(option: str, value: object) -> Iterator[dict[str, Any]]:
     """The pins under which a search has only plans with this value of an option."""
     number = int(str(value)) if str(value).isdigit() else value
     if option == "context":
@@ -393,20 +396,22 @@ def pins_for(option: str, value: object) -> Iterator[dict[str, object]]:
         yield {{"expert ranks": "expert", "micro-batch": "micro_batch"}.get(option, option): number}
 
 
-def seconds_with(run: RunSpec, pins: dict[str, object], *, penalised: bool = True) -> float:
+def seconds_with(run: RunSpec, pins: dict[str, Any], *, penalised: bool = True) -> float:
     """Seconds of the best trainable plan with further pins, times offload's factor if `penalised`; infinite where there is none."""
     keys = run.plan if isinstance(run.plan, PlanKeys) else PlanKeys()
     try:
-        plan = search(replace(run, plan=replace(keys, **pins))).best.plan  # type: ignore[arg-type]  # names of pins are keys
+        best = search(replace(run, plan=replace(keys, **pins))).best
     except (BadInput, OutOfResources):
         return inf
-    return inf if untrainable(plan) else step_of(plan) * (offload_penalty(run, plan) if penalised else 1.0)
+    if untrainable(best.plan):
+        return inf
+    return compared_seconds(run, best) if penalised else best.seconds
 
 
 def without_offload(run: RunSpec, answer: PlanAnswer, sentence: str) -> Iterator[Callable[[], str]]:
     """A check of `offload PART on LAYERS: without it only a slower plan fits`."""
     if re.match(r"offload .*: without it only a slower plan fits", sentence) and step_of(answer.plan) < inf:
-        best = step_of(answer.plan) * offload_penalty(run, answer.plan)
+        best = compared_seconds(run, answer.best)
 
         def check() -> str:
             found = seconds_with(run, {"offload": "none"})
@@ -430,8 +435,6 @@ def runner_up_checks(answer: PlanAnswer) -> Iterator[str]:
 
 def limit_checks(answer: PlanAnswer) -> Iterator[str]:
     """Whether what limits the step adds up."""
-    from meshwright.planner.explain import limits
-
     step = step_of(answer.plan)
     for limit in limits(answer.run, answer.plan):
         yield _unless(0 < limit.seconds <= step * (1 + 1e-9), f"a limit is longer than the step: {limit.text}")

@@ -41,7 +41,7 @@ def test_a_question_without_an_answer_has_a_reason(
 
 @pytest.fixture(scope="module")
 def answer() -> PlanAnswer:
-    return asking.answered(asking.Asked((*SMALL, "train.global_batch=16"), {}))[0]
+    return asking.answered(asking.Asked((*SMALL, "train.global_batch=16"), {}))
 
 
 def test_the_checks_pass_for_the_planners_own_words(answer: PlanAnswer) -> None:

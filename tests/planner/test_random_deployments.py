@@ -81,7 +81,8 @@ def test_an_answer_keeps_the_limits_or_says_why_there_is_none(seed: int, monkeyp
     limits = ServeLimits(ttft_seconds=draw.choice((0.5, 2.0)), tpot_seconds=draw.choice((0.01, 0.05)))
     try:
         answer = plan_deployment(model, cluster, requests, limits, formats, software=software)
-    except OutOfResources:
+    except OutOfResources as error:
+        assert str(error)
         return
     except BadInput as error:
         assert str(error).startswith(f"cluster.gpu: {cluster.gpu} has no ")

@@ -23,8 +23,7 @@ from meshwright.launch.prepare import (
 )
 from meshwright.launch.probe import Probe, check_here, measured_answer
 from meshwright.planner.batch_ramp import ramp_misfit
-from meshwright.planner.candidate import Candidate, fixed_keys, untrainable
-from meshwright.planner.candidate import SearchResult as SearchAnswer
+from meshwright.planner.candidate import Candidate, SearchResult, fixed_keys, untrainable
 from meshwright.planner.checkpoint_cost import checkpoint_cost
 from meshwright.planner.chip_comparison import ChipPoint, chips_named, compare_chips
 from meshwright.planner.devices import Idle
@@ -227,7 +226,7 @@ class PlanAnswer:
         """The sizes of --gpus; the cluster's own size if only the cost is wanted."""
         if self.points or self.question.objective == "time":
             return self.points
-        return (Point(self.plan.ranks, self.run, SearchAnswer(self.best, (), self.considered, self.search_seconds)),)
+        return (Point(self.plan.ranks, self.run, SearchResult(self.best, (), self.considered, self.search_seconds)),)
 
     @property
     def planned_only(self) -> str | None:
@@ -412,7 +411,7 @@ def _answer_training(run: RunSpec, question: PlanQuestion) -> PlanAnswer:
     return replace(_answer_with(trainings[0].point.run, trainings[0].point.answer, question), trainings=trainings)
 
 
-def _answer_with(run: RunSpec, result: SearchAnswer | None, question: PlanQuestion) -> PlanAnswer:
+def _answer_with(run: RunSpec, result: SearchResult | None, question: PlanQuestion) -> PlanAnswer:
     assert result is not None
     return PlanAnswer(run, question, result.best, result.others, result.considered, result.seconds)
 

@@ -15,7 +15,15 @@ from meshwright.config.reading import LocatedValues, in_reading_order
 from meshwright.config.trace_file import read_trace
 from meshwright.config.value_sources import COMMAND_LINE, Detect, gather
 from meshwright.config.yaml_positions import KeyPath, Position, YamlDocument, dump_yaml, format_value, read_yaml
-from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, DeploymentSpec, ServeLimits, release_error, role_error
+from meshwright.spec.deployment import (
+    PREFIX_BLOCK,
+    Deployment,
+    DeploymentSpec,
+    EngineSwitches,
+    ServeLimits,
+    release_error,
+    role_error,
+)
 from meshwright.spec.errors import BadConfig, BadInput, Mistake
 from meshwright.spec.fields import from_plain, hints_of, to_plain
 
@@ -27,8 +35,6 @@ SHORTHANDS: dict[str, dict[str, str]] = {
 """The sections for which single words of `quantisation` stand."""
 _SYNTHETIC = ("rate", "input_tokens", "output_tokens", "prefix_sharing")
 _WORKLOAD: KeyPath = ("serve", "workload")
-_SWITCHES = {"expert_dispatch": "none", "expert_micro_batches": 1}
-"""Switches of engines for tokens on their way to experts, with the value for none."""
 
 
 class PlannedSetting(NamedTuple):
@@ -98,20 +104,24 @@ def read_deployment(path: Path) -> LocatedValues[Deployment]:
         roles = [instance.get("role", "both") for instance in document.data["instances"]]
         if (expected := role_error(roles)) is not None:
             mistakes.append(document.mistake(("instances",), expected, ", ".join(roles) or "an empty list"))
-        mistakes += _switch_mistakes(document)
+        mistakes += _switch_mistakes(from_plain(Deployment, values), document)
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, str(path)))
     return LocatedValues(from_plain(Deployment, values), document)
 
 
-def _switch_mistakes(document: YamlDocument) -> Iterator[Mistake]:
-    """Tokens travel to experts only where several devices share these."""
-    if any(instance.get("expert", 1) > 1 for instance in document.data["instances"]):
+def _switch_mistakes(deployment: Deployment, document: YamlDocument) -> Iterator[Mistake]:
+    """Switches for tokens on their way to experts of other devices need instances whose devices divide the experts."""
+    if any(instance.expert > 1 for instance in deployment.instances):
         return
-    for key, default in _SWITCHES.items():
-        value = document.get(("engine", key))
-        if value not in (None, "none", default):
-            expected = f"{default}, as no instance has expert above 1: tokens travel between several devices only"
+    engine, usual = deployment.engine, EngineSwitches()
+    for key, value, default in (
+        ("expert_dispatch", engine.expert_dispatch, usual.expert_dispatch),
+        ("expert_micro_batches", engine.expert_micro_batches, usual.expert_micro_batches),
+    ):
+        if value != default:
+            without = "none" if default is None else default
+            expected = f"{without}, as no instance has expert above 1: tokens travel between several devices only"
             yield document.mistake(("engine", key), expected, format_value(value))
 
 
@@ -143,8 +153,9 @@ def planned_settings(file: LocatedValues[Deployment], role: str | None) -> dict[
     """
     with file.at_keys():
         settings = _settings_with_keys(file.value, role)
-    for key, default in {**_SWITCHES, "absorb": True}.items():
-        if (value := file.document.get(("engine", key))) not in (None, "none", default):
+    usual = vars(EngineSwitches())
+    for key, value in vars(file.value.engine).items():
+        if value != usual[key]:
             settings[key] = value, ("engine", key)
     return {key: PlannedSetting(value, file.document.value_position(path)) for key, (value, path) in settings.items()}
 

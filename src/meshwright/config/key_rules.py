@@ -206,8 +206,8 @@ def _pattern(run: RunValues) -> Iterator[Mistake]:
     if layers is None:
         return
     orders = {key: run(f"model.{key}") or () for key in ("pattern", "first", "sequence")}
-    for key, found, expected, near in pattern_mistakes(layers, tuple(kinds or ()), **orders):
-        yield run.mistake(f"model.{key}", expected, near, found)
+    for wrong in pattern_mistakes(layers, tuple(kinds or ()), **orders):
+        yield run.mistake(f"model.{wrong.key}", wrong.expected, wrong.near, wrong.found)
     if (values := _model_values(run)) is not None:
         for key, found, expected in layer_mistakes(from_plain(ModelSpec, values)):
             yield run.mistake(f"model.{key}", expected, None, found)

@@ -149,7 +149,7 @@ def step_cost(
     update = _optimizer_seconds(shape, machine, layout, k, layers_time - backward)
     nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
     constant = (k.step_ms + k.sync_ms * nodes) * 1e-3
-    # What differs between nodes is when hosts launch kernels, which graphs take from them.
+    # Nodes differ in when their hosts launch kernels; with a graph of each layer, hosts launch few.
     jitter = np.where(np.asarray(layout.layer_graphs) > 0, 0.0, k.jitter)
     seconds = (steady + fill + pipe_seconds) * (1 + jitter * nodes) + data_seconds + update + constant + stalls
     # From seconds of one micro-batch over all layers to seconds of a step on the slowest stage.

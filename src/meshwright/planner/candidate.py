@@ -314,9 +314,10 @@ def excess_by_rank(run: RunSpec, plan: Plan, budget: int | None) -> list[float]:
 
 
 def least_fitting(most: Sequence[int], excess: Callable[[list[int]], list[float]]) -> list[int]:
-    """For each rank the least number with which it fits, or that of `most`; `excess` has the bytes too many for a number of each rank.
+    """For each rank the least number with which it fits, or its number in `most` if none does.
 
-    More of it takes less memory, nearly in proportion: guesses are interpolated, and every third is the middle.
+    `excess` takes a number for each rank and returns by how many bytes each rank is too full. A larger number takes less memory, nearly in
+    proportion: guesses are interpolated, and every third is the middle.
     """
     too_few, before = [0] * len(most), excess([0] * len(most))
     enough = [0 if value <= 0 else number for value, number in zip(before, most, strict=True)]

@@ -64,7 +64,10 @@ UNTRIED_RATIO = 0.95
 Of 175 random plans nine in ten had 0.99 to 1.01; of 120 on networks that expose all traffic, 0.96 to 1.04.
 """
 SIBLING_RATIO = 0.97
-"""The same ratio relative to that of plans that differ from the family's in whether there are replicas, if theirs is at most 1."""
+"""The same ratio for a family whose sibling has a simulated plan, as a factor on the sibling's ratio or on 1, whichever is less.
+
+Siblings are two families that differ in one thing: the plans of one have replicas, those of the other have none.
+"""
 FEWEST_SLOW, SLOW_RATIO = 4, 0.9
 """Families of a wider family that must be slower than estimated before the others are expected to be, and their factor."""
 ROOMY_SHARE = 0.93

@@ -112,10 +112,10 @@ class LayoutSearch:
         self.pricing = pricing_of(run, space)
         self.memory_limit = inf if budget is None else budget * _largest_memory_ratio(run)
         self.considered = 0
-        """As `Answer.considered`."""
+        """As `SearchResult.considered`."""
         self._searched = set[tuple[str, object]]()
         self._beside: list[LayoutSearch] = []
-        """Searches with a pin more, of an option that saves memory in another way."""
+        """Searches with one more pin: an option that saves memory in another way."""
 
     def leading(self) -> list[Candidate]:
         """The most promising layouts as plans that fit, estimated by stages; those of least memory if the closed form finds none.

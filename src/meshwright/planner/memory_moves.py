@@ -32,7 +32,8 @@ STEP_GB = 0.1
 LEAST_GAIN = 0.001
 """Relative difference of step times from which more staging counts as faster."""
 LEAST_SUMS = 0.05
-"""Least share of a device's memory that gradient sums take, if all ranks share them, for layouts to be searched with sums on the host."""
+"""Layouts are also searched with gradient sums in host memory if the sums take at least this share of a device's memory, divided over
+all ranks."""
 TILE = 8192
 """Tokens of a tile: enough for full matrix products, and a gigabyte of activations for Llama-3-8B."""
 Fits = Callable[[Plan], bool]

@@ -46,9 +46,10 @@ class Expense:
     money: float | None
     kwh: float | None
     low: float | None = None
-    """End of the 80% band of days, GPU-hours, money and energy, relative to them: that of the step, which they are in proportion to."""
+    """Lower end of the 80% band of days, GPU-hours, money and energy, as a factor on them. They are in proportion to the step, so this is
+the band of the step."""
     high: float | None = None
-    """The other end."""
+    """Upper end of that band, as a factor."""
 
 
 def price_of(cluster: ClusterSpec, asked: float | None = None) -> Rate:

@@ -65,7 +65,8 @@ class Move(PlanOption):
     pinned: Callable[[RunSpec], RunSpec | None] = lambda run: None
     """The run with the option pinned, for another search where nothing fits; None where that would not help."""
     beside: Callable[[Points], np.ndarray] | None = None
-    """The layouts for which that search is also made where the fastest plan takes time to save memory, as the option may take less."""
+    """Selects layouts that are also searched with the option pinned, if the fastest plan takes time to save memory: the option may take
+less time."""
     value: Callable[[Plan], object] | None = None
     """The option's value in a plan; sentences compare it with those of other plans."""
     why: Callable[[RunSpec, Plan, Fits], str] = lambda run, plan, fits: ""

@@ -4,8 +4,8 @@ A pin is an option that the user's run fixes, as `plan.tensor=2` does. A move ch
 
 1. `space` lists the layouts that are worth trying. A layout here is a mesh, a micro-batch and a schedule. `sweep` estimates step time and
    memory by formulas (the closed form) and skips layouts whose lower bound is too slow. It returns the fastest layouts of each family with
-   their fastest layer strategies that fit. Layouts of a family have the same tensor, pipeline, context and expert ranks, the same schedule
-   and virtual stages, and about as many replicas (`sweep._families`).
+   their fastest layer strategies that fit. Layouts of a family have the same tensor, pipeline and context ranks, the same schedule and
+   virtual stages, and about as many replicas (`sweep._families`).
 2. `layout_search` makes plans of these layouts, checks their memory exactly, and simulates a step of each by whole stages. If the fastest
    plan takes time to save memory (by offload or recompute), steps 1 and 2 run once more for each option that may save memory in less time,
    with this option pinned: gradient sums in host memory, for example (`Move.beside`). If no plan fits, the plans that need the least memory
@@ -121,9 +121,8 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
         candidates = with_moves(run, candidates, estimator, choose, budget)
         beside = layouts.alternatives(choose(candidates), candidates, requested)
         candidates = fastest_first([*candidates, *beside])
-        if not any(
-            candidate.simulated for candidate in beside
-        ):  # `alternatives` simulates by units what may be as fast as the choice
+        # `alternatives` simulates by units what may be as fast as the choice.
+        if not any(candidate.simulated for candidate in beside):
             break
 
     # Step 5

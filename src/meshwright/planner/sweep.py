@@ -52,7 +52,7 @@ BOUND_SAFETY = 0.97
 """Factor on a lower bound, as communication may overlap with compute that a strategy adds, such as recompute."""
 
 MOST_REPLICAS = (1, 4, 16)
-"""Most replicas of the layouts of a family; those with more are another."""
+"""Limits between families: layouts with up to 1, 4, 16 or more replicas are in different ones."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SweepResult:
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray
     priced: int
-    """As `Answer.considered`."""
+    """As `SearchResult.considered`."""
 
 
 def sweep(

@@ -198,9 +198,8 @@ def slot_times(balance: Balance) -> tuple[np.ndarray, np.ndarray]:
     ranks, width = balance.pool.ranks, int(balance.slots.max())
     durations = np.bincount(balance.rank * width + balance.slot, balance.seconds, ranks * width).reshape(ranks, width)
     durations += balance.pool.time.fixed * (durations > 0)
-    return _play(durations, _groups(SampleParts(balance.sample, balance.parts, balance.rank, balance.slot)))[
-        1
-    ], durations
+    parts = SampleParts(balance.sample, balance.parts, balance.rank, balance.slot)
+    return _play(durations, _groups(parts))[1], durations
 
 
 def _groups(parts: SampleParts) -> list[np.ndarray]:

@@ -77,7 +77,7 @@ class SimulatedInstance:
         self._divisible = False
         """Whether the run may be divided: enough blocks are free for all of its steps, wherever it is divided."""
         self._line = 0.0, 0.0, 0.0
-        """`StepTimes.decode_line` of the run."""
+        """`InstanceStepTimes.decode_line` of the run."""
         self._one_more_step = False
         """Whether one step follows the end of a cut run: with overlap it was planned before the cut."""
         self._busy = self._held_seconds = self._peak = self._changed = 0.0

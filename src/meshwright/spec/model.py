@@ -405,8 +405,9 @@ def layer_mistakes(spec: ModelSpec) -> Iterator[tuple[str, str, str]]:
 def unusable_keys(spec: ModelSpec) -> Iterator[str]:
     """What is wrong with keys that no body of the model has: of experts, of latent attention, or beside it."""
     orders = (spec.pattern, spec.first, spec.sequence)
-    for key, found, expected, near in pattern_mistakes(spec.layers, tuple(spec.blocks), *orders):
-        yield f"{key} is {found}: expected {expected}" + (f"; nearest: {near}" if near else "")
+    for wrong in pattern_mistakes(spec.layers, tuple(spec.blocks), *orders):
+        near = f"; nearest: {wrong.near}" if wrong.near else ""
+        yield f"{wrong.key} is {wrong.found}: expected {wrong.expected}{near}"
     for key, found, expected in layer_mistakes(spec):
         yield f"{key} is {found}: expected {expected}"
     yield from _adapter_mistakes(spec)

@@ -126,7 +126,7 @@ class Layouts:
     layer_graphs: Array = 0.0
     """1 if each layer's forward and backward is launched as one CUDA graph."""
     eager: Array = 0.0
-    """1 if no compiler or fused kernel joins the element-wise operations of software that has them."""
+    """1 if element-wise operations run one by one, although the software has a compiler or kernels that fuse them."""
     balanced: Array = 0.0
     """1 if stages balance the cost of layers and head rather than the number of layers."""
     fullest_layers: Array = 0.0
