@@ -133,7 +133,9 @@ def run_coordinator(
     with closing(server), ExitStack() as stack:
         lost: CoordinatorLease | None = None
         try:
-            take_lease = partial(take_coordinator_lease, lease_store(run, folder), own_address)
+            take_lease = partial(
+                take_coordinator_lease, lease_store(run.supervision.lease, run.name, folder), own_address
+            )
             lease = stack.enter_context(closing(_while_agents_wait(server, handlers, take_lease)))
             if (lost := lease.lost) is not None:
                 write_line(
@@ -325,7 +327,10 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     end_orphans(runs / run.name)
     words = [*words, "--runs", str(runs)]
     folder, client = runs / run.name, ControlClient(address, token, run.name)
-    with closing(client), closing(CoordinatorWatch(lease_store(run, folder), client)) as watch:
+    with (
+        closing(client),
+        closing(CoordinatorWatch(lease_store(run.supervision.lease, run.name, folder), client)) as watch,
+    ):
         own_address = _reach(lambda: client.address, partial(_start_coordinator, address, words))
         watch.start = partial(_start_coordinator, (own_address, 0), words)
         return _follow_coordinator(run, words, folder, own_address, client, watch)
