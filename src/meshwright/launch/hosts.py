@@ -47,6 +47,7 @@ from meshwright.launch.coordinator_lease import (
     CoordinatorWatch,
     HeldLease,
     LeaseTaken,
+    StartedProcess,
     lease_clock,
     own_machine,
     take_coordinator_lease,
@@ -509,7 +510,7 @@ def _is_elsewhere(error: OSError) -> bool:
     return isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
 
 
-def _start_coordinator(address: tuple[str, int], words: Sequence[str], seen: str = "") -> subprocess.Popen[bytes]:
+def _start_coordinator(address: tuple[str, int], words: Sequence[str], seen: str = "") -> StartedProcess:
     """Start a coordinator at an address of this host, port 0 for any; `seen` says what is known of the lease (`SEEN_VARIABLE`).
 
     Raises OSError if it cannot listen there.
