@@ -3,10 +3,10 @@
     python benchmarks/hosts_soak.py [--faults 200] [--minutes 120] [--seed 0] [--rate 400mbit] [--patience 1] [--out FILE] [--runs DIR]
 
 Two hosts train with two CPU ranks each, a third one is spare; each has a network, a hostname and a /dev/shm of its own, and
-all share the run's folder, a file system of its own. A random fault begins at each point of a schedule, but not before the
-run trains again after the last one, with all its hosts: a rank, an agent, the coordinator's process or a host with all its
-processes is killed, the coordinator's host too; a link is cut for up to 15 s or slow; the disk is full. What was killed or cut
-comes back after some seconds. Then an undisturbed run trains as many steps on hosts of its own.
+all share the run's folder, a file system of its own. Random faults begin by a schedule, each one only when the run trains
+with all its hosts. A fault kills a rank, an agent, the coordinator's process, a host with all its processes or the
+coordinator's host; it cuts a link for up to 15 s, makes it slow, or fills the disk. What was killed or cut comes back after
+some seconds. Then an undisturbed run trains as many steps on hosts of its own.
 
 Checked: the run trains again after each fault within `LIMITS`; every step is in its metrics once, with the loss of the
 undisturbed run bit for bit; at its end no process, no half-written file, no namespace and no mount is left. Prints a line for

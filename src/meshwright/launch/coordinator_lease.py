@@ -68,7 +68,7 @@ class HeldLease:
         """`renewed` is the time before the lease was written, `before` what it replaced."""
         self._store, self._lease, self._renewed = store, lease, renewed
         self.lost = None if before is None or before.released else before
-        """The lease that ended without a release, as its holder or that one's host was lost."""
+        """The lease before, if it ended without a release: its holder, or the holder's host, was lost."""
         self.taken: CoordinatorLease | None = None
         """The lease of another process that has taken it."""
         self._closing = threading.Event()
@@ -156,10 +156,10 @@ class StartedProcess(Protocol):
 
 
 class CoordinatorWatch:
-    """A thread of an agent: it finds the coordinator at the address in the lease, and starts another where that one is silent.
+    """A thread of an agent that reads the lease, while the agent stands by to coordinate or gets no answer.
 
-    It starts a process that waits for the lease when nobody has renewed it for `CONTEND_SECONDS`. It looks while this agent is one of those
-    that stand by, or while it gets no answer.
+    It moves the agent's client to the coordinator's address in the lease. When nobody has renewed the lease for `CONTEND_SECONDS`, it
+    starts a process that waits for the lease.
     """
 
     def __init__(self, store: LeaseStore, client: ControlClient) -> None:
