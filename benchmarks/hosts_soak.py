@@ -3,10 +3,10 @@
     python benchmarks/hosts_soak.py [--faults 200] [--minutes 120] [--seed 0] [--rate 400mbit] [--patience 1] [--out FILE] [--runs DIR]
 
 Two hosts train with two CPU ranks each, a third one is spare; each has a network, a hostname and a /dev/shm of its own, and
-all share the run's folder, a file system of its own. A random fault begins at each point of a schedule, but not before the
-run trains again after the last one, with all its hosts: a rank, an agent, the coordinator's process or a host with all its
-processes is killed, the coordinator's host too; a link is cut for up to 15 s or slow; the disk is full. What was killed or cut
-comes back after some seconds. Then an undisturbed run trains as many steps on hosts of its own.
+all share the run's folder, a file system of its own. Random faults begin by a schedule, each one only when the run trains
+with all its hosts. A fault kills a rank, an agent, the coordinator's process, a host with all its processes or the
+coordinator's host; it cuts a link for up to 15 s, makes it slow, or fills the disk. What was killed or cut comes back after
+some seconds. Then an undisturbed run trains as many steps on hosts of its own.
 
 Checked: the run trains again after each fault within `LIMITS`; every step is in its metrics once, with the loss of the
 undisturbed run bit for bit; at its end no process, no half-written file, no namespace and no mount is left. Prints a line for
@@ -38,6 +38,7 @@ from meshwright.chaos.scenario import Stage, Template
 from meshwright.chaos.storage_faults import mount, mount_obstacle, remount
 from meshwright.chaos.suite import undo_on_sigterm
 from meshwright.launch.lease_store import LEASE_FOLDER, FolderLeases
+from meshwright.policies.coordinator_lease import CoordinatorLease
 from meshwright.spec.errors import EXIT_PREEMPTED
 
 HOSTS, TRAINING, RANKS_PER_HOST = 3, 2, 2
@@ -61,7 +62,6 @@ class Soak:
     def __init__(self, stage: Stage, drawn: random.Random) -> None:
         self.stage, self.drawn = stage, drawn
         self.folder = mount(stage, "-t", "tmpfs", "-o", "size=50%", "none", within="")
-        self.leases = FolderLeases(stage.run / LEASE_FOLDER)
         self.job = stage.start()
         self.agents = dict(enumerate(self.job.processes))
         self.restarts = False
@@ -69,12 +69,8 @@ class Soak:
 
     def coordinator(self) -> tuple[int, int]:
         """Process and host of the coordinator."""
-        lease = self.leases.read()
-        while lease is None or lease.released:
-            self.stage.pause(0.5)
-            lease = self.leases.read()
-        number = int(lease.process.split()[1])
-        return number, next(host for host in self.agents if host_name(host) == lease.host)
+        lease = coordinator_lease(self.stage)
+        return lease.pid, next(host for host in self.agents if host_name(host) == lease.host)
 
     def training(self) -> list[int]:
         """Hosts whose ranks train."""
@@ -224,9 +220,17 @@ def disturb(soak: Soak, count: int, seconds: float) -> Iterator[dict[str, Any]]:
         }
 
 
-def end(stage: Stage, process: int) -> int:
+def coordinator_lease(stage: Stage) -> CoordinatorLease:
+    """The lease of a run's coordinator; waits until a process holds it."""
+    leases = FolderLeases(stage.run / LEASE_FOLDER)
+    while (lease := leases.read()) is None or lease.released:
+        stage.pause(0.5)
+    return lease
+
+
+def end(stage: Stage) -> int:
     """Ask a run to end, at its coordinator; returns its exit code."""
-    send(process, signal.SIGTERM)
+    send(coordinator_lease(stage).pid, signal.SIGTERM)
     return stage.job.wait(PATIENCE_SECONDS)
 
 
@@ -278,12 +282,12 @@ def main() -> None:
                     wrong += [f"{result['fault']} at step {result['step']}: {result['standstill']} s"] if late else []
                     values = "{fault:17} at step {step:>7}: lasted {lasted:5.1f} s, no step for {standstill:5.1f} s"
                     print(f"{len(results):>4} {values.format(**result)}{'  LATE' if late else ''}", flush=True)
-                code = end(disturbed, soak.coordinator()[0])
+                code = end(disturbed)
                 last = len(disturbed.losses())
                 calm.start().until(
                     lambda: calm.job.last_step >= last, f"step {last}", 60 * arguments.minutes + START_SECONDS
                 )
-                end(calm, int(FolderLeases(calm.run / LEASE_FOLDER).read().process.split()[1]))  # type: ignore[union-attr]
+                end(calm)
                 wrong += check(soak, calm, code)
             except NotReached as error:
                 wrong.append(f"{error}\n{disturbed.job.output[-3000:]}")

@@ -11,6 +11,7 @@ for each call. PART is the process whose calls fail, the `command` itself or the
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import signal
@@ -122,7 +123,7 @@ class Forked:
             self.returncode = os.waitstatus_to_exitcode(status[1])
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -132,6 +133,9 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
 
 def writes(path: Path, mode: str = "r", *_: Any, **__: Any) -> bool:
@@ -179,7 +183,7 @@ def fork_coordinators(injector: Injector, part: str) -> None:
             }
             return Forked(partial(coordinate, words), {**os.environ, **place}, [listener.fileno(), injector.descriptor])
 
-    hosts._start_coordinator = start_coordinator  # type: ignore[assignment]
+    hosts._start_coordinator = start_coordinator
 
 
 def run_command(words: Sequence[str]) -> None:

@@ -115,14 +115,18 @@ def test_stop_asks_the_job_and_waits_for_its_end(tmp_path: Path) -> None:
     assert "ended with code 75 after step 3; no checkpoint" in answer.out
 
 
-def test_stop_asks_the_coordinator_that_has_the_place_of_a_lost_one(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "moved")
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_stop_asks_the_coordinator_that_has_the_place_of_a_lost_one(tmp_path: Path, elsewhere: bool) -> None:
+    leases = tmp_path / "leases"
+    leases.mkdir()
+    run = make_run(tmp_path / "moved", config=f"supervision: {{lease: {leases}}}\n" if elsewhere else "")
     with owned(run) as process:
         values = {**json.loads((run / LEASE).read_text()), "host": "other"}
         (run / LEASE).write_text(json.dumps(values))
         (run / "progress.json").write_text("{}")
         coordinator = CoordinatorLease(1, "b", this_process(process.pid), "here", "127.0.0.1:1")
-        assert FolderLeases(run / LEASE_FOLDER).replace(None, coordinator)
+        folder = leases / "moved" if elsewhere else run
+        assert FolderLeases(folder / LEASE_FOLDER).replace(None, coordinator)
         answer = meshwright("runs", "stop", run)
         assert process.wait(10) == 75
     assert answer.code == 0 and f"asked process {process.pid} to stop" in answer.out

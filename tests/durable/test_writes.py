@@ -46,6 +46,18 @@ def test_a_file_is_flushed_then_renamed_then_its_folder_is_flushed(tmp_path: Pat
     assert moved == [("rename", "new"), ("fsync", tmp_path.name)]
 
 
+def test_a_pipe_gets_the_content_itself(tmp_path: Path) -> None:
+    """As `--out /dev/stdout | head`: the link of a pipe names no path."""
+    reading, writing = os.pipe()
+    link = tmp_path / "stdout"
+    link.symlink_to(f"/proc/self/fd/{writing}")
+    write_durable(link, ["first\n", "second\n"])
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        assert pipe.read() == "first\nsecond\n"
+    assert link.is_symlink()
+
+
 def test_death_at_any_call_leaves_the_old_or_the_new_content(tmp_path: Path) -> None:
     path = tmp_path / "a"
 

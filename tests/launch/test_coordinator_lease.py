@@ -269,7 +269,7 @@ def test_a_folder_without_hard_links_is_refused(folder: FolderLeases, monkeypatc
 
 def test_places_for_a_lease(tmp_path: Path) -> None:
     def place(lease: str | None) -> Any:
-        return lease_store(cast(Any, SimpleNamespace(name="run", supervision=SimpleNamespace(lease=lease))), tmp_path)
+        return lease_store(lease, "run", tmp_path)
 
     assert place(None)._folder == tmp_path / "coordinator"
     assert place(str(tmp_path))._folder == place(f"file://{tmp_path}")._folder == tmp_path / "run" / "coordinator"

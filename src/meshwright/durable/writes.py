@@ -22,12 +22,12 @@ def write_durable(path: Path, content: bytes | str | Iterable[str]) -> None:
     Raises OSError with `path` as its file name; then `path` is unchanged and the temporary file is removed.
     """
     chunks = [content] if isinstance(content, (bytes, str)) else content
-    path = Path(os.path.realpath(path))  # a link is kept, and its target gets the new content
-    if path.exists() and not path.is_file():  # a device or pipe such as /dev/stdout is written directly
+    if path.exists() and not path.is_file():  # a device or pipe, such as /dev/stdout, is written directly
         path.write_text(
             "".join(chunk if isinstance(chunk, str) else chunk.decode() for chunk in chunks), encoding="utf-8"
         )
         return
+    path = Path(os.path.realpath(path))  # a link is kept, and its target gets the new content
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with partial.open("wb") as file:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
 
 from meshwright.durable.lock import this_process
 from meshwright.events.terminal import write_line
@@ -68,7 +68,7 @@ class HeldLease:
         """`renewed` is the time before the lease was written, `before` what it replaced."""
         self._store, self._lease, self._renewed = store, lease, renewed
         self.lost = None if before is None or before.released else before
-        """The lease that ended without a release, as its holder or that one's host was lost."""
+        """The lease before, if it ended without a release: its holder, or the holder's host, was lost."""
         self.taken: CoordinatorLease | None = None
         """The lease of another process that has taken it."""
         self._closing = threading.Event()
@@ -142,17 +142,30 @@ def take_coordinator_lease(store: LeaseStore, address: str) -> HeldLease:
         time.sleep(LOOK_SECONDS / 4)
 
 
-class CoordinatorWatch:
-    """A thread of an agent: it finds the coordinator at the address in the lease, and starts another where that one is silent.
+class StartedProcess(Protocol):
+    """What a watch needs of a process that it starts; `subprocess.Popen` has it."""
 
-    It starts a process that waits for the lease when nobody has renewed it for `CONTEND_SECONDS`. It looks while this agent is one of those
-    that stand by, or while it gets no answer.
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+class CoordinatorWatch:
+    """A thread of an agent that reads the lease, while the agent stands by to coordinate or gets no answer.
+
+    It moves the agent's client to the coordinator's address in the lease. When nobody has renewed the lease for `CONTEND_SECONDS`, it
+    starts a process that waits for the lease.
     """
 
     def __init__(self, store: LeaseStore, client: ControlClient) -> None:
         """`client` is the agent's; it is moved to the coordinator's address."""
         self._store, self._client, self._watch = store, client, LeaseWatch()
-        self.start: Callable[[str], subprocess.Popen[bytes]] | None = None
+        self.start: Callable[[str], StartedProcess] | None = None
         """Starts a process that waits for the lease, with the value of `SEEN_VARIABLE`; None before that is possible."""
         self.standby = False
         """Whether the coordinator wants this agent to look although it gets answers."""
@@ -160,7 +173,7 @@ class CoordinatorWatch:
         """Whether the last report was not answered."""
         self.asked: float | None = None
         """Time at which a report was sent that waits for its answer."""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: StartedProcess | None = None
         self._next_start = 0.0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look_regularly, name="coordinator watch", daemon=True)
@@ -174,7 +187,7 @@ class CoordinatorWatch:
             self._process.terminate()
             self._process.wait()
 
-    def _coordinates(self, process: subprocess.Popen[bytes]) -> bool:
+    def _coordinates(self, process: StartedProcess) -> bool:
         try:
             lease = self._store.read()
         except (OSError, BadInput):
@@ -186,9 +199,7 @@ class CoordinatorWatch:
             asked = self.asked
             late = self.unanswered or (asked is not None and lease_clock() - asked > PENDING_SECONDS)
             if late or self.standby:
-                with suppress(
-                    OSError, BadInput
-                ):  # the next look may succeed; `take_coordinator_lease` reports the error
+                with suppress(OSError, BadInput):  # the next look may succeed; `take_coordinator_lease` reports errors
                     self._look(late)
 
     def _look(self, late: bool) -> None:

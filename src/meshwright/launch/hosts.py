@@ -47,6 +47,7 @@ from meshwright.launch.coordinator_lease import (
     CoordinatorWatch,
     HeldLease,
     LeaseTaken,
+    StartedProcess,
     lease_clock,
     own_machine,
     take_coordinator_lease,
@@ -133,7 +134,9 @@ def run_coordinator(
     with closing(server), ExitStack() as stack:
         lost: CoordinatorLease | None = None
         try:
-            take_lease = partial(take_coordinator_lease, lease_store(run, folder), own_address)
+            take_lease = partial(
+                take_coordinator_lease, lease_store(run.supervision.lease, run.name, folder), own_address
+            )
             lease = stack.enter_context(closing(_while_agents_wait(server, handlers, take_lease)))
             if (lost := lease.lost) is not None:
                 write_line(
@@ -325,7 +328,10 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     end_orphans(runs / run.name)
     words = [*words, "--runs", str(runs)]
     folder, client = runs / run.name, ControlClient(address, token, run.name)
-    with closing(client), closing(CoordinatorWatch(lease_store(run, folder), client)) as watch:
+    with (
+        closing(client),
+        closing(CoordinatorWatch(lease_store(run.supervision.lease, run.name, folder), client)) as watch,
+    ):
         own_address = _reach(lambda: client.address, partial(_start_coordinator, address, words))
         watch.start = partial(_start_coordinator, (own_address, 0), words)
         return _follow_coordinator(run, words, folder, own_address, client, watch)
@@ -504,7 +510,7 @@ def _is_elsewhere(error: OSError) -> bool:
     return isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
 
 
-def _start_coordinator(address: tuple[str, int], words: Sequence[str], seen: str = "") -> subprocess.Popen[bytes]:
+def _start_coordinator(address: tuple[str, int], words: Sequence[str], seen: str = "") -> StartedProcess:
     """Start a coordinator at an address of this host, port 0 for any; `seen` says what is known of the lease (`SEEN_VARIABLE`).
 
     Raises OSError if it cannot listen there.

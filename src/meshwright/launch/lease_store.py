@@ -20,7 +20,6 @@ from meshwright.durable.writes import PARTIAL, sync_folder, write_durable
 from meshwright.policies.coordinator_lease import CoordinatorLease
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_checked_plain, to_plain
-from meshwright.spec.run import RunSpec
 
 KEY = "supervision.lease"
 KEPT_VERSIONS = 8
@@ -193,14 +192,16 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0][:200]
 
 
-def lease_store(run: RunSpec, folder: Path) -> LeaseStore:
-    """The register of a run whose folder is `folder`. Raises BadInput for what is neither a folder nor an object store."""
-    place = run.supervision.lease
+def lease_store(place: str | None, name: str, folder: Path) -> LeaseStore:
+    """The register of the run `name` in `folder`; `place` is its `supervision.lease`.
+
+    Raises BadInput for what is neither a folder nor an object store.
+    """
     if place is None:
         return FolderLeases(folder / LEASE_FOLDER)
     place = place.removeprefix("file://")
     if "://" in place:
-        return ObjectLeases(f"{place.rstrip('/')}/{run.name}/{LEASE_OBJECT}")
+        return ObjectLeases(f"{place.rstrip('/')}/{name}/{LEASE_OBJECT}")
     if not os.path.isdir(place):
         raise BadInput(f"{KEY} {place}: there is no such folder; all hosts need it", key=KEY)
-    return FolderLeases(Path(place) / run.name / LEASE_FOLDER)
+    return FolderLeases(Path(place) / name / LEASE_FOLDER)

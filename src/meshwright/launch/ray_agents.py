@@ -26,6 +26,7 @@ from typing import Any
 
 from meshwright.events.parent import COMMAND_LINE, PARENT
 from meshwright.events.terminal import write_line
+from meshwright.launch.ray_script import CPU, GPU
 from meshwright.launch.scheduler_job import AGENT_STARTS, REQUEUE_CODES, STOP_CODES
 from meshwright.policies.job_end import STOP_EXIT_CODES
 from meshwright.spec.errors import (
@@ -160,9 +161,8 @@ class NodeAgent:
             failure = as_meshwright_error(error)
             write_line(f"meshwright: the agent cannot be started: {failure}")
             return failure.exit_code
-        with suppress(
-            OSError
-        ):  # Ray lowers the priority of its workers; not every system lets a process raise it again
+        # Ray lowers the priority of its workers; not every system lets a process raise it again.
+        with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         return await self._process.wait()
 
@@ -177,7 +177,7 @@ def _threads_of_ray() -> list[str]:
     """Values of OMP_NUM_THREADS that Ray sets in a worker without one: the CPUs of the actor."""
     import ray
 
-    cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 0)
+    cpus = ray.get_runtime_context().get_assigned_resources().get(CPU, 0)
     return [str(max(int(cpus), 1))]
 
 
@@ -323,7 +323,7 @@ class _Driver:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._place_at.pop(bundle, None)
-        options = {"num_cpus": self._job.resources.get("CPU", 0), "num_gpus": self._job.resources.get("GPU", 0)}
+        options = {"num_cpus": self._job.resources.get(CPU, 0), "num_gpus": self._job.resources.get(GPU, 0)}
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         actor = self._ray.remote(NodeAgent).options(scheduling_strategy=strategy, **options).remote()
         self._actors[bundle] = actor

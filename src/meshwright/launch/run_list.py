@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +19,11 @@ from meshwright.durable.lease import LEASE, owner_is_alive, read_lease
 from meshwright.durable.lock import this_process
 from meshwright.durable.writes import rename, sync_folder
 from meshwright.launch.folder import folder_lock
-from meshwright.launch.lease_store import LEASE_FOLDER, FolderLeases
+from meshwright.launch.lease_store import lease_store
 from meshwright.launch.run_figures import RunFigureReader, RunFigures
 from meshwright.launch.state_file import STATE_FILE
 from meshwright.observe.runfolder import read_plan
+from meshwright.policies.coordinator_lease import CoordinatorLease
 from meshwright.spec.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, BadInput
 from meshwright.spec.plan_name import plan_name
 from meshwright.spec.run import Lease
@@ -120,9 +122,9 @@ def request_stop(folder: Path) -> tuple[int, Lease]:
         )
     pid = lease.pid if owner_is_alive(lease) else _coordinator_here(folder)
     if pid is None:
-        host, coordinator = socket.gethostname(), FolderLeases(folder / LEASE_FOLDER).read()
+        host, coordinator = socket.gethostname(), _coordinator_lease(folder)
         where = f"process {lease.pid} on {lease.host}" if lease.host != host else "a process that is not visible here"
-        if coordinator is not None and not coordinator.released:
+        if coordinator is not None:
             where = coordinator.process
         raise BadInput(f"{folder} is written by {where}, and this host is {host}; run `meshwright runs stop` there")
     os.kill(pid, signal.SIGTERM)
@@ -131,9 +133,20 @@ def request_stop(folder: Path) -> tuple[int, Lease]:
 
 def _coordinator_here(folder: Path) -> int | None:
     """The process on this host that coordinates a run since another one was lost; None if there is none."""
-    lease = FolderLeases(folder / LEASE_FOLDER).read()
-    pid = 0 if lease is None or lease.released else int(lease.process.split()[1])
-    return pid if lease is not None and lease.process == this_process(pid) and Path(f"/proc/{pid}").exists() else None
+    lease = _coordinator_lease(folder)
+    if lease is None or lease.process != this_process(lease.pid) or not Path(f"/proc/{lease.pid}").exists():
+        return None
+    return lease.pid
+
+
+def _coordinator_lease(folder: Path) -> CoordinatorLease | None:
+    """The lease of the coordinator, where the run's configuration has it; None if no process holds it or it cannot be read."""
+    config = _configuration(folder)
+    supervision = config.get("supervision") or {}
+    with suppress(OSError, BadInput):
+        lease = lease_store(supervision.get("lease"), str(config.get("name", folder.name)), folder).read()
+        return None if lease is None or lease.released else lease
+    return None
 
 
 def await_end(folder: Path, lease: Lease) -> RunFigures:
@@ -205,13 +218,17 @@ def _at(figures: RunFigures) -> str:
     return f" at step {figures.step:,}" if figures.step else ""
 
 
+def _configuration(run: Path) -> Mapping[str, Any]:
+    """The resolved configuration in a run's folder; empty if it has none that can be read."""
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        return config if isinstance(config, Mapping) else {}
+    return {}
+
+
 def _key_that_names(run: Path, folder: Path) -> str | None:
     """The key of a run's configuration whose value is a path in `folder`; None without one."""
-    try:
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    for key, value in _texts(config, ""):
+    for key, value in _texts(_configuration(run), ""):
         path = value.partition(":")[2] if value.startswith(("checkpoint:", "hf:")) else value
         if path and any(place.resolve().is_relative_to(folder) for place in (Path(path), run.parent / path)):
             return key

@@ -34,6 +34,11 @@ class CoordinatorLease:
     released: bool = False
     """Whether the holder has ended by itself."""
 
+    @property
+    def pid(self) -> int:
+        """Process id of the holder, on its machine."""
+        return int(self.process.split()[1])
+
 
 class LeaseWatch:
     """What one process has seen of the lease. Its times are seconds of a clock of this host that never goes back."""

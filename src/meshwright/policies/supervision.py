@@ -411,7 +411,7 @@ def _note_that_it_stays(exclusion: Exclusion, key: str = "") -> Note:
 def _moment(state: State, host: str) -> Moment:
     """The moment of the job at which a finding about `host` comes.
 
-    A host that has trained is not before its start between two attempts, such as after one that ended to drain a host.
+    Once the job has trained, the moment of a member between two attempts is `run`, as after an attempt that ended to drain a host.
     """
     if host in state.members and state.status == "running":
         return "run"

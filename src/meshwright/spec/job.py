@@ -300,8 +300,9 @@ class SupervisionSpec:
     wait_seconds: Annotated[float, Bound(at_least=0)] | None = None
     """Seconds to wait for a lost host or its replacement before the run continues on the remaining hosts; none waits on."""
     lease: str | None = None
-    """Folder, or URL such as `s3://bucket/prefix` of an object store, which all hosts reach, for the lease of the coordinator
-    of several hosts; none takes the run's folder. A folder needs hard links, a store conditional writes."""
+    """Where the coordinator of several hosts keeps its lease: a folder, or the URL of an object store such as
+    `s3://bucket/prefix`; none takes the run's folder. All hosts must reach it. A folder needs hard links, an object store
+    conditional writes."""
     health: bool | None = None
     """Read the health of the host and its GPUs every 3 s, and go on without a host that is not healthy; none reads it
     where ranks use GPUs. GPUs are read by the package `nvidia-ml-py`."""
@@ -309,8 +310,8 @@ class SupervisionSpec:
     """Command that is started on a host which is excluded, once, with a JSON object on its standard input: run, host, cause,
     time. It can ask the site to repair the host."""
     report_label: str | None = None
-    """Label that the Kubernetes node of an excluded host gets, as KEY=VALUE; the pod's service account needs the right. For
-    example `sagemaker.amazonaws.com/node-health-status=UnschedulablePendingReplacement`."""
+    """Label that the Kubernetes node of an excluded host gets, as KEY=VALUE. The pod's service account needs the right to
+    patch nodes. For example `sagemaker.amazonaws.com/node-health-status=UnschedulablePendingReplacement`."""
     check_state_every: NotNegative = 0
     """Steps between checks of weights and moments for silent corruption, also before each checkpoint; 0 checks never.
     Corrupt state ends in a rollback to the newest checkpoint, and the rank that had it is named."""
