@@ -282,7 +282,7 @@ def verify(path: Path) -> list[str]:
                 _check_tokenizer(directory, manifest)
             except Damaged as error:
                 faults.append(str(error))
-            record = _digest_or_none(directory / INPUTS) if manifest.inputs else manifest.inputs
+            record = _digest_or_none(directory / INPUTS)
             if record != manifest.inputs:
                 faults.append(f"{directory / INPUTS}: expected digest {manifest.inputs}, found {record or 'no file'}")
         for stem, record in _shards_of(directory, manifest, stems):
