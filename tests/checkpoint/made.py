@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from meshwright.checkpoint.format.contents import Contents, read_contents
+from meshwright.checkpoint.format.manifest import read_manifest
 from meshwright.checkpoint.store import CheckpointStore
 
 TEXTS = {"config.yaml": "name: tiny\n", "plan.yaml": "mesh: []\n"}
@@ -33,6 +35,11 @@ def save(folder: Path, step: int, store: CheckpointStore | None = None) -> Path:
     """A committed checkpoint whose values follow from its step."""
     store = store or CheckpointStore(folder)
     return store.save(step, tensors(step), {"step": step, "samples": 8 * step}, TEXTS).path
+
+
+def stored(path: Path) -> Contents:
+    """What the checkpoint at `path` records of its tensors."""
+    return read_contents(path, read_manifest(path))
 
 
 def holds(path: Path, step: int) -> bool:

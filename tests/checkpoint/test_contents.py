@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord, check_record, read_checkpoint
+from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord, check_record
 from meshwright.checkpoint.format.files import FileRecord
 from meshwright.checkpoint.format.manifest import (
     COMMITTED,
@@ -26,7 +26,7 @@ from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.write.file_writer import write_file
 from meshwright.spec.errors import BadInput, Damaged
-from tests.checkpoint.made import blank, save
+from tests.checkpoint.made import blank, save, stored
 from tests.slow import examples
 
 
@@ -150,7 +150,7 @@ def test_metadata_with_a_random_value_loads_or_is_damage(pristine: Path, data: s
         node = node[key]
     forge(pristine, contents)
     with contextlib.suppress(Damaged, NewerFormat):
-        read_checkpoint(pristine)
+        stored(pristine)
     with contextlib.suppress(Damaged, BadInput):
         load_all(pristine)
 

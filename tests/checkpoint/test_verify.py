@@ -223,6 +223,7 @@ def test_verifying_needs_no_torch(tmp_path: Path):
         "from pathlib import Path\n"
         "from meshwright.checkpoint.format import contents, manifest, plain_files, verify\n"
         "from meshwright.checkpoint.write import attempt\n"
-        f"assert verify.verify(Path({str(path)!r})) == [] and contents.read_checkpoint(Path({str(path)!r}))"
+        f"path = Path({str(path)!r})\n"
+        "assert verify.verify(path) == [] and contents.read_contents(path, manifest.read_manifest(path))"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": ":".join(sys.path)})

@@ -48,7 +48,7 @@ def test_foreign_files_are_read_with_their_documents(documents: list[list[list[i
         stream = functools.reduce(operator.iadd, flat, [])
         assert (file.documents, file.tokens) == (len(documents), len(stream))
         assert file.read(0, file.tokens).tolist() == stream
-        assert [file.document_length(i) for i in range(len(flat))] == [len(document) for document in flat]
+        assert np.diff(file.document_bounds()).tolist() == [len(document) for document in flat]
         owner = [number for number, document in enumerate(flat) for _ in document]
         for start in range(len(stream)):
             for stop in range(start + 1, len(stream) + 1, 3):

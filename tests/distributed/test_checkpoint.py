@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.format.contents import read_checkpoint
 from meshwright.checkpoint.format.files import BLOCK_BYTES
+from tests.checkpoint.made import stored
 from tests.distributed import cases_checkpoint as cases
 from tests.distributed.pool import Pool
 from tests.slow import quick_first
@@ -101,7 +101,7 @@ def test_ranks_may_hold_different_tensors(pool: Pool, tmp_path: Path):
 
 def test_ranks_with_nothing_to_write_write_no_file(pool: Pool, tmp_path: Path):
     assert pool.run(cases.one_row, 4, str(tmp_path)) == [["tensors-00000.safetensors"]] * 4
-    (record,) = read_checkpoint(tmp_path / "step-00000001").values()
+    (record,) = stored(tmp_path / "step-00000001").values()
     assert [chunk.sizes for chunk in record.chunks] == [(1, 3)]
 
 

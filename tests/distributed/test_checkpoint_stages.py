@@ -9,7 +9,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshwright.checkpoint.format.contents import read_checkpoint
 from meshwright.checkpoint.format.verify import verify
 from meshwright.checkpoint.models.convert import export_checkpoint
 from meshwright.checkpoint.models.hf import import_hf
@@ -22,6 +21,7 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.run import ModelSection, RunSpec
 from meshwright.training.run_state import load_initial
+from tests.checkpoint.made import stored
 from tests.distributed import cases_checkpoint_stages as cases
 from tests.distributed.pool import Pool
 from tests.slow import quick_first
@@ -48,8 +48,8 @@ def test_every_plan_loads_every_other_bit_for_bit_and_reads_each_byte_once(pool:
 def test_a_tied_embedding_is_written_once_by_the_same_ranks_each_time(pool: Pool, tmp_path: Path):
     (single, *_) = pool.run(cases.save, 1, str(tmp_path / "one"), "one", 7)
     paths = [pool.run(cases.save, 4, str(tmp_path / name), "pipeline2_shard2", 7)[0] for name in "ab"]
-    first, second = (read_checkpoint(Path(path)) for path in paths)
-    assert first == second and first.keys() == read_checkpoint(Path(single)).keys()
+    first, second = (stored(Path(path)) for path in paths)
+    assert first == second and first.keys() == stored(Path(single)).keys()
     assert [(chunk.offsets, chunk.sizes) for chunk in first[cases.EMBED].chunks] == [((0, 0), (7, 5)), ((7, 0), (6, 5))]
     files = [file.read_bytes() for file in Path(paths[0]).glob("*.safetensors")]
     data = [len(file) - 8 - int.from_bytes(file[:8], "little") for file in files]

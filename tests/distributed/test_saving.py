@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.format.contents import read_checkpoint
 from meshwright.checkpoint.format.files import add_reserve
 from meshwright.checkpoint.format.verify import list_checkpoints
 from meshwright.launch.disk import checkpoint_bytes
 from meshwright.observe.metrics import read_metrics
 from meshwright.optim.schedule import learning_rate
+from tests.checkpoint.made import stored
 from tests.distributed import cases_saving as cases
 from tests.distributed.pool import Pool
 from tests.slow import quick_first
@@ -94,7 +94,7 @@ def test_a_checkpoint_needs_the_estimated_bytes_and_no_file_of_the_run_folder(
     last_checkpoint = prepared_run.folder / "checkpoints" / f"step-{STEPS:08d}"
     assert {name: (last_checkpoint / name).read_text() for name in texts} == texts
     model = prepared_run.assignment.run.model
-    assert sum(record.bytes for record in read_checkpoint(last_checkpoint).values()) == checkpoint_bytes(model)
+    assert sum(record.bytes for record in stored(last_checkpoint).values()) == checkpoint_bytes(model)
     assert sum(file.stat().st_size for file in last_checkpoint.iterdir()) <= add_reserve(checkpoint_bytes(model))
 
 

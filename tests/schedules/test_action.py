@@ -48,7 +48,23 @@ def test_printed_forms():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F", "F3", "X1.2", "SA1.2<3", "RG1.2>0", "U3", "F1.2/", "F1.2&", "F1.2&B1.3", "N1"]
+    "text",
+    [
+        "",
+        "F",
+        "F3",
+        "X1.2",
+        "SA1.2<3",
+        "RG1.2>0",
+        "U3",
+        "F1.2/",
+        "F1.2&",
+        "F1.2&B1.3",
+        "F1.2&F2.3",
+        "F1.2/0&F1.3",
+        "N&N",
+        "N1",
+    ],
 )
 def test_text_that_is_no_action_is_refused(text):
     with pytest.raises(BadInput, match="is no action; expected a form such as F3.2"):

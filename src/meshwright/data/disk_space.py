@@ -1,4 +1,4 @@
-"""Room on the disk for prepared tokens: refused before the work if it is known to be too little, and named where the disk becomes full."""
+"""Checks before a preparation that its tokens fit on the disk, and explains the error of a disk that becomes full during it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LEAST_BYTES_PER_TOKEN = 2
 """Bytes of text of a token, at least."""
 
 
-def token_bytes(files: Sequence[InputFile], vocab_size: int) -> int:
-    """Bytes that the tokens of these files take at most, about."""
+def prepared_bytes(files: Sequence[InputFile], vocab_size: int) -> int:
+    """An estimate of the most bytes that the tokens of these files take."""
     tokens = sum(map(text_bytes, files)) // LEAST_BYTES_PER_TOKEN
     return tokens * np.dtype(token_dtype(vocab_size)).itemsize
 
@@ -34,7 +34,7 @@ def check_space(out: Path, needed: int) -> None:
 
 @contextmanager
 def full_disk_named(out: Path, needed: int) -> Iterator[None]:
-    """Raise OutOfResources where the disk becomes full in the block, with the file, the bytes that are free, and those `needed` in all."""
+    """Turn the error of a full disk into OutOfResources, which names the file, the free bytes, and the bytes `needed` in all."""
     try:
         yield
     except OSError as error:

@@ -94,11 +94,6 @@ class IndexedFile:
         """Starts of all documents in tokens, and the end of the last one: `(documents + 1,)` int64, from the whole index."""
         return self._bounds(0, self.documents)
 
-    def document_length(self, document: int) -> int:
-        """Tokens of one document."""
-        (span,) = self._spans(document, document + 1)
-        return span.stop - span.start
-
     def token_offset(self, token: int) -> int:
         """Offset in `.bin` of a token, in bytes."""
         return token * self.dtype.itemsize

@@ -16,7 +16,6 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -171,7 +170,7 @@ class PreparedDirectory:
         """None when the directory is foreign, and its tokenizer unknown."""
         return self.manifest.tokenizer.digest if self.manifest else None
 
-    @cached_property
+    @property
     def text_format(self) -> TextFormat | None:
         """None when the directory is foreign, and its tokenizer unknown."""
         return None if self.manifest is None else self.manifest.text_format
@@ -283,7 +282,7 @@ def verify(path: Path) -> list[str]:
                 _check_tokenizer(directory, manifest)
             except Damaged as error:
                 faults.append(str(error))
-            record = _digest_or_none(directory / INPUTS) if manifest.inputs else manifest.inputs
+            record = _digest_or_none(directory / INPUTS)
             if record != manifest.inputs:
                 faults.append(f"{directory / INPUTS}: expected digest {manifest.inputs}, found {record or 'no file'}")
         for stem, record in _shards_of(directory, manifest, stems):

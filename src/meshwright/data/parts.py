@@ -17,7 +17,7 @@ from meshwright.data.chunk_stream import ChunkStream, UnitPlace, totals
 from meshwright.data.chunks import TOKENS, ChunkRecord, has_documents, read_record
 from meshwright.data.cleaning import Cleaning
 from meshwright.data.corpus import read_documents
-from meshwright.data.disk_space import check_space, full_disk_named, token_bytes
+from meshwright.data.disk_space import check_space, full_disk_named, prepared_bytes
 from meshwright.data.fast_encoder import EncodersDiffer
 from meshwright.data.input_record import input_record
 from meshwright.data.inputs import InputFile, check_text_key, list_inputs
@@ -154,7 +154,7 @@ def prepare_part(
         try:
             if preparation.on_bad == "refuse":
                 refuse_bad(files, not_read, lambda file: read_documents(file, preparation.text_key))
-            needed = token_bytes(files, preparation.vocab_size)
+            needed = prepared_bytes(files, preparation.vocab_size)
             if not (out / UNITS).exists():
                 check_space(out, needed)
             with full_disk_named(out, needed):

@@ -22,7 +22,7 @@ from meshwright.data.chat_template import GENERATION_CONFIG, TEMPLATE, TOOL_TEMP
 from meshwright.data.chunk_stream import ChunkStream, Numbered, UnitPlace
 from meshwright.data.cleaning import NO_CLEANING, Cleaner, Cleaning
 from meshwright.data.corpus import CorpusDocument, read_documents
-from meshwright.data.disk_space import check_space, full_disk_named, token_bytes
+from meshwright.data.disk_space import check_space, full_disk_named, prepared_bytes
 from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
 from meshwright.data.encode_chat import chat_tokenizer, encode_chats
 from meshwright.data.fast_encoder import EncodersDiffer, FastEncoder, return_memory
@@ -146,7 +146,7 @@ def prepare(
         begin(preparation, files, request)
         try:
             how = _How(workers or usable_cores(), ray, encoder, shown)
-            with full_disk_named(out, token_bytes(files, preparation.vocab_size)):
+            with full_disk_named(out, prepared_bytes(files, preparation.vocab_size)):
                 return _run(preparation, files, not_read, request, how)
         except MeshwrightError as error:
             # Units that are done are worth keeping if the same command can go on with more memory or disk.
@@ -178,7 +178,7 @@ def _run(
     fast = fast_encoder(preparation, files, tokenizer, how.workers, how.encoder, how.shown)
     writers = split_writers(preparation, tokenizer)
     finished = sum(sum(shard.bytes.values()) for writer in writers.values() for shard in writer.shards)
-    check_space(preparation.out, token_bytes(files, tokenizer.record.vocab_size) - finished)
+    check_space(preparation.out, prepared_bytes(files, tokenizer.record.vocab_size) - finished)
     source: DocumentReading | ChunkStream
     if _in_units(preparation, files, how):
         source = _stream_of_units(preparation, files, not_read, tokenizer, fast is not None, how)

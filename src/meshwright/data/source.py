@@ -562,7 +562,7 @@ def _check_labels(sources: Sequence[CorpusSource], preference: PreferenceSpec) -
 
 def _identity(directory: PreparedDirectory) -> dict[str, str | None]:
     """The digest of the tokenizer in any layout of its file, where the manifest has it."""
-    text = None if directory.manifest is None else directory.manifest.text_format
+    text = directory.text_format
     return {} if text is None else {"tokenizer_identity": text.tokenizer}
 
 

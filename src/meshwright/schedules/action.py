@@ -124,7 +124,7 @@ def parse(text: str) -> Action:
     """The action with this printed form. Raises BadInput if there is none."""
     if "&" in text:
         first, second = map(parse, text.split("&", 1))
-        if first.op == second.op:
+        if first.op in COMPUTE and first[:2] == second[:2] and first.unit == second.unit:
             return together(first, second)
     if text in ("N", "O"):
         return Action(_OP_BY_LETTER[text])

@@ -57,9 +57,9 @@ def _gathers(
     actions: Sequence[Action], gather: Sequence[Sequence[Gather]]
 ) -> tuple[dict[int, list[Action]], dict[int, list[Action]]]:
     """By action index: the unshards to issue before the action, and the reshards after it."""
-    uses = [(index, units) for index, action in enumerate(actions) if (units := _units_read(action))]
-    stretches = _stretches([units for _, units in uses])
-    stretch_starts = _stretch_starts(stretches, len(uses))
+    uses = [(index, unit) for index, action in enumerate(actions) if (unit := _unit_read(action)) is not None]
+    stretches = _stretches([unit for _, unit in uses])
+    start_of_stretch = {last: first for spans in stretches.values() for first, last in spans}
     gathered = [
         (first, last, unit)
         for unit, spans in stretches.items()
@@ -72,7 +72,7 @@ def _gathers(
             before[0].append(Action("unshard", stage, unit=unit))
             after[uses[spans[-1][1]][0]].append(Action("reshard", stage, unit=unit))
     for first, last, (stage, unit) in sorted(gathered):
-        issue = uses[stretch_starts[first - 1]][0] if first else 0
+        issue = uses[start_of_stretch[first - 1]][0] if first else 0
         before[issue].append(Action("unshard", stage, unit=unit))
         after[uses[last][0]].append(Action("reshard", stage, unit=unit))
     return before, after
@@ -87,8 +87,8 @@ def _gathered_spans(spans: list[tuple[int, int]], gather: Gather) -> list[tuple[
 
 def _reductions(actions: Sequence[Action], reduce: Sequence[Sequence[Reduce]]) -> list[tuple[int, Unit]]:
     """(index of the backward action before the reduction, unit) of every reduction."""
-    writes = [(index, units) for index, action in enumerate(actions) if (units := _units_written(action))]
-    stretches = _stretches([units for _, units in writes])
+    writes = [(index, unit) for index, action in enumerate(actions) if (unit := _unit_written(action)) is not None]
+    stretches = _stretches([unit for _, unit in writes])
     ends = {unit: [last for _, last in spans] for unit, spans in stretches.items()}
     reduced_uses = {"never": slice(0), "end": slice(0), "once": slice(-1, None), "stretch": slice(None)}
     reductions = [
@@ -99,38 +99,23 @@ def _reductions(actions: Sequence[Action], reduce: Sequence[Sequence[Reduce]]) -
     return reductions + [(writes[-1][0], (stage, unit)) for stage, unit in ends if reduce[stage][unit] == "end"]
 
 
-def _units_read(action: Action) -> tuple[Unit, ...]:
-    """Units whose parameters the action multiplies with; the weight half of a backward reads none."""
-    if action.op not in COMPUTE:
-        return ()
-    return tuple((part.stage, part.unit or 0) for part in action.parts if part.op != "backward_weight")
+def _unit_read(action: Action) -> Unit | None:
+    """The unit whose parameters the action multiplies with; the weight half of a backward reads none."""
+    return (action.stage, action.unit or 0) if action.op in COMPUTE and action.op != "backward_weight" else None
 
 
-def _units_written(action: Action) -> tuple[Unit, ...]:
-    """Units whose gradients the action adds to."""
-    if action.op not in COMPUTE:
-        return ()
-    return tuple((part.stage, part.unit or 0) for part in action.parts if part.op in ("backward", "backward_weight"))
+def _unit_written(action: Action) -> Unit | None:
+    """The unit whose gradients the action adds to."""
+    return (action.stage, action.unit or 0) if action.op in ("backward", "backward_weight") else None
 
 
-def _stretches(uses: Sequence[tuple[Unit, ...]]) -> dict[Unit, list[tuple[int, int]]]:
+def _stretches(uses: Sequence[Unit]) -> dict[Unit, list[tuple[int, int]]]:
     """By unit, the (first, last) index of each run of consecutive uses."""
     stretches: dict[Unit, list[tuple[int, int]]] = defaultdict(list)
-    for index, units in enumerate(uses):
-        for unit in units:
-            spans = stretches[unit]
-            if spans and spans[-1][1] >= index - 1:
-                spans[-1] = spans[-1][0], index
-            else:
-                spans.append((index, index))
+    for index, unit in enumerate(uses):
+        spans = stretches[unit]
+        if spans and spans[-1][1] == index - 1:
+            spans[-1] = spans[-1][0], index
+        else:
+            spans.append((index, index))
     return stretches
-
-
-def _stretch_starts(stretches: dict[Unit, list[tuple[int, int]]], count: int) -> list[int]:
-    """By use, the index of the first use of its stretch; the later index if a use reads two units."""
-    starts = [0] * count
-    for spans in stretches.values():
-        for first, last in spans:
-            for index in range(first, last + 1):
-                starts[index] = max(starts[index], first)
-    return starts

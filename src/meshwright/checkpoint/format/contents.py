@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.checkpoint.format.boxes import count_elements, exceeds_shape, find_overlap
 from meshwright.checkpoint.format.files import plain_name
 from meshwright.checkpoint.format.header import ITEM_BYTES, parse_offsets, parse_shape
-from meshwright.checkpoint.format.manifest import CONTENTS, FORMAT, CheckpointManifest, check_format, read_manifest
+from meshwright.checkpoint.format.manifest import CONTENTS, FORMAT, CheckpointManifest, check_format
 from meshwright.checkpoint.format.verify import read_verified
 from meshwright.spec.errors import Damaged
 from meshwright.spec.folder_files import parse_json
@@ -79,12 +79,11 @@ def contents_of(plain: Mapping[str, Any]) -> Contents:
     }
 
 
-def read_checkpoint(path: Path) -> Contents:
+def read_contents(path: Path, manifest: CheckpointManifest) -> Contents:
     """The tensors of the checkpoint in folder `path`, by name; their values are neither read nor verified.
 
-    Raises Damaged when the folder is not committed, or its `metadata.json` is not what was written or is invalid.
+    Raises Damaged when its `metadata.json` is missing, not what was written, or invalid.
     """
-    manifest = read_manifest(path)
     if CONTENTS not in manifest.files:
         raise Damaged(f"{path} has no {CONTENTS}")
     return parse_contents(read_verified(path, manifest, CONTENTS, CONTENTS_LIMIT), path / CONTENTS, manifest)

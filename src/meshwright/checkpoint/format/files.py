@@ -10,8 +10,10 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshwright.spec.errors import Damaged
 
@@ -47,6 +49,11 @@ class FileRecord:
 
     bytes: int
     blocks: tuple[str, ...]
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> FileRecord:
+        """The record from the values of `asdict`, which this program wrote: they are not checked."""
+        return cls(values["bytes"], tuple(values["blocks"]))
 
 
 def open_regular(path: Path) -> int:

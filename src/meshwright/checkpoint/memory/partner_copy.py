@@ -52,41 +52,35 @@ class PartnerCopier:
 
         `describe` and `inspect` as for `SnapshotClient.store`.
         """
-        before = self._thread
 
-        def copy() -> None:
-            if before is not None:
-                before.join()
-            self._copy(name, image, generation, describe, inspect)
+        def send(client: SnapshotClient) -> None:
+            client.store(
+                name,
+                image,
+                describe,
+                bytes_per_second=self._partner.bytes_per_second,
+                unchanged=lambda: self._buffer.generation == generation,
+                inspect=inspect,
+            )
 
-        self._thread = threading.Thread(target=copy, name="partner")  # not a daemon: the copy outlives a dead rank
+        # Not a daemon: the copy outlives a dead rank.
+        self._thread = threading.Thread(target=self._copy, args=(name.step, send, self._thread), name="partner")
         self._thread.start()
 
-    def _copy(
-        self,
-        name: SnapshotName,
-        image: FileImage,
-        generation: int,
-        describe: Callable[[FileRecord | None], bytes],
-        inspect: Callable[[int, memoryview], object],
-    ) -> None:
+    def _copy(self, step: int, send: Callable[[SnapshotClient], None], before: threading.Thread | None) -> None:
+        """Send a snapshot once the copy `before` has ended."""
+        if before is not None:
+            before.join()
         began = time.monotonic()
         try:
             with closing(SnapshotClient(self._partner.address, job_token(), seconds=STALLED_SECONDS)) as client:
-                client.store(
-                    name,
-                    image,
-                    describe,
-                    bytes_per_second=self._partner.bytes_per_second,
-                    unchanged=lambda: self._buffer.generation == generation,
-                    inspect=inspect,
-                )
+                send(client)
         except (TransportFailure, MeshwrightError) as error:
             if not self._failed:
                 log.warning(
-                    "no copy of step %d in the partner's memory: %s; later failures are not reported", name.step, error
+                    "no copy of step %d in the partner's memory: %s; later failures are not reported", step, error
                 )
             self._failed = True
             return
         self._failed = False
-        self._copied(name.step, time.monotonic() - began)
+        self._copied(step, time.monotonic() - began)

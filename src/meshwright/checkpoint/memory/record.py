@@ -75,7 +75,7 @@ class SnapshotRecord:
     @classmethod
     def _of_fields(cls, fields: dict[str, Any]) -> SnapshotRecord:
         file, replica = fields.pop("file"), fields.pop("replica")
-        record = None if file is None else FileRecord(file["bytes"], tuple(file["blocks"]))
+        record = None if file is None else FileRecord.from_plain(file)
         return cls(file=record, replica=None if replica is None else cls._of_fields(replica), **fields)
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.format.contents import CONTENTS_LIMIT, TensorChunk, TensorRecord, parse_contents
+from meshwright.checkpoint.format.contents import TensorChunk, TensorRecord, read_contents
 from meshwright.checkpoint.format.files import BLOCK_BYTES, plain_name
 from meshwright.checkpoint.format.header import TensorEntry, find_entry, parse_header
-from meshwright.checkpoint.format.manifest import CONTENTS, STATE, DamagedCheckpoint, read_own_manifest
+from meshwright.checkpoint.format.manifest import STATE, DamagedCheckpoint, read_own_manifest
 from meshwright.checkpoint.format.plain_files import decode_state
 from meshwright.checkpoint.format.verify import FileBlock, check_blocks, check_sizes, read_verified, run_id_of
 from meshwright.checkpoint.local_tensors import DTYPES
@@ -49,8 +49,7 @@ class CheckpointReader:
         self._files = BlockFiles(path, self.manifest)
         self._entries: dict[str, dict[str, TensorEntry]] = {}
         self._blocks: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
-        text = read_verified(path, self.manifest, CONTENTS, CONTENTS_LIMIT) if CONTENTS in self.manifest.files else b""
-        self.tensors: dict[str, TensorRecord] = parse_contents(text, path / CONTENTS, self.manifest)
+        self.tensors = read_contents(path, self.manifest)
 
     def __enter__(self) -> CheckpointReader:
         return self

@@ -387,7 +387,7 @@ def peer_files(attempt: SaveAttempt, ranks: int, seconds: float) -> dict[str, Fi
             if done_name(rank) in names:
                 done = attempt.folder / done_name(rank)
                 entries = json.loads(done.read_bytes())
-                files |= {name: _record(entry) for name, entry in entries.items()}
+                files |= {name: FileRecord.from_plain(entry) for name, entry in entries.items()}
                 done.unlink()
                 missing.discard(rank)
         if missing and time.monotonic() > deadline:
@@ -396,10 +396,6 @@ def peer_files(attempt: SaveAttempt, ranks: int, seconds: float) -> dict[str, Fi
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS[1])
     return files
-
-
-def _record(entry: dict[str, Any]) -> FileRecord:
-    return FileRecord(entry["bytes"], tuple(entry["blocks"]))
 
 
 def _wait_for_folder(attempt: SaveAttempt, seconds: float) -> None:
