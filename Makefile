@@ -252,4 +252,4 @@ $(VENV)/.installed-site: pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(MODELS) $(OLDEST) $(NEWEST) $(SKY) build dist .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(AGENTS) $(INTEROP) $(MODELS) $(OLDEST) $(NEWEST) $(SKY) build dist .ruff_cache

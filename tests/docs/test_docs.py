@@ -267,12 +267,14 @@ def test_links_and_pictures_exist(page: str) -> None:
 
 
 def commands(page: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields (location, words behind `meshwright`) of every command on a page, in blocks and in the text."""
+    """Yields (location, words behind `meshwright`) of every command on a page or in an example, in blocks, comments and the text."""
     lines = [
         (block.location, block.text.replace("\\\n", " "))
         for block in blocks(page)
         if block.language in ("bash", "console")
     ]
+    if page.endswith(".yaml"):
+        lines = [(page, re.sub(r"^#", "", text_of(page), flags=re.MULTILINE))]
     for location, text in [*lines, *((page, code) for code in inline_code(page))]:
         for line in text.splitlines():
             if match := re.match(r"(?:\$ |srun |torchrun .*-m )?meshwright (.*)", line.strip()):
@@ -291,7 +293,10 @@ def root_command() -> Any:
     return typer.main.get_command(app_for(()))
 
 
-@pytest.mark.parametrize("page", PAGES)
+EXAMPLES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES])
 def test_commands_options_and_overrides_exist(page: str, keys: set[str], root_command: Any) -> None:
     for location, words in commands(page):
         command = root_command
