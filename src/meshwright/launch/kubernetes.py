@@ -239,7 +239,7 @@ def _container(job: SchedulerJob, container: Container, name: str) -> Object:
     return {
         "name": REPLICATED_JOB,
         "image": container.image,
-        "command": command_words("meshwright", "train", f"{KEPT_FILES}/run.yaml", "--runs", str(job.runs), "--agent"),
+        "command": command_words("meshwright", *job.agent_words([f"{KEPT_FILES}/run.yaml"])),
         "workingDir": STORAGE_FOLDER,
         "env": [
             {"name": COORDINATOR_VARIABLE, "value": f"{name}-{REPLICATED_JOB}-0-0.{name}:{PORT}"},

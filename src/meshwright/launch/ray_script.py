@@ -27,7 +27,7 @@ def _lines(job: SchedulerJob) -> Iterator[str]:
     yield "from meshwright.launch.ray_agents import RayJob, run_on_ray"
     yield ""
     yield "job = RayJob("
-    yield f"    words={['train', *job.words, '--runs', str(job.runs), '--agent']!r},"
+    yield f"    words={job.agent_words(job.words)!r},"
     yield f"    hosts={job.hosts},"
     yield f"    resources={resources!r},"
     yield f"    restarts={job.run.supervision.restarts},"

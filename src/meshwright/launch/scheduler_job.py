@@ -79,6 +79,10 @@ class SchedulerJob:
         step = predicted or UNKNOWN_STEP_SECONDS
         return ceil(step + self.run.checkpoint.grace_seconds + STOP_SECONDS + STOP_MARGIN_SECONDS)
 
+    def agent_words(self, words: Sequence[str]) -> list[str]:
+        """Arguments of `meshwright` that start an agent; `words` are run file and overrides."""
+        return ["train", *words, "--runs", str(self.runs), "--agent"]
+
     @property
     def summary(self) -> str:
         """The run's hosts and plan in a line."""

@@ -24,10 +24,10 @@ AGAIN_SECONDS = 10.0
 """Seconds within which an event whose state could not be written comes again; longer than any heartbeat."""
 UNWRITABLE_SECONDS = 300.0
 """Seconds that a job which cannot go on before waits for a disk that does not take its state; then it ends."""
-LATE_LINES = 8
-"""Last undamaged lines that are read: more than processes can have written late."""
 GONE_SECONDS = 10.0
 """The same for a folder that no longer exists; a network file system may not show it for a moment."""
+LATE_LINES = 8
+"""Last undamaged lines that are read: more than processes can have written late."""
 
 
 class StateFile:
