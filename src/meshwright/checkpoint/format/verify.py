@@ -17,6 +17,7 @@ from typing import Any
 
 import xxhash
 
+from meshwright.checkpoint.format.digests import block_digest
 from meshwright.checkpoint.format.files import BLOCK_BYTES, open_regular, read_range, read_small, unreadable
 from meshwright.checkpoint.format.manifest import (
     COMMITTED,
@@ -202,7 +203,7 @@ def _check_block(path: Path, manifest: CheckpointManifest, block: FileBlock) -> 
         if not unreadable(error):
             raise
         return Damage(block.file, offset, "digest", f"unreadable: {error.strerror}")
-    same = xxhash.xxh3_64(data).hexdigest() == record.blocks[block.index]
+    same = block_digest(memoryview(data)) == record.blocks[block.index]
     return None if same else Damage(block.file, offset, "digest")
 
 
