@@ -402,7 +402,7 @@ def _start_text(record: Mapping[str, Any]) -> str:
         else {}
         for key in ("phases", "compiler")
     )
-    return start_line(phases, compiler).removeprefix("start: ")
+    return start_line(phases, compiler).removeprefix("start took ")
 
 
 def _listing(title: str, items: Sequence[str]) -> str:
