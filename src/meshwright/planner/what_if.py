@@ -22,7 +22,7 @@ from meshwright.planner.search import search
 from meshwright.planner.space import AXES, points
 from meshwright.planner.sweep import strategies_in
 from meshwright.simulator.step_simulation import require_cost_inputs
-from meshwright.spec.chips import CHIPS, GiB
+from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fp8_limits import supports_fp8
 from meshwright.spec.network import NetworkSpec
@@ -127,7 +127,7 @@ def _bf16_replica_sums(run: RunSpec, plan: Plan) -> _Changed | None:
 
 def _fp8_products(run: RunSpec, plan: Plan) -> _Changed | None:
     precision = plan.precision
-    known = "fp8" in CHIPS[run.cluster.gpu].peak_flops if run.cluster.gpu in CHIPS and not run.cluster.groups else False
+    known = run.cluster.peak_flops("fp8") is not None
     follow = any(layer.linear is None for layer in plan.layers)
     if not known or precision.compute != "bf16" or precision.linear != "compute" or not follow:
         return None
