@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     spent = count_calls() if given.calls else {}
-    answer = {"host": platform.machine(), "python": platform.python_version(), **read(given.seconds)}
+    answer: dict[str, Any] = {"host": platform.machine(), "python": platform.python_version(), **read(given.seconds)}
     if spent:
         count = answer["readings"]
         answer["calls_and_milliseconds_of_a_reading"] = {
