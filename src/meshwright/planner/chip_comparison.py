@@ -23,7 +23,13 @@ class ChipPoint:
 
 
 def chips_named(text: str) -> tuple[str, ...]:
-    """The chips of a list such as `H100,B200`. Raises BadInput for an unknown chip, with the nearest."""
+    """The chips of a list such as `H100,B200`. Raises BadInput for an unknown chip, with the nearest.
+
+    Case and blanks do not matter:
+
+    >>> chips_named("h100, B200")
+    ('H100', 'B200')
+    """
     known = {name.upper(): name for name in CHIPS}
     chips = []
     for word in filter(None, (part.strip() for part in text.split(","))):

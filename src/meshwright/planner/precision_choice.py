@@ -84,7 +84,13 @@ class FormatPrice:
 
 
 def format_named(name: str) -> MatmulFormat:
-    """The format of this name. Raises BadInput with the nearest."""
+    """The format of this name. Raises BadInput with the nearest.
+
+    Case does not matter:
+
+    >>> format_named("FP8-Row").name
+    'fp8-row'
+    """
     names = [entry.name for entry in PRODUCT_FORMATS]
     found = next((entry for entry in PRODUCT_FORMATS if entry.name == name.lower()), None)
     if found is None:
