@@ -234,7 +234,11 @@ def test_decodes_of_an_moe_model_are_near_those_measured_on_an_h200() -> None:
     for row in json.loads(file.read_text())["rows"]:
         if "reverted" in row["commit"]:
             continue
-        times = ServeCosts(spec, H200, Quantisation(weights=row["weights"], kv_cache=row["kv_cache"])).of(InstanceSpec()).times
+        times = (
+            ServeCosts(spec, H200, Quantisation(weights=row["weights"], kv_cache=row["kv_cache"]))
+            .of(InstanceSpec())
+            .times
+        )
         for batch, milliseconds in row["ms"].items():
             seconds = times.seconds(int(batch), int(batch) * (960 + 96))
             assert 1000 * seconds == pytest.approx(milliseconds, rel=0.07), (row, batch)
