@@ -23,7 +23,7 @@ from meshwright.serve.engine_profile import even_lengths, exponential_lengths
 from meshwright.serve.engine_sizes import blocks_that_fit
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import InstanceSpec, Quantisation
-from meshwright.spec.engine import EngineOptions, EngineSettings, WeightFormat
+from meshwright.spec.engine import EngineOptions, EngineSettings
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, parameter_count
