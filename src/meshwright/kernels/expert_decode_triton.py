@@ -75,13 +75,16 @@ def _is_by_copy(tokens: int, experts: int, copies: int) -> bool:
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Choices:
     """The choices for x `(tokens, hidden)`; see `expert_decode.route`."""
-    (tokens, hidden), experts, copies = x.shape, weight.shape[0], routing.copies
+    tokens, hidden = x.shape
+    experts = weight.shape[0]
+    copies = routing.copies
     chosen = torch.empty(tokens, copies, dtype=torch.int32, device=x.device)
     weights = torch.empty(tokens, copies, dtype=torch.float32, device=x.device)
     places = torch.empty(experts, tokens, dtype=torch.int8, device=x.device)
     block = max(16, triton.next_power_of_2(experts))
     tile = min(ROUTER_TOKENS, triton.next_power_of_2(tokens))
-    parts, splits = triton.cdiv(tokens, tile), triton.cdiv(hidden, ROUTER_INNER)
+    parts = triton.cdiv(tokens, tile)
+    splits = triton.cdiv(hidden, ROUTER_INNER)
     sums = torch.empty(parts * splits * tile, block, dtype=torch.float32, device=x.device)
     _route[(splits, parts)](
         x,
@@ -132,8 +135,10 @@ def _multiply_copies(
     x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, launch: ExpertLaunch | None, *, gated: bool
 ) -> Tensor:
     """Launch the products of copies."""
-    (rows, row_scales), (matrices, scales) = _parts(x), _parts(weight)
-    (tokens, copies), (experts, columns, inner) = choices.chosen.shape, matrices.shape
+    rows, row_scales = _parts(x)
+    matrices, scales = _parts(weight)
+    tokens, copies = choices.chosen.shape
+    experts, columns, inner = matrices.shape
     columns = columns // 2 if gated else columns
     out = torch.empty(tokens * copies, columns, dtype=dtype, device=rows.device)
     launch = launch or launch_of(tokens, experts, copies, rows.element_size())
@@ -203,8 +208,11 @@ def _route(
     INNER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    split, part = tl.program_id(0), tl.program_id(1)
-    row, expert, slot = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    split = tl.program_id(0)
+    part = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    expert = tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
     inner = split * INNER + tl.arange(0, INNER)
     is_expert = expert < experts
     source = weight + expert.to(tl.int64)[:, None] * hidden + inner[None, :]
@@ -250,7 +258,8 @@ def _route(
             picked = tl.where(slot[None, :] < COPIES, tl.exp(picked - highest) / total, 0.0)
         if NORMALISED:
             picked /= divisor_of(tl.sum(picked, 1), SIGMOID, biased)[:, None]
-        target, stored = index[:, None] * COPIES + slot[None, :], exists & (slot < COPIES)[None, :]
+        target = index[:, None] * COPIES + slot[None, :]
+        stored = exists & (slot < COPIES)[None, :]
         tl.store(weights + target, picked * scale, mask=stored)
         tl.store(chosen + target, numbers, mask=stored)
         target = places + expert[None, :].to(tl.int64) * tokens + index[:, None]
@@ -274,13 +283,16 @@ def _pick(
     The integer has 64 bits if WIDE, or 32 with the upper 16 bits of a key, which are all of bf16. Without GATHER keys are
     returned instead of scores.
     """
-    expert, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    expert = tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
     bits = tl.where(keys == 0.0, 0.0, keys).to(tl.int32, bitcast=True)  # −0 is not below 0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
     if WIDE:
-        codes, none = bits.to(tl.int64) * 65536, tl.full((ROWS, BLOCK), -(2**62), tl.int64)
+        codes = bits.to(tl.int64) * 65536
+        none = tl.full((ROWS, BLOCK), -(2**62), tl.int64)
     else:
-        codes, none = bits & -65536, tl.full((ROWS, BLOCK), -(2**31), tl.int32)
+        codes = bits & -65536
+        none = tl.full((ROWS, BLOCK), -(2**31), tl.int32)
     codes = tl.where(free, codes + (65535 - expert)[None, :], none)
     picked = tl.zeros((ROWS, SLOTS), tl.float32)
     numbers = tl.zeros((ROWS, SLOTS), tl.int32)
@@ -321,7 +333,8 @@ def _in_best_groups(
 
     A group's score is its highest key, or with `two` the sum of its two highest.
     """
-    expert, number = tl.arange(0, BLOCK)[None, :], tl.arange(0, PADDED)[None, :]
+    expert = tl.arange(0, BLOCK)[None, :]
+    number = tl.arange(0, PADDED)[None, :]
     best = tl.full((ROWS, PADDED), float("-inf"), tl.float32)
     for index in tl.static_range(GROUPS):
         inside = tl.where(free & (group == index)[None, :], keys, float("-inf"))
@@ -372,7 +385,8 @@ def _copies_product(
     With BY_COPY there is a program for each copy, and that of an expert's first copy computes all. With DIRECT rows are tokens.
     With GATED the rows of x are tokens and a weight has gates before ups, and the result is their SwiGLU; else the rows of x are copies.
     """
-    item, lane = tl.program_id(1), tl.arange(0, LANES)
+    item = tl.program_id(1)
+    lane = tl.arange(0, LANES)
     matrix_rows: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     output = tl.arange(0, matrix_rows)
     column = tl.program_id(0) * COLUMNS + output % COLUMNS
@@ -397,11 +411,13 @@ def _copies_product(
         rank = tl.cumsum(used.to(tl.int32), 0) - 1
         for first in range(0, 1 if DIRECT else count, ROWS):
             if DIRECT:
-                copy, row_used = lane * COPIES + place, used
+                copy = lane * COPIES + place
+                row_used = used
             else:
                 row = first + tl.arange(0, ROWS)
                 same = used[None, :] & (rank[None, :] == row[:, None])
-                copy, row_used = tl.sum(tl.where(same, (lane * COPIES + place)[None, :], 0), 1), row < count
+                copy = tl.sum(tl.where(same, (lane * COPIES + place)[None, :], 0), 1)
+                row_used = row < count
             _multiply_rows(
                 x,
                 weight,

@@ -105,7 +105,8 @@ def product(
     `across` says whether each part of the inner dimension has a program of its own; None decides by the number of tokens. Not for several
     streams at a time: parts count their arrivals in one buffer of the device.
     """
-    (tokens, inner), columns = x.shape, weight.shape[0]
+    tokens, inner = x.shape
+    columns = weight.shape[0]
     out = torch.empty(tokens, columns, dtype=dtype, device=x.device)
     if not tokens:
         return out
@@ -115,7 +116,8 @@ def product(
     if across is None:
         across = tokens <= 256
     across = across and splits > 1 and tiles <= MOST_ARRIVALS
-    partial, integer = out, x.dtype == torch.int8
+    partial = out
+    integer = x.dtype == torch.int8
     if across:
         sum_dtype = torch.int32 if integer else torch.float32
         partial = torch.empty(tiles * splits, tile.columns * tile.tokens, dtype=sum_dtype, device=x.device)
@@ -274,7 +276,9 @@ def _product(
     AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    number, column_tiles, token_tiles = tl.program_id(0), tl.cdiv(columns, COLUMNS), tl.cdiv(tokens, TOKENS)
+    number = tl.program_id(0)
+    column_tiles = tl.cdiv(columns, COLUMNS)
+    token_tiles = tl.cdiv(tokens, TOKENS)
     first_tile = number // (GROUP * column_tiles) * GROUP
     group = tl.minimum(token_tiles - first_tile, GROUP)
     within = number % (GROUP * column_tiles)
@@ -296,7 +300,8 @@ def _product(
     total = tl.zeros([COLUMNS, TOKENS], SUM)
     if ACROSS:
         split = tl.program_id(1)
-        begin, end = tiles * split // splits, tiles * (split + 1) // splits
+        begin = tiles * split // splits
+        end = tiles * (split + 1) // splits
         if BLOCKS:
             sums = sum_blocks(
                 x, weight, x_scale, weight_scale, x_quads, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN
@@ -318,7 +323,8 @@ def _product(
             store_product(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)
     else:
         for index in range(splits):
-            begin, end = tiles * index // splits, tiles * (index + 1) // splits
+            begin = tiles * index // splits
+            end = tiles * (index + 1) // splits
             if BLOCKS:
                 total += sum_blocks(
                     x,

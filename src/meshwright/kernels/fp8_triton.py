@@ -22,7 +22,8 @@ TILE_ROWS, TILE_COLUMNS = 128, 64
 @torch.library.custom_op("meshwright::fp8_round_both", mutates_args=())
 def round_both(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x `(rows, inner)` · factor `()` in fp8, and the same transposed `(inner, rows)`."""
-    values, transposed = torch.empty(x.shape, dtype=fp8_dtype, device=x.device), _transposed_like(x, fp8_dtype)
+    values = torch.empty(x.shape, dtype=fp8_dtype, device=x.device)
+    transposed = _transposed_like(x, fp8_dtype)
     _launch(x, factor, values, transposed)
     return values, transposed
 

@@ -62,7 +62,8 @@ def _keep(scores, kept, top_k, top_p, min_p, vocab, stride, BLOCK: tl.constexpr)
 @triton.jit
 def _threshold(scores, vocab, largest, target, PROBABILITY: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """The smallest ordered number above which the sum of weights is less than `target`; a weight is 1 or the probability."""
-    tokens, digits = tl.arange(0, BLOCK), tl.arange(0, 16)
+    tokens = tl.arange(0, BLOCK)
+    digits = tl.arange(0, 16)
     prefix = tl.full((), -(2**31), tl.int64)
     shift = tl.full((), 28, tl.int64)
     for _ in range(8):

@@ -95,7 +95,8 @@ def rotate_and_write(
         cos, sin = tables
         step_tables = cos[positions][:, None], sin[positions][:, None]
         turn = rotate_neighbours if neighbours else rotate
-        q, k = turn(q, step_tables), turn(k, step_tables)
+        q = turn(q, step_tables)
+        k = turn(k, step_tables)
     if rotated_keys is not None:
         rotated_keys.copy_(k)
     write_cache(k, v, cache_layer, slots, scales=scales, plain=plain)
@@ -134,7 +135,8 @@ def paged_attention(
         _attend_by_kernels(q, *step, out, decodes, decode_queries, window, scales, sinks, cap, invariant)
         return out
     out.zero_()
-    starts, lengths = query_starts.tolist(), context_lengths.tolist()
+    starts = query_starts.tolist()
+    lengths = context_lengths.tolist()
     for sequence, length in enumerate(lengths):
         queries = slice(max(starts[sequence], starts[sequence + 1] - length), starts[sequence + 1])
         count = queries.stop - queries.start
@@ -217,11 +219,13 @@ def _attend_by_kernels(
 
     rows = decodes * decode_queries
     if decodes:
-        tokens, block = block_tables.shape[1] * cache_layer.shape[3], cache_layer.shape[3]
+        tokens = block_tables.shape[1] * cache_layer.shape[3]
+        block = cache_layer.shape[3]
         tokens = tokens if window is None else min(tokens, window + decode_queries)
         programs = decodes * cache_layer.shape[2]
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        splits, least = decode_splits(programs, tokens, processors, invariant=invariant), INVARIANT_PART
+        splits = decode_splits(programs, tokens, processors, invariant=invariant)
+        least = INVARIANT_PART
         large = any(low <= programs / processors < high for low, high in LARGE_TILES)
         if not invariant:
             least = part_tokens(programs, processors, cache_layer.element_size())

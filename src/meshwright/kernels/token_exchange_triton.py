@@ -62,7 +62,8 @@ def route(
     have no target, and `exceeded` `(1,)`, int32, which may be pinned host memory, becomes 1.
     """
     ranks, experts = counts.shape
-    device, local = counts.device, experts // ranks
+    device = counts.device
+    local = experts // ranks
     segments = torch.empty(2, 2, experts, dtype=torch.int32, device=device)
     offsets = torch.empty(local, dtype=torch.int32, device=device)
     totals = torch.empty(3, dtype=torch.int32, device=device)
@@ -114,7 +115,8 @@ def write_rows(
     With `scales` they are rounded to `fp8` with one scale a row (`row_quantize.quantize_rows`); a window's scales, fp32, start at
     byte `scales`.
     """
-    activations, width = activations.contiguous(), activations.shape[1]
+    activations = activations.contiguous()
+    width = activations.shape[1]
     if activations.numel():
         _write_rows[_programs(activations)](
             activations,
@@ -278,13 +280,15 @@ def _write_rows(
     FP8: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    index, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    index = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     end = tl.load(count)
     while index < end:
         target = tl.load(targets + index)
         if target >= 0:
-            window, position = tl.load(peers + (target >> 32)), target & 0xFFFFFFFF
+            window = tl.load(peers + (target >> 32))
+            position = target & 0xFFFFFFFF
             numbers = tl.load(activations + index * WIDTH + column, mask=inside, other=0.0)
             address = window + first + position * (WIDTH * BYTES)
             if FP8 is None:
@@ -309,7 +313,8 @@ def _read_rows(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    index, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    index = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     end = row_count if BACK else tl.load(totals + 1)
     factor = tl.where(tl.load(totals + 2) != 0, float("nan"), 1.0)

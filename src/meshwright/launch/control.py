@@ -59,7 +59,9 @@ class ControlServer(HttpListener):
     def __init__(self, listener: socket.socket, token: str, handlers: dict[str, Handler], run: str = "") -> None:
         """`run` is the name of the run; agents of another run are refused."""
         super().__init__(listener, COORDINATOR)
-        self._token, self._handlers, self._run = token, handlers, run
+        self._token = token
+        self._handlers = handlers
+        self._run = run
 
     def admit(self, connection: HttpConnection, request: HttpRequest) -> int:
         """0 for the exchange of nonces, once, and for requests with their proof."""
@@ -109,7 +111,9 @@ class ControlClient:
 
     def __init__(self, address: tuple[str, int], token: str, run: str = "") -> None:
         """`run` is the name of the run; the coordinator of another run is not believed."""
-        self._address, self._token, self._run = address, token, run
+        self._address = address
+        self._token = token
+        self._run = run
         self._connected = address
         """The address of the connection."""
         self._connection: http.client.HTTPConnection | None = None
@@ -210,4 +214,5 @@ class ControlClient:
         """Close the connection."""
         if self._connection is not None:
             self._connection.close()
-        self._connection, self._session = None, None
+        self._connection = None
+        self._session = None

@@ -126,11 +126,13 @@ def _await_answers(files: Sequence[int], deadline: float) -> None:
     A file stays empty if its rank has ended, or if another thread keeps the interpreter's lock. Where others have answers, it is
     awaited for `SILENT_SECONDS` after them.
     """
-    before, grown = [0] * len(files), deadline
+    before = [0] * len(files)
+    grown = deadline
     while (now := time.monotonic()) < min(deadline, grown + SILENT_SECONDS):
         sizes = [os.fstat(file).st_size for file in files]
         if sizes != before:
-            before, grown = sizes, now
+            before = sizes
+            grown = now
         elif all(sizes):
             return
         time.sleep(POLL_SECONDS)

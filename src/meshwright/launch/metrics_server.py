@@ -28,8 +28,10 @@ class MetricsServer(HttpListener):
         """Listen at `address`; `text` returns the answer. Raises OSError if the address cannot be used."""
         listener = listen_at(address, METRICS.connections)
         super().__init__(listener, METRICS)
-        self._text, self._stop = text, threading.Event()
-        self._content, self._made = b"", float("-inf")
+        self._text = text
+        self._stop = threading.Event()
+        self._content = b""
+        self._made = float("-inf")
         host, port = listener.getsockname()[:2]
         self.url = f"http://{address_text(host, port)}/metrics"
         """URL of the metrics."""
@@ -44,7 +46,8 @@ class MetricsServer(HttpListener):
         """The metrics; 503 while they cannot be read."""
         if time.monotonic() - self._made > FRESH_SECONDS:
             try:
-                self._content, self._made = self._text().encode(), time.monotonic()
+                self._content = self._text().encode()
+                self._made = time.monotonic()
             except OSError:
                 return HttpReply(503, b"the figures of the run cannot be read\n", CONTENT_TYPE)
         return HttpReply(200, self._content, CONTENT_TYPE)

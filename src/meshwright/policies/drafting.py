@@ -26,7 +26,8 @@ class DraftPauses:
     """
 
     def __init__(self, least: float) -> None:
-        self._least, self._step = least, 0
+        self._least = least
+        self._step = 0
         self.drafting: set[int] = set()
         """Unfinished requests that do not pause."""
         self._trials: dict[int, _Trial] = {}

@@ -79,7 +79,8 @@ class HangWatch:
     def resume(self, now: float) -> None:
         """Restart all ranks' times at `now`: the process of the watch was stopped, and did not see their progress meanwhile."""
         for progress in self._ranks.values():
-            progress.changed, progress.step_began = now, None
+            progress.changed = now
+            progress.step_began = None
             progress.stopped = None if progress.stopped is None else now
 
     def seconds(self, now: float) -> dict[int, float]:

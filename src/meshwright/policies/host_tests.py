@@ -65,7 +65,8 @@ def suspects_after(incidents: Sequence[Incident], members: Sequence[str]) -> tup
     peer, do so only if the same host or the same failure was involved before. Non-finite values end the job only if
     they persist: then any host may have produced them. The host of a rank whose state was corrupt is tested.
     """
-    last, earlier = incidents[-1], incidents[:-1]
+    last = incidents[-1]
+    earlier = incidents[:-1]
     if last.corrupt:
         return (Suspect(last.host),) if last.host in members else ()
     if last.code == EXIT_NUMERICAL:

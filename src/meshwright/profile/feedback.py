@@ -59,7 +59,8 @@ def predicted_seconds(profile: MachineProfile, run: RunSpec, plan: Plan, factor:
 
 def _factor(profile: MachineProfile, run: RunSpec, plan: Plan, measured_seconds: float) -> float:
     """The factor, by bisection of its logarithm; the step time increases with it."""
-    low, high = math.log(SMALLEST_FACTOR), math.log(LARGEST_FACTOR)
+    low = math.log(SMALLEST_FACTOR)
+    high = math.log(LARGEST_FACTOR)
     range_ends = [predicted_seconds(profile, run, plan, math.exp(bound)) for bound in (low, high)]
     if not range_ends[0] <= measured_seconds <= range_ends[1]:
         raise BadInput(

@@ -19,7 +19,8 @@ LAUNCHES, ROUNDS = 400, 9
 
 def launch_seconds(team: Team) -> float:
     """Host seconds to launch a small kernel (on a CPU: to dispatch and run it), on the slowest rank."""
-    operand, rounds = torch.zeros(1, device=team.device), []
+    operand = torch.zeros(1, device=team.device)
+    rounds = []
     for _ in range(ROUNDS):
         team.finish()
         start = time.perf_counter()

@@ -41,7 +41,8 @@ Delta = Tensor | CopyOutputs
 
 def residual_stream(model: Decoder, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Delta | None]:
     """Return `(x, delta)` behind the last block, for tokens and positions `(tokens,)`."""
-    x, delta = model.embed_tokens(tokens[None], positions[None]), None
+    x = model.embed_tokens(tokens[None], positions[None])
+    delta = None
     for layer in cast("Iterable[Block]", model.layers.values()):
         x, delta = block_forward(layer, x, delta)
     return x, delta

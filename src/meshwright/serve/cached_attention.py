@@ -94,7 +94,8 @@ class CurrentStep:
         if self.exact or not self._host_decodes_work or step.decodes != len(step.tokens):
             return None
         if group not in self._host_decodes:
-            window, size = self._cache.groups[group].window, self._cache.tokens_per_block
+            window = self._cache.groups[group].window
+            size = self._cache.tokens_per_block
             self._host_decodes[group] = prepare_decodes(step, group, window, self._host_ropes[group], size)
         return self._host_decodes[group]
 
@@ -148,16 +149,25 @@ class CachedAttention:
         cap: float | None = None,
         rotated_norms: tuple[Norm, Norm] | None = None,
     ) -> None:
-        self._cap, self.rotated_norms = cap, rotated_norms
-        self._step, self._cache, self._group, self._window = step, cache_layer, group, window
-        self.norms, self._query_factor = norms, query_factor
-        self._rotation, self._neighbours, self._query_growth = rotation, neighbours, query_growth
+        self._cap = cap
+        self.rotated_norms = rotated_norms
+        self._step = step
+        self._cache = cache_layer
+        self._group = group
+        self._window = window
+        self.norms = norms
+        self._query_factor = query_factor
+        self._rotation = rotation
+        self._neighbours = neighbours
+        self._query_growth = query_growth
 
     @classmethod
     def of(cls, attention: Attention, step: CurrentStep, cache: KVCache, layer: int) -> CachedAttention:
         """`attend` of an attention module, which is that of `layer`; then `leave_to` must be called."""
         group, cache_layer = cache.layer(layer)
-        norms, query_factor, rope = None, 1.0, step.tables[group]
+        norms = None
+        query_factor = 1.0
+        rope = step.tables[group]
         rotated_norms = (attention.q_norm, attention.k_norm) if attention.rotated_norm else None
         growth = rope[2] if rope is not None and len(rope) > 2 else None
         rotation = None if rope is None or step.ropes[group] is not None else (attention.rotate, rope[:2])
@@ -165,7 +175,8 @@ class CachedAttention:
         if rotated_norms is not None:
             query_factor = attention.query_factor
         elif attention.qk_norm and fused:  # one kernel norms, rotates and writes; the factor follows the norm
-            norms, query_factor = _head_norms(attention), attention.query_factor
+            norms = _head_norms(attention)
+            query_factor = attention.query_factor
         return cls(
             step,
             cache_layer,
@@ -191,15 +202,19 @@ class CachedAttention:
         plain: bool,
     ) -> Tensor:
         """Attention output of q `(1, tokens, heads, head_dim)`, shaped like q; k and v are `(1, tokens, kv_heads, head_dim)`."""
-        q, k, v = q[0], k[0], v[0]
+        q = q[0]
+        k = k[0]
+        v = v[0]
         positions = self._step.inputs.positions
         if self._rotation is not None:
             rotate, whole_tables = self._rotation
             tables = tuple(table[positions][:, None] for table in whole_tables)
-            q, k = rotate(q, tables), rotate(k, tables)
+            q = rotate(q, tables)
+            k = rotate(k, tables)
         if self.rotated_norms is not None:
             query_norm, key_norm = self.rotated_norms
-            q, k = query_norm(q) * self._query_factor, key_norm(k)
+            q = query_norm(q) * self._query_factor
+            k = key_norm(k)
         if self._query_growth is not None:
             q = q * self._query_growth[positions][:, None]
         if not plain and (decodes := self._step.host_decodes(self._group)) is not None:
@@ -211,7 +226,8 @@ class CachedAttention:
         from_cache = from_cache or (k.is_cuda and (sinks is not None or self._cap is not None))
         keys = torch.empty_like(k) if step.prompts and not from_cache else None
         slots = step.slots[self._group]
-        rope, scales = self._step.ropes[self._group], self._step.scales
+        rope = self._step.ropes[self._group]
+        scales = self._step.scales
         q = rotate_and_write(
             q,
             k,
@@ -237,7 +253,8 @@ class CachedAttention:
         if keys is None:
             return self._attend_all(sinks, plain, q)[None]
         count = step.context_lengths.shape[0] - len(step.prompts)
-        cut, out = q.shape[0] - sum(step.prompts), torch.empty_like(q)
+        cut = q.shape[0] - sum(step.prompts)
+        out = torch.empty_like(q)
         if cut:
             tables = step.block_tables[self._group][:count]
             sequences = tables, step.context_lengths[:count], step.query_starts[: count + 1]
@@ -278,12 +295,16 @@ class CachedAttention:
 
     def _attend_exactly(self, q: Tensor) -> Tensor:
         """Attention with the bits of the trainer's exact forward; 0 for tokens of padding, which are the last of q."""
-        step, out = self._step.inputs, torch.zeros_like(q)
-        starts, lengths = step.query_starts.tolist(), step.context_lengths.tolist()
-        table, end = step.block_tables[self._group], 0
+        step = self._step.inputs
+        out = torch.zeros_like(q)
+        starts = step.query_starts.tolist()
+        lengths = step.context_lengths.tolist()
+        table = step.block_tables[self._group]
+        end = 0
         for count, equal in groupby(stop - start for start, stop in pairwise(starts)):
             # Sequences with equally many tokens in this step are computed together.
-            first, end = end, end + sum(1 for _ in equal)
+            first = end
+            end = end + sum(1 for _ in equal)
             tokens = slice(starts[first], starts[end])
             longest = max(lengths[first:end])
             if longest == 0:
@@ -310,7 +331,8 @@ class CachedAttention:
     def _attend_alone(self, q: Tensor, sinks: Tensor | None, plain: bool) -> Tensor:
         """Attention of each token by the kernel for decodes, in the order of addition that it has for this token alone."""
         lone = self._step.lone_tokens()
-        tables, parts = lone.block_tables[self._group], []
+        tables = lone.block_tables[self._group]
+        parts = []
         for begin in range(0, len(q), INVARIANT_QUERIES):
             part = slice(begin, begin + INVARIANT_QUERIES)
             count = len(q[part])
@@ -328,7 +350,9 @@ class CachedLatents:
     """
 
     def __init__(self, step: CurrentStep, cache_layer: Tensor, group: int) -> None:
-        self._step, self._cache, self._group = step, cache_layer, group
+        self._step = step
+        self._cache = cache_layer
+        self._group = group
 
     def __call__(
         self,
@@ -340,7 +364,9 @@ class CachedLatents:
         mask: AttentionMask | None,
     ) -> Tensor:
         """Attention output `(1, tokens, heads · value_head_dim)`; see `models.latent_attention.expand_and_attend`."""
-        step, plain, latent = self._step.inputs, attention.plain, latent[0]
+        step = self._step.inputs
+        plain = attention.plain
+        latent = latent[0]
         tables = self._step.ropes[self._group]
         assert tables is not None, "latent attention has rotary positions"
         q_plain, q_rotary = attention.split_queries(q[0])
@@ -355,7 +381,8 @@ class CachedLatents:
         prompts = step.prompts if self._step.scales is None else ()
         if not prompts:
             return self._attend_to_cache(attention, q_plain, q_rotated)[None]
-        cut, parts = len(q_plain) - sum(prompts), []
+        cut = len(q_plain) - sum(prompts)
+        parts = []
         if cut:
             parts.append(self._attend_to_cache(attention, q_plain[:cut], q_rotated[:cut]))
         whole, keys, values = attention.expand(q_plain[cut:], q_rotated[cut:], latent[cut:], key[cut:])
@@ -402,7 +429,8 @@ class CachedLatents:
 
     def _attend_expanded(self, attention: LatentAttention, q_plain: Tensor, q_rotated: Tensor) -> Tensor:
         """A step of decodes in the training form: keys and values of each head for all tokens of the contexts."""
-        step, size = self._step.inputs, self._cache.shape[1]
+        step = self._step.inputs
+        size = self._cache.shape[1]
         lengths = step.context_lengths.clamp(min=1)  # padding has none, and a softmax over nothing is NaN
         tables = step.block_tables[self._group][:, : -(-int(lengths.max()) // size)]
         source = self._cache.view(torch.uint8) if is_fp8(self._cache) else self._cache
@@ -429,7 +457,8 @@ def use_cached_attention(
     modules = cast("Iterable[PredictionModule]", model.predictions[:predictions])
     blocks = [*model.layers.values(), *(module.block for module in modules)]
     for number, block in enumerate(blocks):
-        attention, hooks = cast("Block", block).attention, cast("Block", block).hooks
+        attention = cast("Block", block).attention
+        hooks = cast("Block", block).hooks
         if isinstance(attention, LatentAttention):
             group, cache_layer = cache.layer(number)
             hooks.attend_latents = CachedLatents(step, cache_layer, group)
@@ -449,7 +478,8 @@ def whole_tables(cache: KVCache, context: int, dtype: torch.dtype) -> list[Rotar
 def leave_to(attend: CachedAttention, attention: Attention) -> None:
     """Let a module leave to `attend` what it computes itself."""
     if attend.norms is not None or attend.rotated_norms is not None:
-        attention.qk_norm, attention.query_factor = False, 1.0
+        attention.qk_norm = False
+        attention.query_factor = 1.0
 
 
 def _written(group: LayerGroup, rope: RotaryTables | None, *, on_cuda: bool) -> RotaryTables | None:

@@ -159,7 +159,8 @@ class SampledDrafter(Drafter):
 
     def __init__(self, longest: int, pauses: DraftPauses, inputs: BatchInputs, sampler: Sampler) -> None:
         super().__init__(longest, pauses)
-        self._inputs, self._sampler = inputs, sampler
+        self._inputs = inputs
+        self._sampler = sampler
         self._unknown = (0,) * longest
         """Drafts that are not known when the step is planned; `follow` puts the drawn ones in their place on the device."""
         self._drafts: Drafts | None = None
@@ -174,14 +175,16 @@ class SampledDrafter(Drafter):
         """Put drawn drafts `(drafted, longest)` into a packed step."""
         drafts.tokens.copy_(drawn)
         if packed.mixed is not None:
-            first, tokens = packed.mixed.decodes, torch.cat((self._inputs.newest[drafts.table_rows, None], drawn), 1)
+            first = packed.mixed.decodes
+            tokens = torch.cat((self._inputs.newest[drafts.table_rows, None], drawn), 1)
             packed.mixed.tokens[first : first + drafts.total] = tokens.flatten()[drafts.indices].to(torch.int32)
 
     def _accepted(self, drafts: PackedDrafts, packed: PackedStep, logits: Tensor, drawn: Tensor) -> Checked:
         """Accept drafts by rejection sampling."""
         if self._drafts is None:
             return super()._accepted(drafts, packed, logits, drawn)
-        rows, new = packed.sampled_rows[: drafts.total], packed.sampled_positions[: drafts.total]
+        rows = packed.sampled_rows[: drafts.total]
+        new = packed.sampled_positions[: drafts.total]
         scores = self._sampler.scores(logits[: drafts.total], rows, new)
         draws, seeds = self._sampler.draws(drafts.table_rows)
         positions = drafts.positions + 1
@@ -217,8 +220,10 @@ class ModelDrafter(SampledDrafter):
 
     def follow(self, packed: PackedStep) -> None:
         """Draw the drafts of a packed step, and write the draft model's keys and values of its tokens."""
-        drafts, size = packed.drafts, packed.decode_size
-        drawn, self._drafts = not self._sampler.greedy, None
+        drafts = packed.drafts
+        size = packed.decode_size
+        drawn = not self._sampler.greedy
+        self._drafts = None
         if drafts is not None:
             self._sampler.copy_options()  # a graph only reads them
             if size is not None:
@@ -241,7 +246,8 @@ class ModelDrafter(SampledDrafter):
 
     def _draw_beside_chunks(self, packed: PackedStep, drafts: PackedDrafts, drawn: bool) -> None:
         """Draw the drafts of a step with chunks of prompts."""
-        rows, longest = drafts.table_rows, drafts.tokens.shape[1]
+        rows = drafts.table_rows
+        longest = drafts.tokens.shape[1]
         new = self._draw(rows, drafts.positions, drafts.lengths, longest, packed.blocks, drawn)
         self._place_drafts(packed, drafts, new.tokens)
         self._drafts = new if drawn else None
@@ -258,7 +264,8 @@ class ModelDrafter(SampledDrafter):
             count = tokens.shape[1]
             last = tokens[:, -1].to(torch.int32) if count else self._inputs.newest[table_rows]
             # A request with fewer drafts has no blocks for more.
-            here, written = positions + lengths.clamp(max=count), lengths >= count
+            here = positions + lengths.clamp(max=count)
+            written = lengths >= count
             return self._inputs.decodes(last, table_rows, here, written, blocks)
 
         def next_scores(tokens: Tensor) -> Tensor:
@@ -275,7 +282,8 @@ class ModelDrafter(SampledDrafter):
 
 def _checked_step(drafts: PackedDrafts, packed: PackedStep, drawn: Tensor, checked: Checked) -> CheckedStep:
     """The outcome for all parts of a step, from that for the parts with drafts; the others keep their `drawn` tokens."""
-    tokens, others = checked.tokens.to(torch.int32), drawn[drafts.total :]
+    tokens = checked.tokens.to(torch.int32)
+    others = drawn[drafts.total :]
     last = tokens.gather(1, checked.accepted[:, None])[:, 0]
     return CheckedStep(
         torch.cat((tokens.flatten()[drafts.indices], others)),

@@ -72,9 +72,12 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options = options or EngineOptions()
-        self.spec, self._tokenizer, self._clock = model.spec, tokenizer, clock
+        self.spec = model.spec
+        self._tokenizer = tokenizer
+        self._clock = clock
         self._texts = None if tokenizer is None or not options.texts else TokenBytes(tokenizer)
-        self._model, self._weights_whole = model, True
+        self._model = model
+        self._weights_whole = True
         self.context = context_of(model, options)
         speculation = options.speculation or (None if draft_model is None else Speculation())
         check_speculation(options, model.spec, draft_model)
@@ -199,7 +202,9 @@ class Engine:
 
     def _prepare(self, request: TextRequest) -> tuple[Generation, Request]:
         """Return the generation of a request, and the policy's request; raises as `submit`."""
-        ids, sampling, grammar = tuple(request.prompt), request.sampling, request.grammar
+        ids = tuple(request.prompt)
+        sampling = request.sampling
+        grammar = request.grammar
         check_request(ids, request.new_tokens, context=self.context, vocab=self.spec.vocab_size)
         if request.stop_strings and self._texts is None:
             raise BadInput("stop strings need an engine with a tokenizer that gives texts; give stop ids")
@@ -390,7 +395,8 @@ class Engine:
                 self._inputs.newest[row] = part.tokens[part.start]
 
     def _assign_options(self, row: int, part: RequestPart) -> None:
-        generation, prompt_tokens = self._generations[part.request.number], len(part.request.prompt)
+        generation = self._generations[part.request.number]
+        prompt_tokens = len(part.request.prompt)
         self._sampler.assign(row, generation.sampling, part.tokens, prompt_tokens, generation.stop_ids)
 
     def _own_work(self, number: int, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -411,7 +417,8 @@ class Engine:
         return self._in_flight is not None and self._in_flight.has_come()
 
     def _complete_in_flight(self, updates: list[Update]) -> None:
-        launched, self._in_flight = self._in_flight, None
+        launched = self._in_flight
+        self._in_flight = None
         if launched is not None:
             self._complete(launched, updates)
 
@@ -448,7 +455,8 @@ class Engine:
 
     def _take_in(self, launched: LaunchedStep) -> Callable[[], None]:
         """Add the tokens of a launched step to the generations; returns the call that completes the step in the policy."""
-        tokens, step = launched.read(), launched.step
+        tokens = launched.read()
+        step = launched.step
         logprobs = launched.token_logprobs(len(tokens))
         token_of = {part.request.number: token for part, token in zip(launched.parts, tokens, strict=True)}
         stopped = {
@@ -461,10 +469,14 @@ class Engine:
 
     def _take_in_drafts(self, launched: LaunchedStep) -> Callable[[], None]:
         """`_take_in` for a step with drafts: an accepted draft may end the request."""
-        new, step, new_of, stopped = launched.read_drafted(), launched.step, {}, set()
+        new = launched.read_drafted()
+        step = launched.step
+        new_of = {}
+        stopped = set()
         self._drafter.record(launched, [len(pairs) for pairs in new])
         for part, pairs in zip(launched.parts, new, strict=True):
-            number, generation = part.request.number, self._generations.get(part.request.number)
+            number = part.request.number
+            generation = self._generations.get(part.request.number)
             taken = None if generation is None else self._own_work(number, generation.add_drafted, pairs)
             # Of a request that has ended, any tokens will do.
             new_of[number], ended = ([token for token, _ in pairs], False) if taken is None else taken

@@ -146,7 +146,8 @@ class _Measurement:
     """Runs requests until each wanted shape was seen."""
 
     def __init__(self, engine: TimedEngine, deadline: float) -> None:
-        self._engine, self._deadline = engine, deadline
+        self._engine = engine
+        self._deadline = deadline
         self._draw = random.Random(0)
         sizes = engine.options
         pool = engine._policy.cache.pools[0]
@@ -166,9 +167,11 @@ class _Measurement:
 
     def _plan(self) -> list[Callable[[], list[StepTime]]]:
         """Measurements, those with the fewest tokens first: a slow machine leaves out the largest shapes."""
-        most, context = self._engine.options.sequences, self._engine.context
+        most = self._engine.options.sequences
+        context = self._engine.context
         counts = [*(count for count in DECODES if count < most), most]
-        short, mean = min(SHORT, context // 4), min(MEAN, context // 8)
+        short = min(SHORT, context // 4)
+        mean = min(MEAN, context // 8)
         sizes = [*(size for size in PROMPTS if size < self._budget), self._budget]
         exact = sorted({*sizes, *(size for size in self._engine.prompt_sizes if size < self._budget)})
         prompts = [(size, beside) for size, beside in product(sizes, BESIDE) if beside < most]

@@ -72,11 +72,13 @@ class ExpertEngine(RankEngine):
             self._give({"now": time.monotonic(), "rank": rank, "number": number, "abort": number})
 
     def _queue(self, request: TextRequest) -> int:
-        self._now, number = time.monotonic(), self._next_number
+        self._now = time.monotonic()
+        number = self._next_number
         self._prepare(request)  # raises here what its rank would raise
         rank = self._rank_for(request)
         self._give({"now": self._now, "rank": rank, "number": number, "submit": request.to_plain()})
-        self._next_number, self._rank_of[number] = number + 1, rank
+        self._next_number = number + 1
+        self._rank_of[number] = rank
         return number
 
     def _rank_for(self, request: TextRequest) -> int:
@@ -105,7 +107,8 @@ class ExpertEngine(RankEngine):
         return super()._apply(call)
 
     def _compute_step(self) -> list[Update]:
-        updates, leads = super()._compute_step(), self._world.leads
+        updates = super()._compute_step()
+        leads = self._world.leads
         reports: list[Any] | None = [None] * self._world.ranks if leads else None
         dist.gather_object((updates, Engine.figures(self)), reports, dst=0, group=self._world.control)
         if reports is None:

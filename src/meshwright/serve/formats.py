@@ -51,7 +51,8 @@ class InvariantLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         return fixed_linear(x, self.weight, self.bias)

@@ -133,7 +133,9 @@ class Generation:
         """Add tokens that are reported already, with the prompt's cached ones. Raises BadInput if they end the text."""
         if any(self.add(token) for token in tokens):
             raise BadInput("the new tokens that are given end the text")
-        self._tokens, self._text, self._logprobs = [], "", []
+        self._tokens = []
+        self._text = ""
+        self._logprobs = []
         if tokens:
             self._cached = 0
 
@@ -164,5 +166,9 @@ class Generation:
             stop_logprob=self._stop_logprob if reason == "stop" else None,
             prompt_logprobs=self._prompt_logprobs,
         )
-        self._tokens, self._text, self._logprobs, self._cached, self._prompt_logprobs = [], "", [], 0, None
+        self._tokens = []
+        self._text = ""
+        self._logprobs = []
+        self._cached = 0
+        self._prompt_logprobs = None
         return update

@@ -63,15 +63,21 @@ class HostDecode:
     """Computes the logits of steps of one decode. `supports` says for which models."""
 
     def __init__(self, model: Decoder, cache: KVCache, context: int) -> None:
-        weight, blocks = model.embed.weight, _blocks(model)
+        weight = model.embed.weight
+        blocks = _blocks(model)
         attention = cast("Attention", blocks[0].attention)
-        self._heads, self._kv_heads, self._head_dim = attention.heads, attention.kv_heads, attention.head_dim
+        self._heads = attention.heads
+        self._kv_heads = attention.kv_heads
+        self._head_dim = attention.head_dim
         self._eps = model.norm.eps
-        (group,), (self._cache,) = cache.groups, cache.tensors
-        self._window, self._block_tokens = group.window, cache.tokens_per_block
+        (group,) = cache.groups
+        (self._cache,) = cache.tensors
+        self._window = group.window
+        self._block_tokens = cache.tokens_per_block
         for parameter in model.parameters():
             _store_transposed(parameter)
-        self._embed, self._norm = weight, model.norm.weight
+        self._embed = weight
+        self._norm = model.norm.weight
         self._head = (weight if model.head.weight is None else model.head.weight).t()
         self._layers = [_weights(block) for block in blocks]
         rope = tables_of(blocks[0].attention_kind.rotary, torch.arange(context), weight.dtype, context)
@@ -81,7 +87,8 @@ class HostDecode:
         """`(context, 2 · head_dim)`: diagonal elements of `_rotation`, and its elements between the two halves of a head."""
         self._rotation = weight.new_zeros(self._head_dim, self._head_dim)
         """Row vectors times this matrix are rotated to the step's position."""
-        half, columns = self._head_dim // 2, torch.arange(self._head_dim)
+        half = self._head_dim // 2
+        columns = torch.arange(self._head_dim)
         rows = torch.cat((columns, (columns + half) % self._head_dim))
         self._rotation_places = rows * self._head_dim + columns.repeat(2)
         self._text: _Text | None = None
@@ -106,12 +113,16 @@ class HostDecode:
         """
         position = int(packed.sampled_positions) - 1
         table = inputs.tables[0, int(packed.sampled_rows)].tolist()
-        x, normed, qkv, attended = self._x, self._normed, self._qkv, self._attended
+        x = self._x
+        normed = self._normed
+        qkv = self._qkv
+        attended = self._attended
         self._rotation.view(-1).index_copy_(0, self._rotation_places, self._rotations[position])
         text = self._text_before(packed.sampled_parts[0], table, position)
         here = position - text.first
         first = 0 if self._window is None else max(0, here + 1 - self._window)
-        new, visible = text.stored[:, :, :, here], text.stored[:, :, :, first : here + 1]
+        new = text.stored[:, :, :, here]
+        visible = text.stored[:, :, :, first : here + 1]
         layers = zip(
             self._layers, new.unbind(), visible[:, 0].transpose(2, 3).unbind(), visible[:, 1].unbind(), strict=True
         )
@@ -134,7 +145,8 @@ class HostDecode:
             torch.mm(normed, layer.gate_up, out=self._gate_up)
             torch.mul(nn.functional.silu(self._gate), self._up, out=self._activated)
             torch.addmm(x, self._activated, layer.down, out=x)
-        block, offset = table[position // self._block_tokens], position % self._block_tokens
+        block = table[position // self._block_tokens]
+        offset = position % self._block_tokens
         self._cache.select(0, block).select(3, offset).copy_(new)
         self._next = position + 1
         self._normalise(self._norm)
@@ -145,7 +157,9 @@ class HostDecode:
         self._text = None
 
     def _make_buffers(self, weight: Tensor, ffn_hidden: int) -> None:
-        heads, kv_heads, head_dim = self._heads, self._kv_heads, self._head_dim
+        heads = self._heads
+        kv_heads = self._kv_heads
+        head_dim = self._head_dim
         self._width = weight.shape[1]
         self._x, self._normed = weight.new_empty(1, self._width), weight.new_empty(1, self._width)
         self._flat = self._x[0]
@@ -161,7 +175,9 @@ class HostDecode:
         self._gate, self._up = self._gate_up.chunk(2, dim=1)
         self._activated = weight.new_empty(1, ffn_hidden)
         self._logits = weight.new_empty(1, self._head.shape[1])
-        self._zero, self._none, self._scale = weight.new_zeros(1), weight.new_empty(1, 1, 1), head_dim**-0.5
+        self._zero = weight.new_zeros(1)
+        self._none = weight.new_empty(1, 1, 1)
+        self._scale = head_dim**-0.5
 
     def _normalise(self, weight: Tensor) -> None:
         """Write the RMSNorm of the residual stream."""
@@ -175,14 +191,16 @@ class HostDecode:
 
     def _text_before(self, part: RequestPart, table: list[int], position: int) -> _Text:
         """The text of a decode by its block table up to `position`, which has room for the token there."""
-        size, text = self._block_tokens, self._text
+        size = self._block_tokens
+        text = self._text
         if text is not None and text.part is part and position == self._next:
             start = text.first // size
             has_room = position - text.first < text.stored.shape[3]
             if has_room and table[start : start + len(text.blocks)] == text.blocks:
                 return text
         start = 0 if self._window is None else max(0, position + 1 - self._window) // size
-        blocks, first = table[start : position // size + 1], start * size
+        blocks = table[start : position // size + 1]
+        first = start * size
         stored = self._cache.index_select(0, torch.tensor(blocks)).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         room = (position - first) // ROOM * ROOM + ROOM
         self._text = text = _Text(part, blocks, first, stored.new_empty(*stored.shape[:3], room, self._head_dim))
@@ -191,7 +209,8 @@ class HostDecode:
 
 
 def _weights(block: Block) -> _Layer:
-    attention, mlp = cast("Attention", block.attention), cast("GatedMLP", block.mlp)
+    attention = cast("Attention", block.attention)
+    mlp = cast("GatedMLP", block.mlp)
     return _Layer(
         attention_norm=cast("Norm", block.attention_norm).weight,
         qkv=attention.qkv.weight.t(),

@@ -61,8 +61,10 @@ class TokenRunner(ModelRunner):
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""
-        size, parent = self._inputs.tokens_per_block, super()
-        logits, normed = [], []
+        size = self._inputs.tokens_per_block
+        parent = super()
+        logits = []
+        normed = []
         for step in single_tokens(inputs, size):
             logits.append(parent.forward(step))
             normed.append(self.normed)
@@ -79,12 +81,14 @@ class TokenRunner(ModelRunner):
 
 def single_tokens(step: StepInputs, tokens_per_block: int) -> Iterator[StepInputs]:
     """A step for each token, with the blocks that it reads; the head runs for sampled tokens only."""
-    starts, positions = step.query_starts.tolist(), step.positions.tolist()
+    starts = step.query_starts.tolist()
+    positions = step.positions.tolist()
     sampled = range(len(positions)) if step.sampled is None else set(step.sampled.tolist())
     ends = torch.arange(2, dtype=torch.int32)
     for sequence, (start, stop) in enumerate(pairwise(starts)):
         for index in range(start, stop):
-            token, blocks = slice(index, index + 1), positions[index] // tokens_per_block + 1
+            token = slice(index, index + 1)
+            blocks = positions[index] // tokens_per_block + 1
             yield StepInputs(
                 tokens=step.tokens[token],
                 positions=step.positions[token],
@@ -145,7 +149,8 @@ class RowSampler(InvariantSampler):
 
     def logprobs(self, logits: Tensor, tokens: Tensor, most: int | None = None) -> TokenLogprobs:
         """See `Sampler.logprobs`."""
-        rows, targets = padded(logits, 0, ROWS), padded(tokens.long(), 0, ROWS)
+        rows = padded(logits, 0, ROWS)
+        targets = padded(tokens.long(), 0, ROWS)
         chosen = finite(log_probabilities_of_logits(rows, targets))
         columns = with_chosen(Sampler.logprobs(self, rows, targets, most), chosen, targets)
         return TokenLogprobs(*(column[: len(tokens)] for column in columns))
@@ -155,7 +160,8 @@ def classes_for(model: Decoder, options: EngineOptions) -> tuple[type[ModelRunne
     """The runner and the sampler of an invariant engine."""
     if model.embed.weight.is_cuda:
         return ModelRunner, InvariantSampler
-    weight, usual = model.embed.weight, options.weights is None and options.kv_cache is None
+    weight = model.embed.weight
+    usual = options.weights is None and options.kv_cache is None
     if usual and inexact_reason(model.spec) is None and rows_are_alike(model.spec.hidden, weight.dtype):
         return RowRunner, RowSampler
     return TokenRunner, InvariantSampler

@@ -99,7 +99,8 @@ class KVCache:
         predictions: int = 0,
         one_layer: bool = False,
     ) -> None:
-        self.groups, self.tokens_per_block = layer_groups(spec, predictions), tokens_per_block
+        self.groups = layer_groups(spec, predictions)
+        self.tokens_per_block = tokens_per_block
         self._one_layer = one_layer
         fp8 = dtype.itemsize == 1
         self.scales = torch.ones(2, spec.kv_heads, device=device) if fp8 else None

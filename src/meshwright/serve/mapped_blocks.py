@@ -29,7 +29,8 @@ class OwnBlocks:
 
     def __init__(self, contents: Sequence[Tensor]) -> None:
         """`contents` are the bytes of all blocks of each group, `(blocks, bytes)`."""
-        self._contents, self._device = contents, contents[0].device
+        self._contents = contents
+        self._device = contents[0].device
         self.sizes = np.array([content.shape[1] for content in contents])
         """Bytes of a block of each group."""
         self._starts = np.array([content.data_ptr() for content in contents])
@@ -86,7 +87,8 @@ class MappedBlocks:
 
     def __init__(self, offer: Sequence[Mapping[str, Any]], sizes: Sequence[int], device: torch.device) -> None:
         """`sizes` are bytes of a block of each group. Raises as `OwnBlocks.map`."""
-        self._sizes, self._counts = np.array(sizes), [int(group["blocks"]) for group in offer]
+        self._sizes = np.array(sizes)
+        self._counts = [int(group["blocks"]) for group in offer]
         self._memories: list[MappedMemory] = []
         try:
             for group, size, count in zip(offer, sizes, self._counts, strict=True):

@@ -55,7 +55,9 @@ class ModelRunner:
         invariant: bool = False,
         predictions: int = 0,
     ) -> None:
-        self._model, self._inputs, self._predictions = model, inputs, predictions
+        self._model = model
+        self._inputs = inputs
+        self._predictions = predictions
         self._step = use_cached_attention(model, cache, context, invariant=invariant, predictions=predictions)
         usual = not invariant and not predictions and not prompt_sizes and HostDecode.supports(model, cache)
         self._host_decode = HostDecode(model, cache, context) if usual else None
@@ -79,7 +81,8 @@ class ModelRunner:
 
     def logits(self, packed: PackedStep) -> Tensor:
         """Logits `(samples, vocab)` of a packed step, valid until the next call."""
-        size, queries = packed.decode_size, packed.decode_queries
+        size = packed.decode_size
+        queries = packed.decode_queries
         if size is not None and self._graphs.replay((size, queries)):
             logits = self._graph_logits[: size * queries]
             if self._predictions:
@@ -105,7 +108,8 @@ class ModelRunner:
         The steps captured are all padding: they write nothing into the cache.
         """
         self._capture_prompts()
-        shapes, drafts = [(size, 1) for size in self.decode_sizes], self._inputs.drafts
+        shapes = [(size, 1) for size in self.decode_sizes]
+        drafts = self._inputs.drafts
         if drafts:
             shapes += [(size, 1 + drafts) for size in drafted_sizes(self.decode_sizes, drafts)]
         for size, queries in sorted(shapes, key=math.prod, reverse=True):
@@ -157,7 +161,8 @@ class ModelRunner:
 
         Kernels are compiled and cuDNN prepares its plan for this number of tokens.
         """
-        inputs, device = self._inputs, self._model.embed.weight.device
+        inputs = self._inputs
+        device = self._model.embed.weight.device
         positions = torch.arange(tokens, dtype=torch.int32, device=device)
         ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         self._step.inputs = StepInputs(
@@ -189,7 +194,8 @@ class ModelRunner:
         if inputs.sampled is not None and not keeps:
             x, delta = selected(x, delta, inputs.sampled)
         if self._step.invariant:  # the last norm is the trainer's operator, so that its exact forward has the same bits
-            x, delta = add_and_norm(x, delta, None)[0], None
+            x = add_and_norm(x, delta, None)[0]
+            delta = None
         normed = cast("Tensor", add_and_norm(x, delta, self._model.norm)[1])
         if keeps:
             self.normed = normed

@@ -71,10 +71,12 @@ class PredictionDrafter(SampledDrafter):
 
     def follow(self, packed: PackedStep) -> None:
         """Put the drafts that the step before has drawn into a packed step."""
-        drafts, self._drafts = packed.drafts, None
+        drafts = packed.drafts
+        self._drafts = None
         if drafts is None:
             return
-        rows, longest = drafts.table_rows.long(), drafts.tokens.shape[1]
+        rows = drafts.table_rows.long()
+        longest = drafts.tokens.shape[1]
         tokens = self._tokens[rows, :longest]
         self._place_drafts(packed, drafts, tokens)
         if not self._sampler.greedy and self._probabilities.numel():
@@ -83,7 +85,8 @@ class PredictionDrafter(SampledDrafter):
 
     def draw_next(self, packed: PackedStep, checked: CheckedStep) -> None:
         """Compute the modules for the tokens of a checked step, and draw the drafts of the next one."""
-        inputs, drawn = _module_inputs(packed, checked), not self._sampler.greedy and bool(len(checked.newest))
+        inputs = _module_inputs(packed, checked)
+        drawn = not self._sampler.greedy and bool(len(checked.newest))
         self._sampler.copy_options()  # a graph only reads them
         if packed.decode_size is None:
             self._draw(packed, self._runner.normed, inputs, drawn)
@@ -105,14 +108,17 @@ class PredictionDrafter(SampledDrafter):
     def _call_of_graph(self, packed: PackedStep, drawn: bool) -> partial[None]:
         """The call that a graph captures: it reads and writes the same memory each time."""
         assert packed.decode_size is not None
-        size, tokens = packed.decode_size, packed.decode_size * packed.decode_queries
+        size = packed.decode_size
+        tokens = packed.decode_size * packed.decode_queries
         following, *others = self._graph_inputs
         inputs = ModuleInputs(following[:tokens], *(values[:size] for values in others))
         return partial(self._draw, packed, self._runner.graph_normed(tokens), inputs, drawn)
 
     def _draw(self, packed: PackedStep, normed: Tensor, inputs: ModuleInputs, drawn: bool) -> None:
         """Draw the next drafts from the model's output `(1, tokens, hidden)`; with distributions if `drawn`."""
-        step, following, rows = self._inputs.resolve(packed), inputs.following, inputs.table_rows
+        step = self._inputs.resolve(packed)
+        following = inputs.following
+        rows = inputs.table_rows
         ends = step.query_starts[1:].long() - 1
 
         def next_scores(tokens: Tensor) -> Tensor:
@@ -132,7 +138,8 @@ class PredictionDrafter(SampledDrafter):
         drafts = draft_tokens(next_scores, self.longest, *self._sampler.draws(rows), inputs.positions)
         if not self._probabilities.numel():
             self._probabilities = drafts.probabilities.new_zeros(len(self._tokens), *drafts.probabilities.shape[1:])
-        self._tokens[rows], self._probabilities[rows] = drafts.tokens, drafts.probabilities
+        self._tokens[rows] = drafts.tokens
+        self._probabilities[rows] = drafts.probabilities
 
 
 def _module_inputs(packed: PackedStep, checked: CheckedStep) -> ModuleInputs:

@@ -69,8 +69,11 @@ class PromptGraphs:
         assert not sizes or not step.invariant, (
             "graphs cannot be used with invariant steps: their attention has an order of its own"
         )
-        self._step, self._compute, self._sizes = step, compute, tuple(sizes)
-        most, device = max(self._sizes, default=0), normed.device
+        self._step = step
+        self._compute = compute
+        self._sizes = tuple(sizes)
+        most = max(self._sizes, default=0)
+        device = normed.device
         self._tokens, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device)
         self._slots = torch.full((groups, most), -1, dtype=torch.int32, device=device)
         self._normed = normed
@@ -106,7 +109,8 @@ class PromptGraphs:
         # Results of padding are not used, but a NaN of an earlier step would spread by scales and router loads of all rows.
         self._attended[count:size].zero_()
         self._step.inputs = inputs._replace(prompts=())
-        queries, attended = self._queries[:count], self._attended[:count]
+        queries = self._queries[:count]
+        attended = self._attended[:count]
         steps, last = self._passes[size]
         for graph, attend in steps:
             graph.replay()
@@ -146,11 +150,10 @@ class PromptGraphs:
     def _keep_queries(self, size: int, queries: Tensor, width: int) -> Tensor:
         """Copy queries `(size, heads, …)` to the input of attention; returns the memory of its results, `(size, heads, width)`."""
         if not self._queries.numel():
-            most, heads = self._sizes[-1], queries.shape[1]
-            self._queries, self._attended = (
-                queries.new_zeros(most, *queries.shape[1:]),
-                queries.new_zeros(most, heads, width),
-            )
+            most = self._sizes[-1]
+            heads = queries.shape[1]
+            self._queries = queries.new_zeros(most, *queries.shape[1:])
+            self._attended = queries.new_zeros(most, heads, width)
         self._queries[:size].copy_(queries)
         return self._attended[:size]
 
@@ -168,7 +171,8 @@ class _Recording:
     """A forward pass while it is captured: each attention ends a graph and begins the next one."""
 
     def __init__(self, graphs: GraphMaker, keep_queries: Callable[[Tensor, int], Tensor]) -> None:
-        self._graphs, self._keep_queries = graphs, keep_queries
+        self._graphs = graphs
+        self._keep_queries = keep_queries
         self._steps: list[tuple[Graph, AttentionCall]] = []
         self._graph = graphs.begin()
 

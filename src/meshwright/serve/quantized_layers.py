@@ -50,7 +50,8 @@ class QuantizedWeight(nn.Module):
             raise BadInput(
                 f"int8 weights: expected at most {MOST_INPUTS:,} inputs, got {weight.shape[-1]:,}", key="weights"
             )
-        self.number_format, self.ranks = number_format, ranks
+        self.number_format = number_format
+        self.ranks = ranks
         values = torch.empty(weight.shape, dtype=DTYPES[number_format], device=weight.device)
         self.register_buffer("values", values)
         blocks = number_format == "fp8 blocks"
@@ -114,7 +115,10 @@ class QuantizedLinear(QuantizedWeight):
         ranks: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(weight, number_format, ranks)
-        self.dtype, self.bias, self.invariant, self.plain = weight.dtype, bias, invariant, plain
+        self.dtype = weight.dtype
+        self.bias = bias
+        self.invariant = invariant
+        self.plain = plain
 
     def forward(self, x: Tensor | RoundedMatrix) -> Tensor:
         """`(…, out)` of x `(…, in)`, rounded here unless it is in this layer's format."""
@@ -134,7 +138,10 @@ class QuantizedGatedMLP(nn.Module):
 
     def __init__(self, gate_up: QuantizedLinear, down: QuantizedLinear, *, gelu: bool, plain: bool) -> None:
         super().__init__()
-        self.gate_up, self.down, self.gelu, self.plain = gate_up, down, gelu, plain
+        self.gate_up = gate_up
+        self.down = down
+        self.gelu = gelu
+        self.plain = plain
 
     def forward(self, x: Tensor | RoundedMatrix) -> Tensor:
         number_format = self.gate_up.number_format
@@ -146,8 +153,10 @@ class QuantizedExperts(nn.Module):
 
     def __init__(self, experts: Experts, number_format: WeightFormat, ranks: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.activation, self.gated = experts.activation, experts.gated
-        self.plain, self.dtype = experts.plain, experts.down.dtype
+        self.activation = experts.activation
+        self.gated = experts.gated
+        self.plain = experts.plain
+        self.dtype = experts.down.dtype
         self.number_format: WeightFormat = number_format
         self.input_name = "gate_up" if experts.gated else "up"
         self.add_module(self.input_name, QuantizedWeight(getattr(experts, self.input_name), number_format))

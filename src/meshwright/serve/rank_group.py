@@ -147,7 +147,10 @@ class RankEngine(Engine):
         if options.invariant:
             raise BadInput("invariant results are for an engine on one device", key="invariant")
         use_formats(part.model, weights=options.weights, ranks=world_group() if part.tensor.count > 1 else None)
-        self._part, self._world, self._ranks, self._now = part, world, RankGroup(world.control), 0.0
+        self._part = part
+        self._world = world
+        self._ranks = RankGroup(world.control)
+        self._now = 0.0
         # The ranks' devices may have different amounts of free memory.
         blocks = min(self._ranks.run_on_all("sizing the cache", lambda: blocks_that_fit(part.model, options)))
         super().__init__(part.model, tokenizer, replace(options, cache_blocks=blocks), clock=lambda: self._now)

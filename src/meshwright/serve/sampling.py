@@ -50,7 +50,8 @@ class Sampler:
     """
 
     def __init__(self, table_rows: int, device: torch.device, vocab: int) -> None:
-        self._device, self.vocab = device, vocab
+        self._device = device
+        self.vocab = vocab
         self._floats = MirroredTable(6, table_rows, torch.float32, device)
         self._integers = MirroredTable(3, table_rows, torch.int64, device)
         self._biased_tokens = WideTable(table_rows, torch.int64, device, padding=0)
@@ -119,7 +120,9 @@ class Sampler:
         if self.greedy:
             return (logits if allowed is None else keep_allowed(logits.float(), allowed)).argmax(1).to(torch.int32)
         self.copy_options()
-        temperatures, seeds, scores = self._floats.here[0, table_rows], self._integers.here[1, table_rows], logits
+        temperatures = self._floats.here[0, table_rows]
+        seeds = self._integers.here[1, table_rows]
+        scores = logits
         changed = self._filtering or self._changes_scores or allowed is not None
         if changed or self.divides_in_scores:
             scores = self.scores(logits, table_rows, positions, allowed)

@@ -47,7 +47,8 @@ class PromptLookup:
 
     def propose(self, count: int) -> list[int]:
         """At most `count` draft tokens; none if the last tokens are new to the text."""
-        text, end = self._tokens, len(self._tokens)
+        text = self._tokens
+        end = len(self._tokens)
         runs = (tuple(text[end - length :]) for length in self._lengths if length <= end)
         start = next((self._after[run] for run in runs if run in self._after), None)
         drafts: list[int] = []
@@ -86,7 +87,8 @@ def draft_tokens(
     `draws`, `seeds` and `positions` `(sequences,)`: whether a sequence draws its tokens or takes the likeliest, its seed, and the position
     of its first draft.
     """
-    tokens, distributions = torch.empty(len(seeds), 0, dtype=torch.int64, device=seeds.device), []
+    tokens = torch.empty(len(seeds), 0, dtype=torch.int64, device=seeds.device)
+    distributions = []
     for index in range(count):
         probabilities = _probabilities(next_scores(tokens), draws)
         drawn = _draw(probabilities, seeds ^ _DRAFT, positions + index)

@@ -16,8 +16,10 @@ class StopStrings:
 
     def __init__(self, search: StringSearch, *, include: bool = False) -> None:
         """`search` is that for the stop strings. `include`: the text ends behind the stop string instead of before it."""
-        self._search, self._include = search, include
-        self._state, self._held = 0, ""
+        self._search = search
+        self._include = include
+        self._state = 0
+        self._held = ""
         self.reached: str | None = None
         """The stop string that the text has reached; the text before it is complete."""
 
@@ -50,7 +52,9 @@ class StopStrings:
 
     def finish(self) -> str:
         """The text held back, once no more follows."""
-        text, self._held, self._state = self._held, "", 0
+        text = self._held
+        self._held = ""
+        self._state = 0
         return text
 
 

@@ -90,7 +90,8 @@ class _ByteStream:
 
     def finish(self) -> str:
         text, _ = utf_8_decode(self._held, "replace", True)
-        self._held, self.incomplete = b"", False
+        self._held = b""
+        self.incomplete = False
         return text
 
 
@@ -129,5 +130,6 @@ class _DecodedStream:
         if len(self._window) > MOST_CONTEXT:
             del self._window[:-CONTEXT]
             text = self._decode(self._window)
-        self._returned, self._before = len(self._window), text
+        self._returned = len(self._window)
+        self._before = text
         return new

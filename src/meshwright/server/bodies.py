@@ -107,7 +107,8 @@ class CompletionBody:
         """With `include_usage` every event of a stream has the key `usage`, which is null where there are no numbers."""
         self._base = {"id": self.prefix + number, "object": self.object, "created": created, "model": model}
         self._head = f"data: {json.dumps(self._base, separators=(',', ':'))[:-1]},"
-        self._with_usage, self._continuous = request.include_usage, request.continuous_usage
+        self._with_usage = request.include_usage
+        self._continuous = request.continuous_usage
         self._tail = ',"usage":null}\n\n' if self._with_usage else "}\n\n"
 
     def first(self, index: int, tokens: Mapping[str, Any]) -> bytes:
@@ -157,7 +158,8 @@ class CompletionBody:
 class ChatBody(CompletionBody):
     """Answers of /v1/chat/completions."""
 
-    object, whole_object = "chat.completion.chunk", "chat.completion"
+    object = "chat.completion.chunk"
+    whole_object = "chat.completion"
     prefix = "chatcmpl-"
     logprobs = ChatLogprobs
 

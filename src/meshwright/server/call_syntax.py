@@ -59,7 +59,8 @@ class TextSource:
 
     def take(self, count: int) -> str:
         """Take characters, which are held."""
-        text, self.rest = self.rest[:count], self.rest[count:]
+        text = self.rest[:count]
+        self.rest = self.rest[count:]
         self.held.append(text)
         return text
 
@@ -160,9 +161,13 @@ class ObjectEnd:
 
         `inside` and `outside` are patterns for the characters that need attention in such texts and elsewhere.
         """
-        self._strings, self._escape = strings, escape
-        self._inside, self._outside = re.compile(inside), re.compile(outside)
-        self._depth, self._string, self._escaped = 0, "", False
+        self._strings = strings
+        self._escape = escape
+        self._inside = re.compile(inside)
+        self._outside = re.compile(outside)
+        self._depth = 0
+        self._string = ""
+        self._escaped = False
 
     @classmethod
     def json(cls) -> ObjectEnd:
@@ -179,7 +184,8 @@ class ObjectEnd:
         position = 0
         while True:
             if self._escaped and text[position:]:
-                self._escaped, position = False, position + 1
+                self._escaped = False
+                position = position + 1
             found = (self._inside if self._string else self._outside).search(text, position)
             if found is None:
                 return None
@@ -233,7 +239,8 @@ def read_calls(source: TextSource, notation: Notation, types: Types) -> Wait:
     parts = _items(pattern)
     if parts[0][0] == "name" and not source.held:
         raise NoCall  # any word could be a name
-    name, arguments = "", "{}"
+    name = ""
+    arguments = "{}"
     for index, (kind, text) in enumerate(parts):
         if kind == "text":
             yield from source.mark(text.strip())
@@ -295,7 +302,8 @@ def _word(source: TextSource) -> Wait:
 
 def _parameters(source: TextSource, parameters: Parameters, types: Mapping[str, Collection[str]]) -> Wait:
     """Take arguments that are written one by one, as long as they come; returns the text of a JSON object."""
-    parts, search = _items(parameters.opening), _closing(parameters.closing)
+    parts = _items(parameters.opening)
+    search = _closing(parameters.closing)
     values: dict[str, Any] = {}
     while True:
         yield from source.space()
@@ -417,7 +425,8 @@ def _python_value(value: ast.expr) -> Any:
 
 
 _QUOTE = '<|"|>'
-_GEMMA_OUTSIDE, _GEMMA_STRING = StringSearch((_QUOTE, "{", "}", "[", "]")), StringSearch((_QUOTE,))
+_GEMMA_OUTSIDE = StringSearch((_QUOTE, "{", "}", "[", "]"))
+_GEMMA_STRING = StringSearch((_QUOTE,))
 
 
 def _gemma_text(source: TextSource) -> Wait:

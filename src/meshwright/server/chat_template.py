@@ -43,7 +43,8 @@ class ServedChatTemplate(chat_template.ChatTemplate):
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         """`tool_source` is the template of chats with tools, if it is another. Raises BadInput if a source is no template."""
         super().__init__(source, special_tokens, tool_source=tool_source)
-        self._source, self._tool_source = source, tool_source
+        self._source = source
+        self._tool_source = tool_source
 
     def knows(self, variable: str) -> bool:
         """Whether the template names a variable."""

@@ -200,4 +200,6 @@ class _Server(_Process):
         self, role: Role, number: int, devices: int, words: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         super().__init__(f"server of role {role}", ["serve", *words, "--no-log-requests"], environment)
-        self.role, self.number, self.devices = role, number, devices
+        self.role = role
+        self.number = number
+        self.devices = devices

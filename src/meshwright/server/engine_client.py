@@ -95,7 +95,8 @@ class Subscription:
         if not self._readable:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        news, self._news = self._news, []
+        news = self._news
+        self._news = []
         return [] if self.closed else news
 
 
@@ -140,7 +141,8 @@ class EngineClient(asyncio.Protocol):
         self, metrics: ServerMetrics, clock: Callable[[], float] = time.perf_counter, *, exchanges: bool = False
     ) -> None:
         """`exchanges`: whether the engine exchanges blocks with others."""
-        self.metrics, self._clock = metrics, clock
+        self.metrics = metrics
+        self._clock = clock
         self.ready: Mapping[str, int] | None = None
         """Context, vocabulary and sizes of the engine, once it is ready."""
         self.weights: Mapping[str, Any] = {}
@@ -257,7 +259,8 @@ class EngineClient(asyncio.Protocol):
         if self.failure is not None:
             return
         self._pass_on(self._entries)
-        self.failure, self.failure_key = (message, code), key
+        self.failure = (message, code)
+        self.failure_key = key
         self.changed.set()
         for id, text in list(self._texts.items()):
             self._forget(id, "failed")
@@ -285,8 +288,11 @@ class EngineClient(asyncio.Protocol):
 
     def _take_step(self, entries: Sequence[Sequence[Any]]) -> None:
         """Pass on the entries of a step; first tokens come before the others, as their clients have nothing yet."""
-        self._step_arrived, texts = self._clock(), self._texts
-        first, others, new_tokens = [], [], 0
+        self._step_arrived = self._clock()
+        texts = self._texts
+        first = []
+        others = []
+        new_tokens = 0
         for entry in entries:
             if (text := texts.get(entry[0])) is not None:  # else it was aborted
                 (others if text.tokens else first).append(entry)
@@ -315,7 +321,9 @@ class EngineClient(asyncio.Protocol):
 
     def _pass_on(self, entries: Iterable[Sequence[Any]]) -> None:
         """Give texts their tokens."""
-        now, texts, metrics = self._step_arrived, self._texts, self.metrics
+        now = self._step_arrived
+        texts = self._texts
+        metrics = self.metrics
         for entry in entries:
             if (text := texts.get(entry[0])) is None:
                 continue
@@ -340,7 +348,8 @@ class EngineClient(asyncio.Protocol):
 
     def _take(self, message: dict[str, Any]) -> None:
         if "ready" in message:
-            self.ready, self.weights = message["ready"], message.get("weights", {})
+            self.ready = message["ready"]
+            self.weights = message.get("weights", {})
             self.warning = message.get("warning")
             self.changed.set()
         elif "refused" in message:
@@ -364,7 +373,8 @@ class EngineClient(asyncio.Protocol):
         text = self._texts.pop(id)
         text.subscription.unfinished -= 1
         if reason != "refused":
-            decoding, whole = text.last - text.first, self._clock() - text.queued
+            decoding = text.last - text.first
+            whole = self._clock() - text.queued
             self.metrics.count_request(reason, text.prompt_tokens, text.tokens, decoding, whole)
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -105,7 +105,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._running = self.cycle
 
     def on_message_complete(self) -> None:
-        self._in_head, self._room, self._tail = True, self._limits.head_bytes, b""
+        self._in_head = True
+        self._room = self._limits.head_bytes
+        self._tail = b""
         super().on_message_complete()
         if self.cycle.response_complete:
             self._wait()

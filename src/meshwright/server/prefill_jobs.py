@@ -58,9 +58,13 @@ class PrefillRequest:
         from meshwright.serve.grammar import Grammar
         from meshwright.serve.sampling_options import SamplingOptions
 
-        tokens, stop_ids, grammar = message["tokens"], message["stop_ids"], message["grammar"]
-        count, first_block = message["count"], message["first_block"]
-        priority, salt = message["priority"], message["salt"]
+        tokens = message["tokens"]
+        stop_ids = message["stop_ids"]
+        grammar = message["grammar"]
+        count = message["count"]
+        first_block = message["first_block"]
+        priority = message["priority"]
+        salt = message["salt"]
         if not is_list_of_ids(tokens) or not is_list_of_ids(stop_ids):
             raise BadFrame("tokens and stop_ids: expected lists of token ids")
         if not type(count) is type(first_block) is type(priority) is int:
@@ -147,7 +151,10 @@ class PrefillJobs:
     ) -> None:
         """`grammars` compiles those of prompts beside the engine's steps."""
         self._grammars = grammars
-        self._engine, self._blocks, self._key, self._lease = engine, blocks, key, lease_seconds
+        self._engine = engine
+        self._blocks = blocks
+        self._key = key
+        self._lease = lease_seconds
         self._store = store
         self._acceptor = Acceptor(listening)
         self._table: ConnectionTable[PrefillConnection] = ConnectionTable(TRANSFERS)
@@ -223,7 +230,8 @@ class PrefillJobs:
             staging = Staging(self._blocks.block_bytes)
         except OSError:  # files or memory are exhausted
             raise EOFError from None
-        connection.staging, connection.frames.limit = staging, MESSAGE_BYTES
+        connection.staging = staging
+        connection.frames.limit = MESSAGE_BYTES
         connection.mapped_sender = sender = MappedSender.for_peer(self._blocks.own_blocks, hello.get("host"))
         sizes = {"block_bytes": staging.block_bytes, "slots": staging.slots}
         welcome = {"welcome": sizes} if sender is None else {"welcome": sizes, "cache": sender.offer}
@@ -330,7 +338,8 @@ class PrefillJobs:
 
     def _send_run(self, connection: PrefillConnection, job: PrefillJob) -> bool:
         """Send some blocks of a prompt, or all to a receiver that maps them; returns whether there was room for any."""
-        staging, size = connection.staging, self._blocks.block_bytes
+        staging = connection.staging
+        size = self._blocks.block_bytes
         assert staging is not None
         if not connection.unacknowledged_blocks:
             connection.silent_since = time.monotonic()  # from now on the receiver has something to acknowledge
@@ -342,7 +351,8 @@ class PrefillJobs:
         start, count = staging.take(min(len(job.unsent), max(1, RUN_BYTES // size)))
         if not count:
             return False
-        content, index = staging.content(start, count), job.unsent.next
+        content = staging.content(start, count)
+        index = job.unsent.next
         self._blocks.read(job.unsent.take(count), content)
         job.unsent.copied(count)
         checksums = [xxhash.xxh3_64_hexdigest(content[at : at + size]) for at in range(0, count * size, size)]

@@ -91,7 +91,10 @@ class RemotePrefill:
     def __init__(
         self, blocks: PrefixBlocks, addresses: Sequence[str], key: str, lease_seconds: float, submit: Submit
     ) -> None:
-        self._blocks, self._key, self._lease, self._submit = blocks, key, lease_seconds, submit
+        self._blocks = blocks
+        self._key = key
+        self._lease = lease_seconds
+        self._submit = submit
         self.peers = [Peer(address) for address in addresses]
         self.enabled = False
         """Whether prompts go to peers."""
@@ -122,7 +125,8 @@ class RemotePrefill:
         """Take over a request; false if its prompt is to be computed here, by the caller."""
         if not self.enabled or not any(peer.usable for peer in self.peers):
             return False
-        tokens, salt = request["tokens"], request["salt"]
+        tokens = request["tokens"]
+        salt = request["salt"]
         if not self._blocks.missing(self._blocks.digests(tokens, salt)):
             return False
         digests = self._blocks.digests(tokens, salt, tail=True)
@@ -154,7 +158,9 @@ class RemotePrefill:
 
     def _ask(self, prompt: RemotePrompt, peer: Peer) -> None:
         assert peer.frames is not None and prompt.reserved is not None
-        request, prompt.peer, prompt.heard = prompt.request, peer, time.monotonic()
+        request = prompt.request
+        prompt.peer = peer
+        prompt.heard = time.monotonic()
         peer.prompts[prompt.number] = prompt
         shared = {key: request[key] for key in SHARED_KEYS}
         message = {"job": prompt.number, "count": len(request["ids"]), "first_block": prompt.reserved.first, **shared}
@@ -209,7 +215,8 @@ class RemotePrefill:
             self.lose(peer)
 
     def _take(self, peer: Peer, frame: Frame) -> None:
-        message, now = frame.message, time.monotonic()
+        message = frame.message
+        now = time.monotonic()
         assert peer.frames is not None
         if peer.frames.proves(message):
             own = self._blocks.own_blocks
@@ -222,7 +229,8 @@ class RemotePrefill:
         elif "mapped_blocks" in message:
             self._copy_lent(peer, message)
         elif "load" in message:
-            peer.load, peer.usable = int(message["load"]), bool(message["accepting"])
+            peer.load = int(message["load"])
+            peer.usable = bool(message["accepting"])
         elif "first" in message:
             if (prompt := peer.prompts.get(message["first"])) is not None:
                 self._finish(prompt, message["texts"])
@@ -242,7 +250,8 @@ class RemotePrefill:
         assert frames is not None
         if sizes["block_bytes"] != self._blocks.block_bytes:
             raise BadFrame("blocks of another size")
-        frames.limit, peer.slots = MESSAGE_BYTES, sizes["slots"]
+        frames.limit = MESSAGE_BYTES
+        peer.slots = sizes["slots"]
         if frames.local:
             descriptor = frames.take_descriptor()
             if descriptor is None:
@@ -262,7 +271,8 @@ class RemotePrefill:
     def _copy(self, peer: Peer, message: Mapping[str, Any], payload: bytearray) -> None:
         """Copy the blocks of a message into the cache, up to the first with a wrong checksum, and acknowledge them."""
         assert peer.frames is not None
-        size, (start, count) = self._blocks.block_bytes, message["slots"]
+        size = self._blocks.block_bytes
+        start, count = message["slots"]
         content = memoryview(payload)
         if peer.memory is not None:
             content = peer.memory[start * size : (start + count) * size]
@@ -354,7 +364,11 @@ class RemotePrefill:
             peer.frames.close()
         if peer.mapped_receiver is not None:
             peer.mapped_receiver.close()
-        peer.frames, peer.memory, peer.mapped_receiver, peer.usable, peer.load = None, None, None, False, 0
+        peer.frames = None
+        peer.memory = None
+        peer.mapped_receiver = None
+        peer.usable = False
+        peer.load = 0
         peer.retry = time.monotonic() + RETRY_SECONDS if retry is None else retry
         for prompt in list(peer.prompts.values()):
             self.lost_prompts += 1

@@ -55,7 +55,8 @@ class RouteRequestReader:
     """Reads the requests of one connection, one after the other."""
 
     def __init__(self, most_body: int) -> None:
-        self._most_body, self._incoming = most_body, bytearray()
+        self._most_body = most_body
+        self._incoming = bytearray()
         self._searched = 0
         """Received bytes in which no head ends."""
 
@@ -85,7 +86,8 @@ class RouteRequestReader:
         if request.chunks is not None:
             if not request.chunks.take(self._incoming):
                 return False
-            request.body, request.chunks = bytes(request.chunks.content), None
+            request.body = bytes(request.chunks.content)
+            request.chunks = None
             request.head = request.head[:-2] + b"content-length: %d\r\n\r\n" % len(request.body)
             return True
         if len(self._incoming) < request.length:
@@ -110,7 +112,8 @@ class ChunkedBody:
 
     def take(self, incoming: bytearray) -> bool:
         """Take bytes of the body from the beginning of `incoming`; whether it has ended. Raises RequestError for wrong ones."""
-        position, ended = 0, False
+        position = 0
+        ended = False
         while not ended:
             if self._left:
                 piece = incoming[position : position + self._left]
@@ -149,7 +152,8 @@ class ChunkedBody:
         self._left = int(match[1], 16)
         if len(self.content) + self._left > self._most:
             raise _too_long(self._most)
-        self._after_chunk, self._trailers = self._left > 0, self._left == 0
+        self._after_chunk = self._left > 0
+        self._trailers = self._left == 0
         return False
 
 
@@ -167,7 +171,9 @@ def read_head(head: bytes, most_body: int) -> RoutedRequest:
     if len(words) != 3 or words[2] not in (b"HTTP/1.1", b"HTTP/1.0") or not words[1].startswith(b"/"):
         raise RequestError(400, "expected a request of HTTP/1.1")
     request = RoutedRequest(words[0], words[1].partition(b"?")[0], keeps_open=words[2] == b"HTTP/1.1")
-    kept, lengths, codings = [lines[0]], [], []
+    kept = [lines[0]]
+    lengths = []
+    codings = []
     for line in lines[1:]:
         name, value = _split_header(line)
         if name == b"expect":

@@ -54,7 +54,8 @@ class ClientConnection(asyncio.Protocol):
     """A client: one request at a time, in the order in which they come."""
 
     def __init__(self, router: Router) -> None:
-        self._router, self._loop = router, asyncio.get_running_loop()
+        self._router = router
+        self._loop = asyncio.get_running_loop()
         self._reader = RouteRequestReader(router.spec.max_body_bytes)
         self._started = 0.0
         self.request: RoutedRequest | None = None
@@ -137,7 +138,9 @@ class ClientConnection(asyncio.Protocol):
                     self._start_timer(BODY_SECONDS, self.transport.abort)
                 return
             self._stop_timer()
-            self._pending, self.request, self._receiving = None, request, False
+            self._pending = None
+            self.request = request
+            self._receiving = False
             self._router.clients.keep(self)
             self._started = self._loop.time()
             if (own := self._router.own_answer(request)) is not None:
@@ -146,7 +149,8 @@ class ClientConnection(asyncio.Protocol):
             self._router.check(request)  # it may be stopping by now
         except RequestError as error:
             if self.request is None:  # what follows is not read
-                self.request, self._pending = self._pending or RoutedRequest(), None
+                self.request = self._pending or RoutedRequest()
+                self._pending = None
                 self.request.keeps_open = False
             self._refuse(error)
             return
@@ -195,7 +199,8 @@ class ClientConnection(asyncio.Protocol):
 
     def can_retry(self, instance: ServerInstance) -> bool:
         """Whether another server than `instance` could answer the request."""
-        request, usable = self.request, self._router.instances.usable
+        request = self.request
+        usable = self._router.instances.usable
         return request is not None and any(other is not instance and other not in request.tried for other in usable)
 
     def begin_answer(self, status: int) -> None:
@@ -209,7 +214,8 @@ class ClientConnection(asyncio.Protocol):
     def finish(self, *, keeps_open: bool) -> None:
         """End the request; the next of the client follows."""
         self.server = None
-        request, self.request = self.request, None
+        request = self.request
+        self.request = None
         self._router.clients.wait(self, IDLE_SECONDS)
         self._start_timer(IDLE_SECONDS, self.transport.abort)
         if not keeps_open or request is None or not request.keeps_open:
@@ -303,7 +309,8 @@ class ServerConnection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self, instance: ServerInstance) -> None:
-        self._instance, self._frames = instance, ResponseFrames()
+        self._instance = instance
+        self._frames = ResponseFrames()
         self._client: ClientConnection | None = None
         self._request: RoutedRequest | None = None
         self._connected = self._used = self._begun = False
@@ -312,13 +319,11 @@ class ServerConnection(asyncio.Protocol):
 
     def start(self, client: ClientConnection, request: RoutedRequest) -> None:
         """Send a request; its answer goes to `client`."""
-        self._client, self._request, self._frames, self._begun, self._first = (
-            client,
-            request,
-            ResponseFrames(request.method),
-            False,
-            b"",
-        )
+        self._client = client
+        self._request = request
+        self._frames = ResponseFrames(request.method)
+        self._begun = False
+        self._first = b""
         self._instance.busy.add(self)
         if self._connected:
             self._send(client, request)
@@ -335,7 +340,8 @@ class ServerConnection(asyncio.Protocol):
             self.connection_lost(None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport, self._connected = cast(asyncio.Transport, transport), True
+        self.transport = cast(asyncio.Transport, transport)
+        self._connected = True
         if self._request is None or self._client is None:  # the client left while it was opened
             self.transport.abort()
         else:
@@ -357,7 +363,9 @@ class ServerConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        client, frames, instance = self._client, self._frames, self._instance
+        client = self._client
+        frames = self._frames
+        instance = self._instance
         instance.heard = instance.clock()
         if client is None:
             self.transport.abort()
@@ -388,14 +396,19 @@ class ServerConnection(asyncio.Protocol):
             self._release(keeps_open=False)
             client.retry(self._instance, lost=failed)
             return False
-        self._begun, self._first = True, b""
+        self._begun = True
+        self._first = b""
         self._instance.answered += 1
         client.begin_answer(status)
         client.transport.write(data)
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        client, begun, used, frames, connected = self._client, self._begun, self._used, self._frames, self._connected
+        client = self._client
+        begun = self._begun
+        used = self._used
+        frames = self._frames
+        connected = self._connected
         self._connected = False
         if self in self._instance.idle:
             self._instance.idle.remove(self)

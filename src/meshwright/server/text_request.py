@@ -134,7 +134,9 @@ class CheckedTextRequest:
     @classmethod
     def unpack(cls, values: Mapping[str, Any], ids: memoryview) -> CheckedTextRequest:
         """The request that `pack` has packed; its prompts are arrays."""
-        fields, prompts, start = dict(values), [], 0
+        fields = dict(values)
+        prompts = []
+        start = 0
         for count in fields["prompts"]:
             prompts.append(unpacked_ids(ids[start : start + count * ID_BYTES]))
             start += count * ID_BYTES

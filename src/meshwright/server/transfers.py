@@ -112,7 +112,9 @@ class BlockTransfers:
     @property
     def figures(self) -> TransferFigures:
         """Counts of blocks and prompts exchanged so far."""
-        receiver, store, sent = self._receiver, self._store, 0 if self._sender is None else self._sender.sent_blocks
+        receiver = self._receiver
+        store = self._store
+        sent = 0 if self._sender is None else self._sender.sent_blocks
         return TransferFigures(
             sent,
             receiver.received_blocks,
