@@ -29,12 +29,16 @@ from meshwright.kernels.row_quantize import RoundedMatrix
 
 ROUTER_INNER = 128
 """Numbers of a row that one program of the router's kernel multiplies."""
-ROUTER_TOKENS, ROUTER_WARPS = 8, 8
-"""Most tokens of a program of the router's kernel, and its warps."""
+ROUTER_TOKENS = 8
+"""Most tokens of a program of the router's kernel."""
+ROUTER_WARPS = 8
+"""Warps of a program of the router's kernel."""
 MOST_ROWS = 64
 """Most rows of a tile: with more rows an expert reads its weights again."""
-STEPS_AHEAD, SURE_ROWS = 4, 4
-"""Steps of `ExpertLaunch.ahead`; rows of an expert, if all have the same, from which on few experts have none."""
+STEPS_AHEAD = 4
+"""`ExpertLaunch.ahead` of steps in which most experts have rows."""
+SURE_ROWS = 4
+"""Mean rows of an expert from which on few experts have none."""
 
 
 Operand = Tensor | RoundedMatrix

@@ -24,8 +24,10 @@ TILE_COLUMNS = 64
 """Outputs of a tile: the least of Hopper's tensor cores."""
 PROGRAMS = 128
 """Programs that the splits aim at: one on each multiprocessor of an H200, which keeps eight tiles in flight."""
-MIN_TILES, MAX_SPLITS = 4, 16
-"""Least tiles of a part, and most parts."""
+MIN_TILES = 4
+"""Fewest tiles of a part."""
+MAX_SPLITS = 16
+"""Most parts of an inner dimension."""
 FEW_TOKENS = 64
 """Most tokens for which `fp8_linear` takes this kernel."""
 FEW_ROWS, FEW_BYTES = 16, 1 << 26

@@ -15,8 +15,10 @@ from torch import Tensor
 
 BLOCK = 4096
 """Elements per program of the kernel that only rounds."""
-TILE_ROWS, TILE_COLUMNS = 128, 64
-"""Tile of one program: rows of the transposed tile have 128 bytes, a cache line; rows that are read have 128 bytes."""
+TILE_ROWS = 128
+"""Rows of a program's tile. In the transposed tile they are 128 bytes, a cache line."""
+TILE_COLUMNS = 64
+"""Columns of a program's tile, 128 bytes of the bf16 rows that are read."""
 
 
 @torch.library.custom_op("meshwright::fp8_round_both", mutates_args=())

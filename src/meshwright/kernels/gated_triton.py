@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ROWS, TILE_COLUMNS = 128, 32
-"""Tile of one program: rows of the transposed tile have 128 bytes, a cache line; rows that are read have 64 bytes."""
+TILE_ROWS = 128
+"""Rows of a program's tile. In the transposed tile they are 128 bytes, a cache line."""
+TILE_COLUMNS = 32
+"""Columns of a program's tile, 64 bytes of the bf16 rows that are read."""
 
 
 @torch.library.custom_op("meshwright::fp8_swiglu", mutates_args=())

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 2048, 16
+BLOCK = 2048
 """Scores that a program reads at a time."""
+WARPS = 16
+"""Warps of a program."""
 
 
 def keep(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, block: int = BLOCK) -> Tensor:

@@ -23,8 +23,10 @@ from meshwright.kernels.rope import RotaryTables, rotate, rotate_neighbours
 
 PROGRAMS_PER_PROCESSOR = 4
 """Programs of the decode kernel that each multiprocessor should get at least, if contexts are long."""
-MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 64
-"""Bounds of the parts of a context: the second kernel reads all of them, and a part has at least one tile of tokens."""
+MAX_SPLITS = 32
+"""Most parts of a context: the second kernel reads the results of all."""
+MIN_SPLIT_TOKENS = 64
+"""Fewest tokens of a part: one tile."""
 FULL_SHARE = 0.95
 """Programs for undivided contexts, per multiprocessor, from which on only long contexts are divided: the parts of others gain nothing."""
 PART_TOKENS = {1: (272, 272), 2: (480, 1536)}
@@ -33,8 +35,10 @@ each multiprocessor; with n programs each, n times as many. Found by trial on an
 the program, so more programs than for bf16 are needed to reach the memory's bandwidth."""
 LARGE_TILES = ((0.95, 1.75), (2.5, 3.0))
 """Programs per multiprocessor for which large tiles of bf16 are faster: those that fill one or two programs' room on each."""
-INVARIANT_SPLITS, INVARIANT_PART = 16, 256
-"""In invariant mode a context has this many parts at most, and a part this many tokens at least: its own length alone decides."""
+INVARIANT_SPLITS = 16
+"""Most parts of a context in invariant mode. Its own length alone decides how many it has."""
+INVARIANT_PART = 256
+"""Fewest tokens of a part in invariant mode."""
 
 
 def write_cache(

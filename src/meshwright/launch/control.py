@@ -26,11 +26,18 @@ from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
 BODY_BYTES = 1 << 20
 """Most bytes of a request's body, and of an answer."""
-CONNECT_SECONDS, ANSWER_SECONDS = 1.5, 10.0
-"""Longest time to connect to the coordinator, and to wait for its answer. TCP asks for a connection after 0 and 1 s: one that
-a cut network has lost is asked for again sooner by another try."""
-PROOF_PATH, NONCE_HEADER, PROOF_HEADER, DIGEST_HEADER = "/proof", "nonce", "proof", "digest"
-"""Path of the exchange of nonces, and headers with nonce, proof and SHA-256 of the body."""
+CONNECT_SECONDS = 1.5
+"""Longest time to connect to the coordinator. TCP asks for a connection after 0 and 1 s: another try asks sooner again."""
+ANSWER_SECONDS = 10.0
+"""Longest time to wait for the coordinator's answer."""
+PROOF_PATH = "/proof"
+"""Path of the exchange of nonces."""
+NONCE_HEADER = "nonce"
+"""Header with the nonce."""
+PROOF_HEADER = "proof"
+"""Header with the proof."""
+DIGEST_HEADER = "digest"
+"""Header with the SHA-256 of the body."""
 
 Handler = Callable[[Any], Any]
 """Answers the JSON value of a request with a JSON value. Raises ValueError, TypeError or KeyError for a bad one."""

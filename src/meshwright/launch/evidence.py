@@ -28,8 +28,10 @@ from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState, death
 from meshwright.spec.secrets import without_secrets
 
-HANG_SECONDS, CRASH_SECONDS = 1.0, 0.3
-"""Longest time to collect after a hang, and after a crash."""
+HANG_SECONDS = 1.0
+"""Longest time to collect evidence after a hang."""
+CRASH_SECONDS = 0.3
+"""Longest time to collect evidence after a crash."""
 SILENT_SECONDS = 0.25
 """Time without more of an answer after which none is awaited: a rank answers within milliseconds, or cannot."""
 POLL_SECONDS = 0.005

@@ -86,10 +86,14 @@ LISTEN_DESCRIPTOR = "MESHWRIGHT_LISTEN_FD"
 """Environment variable with the listening socket that an agent passes to the coordinator that it starts."""
 FAREWELL_SECONDS = 8.0
 """How long a coordinator answers after the end of the job, so that all agents learn of it."""
-LOCK_SECONDS, LOCK_RETRY_SECONDS = 30.0, 0.5
-"""How long a coordinator tries to lock its folder: one of an earlier start may still answer there, or the disk be full."""
-ABANDONED_SECONDS, GIVE_UP_SECONDS = 300.0, 300.0
-"""Seconds without any agent after which a coordinator ends, and without a coordinator after which an agent does."""
+LOCK_SECONDS = 30.0
+"""How long a coordinator tries to lock its folder: an earlier one may still answer there, or the disk be full."""
+LOCK_RETRY_SECONDS = 0.5
+"""Seconds between two tries."""
+ABANDONED_SECONDS = 300.0
+"""Seconds without any agent after which a coordinator ends."""
+GIVE_UP_SECONDS = 300.0
+"""Seconds without a coordinator after which an agent ends."""
 UNANSWERED_SECONDS, STILL_SECONDS = 25.0, 10.0
 """Seconds since the last answer, and since the last progress of its ranks, after which an agent ends: the coordinator's
 host is lost. A network that is cut for 20 s is not enough for that."""

@@ -13,8 +13,10 @@ from meshwright.events.terminal import write_line
 from meshwright.launch.http_listener import HttpConnection, HttpListener, HttpReply, HttpRequest
 from meshwright.spec.listen_address import address_text
 
-POLL_SECONDS, END_SECONDS = 0.1, 1.0
-"""Time between two looks at whether the job has ended; longest time that its end waits for an answer being made."""
+POLL_SECONDS = 0.1
+"""Time between two looks at whether the job has ended."""
+END_SECONDS = 1.0
+"""Longest time that the job's end waits for an answer that is being made."""
 FRESH_SECONDS = 0.2
 """Time for which an answer is given again: a flood of requests reads the run folder no more often."""
 PAUSE_SECONDS = 1.0

@@ -42,8 +42,9 @@ from meshwright.spec.run import RunSpec
 
 STEPS = WARM_UP + COMPARED_STEPS
 """Steps of a probe, warm-up included."""
-ENOUGH_STEPS, LONG_SECONDS = 5, 20.0
-"""Steps after warm-up that suffice if together they take this many seconds."""
+ENOUGH_STEPS = 5
+"""Steps after warm-up that suffice if together they take `LONG_SECONDS`."""
+LONG_SECONDS = 20.0
 TOO_SLOW = 1.5
 """A probe ends early above this multiple of its predicted time, or above the 80% band if that is higher."""
 

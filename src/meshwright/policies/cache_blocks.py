@@ -168,8 +168,11 @@ class BlockTables(ABC):
     """Whether blocks are only counted, so that requests may take them in any order."""
 
     def __init__(self, counts: Sequence[BlockCounts], windows: Sequence[int | None], tokens_per_block: int) -> None:
-        self.counts, self.windows, self.tokens_per_block = counts, windows, tokens_per_block
-        """`counts`: the numbers of the blocks of each group; `windows`: the tokens that a query attends to, None: all."""
+        self.counts = counts
+        """Number of blocks of each group."""
+        self.windows = windows
+        """Tokens that a query of each group attends to; None: all."""
+        self.tokens_per_block = tokens_per_block
         self.smallest_window = min((window for window in windows if window is not None), default=None)
 
     def first_block(self, group: int, position: int) -> int:

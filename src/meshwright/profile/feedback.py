@@ -19,8 +19,10 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Correction, MachineProfile
 from meshwright.spec.run import RunSpec
 
-SMALLEST_FACTOR, LARGEST_FACTOR = 0.1, 10.0
-"""Range of factors that are considered."""
+SMALLEST_FACTOR = 0.1
+"""Smallest factor that is considered."""
+LARGEST_FACTOR = 10.0
+"""Largest factor that is considered."""
 HALVINGS = 20
 """Steps of the bisection: they reduce the range of the logarithm, 4.6, to 4e-6."""
 

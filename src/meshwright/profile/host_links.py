@@ -13,8 +13,9 @@ from meshwright.spec.profile import HostLink
 
 COPY_BYTES = 256 << 20
 """Bytes of one copy: enough for the full rate of a link."""
-LAUNCHES, ROUNDS = 400, 9
-"""Launches per round, fewer than a device's queue holds so that the host never waits, and rounds."""
+LAUNCHES = 400
+"""Launches per round: fewer than a device's queue holds, so that the host never waits."""
+ROUNDS = 9
 
 
 def launch_seconds(team: Team) -> float:

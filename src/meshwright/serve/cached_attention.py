@@ -53,8 +53,9 @@ class CurrentStep:
 
     def __init__(self, tables: Sequence[RotaryTables | None], cache: KVCache, *, invariant: bool = False) -> None:
         on_host = cache.tensors[0].device.type == "cpu"
-        self.tables, self._cache = tables, cache
+        self.tables = tables
         """`whole_tables` of each group of layers."""
+        self._cache = cache
         pairs = zip(cache.groups, tables, strict=True)
         self.ropes = [_written(group, rope, on_cuda=not on_host) for group, rope in pairs]
         """Cosines and sines `(context, ·)` with which the keys of each group are rotated as they are written; None: they are not."""

@@ -53,8 +53,9 @@ class Drafter:
     """Interface through which an engine gets draft tokens; a subclass has their source."""
 
     def __init__(self, longest: int, pauses: DraftPauses) -> None:
-        self.longest, self._pauses = longest, pauses
-        """`longest`: draft tokens of a request in a step at most."""
+        self.longest = longest
+        """Most draft tokens of a request in a step."""
+        self._pauses = pauses
         self.proposed = self.accepted = 0
         """Draft tokens that were checked and accepted so far."""
 

@@ -42,12 +42,16 @@ PROMPTS = 16, 64, *(size << doublings for doublings in range(13) for size in (25
 """Tokens of the measured prompts, up to the budget of a step: 16, 64, 256, 384, 512, 768, and so on."""
 BESIDE = (16, 64)
 """Decodes beside a prompt of such a size. With one decode the step as a whole has that size, or that of a graph."""
-BETWEEN, SHARE = 24, 0.6
-"""Steps of decodes after each prompt, at most, and the share of the time that prompts take."""
+BETWEEN = 24
+"""Most steps of decodes after each prompt."""
+SHARE = 0.6
+"""Share of the time that prompts take."""
 BESIDE_TOKENS = 256
 """Tokens of the texts of these decodes."""
-SHORT, MEAN = 32, 1024
-"""Tokens of the texts that are decoded: equal ones, and means of different ones."""
+SHORT = 32
+"""Tokens of each sequence where all have the same length."""
+MEAN = 1024
+"""Mean tokens of a sequence where lengths differ."""
 MOST_EVEN = 64
 """Decodes of the largest batch that is measured both with exponential and with even lengths.
 

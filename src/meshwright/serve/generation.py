@@ -77,8 +77,10 @@ class Generation:
         *,
         reports_steps: bool = True,
     ) -> None:
-        self.sampling, self.matcher, self.reports_steps = sampling, matcher, reports_steps
-        """`matcher` follows the text if it has a grammar."""
+        self.sampling = sampling
+        self.matcher = matcher
+        """Follows the text, if the request has a grammar."""
+        self.reports_steps = reports_steps
         self.stop_ids = frozenset(stop_ids)
         self._stream = stream
         self._stops = StopStrings(StringSearch(stop_strings))

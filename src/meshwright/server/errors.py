@@ -104,8 +104,10 @@ class RequestError(Exception):
         return headers
 
 
-MESSAGES_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
-"""Beginnings of the paths of Anthropic's API and of OpenAI's Responses API."""
+MESSAGES_PATH = "/v1/messages"
+"""Beginning of the paths of Anthropic's API."""
+RESPONSES_PATH = "/v1/responses"
+"""Beginning of the paths of OpenAI's Responses API."""
 LAST_SEQUENCE = 2**31 - 1
 """Number of an event of a Responses stream that who writes it has not counted; numbers rise."""
 

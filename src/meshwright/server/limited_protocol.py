@@ -44,8 +44,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.logger = _LOGGER
         self._limits: ListenerLimits = self.table.limits
-        self._in_head, self._room, self._tail = True, self._limits.head_bytes, b""
-        """Whether a head is next or has begun, the bytes that it may still have, and its last bytes."""
+        self._in_head = True
+        """Whether a head is next or has begun."""
+        self._room = self._limits.head_bytes
+        """Bytes that the head may still have."""
+        self._tail = b""
+        """Last bytes of the head so far."""
         self._running: Any = None
         """The request that is being answered; uvicorn knows the one that came last."""
 

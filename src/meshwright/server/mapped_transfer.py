@@ -25,8 +25,10 @@ class MappedSender:
     """The sender's end."""
 
     def __init__(self, blocks: OwnBlocks, offer: Sequence[Mapping[str, Any]]) -> None:
-        self._blocks, self.offer, self.mapped = blocks, offer, False
-        """`mapped`: whether the receiver has mapped the cache."""
+        self._blocks = blocks
+        self.offer = offer
+        self.mapped = False
+        """Whether the receiver has mapped the cache."""
         self._unreturned: dict[int, UnsentBlocks] = {}
         self._numbers = itertools.count()
 

@@ -91,8 +91,10 @@ class PrefillJob:
     """Computation of a prompt, and of the first token of each of its texts."""
 
     def __init__(self, number: int, prompt_tokens: int, unsent: UnsentBlocks, requests: Sequence[int]) -> None:
-        self.number, self.prompt_tokens, self.unsent = number, prompt_tokens, unsent
-        """`number` is the receiver's."""
+        self.number = number
+        """Number that the receiver gave the prompt."""
+        self.prompt_tokens = prompt_tokens
+        self.unsent = unsent
         self.requests = list(requests)
         """The engine's numbers."""
         self.firsts: dict[int, list[Any]] = {}
@@ -110,8 +112,9 @@ class PrefillConnection:
     """A receiver: its prompts, and the blocks that are on their way to it."""
 
     def __init__(self, end: socket.socket, now: float) -> None:
-        self.frames, self.silent_since = FrameSocket(end), now
-        """`silent_since`: time from which the receiver's silence counts."""
+        self.frames = FrameSocket(end)
+        self.silent_since = now
+        """Time from which the receiver's silence counts."""
         self.staging: Staging | None = None
         """Memory for its blocks, once it has shown its key."""
         self.mapped_sender: MappedSender | None = None
@@ -158,7 +161,8 @@ class PrefillJobs:
         self._store = store
         self._acceptor = Acceptor(listening)
         self._table: ConnectionTable[PrefillConnection] = ConnectionTable(TRANSFERS)
-        self.listening, self.accepting = listening, True
+        self.listening = listening
+        self.accepting = True
         """Whether new prompts are taken."""
         self.connections: list[PrefillConnection] = []
         self._job_of_text: dict[int, PrefillJob | None] = {}

@@ -23,8 +23,10 @@ from meshwright.server.route_requests import MOST_HEAD_BYTES, RoutedRequest, Rou
 from meshwright.server.router_state import OWN_PATHS, RETRY_SECONDS, Router
 
 log = logging.getLogger("meshwright.server")
-BODY_SECONDS, IDLE_SECONDS = ROUTE.head_seconds, ROUTE.idle_seconds
-"""Longest time to send a request, and to be connected without one or without reading an answer."""
+BODY_SECONDS = ROUTE.head_seconds
+"""Longest time in which a client sends its request."""
+IDLE_SECONDS = ROUTE.idle_seconds
+"""Longest time of a connection without a request, or without reading its answer."""
 UNREAD_SECONDS = 5.0
 """Time without reading its answer after which a client makes room for a request, if all servers are full."""
 CONNECT_SECONDS = 2.0

@@ -22,8 +22,10 @@ LONGEST_STOP_STRING = 256
 MOST_STOP_IDS = 64
 MOST_PROMPT_LOGPROBS = 1 << 20
 """Log probabilities of prompts in an answer at most, those of the likeliest tokens included: about 40 MB of JSON."""
-MOST_BAD_WORDS, LONGEST_BAD_WORD = 128, 256
-"""Words of `bad_words`, and characters of one, at most."""
+MOST_BAD_WORDS = 128
+"""Most words in `bad_words`."""
+LONGEST_BAD_WORD = 256
+"""Most characters of one of them."""
 WITHOUT_EFFECT = (
     "user",
     "metadata",

@@ -42,8 +42,10 @@ SHORT_SENT = 4
 """Short bodies that a process has at a time: it begins the next while the answer to one is on its way."""
 START_SECONDS = 120.0
 """Longest time that a process may take to load the tokenizer."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Seconds before a process is started again that could not load; they double each time."""
+FIRST_PAUSE = 0.1
+"""Seconds before a process that could not load is started again. They double each time."""
+LONGEST_PAUSE = 10.0
+"""Longest of these pauses, seconds."""
 FAILED_STARTS = 3
 """Starts that fail one after the other before requests are refused instead of waiting for the next."""
 END_SECONDS = 5.0

@@ -30,8 +30,10 @@ from meshwright.training.reporting import Reporter
 from meshwright.training.session import TrainingSession
 from meshwright.training.stop import BUSY, NO_REQUEST, SAVE, UNREADY, StopFlags
 
-COUNTED_STEPS, FEWEST_STEPS = 50, 5
-"""Most and fewest steps without a save whose median is the step time."""
+COUNTED_STEPS = 50
+"""Most steps without a save whose median is the step time."""
+FEWEST_STEPS = 5
+"""Fewest such steps."""
 WAIT_SECONDS = 2.0
 """Longest time for which the first rank waits for a save before it answers the other ranks, seconds."""
 

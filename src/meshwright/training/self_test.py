@@ -36,8 +36,10 @@ from meshwright.spec.secrets import without_secrets
 
 SECONDS = 60.0
 """Default limit of a whole test."""
-SIZE, PRODUCTS = 512, 8
-"""Rows of the square matrices, and products for each dtype."""
+SIZE = 512
+"""Rows of the square matrices."""
+PRODUCTS = 8
+"""Products for each dtype."""
 MEMORY_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}
 EXCHANGE_ELEMENTS = 1 << 20
 Multiply = Callable[[Tensor, Tensor], Tensor]

@@ -23,10 +23,14 @@ from meshwright.training.stop import StopFlags
 from meshwright.training.train_step import StepFigures
 from meshwright.training.wire_count import WireCount
 
-LENGTHS_INTERVAL, MOST_LENGTHS = 50, 16_384
-"""Interval in steps between records of sample lengths, and most samples of a recorded step."""
-SHORT_LOADS, LOADS_INTERVAL = 1024, 10
-"""Most expert loads in every line of metrics.jsonl, and the interval of lines with more loads than that."""
+LENGTHS_INTERVAL = 50
+"""Steps between two records of sample lengths."""
+MOST_LENGTHS = 16_384
+"""Most samples of a recorded step."""
+SHORT_LOADS = 1024
+"""Most expert loads in every line of metrics.jsonl."""
+LOADS_INTERVAL = 10
+"""Steps between two lines with more loads than that."""
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,10 @@ from meshwright.spec.errors import Damaged
 from meshwright.spec.job_token import job_token
 from meshwright.state.parts import StateParts
 
-WRITER_SECONDS, POLL_SECONDS = 5.0, 0.02
-"""How long a rank waits for the writer of its predecessor that makes no progress, and between two looks at it."""
+WRITER_SECONDS = 5.0
+"""How long a rank waits for its predecessor's writer while that makes no progress."""
+POLL_SECONDS = 0.02
+"""Seconds between two looks at that writer."""
 LIST_SECONDS = 10.0
 """How long a rank waits for the list of its host's snapshots."""
 MemoryTier = Literal["host memory", "partner memory"]

@@ -45,12 +45,18 @@ from meshwright.spec.errors import Damaged, MeshwrightError
 
 SERVER_VARIABLE = "MESHWRIGHT_SNAPSHOT_SERVER"
 """Environment variable of ranks with HOST:PORT of their host's snapshot server."""
-LINE_BYTES, RECORD_BYTES, DATA_BYTES = 8 << 10, 1 << 30, 1 << 44
-"""Most bytes of a line, of a record and of a snapshot's data."""
+LINE_BYTES = 8 << 10
+"""Most bytes of a line."""
+RECORD_BYTES = 1 << 30
+"""Most bytes of a record."""
+DATA_BYTES = 1 << 44
+"""Most bytes of a snapshot's data."""
 PROOF_BYTES = 65
 """Bytes of a line's proof and the space behind it."""
-IDLE_SECONDS, CONNECT_SECONDS = SNAPSHOTS.idle_seconds, 5.0
-"""How long a connection may take to send or take anything, and to be made."""
+IDLE_SECONDS = SNAPSHOTS.idle_seconds
+"""How long a connection may send and take nothing."""
+CONNECT_SECONDS = 5.0
+"""How long it may take to connect."""
 PIECE_BYTES = 1 << 20
 """Bytes that are sent at a time; between two of them the sender waits as its rate requires."""
 DIGEST_BYTES = 8

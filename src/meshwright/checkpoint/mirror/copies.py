@@ -43,8 +43,10 @@ INDEX_FORMAT = 1
 COPIED = "mirror.json"
 """File in a run's folder that names the newest checkpoint that was copied, and where to."""
 FILES_AT_ONCE = 4
-START_PATIENCE, DESCRIBE_PATIENCE = 60.0, 5.0
-"""Seconds that a start tries to reach the store, and a message that only describes it."""
+START_PATIENCE = 60.0
+"""Seconds that the start of a run tries to reach the store."""
+DESCRIBE_PATIENCE = 5.0
+"""Seconds that a message which only describes the store tries to reach it."""
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,10 @@ from meshwright.spec.run import Lease
 _PARTIAL = re.compile(r"\.(step-\d{8,12})\.(?:(\d+)-)?([0-9a-f]+)\.partial")
 _DELETED = re.compile(r"\.deleted-step-\d{8,12}\.[0-9a-f]+")
 
-IDLE_SECONDS, AWAIT_POLL_SECONDS = 10.0, 0.05
-"""Seconds that `await_writers` waits for a writer without progress, and seconds between two checks."""
+IDLE_SECONDS = 10.0
+"""Seconds that `await_writers` waits for a writer without progress."""
+AWAIT_POLL_SECONDS = 0.05
+"""Seconds between two checks of the writers."""
 
 log = logging.getLogger(__name__)
 

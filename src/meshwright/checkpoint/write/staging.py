@@ -30,10 +30,16 @@ from meshwright.kernels.pinned import PIN_BYTES, pin_pages
 from meshwright.spec.errors import OutOfResources
 from meshwright.state.snapshot import HostState
 
-POPULATE_THREADS, POPULATE_BYTES, MADV_POPULATE_WRITE = 4, 32 << 20, 23
-"""Threads that take pages from the host, bytes of one call, and the kernel's name for it (madvise(2), Linux 5.14)."""
-TABLE_BYTES, TABLES = tuple(1 << power for power in range(6, 14)), 64
-"""Sizes of the tables of an update in groups, and how many are under way at a time."""
+POPULATE_THREADS = 4
+"""Threads that take pages from the host."""
+POPULATE_BYTES = 32 << 20
+"""Bytes of one call for pages."""
+MADV_POPULATE_WRITE = 23
+"""The kernel's number for that call (madvise(2), Linux 5.14)."""
+TABLE_BYTES = tuple(1 << power for power in range(6, 14))
+"""Sizes of the tables of an update in groups."""
+TABLES = 64
+"""Tables that are under way at a time."""
 COPY_BYTES = 64 << 20
 """Largest copy, a divisor of `PIN_BYTES`: between two of them the copy engine serves the small copies of training."""
 
