@@ -1,14 +1,16 @@
 """The Triton kernels of `expert_decode`; imported only with a CUDA device, as CPU builds of torch lack Triton.
 
-Three kernels read each weight once: router with the choice of experts, gate and up with SwiGLU, down. With 1 to 16 rows an expert the
-time is that of reading the weights. As in `fixed_product_triton` the weight's rows are the first operand of the tensor cores.
+There are three kernels: the router with the choice of experts; gate and up with SwiGLU; down. Each reads a weight once. With 1 to 16 rows
+an expert the time is that of reading the weights. As in `fixed_product_triton`, the rows of a weight are the tensor cores' first operand.
 
-No kernel sorts. The router's stores for each expert which copy of each token it computes; a program of an expert collects its rows from
-that. A copy's place in the results is `token · copies + copy`, so a token's copies are added in one order, whatever the batch. The grids
-depend on the number of tokens only, so that a CUDA graph can replay them.
+No kernel sorts. The router's kernel stores which copy of each token an expert computes (`Choices.places`), and the program of an expert
+collects its rows from that table. Copy c of token t is row t · copies + c of the results, so the copies of a token are added in the same
+order in every batch. The grids depend on the number of tokens only, so that a CUDA graph can replay them.
 
-Sizes: ROWS copies and COLUMNS outputs of a tile, INNER numbers of a row that are added in a step, TOKENS the tokens of a tile of the
-router, BLOCK the experts and LANES the tokens of the step, each rounded up to a power of two.
+Sizes, each rounded up to a power of two:
+
+- ROWS: copies of a tile. COLUMNS: outputs of a tile. INNER: numbers of a row that are added in a step.
+- TOKENS: tokens of a tile of the router. BLOCK: experts. LANES: tokens of the step.
 """
 
 from __future__ import annotations
@@ -46,24 +48,26 @@ Operand = Tensor | RoundedMatrix
 
 
 class ExpertLaunch(NamedTuple):
-    """Outputs and rows of a tile, numbers of a step, warps of a program, stages of the software pipeline.
-
-    `ahead`: steps whose weights are brought into the L2 cache while the kernel before ends.
-    """
+    """The tile of a program, and how the program runs."""
 
     columns: int
+    """Outputs of the tile; for gate and up, the gates and the ups together."""
     rows: int
+    """Copies of the tile."""
     inner: int
+    """Numbers of a row that are added in a step."""
     warps: int
     stages: int
+    """Stages of the software pipeline."""
     ahead: int = 0
+    """Steps whose weights are brought into the L2 cache while the kernel before still runs."""
 
 
 def launch_of(tokens: int, experts: int, copies: int, itemsize: int = 2) -> ExpertLaunch:
-    """The tile of both products, found by trial on an H200; for the first, `columns` counts gates and ups.
+    """The tile of both matmuls, found by trial on an H200.
 
-    It depends on the next power of two of the tokens only, so that few kernels are compiled, and `inner` on nothing: it is the order of
-    addition.
+    It depends on the next power of two of `tokens`, so that few kernels are compiled. `inner` is the same for all numbers of tokens,
+    because it decides the order of addition.
     """
     tokens = triton.next_power_of_2(tokens)
     rows = min(MOST_ROWS, max(16, tokens if tokens <= 32 else triton.next_power_of_2(2 * tokens * copies // experts)))
@@ -73,7 +77,7 @@ def launch_of(tokens: int, experts: int, copies: int, itemsize: int = 2) -> Expe
 
 
 def _is_by_copy(tokens: int, experts: int, copies: int) -> bool:
-    """Whether a program is that of a copy: if there are fewer than experts."""
+    """Whether there is a program for each copy, or else for each expert: whichever are fewer."""
     return triton.next_power_of_2(tokens) * copies < experts
 
 
@@ -124,21 +128,24 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> C
 def gate_up(
     x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, *, launch: ExpertLaunch | None = None
 ) -> Tensor:
-    """silu(gate) · up of each copy, `(tokens · copies, width)`, of x `(tokens, hidden)`; in bf16 and fp16 times its weight."""
+    """silu(gate) · up of each copy, `(tokens · copies, width)`, of x `(tokens, hidden)`.
+
+    In bf16 and fp16 it is multiplied by the copy's weight; in 8 bits `down` does that, after the rounding.
+    """
     return _multiply_copies(x, weight, choices, dtype, launch, gated=True)
 
 
 def down(
     x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, *, launch: ExpertLaunch | None = None
 ) -> Tensor:
-    """The outputs of copies `(tokens · copies, hidden)` of their activations x `(tokens · copies, width)`; in 8 bits times its weight."""
+    """The outputs of copies `(tokens · copies, hidden)`, of their activations x `(tokens · copies, width)`; see `gate_up` for weights."""
     return _multiply_copies(x, weight, choices, dtype, launch, gated=False)
 
 
 def _multiply_copies(
     x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, launch: ExpertLaunch | None, *, gated: bool
 ) -> Tensor:
-    """Launch the products of copies."""
+    """Launch the kernel that multiplies each copy by the matrix of its expert."""
     rows, row_scales = _parts(x)
     matrices, scales = _parts(weight)
     tokens, copies = choices.chosen.shape
@@ -222,7 +229,7 @@ def _route(
     source = weight + expert.to(tl.int64)[:, None] * hidden + inner[None, :]
     matrix = tl.load(source, mask=is_expert[:, None] & (inner < hidden)[None, :], other=0.0)
     await_previous(DEPENDENT)
-    # The tensor cores take 16 rows at least, of which the first are the tokens of this part.
+    # The tensor cores take at least 16 rows. The first of them are the tokens of this part, the others are 0.
     lane = tl.arange(0, 16)
     token = part * TOKENS + lane
     used = (lane < TOKENS) & (token < tokens)
@@ -232,7 +239,7 @@ def _route(
     parts = partial + part.to(tl.int64) * (SPLITS * TOKENS * BLOCK)
     place = lane[None, :] * BLOCK + expert[:, None]
     tl.store(parts + split * (TOKENS * BLOCK) + place, sums, mask=used[None, :])
-    # All threads have stored their numbers before one of them says so.
+    # Wait until all threads have stored their numbers. Then one of them counts this program as arrived.
     tl.debug_barrier()
     if tl.atomic_add(arrivals + part, 1, sem="acq_rel") == SPLITS - 1:
         tl.store(arrivals + part, 0)
@@ -240,7 +247,7 @@ def _route(
         exists = ((row < TOKENS) & (index < tokens))[:, None]
         logits = tl.zeros((ROWS, BLOCK), tl.float32)
         for number in tl.static_range(SPLITS):
-            # From the L2 cache: what the first level has may be older than the other programs' stores.
+            # Read from the L2 cache: the L1 cache may have values from before the other programs' stores.
             logits += tl.load(
                 parts + number * (TOKENS * BLOCK) + row[:, None] * BLOCK + expert[None, :],
                 mask=exists,
@@ -282,10 +289,10 @@ def _pick(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tuple:
-    """`router_triton.pick_copies` with one reduction for each copy, of an integer made of a key and an expert's number.
+    """As `router_triton.pick_copies`, with one reduction for each copy: the maximum of integers made of a key and an expert's number.
 
-    The integer has 64 bits if WIDE, or 32 with the upper 16 bits of a key, which are all of bf16. Without GATHER keys are
-    returned instead of scores.
+    If WIDE the integer has 64 bits. Else it has 32: the upper 16 bits of the key, which are all bits of a bf16 number, and the expert.
+    With GATHER the scores of the chosen experts are returned, else their keys.
     """
     expert = tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS)
@@ -384,17 +391,18 @@ def _copies_product(
     IMPRECISE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """A tile of outputs of one expert for all copies that it computes.
+    """A tile of outputs of one expert, for all its copies.
 
-    With BY_COPY there is a program for each copy, and that of an expert's first copy computes all. With DIRECT rows are tokens.
-    With GATED the rows of x are tokens and a weight has gates before ups, and the result is their SwiGLU; else the rows of x are copies.
+    - BY_COPY: there is a program for each copy. The program of an expert's first copy computes all copies of the expert.
+    - DIRECT: the rows of the tile are all tokens of the step, used or not; else they are the expert's copies.
+    - GATED: the rows of x are tokens, a weight has gates before ups, and the result is their SwiGLU. Else the rows of x are copies.
     """
     item = tl.program_id(1)
     lane = tl.arange(0, LANES)
     matrix_rows: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     output = tl.arange(0, matrix_rows)
     column = tl.program_id(0) * COLUMNS + output % COLUMNS
-    # Columns behind the last read its weights, and nothing of them is stored.
+    # Columns after the last one read the weights of the last one, and their results are not stored.
     matrix = (tl.minimum(column, columns - 1) + output // COLUMNS * columns).to(tl.int64)
     all_rows = 2 * columns if GATED else columns
     if AHEAD > 0:
@@ -467,7 +475,7 @@ def _multiply_rows(
     SUM: tl.constexpr,
     IMPRECISE: tl.constexpr,
 ) -> None:
-    """Store a tile of outputs of the copies `(ROWS,)` that are `used`, by the rows `matrix` of all weights."""
+    """Store a tile of outputs: of the copies `(ROWS,)` that are `used`, by the rows `matrix` of the stacked weights of all experts."""
     dtype = out.dtype.element_ty
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     source = copy // COPIES if GATED else copy

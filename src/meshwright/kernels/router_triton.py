@@ -1,8 +1,8 @@
-"""The Triton kernels of a mixture's router and of the order of its token copies; imported only with a CUDA device.
+"""The Triton kernels of an MoE layer's router and of the sorting of token copies by expert; imported only with a CUDA device.
 
-torch's top-k takes 0.23 ms for 32,768 tokens and 128 experts on an H200, though the logits are 8 MB, and its order is a radix sort. Here
-one kernel per direction computes scores, choice, weights, sums of probabilities and loads; the order takes three: counts per block of
-tokens, their scan, and the positions.
+torch's top-k takes 0.23 ms for 32,768 tokens and 128 experts on an H200, though the logits are only 8 MB, and torch sorts by radix. Here
+one kernel for the forward and one for the backward compute scores, choice, weights, sums of probabilities and loads. Three kernels sort:
+one counts copies per block of tokens, one adds the counts up, and one computes the positions.
 
 A program has a tile of tokens by experts in registers.
 """
@@ -22,7 +22,7 @@ TILE = 2048
 With twice as many, counting takes 254 registers of a thread on sm_90 instead of 74.
 """
 SCAN_BLOCK = 1024
-"""Blocks of tokens of which one program of the scan reads the counts at a time."""
+"""Counts of blocks of tokens that one program reads at a time when it adds them up."""
 LEAST = tl.constexpr(LEAST_SUM)
 
 
@@ -266,7 +266,7 @@ def scores_of(x, is_expert, sigmoid: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def divisor_of(total, sigmoid: tl.constexpr, biased: tl.constexpr) -> tl.tensor:
-    """What the scores of chosen experts are divided by, of their sum: a bias may choose experts whose softmax is 0."""
+    """The number by which the scores of chosen experts are divided, from their sum: not 0, as a bias may choose experts of softmax 0."""
     if biased and not sigmoid:
         total = tl.maximum(total, LEAST)
     return total
@@ -288,9 +288,9 @@ def keys_of(x, scores, bias, expert, experts) -> tl.tensor:
 def pick_copies(
     keys, scores, free, copies: tl.constexpr, slots: tl.constexpr, tokens: tl.constexpr, block: tl.constexpr
 ) -> tl.tuple:
-    """Of the experts that are `free` `(tokens, block)` the `copies` with the highest keys, of equal ones the first.
+    """Choose the `copies` experts with the highest keys among those that are `free` `(tokens, block)`; of equal keys the first.
 
-    Returns their scores and numbers `(tokens, slots)`, and the copy of each expert `(tokens, block)`, −1 for those not chosen.
+    Returns their scores and numbers `(tokens, slots)`, and for each expert the copy that it computes `(tokens, block)`, −1 if none.
     """
     expert = tl.arange(0, block)
     slot = tl.arange(0, slots)
@@ -319,7 +319,7 @@ def _count(chosen, counts, count, experts, copies: tl.constexpr, tokens: tl.cons
 
 @triton.jit
 def _scan(counts, before, totals, parts, experts, block: tl.constexpr) -> None:
-    """For one expert: its copies before each block of tokens, and all."""
+    """For one expert: the number of its copies before each block of tokens, and of all its copies."""
     expert = tl.program_id(0)
     total = tl.zeros((), tl.int32)
     for start in range(0, parts, block):
