@@ -1,6 +1,6 @@
-"""Requests as a router reads them: head and length are checked, and everything is passed on as it came.
+"""Requests as a router reads them: it checks the head and the length, and passes the bytes on unchanged.
 
-Only a body in chunks is passed on in another form, as one of known length: no server has to find its end in the same way.
+Only a body in chunks is changed: it is passed on as a body of known length, so that router and server cannot disagree about its end.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from meshwright.server.replies import kept_request_id
 MOST_HEAD_BYTES = ROUTE.head_bytes
 MOST_HEADERS = 256
 _MOST_DIGITS = 19
-"""Digits of a content-length; servers may cut or refuse longer ones."""
+"""Most digits of a content-length; servers may cut or refuse longer ones."""
 _LONGEST_LINE = 1024
-"""Bytes of a line between chunks, or behind them."""
+"""Most bytes of a line between chunks, or after them."""
 _MOST_FRAMING_BYTES = 64 << 10
-"""Bytes of lines beside the chunks' own bytes, beyond as many as these."""
+"""Most bytes of such lines, in addition to as many bytes as the chunks have."""
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
 
 
 @dataclass(eq=False)
 class RoutedRequest:
-    """Request of a client, with the servers that were tried for it."""
+    """A client's request, and the servers that have been tried for it."""
 
     method: bytes = b""
     path: bytes = b""
     head: bytes = b""
-    """Head of the request, with the empty line behind it."""
+    """Head of the request, with the empty line after it."""
     key: bytes = b""
     """Key in the header `authorization`, after `Bearer`, or else in `x-api-key`."""
     id: str | None = None
@@ -48,7 +48,7 @@ class RoutedRequest:
     tried: set[Any] = field(default_factory=set)
     """Servers that could not answer it."""
     losses: int = 0
-    """Connections that were lost after it was written to them."""
+    """Number of connections that were lost after the request was written to them."""
 
 
 class RouteRequestReader:
@@ -58,10 +58,10 @@ class RouteRequestReader:
         self._most_body = most_body
         self._incoming = bytearray()
         self._searched = 0
-        """Received bytes in which no head ends."""
+        """Number of received bytes that have been searched for the end of a head."""
 
     def __len__(self) -> int:
-        """Received bytes of requests that were not taken."""
+        """Number of received bytes that are not taken as requests yet."""
         return len(self._incoming)
 
     def add(self, data: bytes) -> None:
