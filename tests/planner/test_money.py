@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.cli.plan_text import expense_sentences
+from meshwright.cli.plan_words import expense_sentences
 from meshwright.config.load import load_run
 from meshwright.planner.chip_comparison import chips_named, cluster_with, compare_chips
 from meshwright.planner.money import expense, expense_of, price_of, watts_of
@@ -65,7 +65,7 @@ def test_days_and_money_have_the_band_of_the_step() -> None:
         slower = replace(plan, predicted=replace(predicted, step_seconds=step))
         alone = expense(run, slower, tokens=1e12)
         assert alone is not None and alone.days == pytest.approx(spent.days * end, rel=0.01)
-    lines = " ".join(expense_sentences(spent))
+    lines = " ".join(expense_sentences(spent, None))
     assert "80% band of the step" in lines and "days" in lines
 
 

@@ -475,7 +475,6 @@ def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) ->
     per_node = _size_or_default(record, "gpus_per_node", chip.per_node, assumed)
     domain = max(per_node, chip.domain)
     number_format, low = _product_format(record, chip, assumed)
-    half_peak = chip.peak_flops.get("bf16", chip.peak_flops.get("fp16", chip.peak_flops["fp32"]))
     interconnect = record.get("interconnect") or ""
     nic = port_bandwidth(interconnect, per_node)
     if nic is None:
@@ -484,8 +483,8 @@ def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) ->
             assumed.append(f"network {nic * 8 / 1e9:g} Gb/s per GPU")
     oversubscription = re.search(r"1:(\d+) oversubscribed", interconnect)
     return Machine(
-        peak=chip.peak_flops.get(number_format, half_peak),
-        half_peak=half_peak,
+        peak=chip.peak_flops.get(number_format, chip.half_peak),
+        half_peak=chip.half_peak,
         product_format=low,
         hbm=chip.hbm,
         memory=chip.memory_bytes,

@@ -174,11 +174,11 @@ def data_line(run: RunSpec, source: DataSource) -> str:
     own = (
         "their own document"
         if source.document_mask
-        else "their sequence, with the documents before (data.document_mask: false)"
+        else "earlier documents of their sequence too (data.document_mask: false)"
     )
     whole = ""
     if run.train.global_batch_tokens is None:
-        whole = f" in {run.train.steps:,} steps ({steps_of_epochs(run, source, 1.0):,} read all once)"
+        whole = f" in {run.train.steps:,} steps ({steps_of_epochs(run, source, 1.0):,} steps read all once)"
     return f"data: {', '.join(shown)}{whole}; tokens see {own}"
 
 

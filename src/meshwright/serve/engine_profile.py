@@ -92,7 +92,7 @@ def measure_engine(
         spec, weights=options.weights, item=dtype.itemsize, cache_item=1 if options.kv_cache else dtype.itemsize
     )
     start = replace(
-        usual_constants(_machine(cluster, options), options.weights),
+        usual_constants(_machine(cluster, options), options.weights, kv_cache=options.kv_cache),
         whole_tokens=engine.whole_tokens,
         prompt_sizes=engine.prompt_sizes,
         decode_programs=engine.decode_programs,

@@ -74,6 +74,7 @@ class Reporter:
             samples_before=run.train.batches.samples_before,
             show_mfu=show_mfu,
             title=run.name,
+            began=session.start.start_time,
         )
         sinks = open_sinks(run.observe, session.folder, to_plain(run), log.warning, resume_from=session.step)
         wall_time = WallTimeWriter(session.folder / FILE)
