@@ -1,8 +1,8 @@
 """Cache blocks that one engine copies out of the memory of another one, without a staging buffer in between.
 
-The owner exports the tensors of its cache, and keeps blocks unchanged until they are copied. The other engine maps them, and one kernel
-copies blocks into its own cache and computes their checksums, which the owner has computed too: each byte is read and written once.
-Block tables are int arrays `(blocks, groups)` with the block of each group of layers.
+The owner exports the tensors of its cache, and does not change blocks until they are copied. The other engine maps these tensors. One
+kernel copies blocks into its own cache and computes their checksums, so each byte is read and written once. The owner computes the
+checksums too. Block tables are int arrays `(blocks, groups)` with the block of each group of layers.
 """
 
 from __future__ import annotations

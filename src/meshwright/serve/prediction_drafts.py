@@ -1,10 +1,11 @@
 """Drafts by the model's own modules for multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, §2.2).
 
-Once a step is checked, the modules compute all its tokens and draw the next step's drafts, one each. Their layers of the cache follow the
-model's, in the same blocks. All they read is on the device: the number of accepted drafts selects the position behind which they draw.
+Once a step is checked, the modules compute all its tokens, and each draws one draft for the next step. Their cache layers come after the
+model's, in the same blocks. They read only from the device: the number of accepted drafts selects the position after which they draw.
 
-Two kinds of cache entries may have been computed from other tokens than the text's: the last one of a cached prefix, from the token that
-followed it in another text, and, for modules after the first, one from a rejected draft. They change what is proposed, never the text.
+Two kinds of a module's cache entries may come from tokens that are not in the text. The last entry of a cached prefix comes from the token
+that followed the prefix in another text. For modules after the first, an entry may come from a rejected draft. Such entries change the
+drafts, never the text.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class ModuleInputs(NamedTuple):
 
 
 class PredictionDrafter(SampledDrafter):
-    """Each module draws one draft, in a step without drafts too, as the plan of the next step decides which are used.
+    """Each module draws one draft after every step, even if the step had none: the plan of the next step decides which are used.
 
-    On CUDA the modules are one graph for each shape of a step of decodes, like the model.
+    On CUDA the modules have one graph for each shape of a step that has only decodes, like the model.
     """
 
     def __init__(

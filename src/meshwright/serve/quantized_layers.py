@@ -1,7 +1,7 @@
-"""Linear layers and routed experts with weights in 8 bits, in the place of the trainer's modules.
+"""Linear layers and routed experts with weights in 8 bits, in place of the trainer's modules.
 
-Activations are rounded with one scale per token, or per 128 numbers of it, where possible by the kernel that computes them. The weights of
-a layer are replaced in their memory by `assign`, so that CUDA graphs stay valid.
+Activations are rounded with one scale per token, or one per 128 numbers of a token. Where possible the kernel that computes an activation
+also rounds it. `assign` writes new weights into the same memory, so CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from meshwright.spec.weight_scheme import LayerFormat
 class QuantizedWeight(nn.Module):
     """A weight `(…, out, in)` in 8 bits, with one scale per output, or, in the format `fp8 blocks`, per block of 128 × 128.
 
-    `ranks` are the tensor ranks that have the other columns of the weight, if tensor ranks divide its inputs: scales of outputs are those
-    of whole outputs, and creating and assigning are collective. Of a weight on the meta device it has no values yet. Raises BadInput for
-    an int8 weight with so many inputs that sums may exceed 32 bits.
+    If tensor ranks divide the inputs of the weight, `ranks` are these ranks: a scale is then computed over all of them, and creating and
+    assigning are collective. For a weight on the meta device it has no values yet. Raises BadInput for an int8 weight with so many inputs
+    that sums may exceed 32 bits.
     """
 
     values: Tensor

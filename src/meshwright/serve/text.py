@@ -12,13 +12,13 @@ from meshwright.data.token_bytes import TokenBytes
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Character for bytes that are no complete character."""
 CONTEXT = 5
-"""Fewest tokens before the new ones that are decoded with them, where a token's text depends on those before it."""
+"""Fewest earlier tokens that are decoded together with the new ones, if a token's text depends on the tokens before it."""
 MOST_CONTEXT = 20
-"""Most such tokens: as long as they stay the same, their text is known."""
+"""Most such tokens. As long as they stay the same, their text need not be decoded again."""
 LONGEST_CHARACTER = 4
-"""Bytes of a character at most."""
+"""Most bytes of a character."""
 MOST_INCOMPLETE = 8
-"""Tokens after which an incomplete character is not waited for any longer."""
+"""After so many tokens an incomplete character is returned as it is."""
 
 
 class TextStream(Protocol):
