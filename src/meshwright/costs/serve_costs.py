@@ -125,9 +125,7 @@ class ServeCosts:
         elif self.profile is not None and measured:
             self.constants = self.profile.constants
         else:
-            self.constants = usual_constants(
-                self._machine, weights, experts, expert_peak, self.quantisation.kv_cache
-            )
+            self.constants = usual_constants(self._machine, weights, experts, expert_peak, self.quantisation.kv_cache)
         """Constants of a step's time on one device."""
         self.overlap = not cluster.is_cpu if self.profile is None else self.profile.overlap
         self._items = self.profile.item_bytes if self.profile else (4 if cluster.is_cpu else 2)

@@ -72,7 +72,8 @@ class GpuReader:
 
     def wait(self, seconds: float) -> dict[int, list[int]]:
         """Wait for `seconds`, or less if an XID event arrives; returns the XIDs of each GPU index."""
-        began, xids = time.monotonic(), dict[int, list[int]]()
+        began = time.monotonic()
+        xids = dict[int, list[int]]()
         deadline = began + seconds
         while (left := deadline - time.monotonic()) > 0:
             event = self._next_event(left)

@@ -29,7 +29,9 @@ def readings(
 
     Memory of processes that descend from `own_pid` is not that of others; the first `count` visible GPUs are read.
     """
-    host, gpus, notes = HostReader(), None, []
+    host = HostReader()
+    gpus = None
+    notes = []
     try:
         gpus = GpuReader(None if count == ALL else count)
     except NoGpus as obstacle:

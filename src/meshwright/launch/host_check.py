@@ -9,8 +9,10 @@ from typing import Any
 from meshwright.launch.health_reader import readings
 from meshwright.policies.host_health import HealthFinding, HealthWatch, action_of, source_of
 
-READINGS, BETWEEN_SECONDS = 3, 1.0
-"""Readings of a check, and the seconds between them: states have to hold in up to three in a row."""
+READINGS = 3
+"""Readings of a check: a state has to hold in up to three in a row."""
+BETWEEN_SECONDS = 1.0
+"""Seconds between two readings."""
 HEALTHY, WARNED, BAD = 0, 1, 2
 """Exit codes of a check."""
 

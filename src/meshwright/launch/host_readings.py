@@ -14,7 +14,8 @@ from pathlib import Path
 from meshwright.policies.host_health import HOST, HealthReading
 
 PRESSURE = Path("/proc/pressure/memory")
-INFINIBAND, INTERFACES = Path("/sys/class/infiniband"), Path("/sys/class/net")
+INFINIBAND = Path("/sys/class/infiniband")
+INTERFACES = Path("/sys/class/net")
 PORT_ERRORS = (
     "symbol_error",
     "port_rcv_errors",
