@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import Json, print_now
+from meshwright.cli.options import Json, show
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def prepare_command(
         if as_json:
             print(json.dumps(_part_summary(prepared_part)))
         else:
-            print_now(_part_sentences(prepared_part))
+            show(_part_sentences(prepared_part))
         return
 
     prepared = prepare(
@@ -450,7 +450,7 @@ def _show_prepared(prepared: PreparedCorpus, verify: bool, as_json: bool) -> Non
     if as_json:
         print(json.dumps(_summary(prepared)))
     else:
-        print_now(_sentences(prepared))
+        show(_sentences(prepared))
 
 
 def _say_left_out(left_out: LeftOut) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.options import Json, model_folder, print_now, say
+from meshwright.cli.options import Json, model_folder, say, show
 from meshwright.cli.spread import PlanFile, ask_ranks, found_weights, model_in
 from meshwright.data.inputs import STDLIB
 from meshwright.spec.errors import BadInput
@@ -107,9 +107,7 @@ def evaluate(
         print(json.dumps(answer))
         return
     bits = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte else ""
-    print_now(
-        f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}{bits} ({result.tokens:,} tokens)"
-    )
+    show(f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}{bits} ({result.tokens:,} tokens)")
     for name, loss in result.by_source.items():
         bits = f", {result.bits_by_source[name]:.4f} bits per byte" if result.bits_by_source else ""
         print(f"  {name}: loss {loss:.4f}{bits}")

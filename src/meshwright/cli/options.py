@@ -92,8 +92,13 @@ def check_runs(runs: Path) -> None:
         raise BadInput(f"--runs {runs}: expected a folder, and {above} is a file; name another folder")
 
 
+def show(text: str) -> None:
+    """Print lines of a result on stdout; on a terminal they end between words at its width."""
+    print(fitted(text, sys.stdout))
+
+
 def print_now(text: str) -> None:
-    """Print a line of progress on stdout and flush it: ranks in other processes print there too."""
+    """Print a line of progress like `show`, and flush it: ranks in other processes print there too. A closed stdout is no error."""
     write_line(fitted(text, sys.stdout), sys.stdout)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import QuickstartWords, Runs, load, print_now
+from meshwright.cli.options import QuickstartWords, Runs, load, show
 from meshwright.cli.train import start_ranks
 from meshwright.durable.writes import write_durable
 
@@ -81,14 +81,14 @@ def _closing(folder: Path, seconds: float) -> None:
         loss, entropy = summary["held_out_loss"], summary["unigram_entropy_nats"]
         side = "below" if loss < entropy else "above"
         bits = summary["bits_per_byte"]
-        print_now(
+        show(
             f"validation loss {loss:.4f} nats per token, {abs(entropy - loss):.2f} {side} the text's unigram entropy "
             f"({entropy:.3f}){f'; {bits:.4f} bits per byte' if bits else ''} ({summary['held_out_tokens']:,} tokens)"
         )
     if wall := summary.get("wall_seconds"):
         productive = f"{summary['goodput']:.0%} of it productive"
-        print_now(f"the run took {wall:.0f} s of wall time, {productive}")
-    print_now(f"the command took {seconds:.0f} s, with samples, Hugging Face folder and report")
+        show(f"the run took {wall:.0f} s of wall time, {productive}")
+    show(f"the command took {seconds:.0f} s, with samples, Hugging Face folder and report")
     print(f"  report               {folder / 'report.html'}")
     print(f"  Hugging Face folder  {folder / 'hf'}")
     print(f"  checkpoints          {folder / 'checkpoints'}")
