@@ -96,12 +96,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Part:
-    """A paragraph or a table with a comment: its first words, its figures, and numbers of which the comment says nothing."""
+    """A paragraph or a table with a comment; its first words are the name."""
 
     name: str
     figures: tuple[Figure, ...]
     unsaid: tuple[str, ...]
+    """Numbers with decimals, thousands or `%` of which the comment says nothing."""
     without_file: tuple[str, ...]
+    """Measured numbers of which no raw file is kept."""
 
 
 @cache
@@ -181,50 +183,81 @@ def numbers_of(text: str) -> list[re.Match[str]]:
     return list(_NUMBER.finditer(readable))
 
 
+@dataclass(frozen=True)
+class Entry:
+    """NUMBER = SOURCE of a comment: the number, its place in the comment, `=` or `~`, and the source with its file and place."""
+
+    shown: str
+    start: int
+    sign: str
+    expression: str
+    file: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Comment:
+    """What a comment says; `given` and `without_file` are its numbers without a source."""
+
+    entries: tuple[Entry, ...]
+    given: tuple[str, ...]
+    without_file: tuple[str, ...]
+
+
+def read_comment(comment: str) -> Comment:
+    """Reads the lines of a comment. Raises BadInput for a line of another form."""
+    file, place = "", ""
+    entries: list[Entry] = []
+    given: list[str] = []
+    without_file: list[str] = []
+    for line in re.finditer(r"[^;\n]+", comment):
+        words = line[0].strip()
+        kind, _, rest = words.partition(" ")
+        if kind == "in":
+            file, place = rest, ""
+        elif kind == "at":
+            place = rest
+        elif kind == "given":
+            given += rest.split()
+        elif words.startswith("no file "):
+            without_file += words.removeprefix("no file ").split()
+        elif found := re.fullmatch(r"(\S+) ([=~]) (.+)", words):
+            start = line.start() + line[0].index(found[1])
+            entries.append(Entry(found[1], start, found[2], found[3], file, place))
+        elif words:
+            raise BadInput(f"`{words}`: expected in FILE, at PLACE, given NUMBERS, no file NUMBERS or NUMBER = SOURCE")
+    return Comment(tuple(entries), tuple(given), tuple(without_file))
+
+
 def parts(page: str) -> Iterator[Part]:
     """Yields the parts of a page's text that have a comment.
 
-    Raises BadInput for a line that cannot be read, a figure that the text does not have, or a source that is not there.
+    Raises BadInput for a comment that cannot be read or has no text behind it, a figure that the text does not have, or a source that is
+    not there.
     """
-    for match in PART.finditer(page):
-        numbers = numbers_of(match["text"])
-        waiting = list(numbers)
-        file, place = "", ""
+    matches = list(PART.finditer(page))
+    if len(matches) != page.count("<!-- figures"):
+        raise BadInput("a comment with figures has no end, or no blank line and text behind it")
+    for match in matches:
+        comment = read_comment(match["comment"])
+        waiting = numbers_of(match["text"])
         figures: list[Figure] = []
-        listed: list[str] = []
-        without_file: list[str] = []
-        for line in re.finditer(r"[^;\n]+", match["comment"]):
-            words = line[0].strip()
-            kind, _, rest = words.partition(" ")
-            if kind == "in":
-                file, place = rest, ""
-            elif kind == "at":
-                place = rest
-            elif kind == "given":
-                listed += rest.split()
-            elif words.startswith("no file "):
-                without_file += words.removeprefix("no file ").split()
-            elif words:
-                entry = re.fullmatch(r"(\S+) ([=~]) (.+)", words)
-                if not entry:
-                    raise BadInput(
-                        f"`{words}`: expected in FILE, at PLACE, given NUMBERS, no file NUMBERS or NUMBER = SOURCE"
-                    )
-                while waiting and waiting[0][0] != entry[1]:
-                    del waiting[0]
-                if not waiting:
-                    raise BadInput(f"`{words}`: the text has no {entry[1]} behind the figure before it")
-                number = waiting.pop(0)
-                starts = (
-                    match.start("text") + number.start(),
-                    match.start("comment") + line.start() + line[0].index(entry[1]),
-                )
-                value = value_of(entry[3], file, place)
-                figures.append(Figure(entry[1], starts, value, f"{file}: {place} {entry[3]}", entry[2] == "~"))
-        said = {figure.starts[0] - match.start("text") for figure in figures}
-        open_numbers = [number for number in numbers if number.start() not in said and re.search(r"[.,%]", number[0])]
-        unsaid = [number[0] for number in open_numbers if number[0] not in (*listed, *without_file)]
-        yield Part(match["text"][:60], tuple(figures), tuple(unsaid), tuple(without_file))
+        unsaid: list[str] = []
+        for entry in comment.entries:
+            while waiting and waiting[0][0] != entry.shown:
+                unsaid.append(waiting.pop(0)[0])
+            if not waiting:
+                words = f"{entry.shown} {entry.sign} {entry.expression}"
+                raise BadInput(f"`{words}`: the text has no {entry.shown} behind the figure before it")
+            starts = (match.start("text") + waiting.pop(0).start(), match.start("comment") + entry.start)
+            value = value_of(entry.expression, entry.file, entry.place)
+            name = f"{entry.file}: {entry.place} {entry.expression}"
+            figures.append(Figure(entry.shown, starts, value, name, entry.sign == "~"))
+        unsaid += [number[0] for number in waiting]
+        listed = {*comment.given, *comment.without_file}
+        unsaid = [number for number in unsaid if re.search(r"[.,%]", number) and number not in listed]
+        name = match["text"].partition("\n")[0][:60]
+        yield Part(name, tuple(figures), tuple(unsaid), comment.without_file)
 
 
 def mistakes(page: str) -> list[str]:

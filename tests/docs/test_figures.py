@@ -113,6 +113,7 @@ def test_summaries_and_terms_are_computed_from_the_left() -> None:
         ("rates.json", "rate.json", "rate.json: no such file in benchmarks/results"),
         ("name=ours", "name=our", r"runs/name=our/rate reaches 0 elements, 0 of them numbers; expected one number"),
         ("58.5% = mfu", "58.4% = mfu", "`58.4% = mfu`: the text has no 58.4% behind the figure before it"),
+        ("-->\n\n", "-->\n", "a comment with figures has no end, or no blank line and text behind it"),
         ("given 8,192", "gives 8,192", "`gives 8,192`: expected in FILE, at PLACE, given NUMBERS, no file NUMBERS or"),
     ],
 )
