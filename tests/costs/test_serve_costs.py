@@ -23,7 +23,7 @@ from meshwright.serve.engine_profile import even_lengths, exponential_lengths
 from meshwright.serve.engine_sizes import blocks_that_fit
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import InstanceSpec, Quantisation
-from meshwright.spec.engine import EngineOptions, EngineSettings, WeightFormat
+from meshwright.spec.engine import EngineOptions, EngineSettings
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, parameter_count
@@ -234,7 +234,11 @@ def test_decodes_of_an_moe_model_are_near_those_measured_on_an_h200() -> None:
     for row in json.loads(file.read_text())["rows"]:
         if "reverted" in row["commit"]:
             continue
-        times = ServeCosts(spec, H200, Quantisation(weights=row["weights"], kv_cache=row["kv_cache"])).of(InstanceSpec()).times
+        times = (
+            ServeCosts(spec, H200, Quantisation(weights=row["weights"], kv_cache=row["kv_cache"]))
+            .of(InstanceSpec())
+            .times
+        )
         for batch, milliseconds in row["ms"].items():
             seconds = times.seconds(int(batch), int(batch) * (960 + 96))
             assert 1000 * seconds == pytest.approx(milliseconds, rel=0.07), (row, batch)

@@ -52,7 +52,16 @@ def lists(rows: Sequence[np.ndarray]) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
-TEXTS = [*HARD_TEXTS, *(story(i) for i in range(30)), "", "\n", "a <|endoftext|> b", NEWER, f"old {NEWER} words", NORMALIZED_OTHERWISE]
+TEXTS = [
+    *HARD_TEXTS,
+    *(story(i) for i in range(30)),
+    "",
+    "\n",
+    "a <|endoftext|> b",
+    NEWER,
+    f"old {NEWER} words",
+    NORMALIZED_OTHERWISE,
+]
 
 
 def test_ids_are_those_of_tokenizers(tokenizer: LoadedTokenizer) -> None:
@@ -106,7 +115,9 @@ def test_what_tokenizers_normalizes_otherwise_is_not_treated_alike(form: Literal
         if unicodedata.combining(letter):  # beside marks of classes above, below and equal to its own
             texts += [mark + letter for mark in "\u0301\u0323\u0334"] + [letter + mark for mark in "\u0301\u0323\u0334"]
         if unicodedata.decomposition(letter) or len(texts) > 1:
-            assert [normalizer.normalize_str(text) for text in texts] == [unicodedata.normalize(form, text) for text in texts]
+            assert [normalizer.normalize_str(text) for text in texts] == [
+                unicodedata.normalize(form, text) for text in texts
+            ]
 
 
 def test_encoders_are_loaded_anew_when_their_words_take_too_much_memory(

@@ -1,8 +1,8 @@
 """The characters that `tokenizers` and `gigatoken` treat alike: those of Unicode 14, as Python 3.11's `unicodedata` has them, but for 171.
 
-The two libraries sort characters newer than Unicode 14 into different classes. The normalizers of `tokenizers` have the tables of Unicode
-9: they neither reorder nor decompose what came later. Example: NFC puts U+10F46 (combining class 220, Unicode 11) before U+10D27 (class
-230, Unicode 11), but `tokenizers` leaves the two as they are.
+The two libraries sort characters newer than Unicode 14 into different classes. The normalizers of `tokenizers` have the tables of
+Unicode 9: they neither reorder nor decompose what came later. Example: NFC puts U+10F46 (combining class 220) before U+10D27 (class 230),
+but `tokenizers` leaves the two as they are.
 """
 
 from __future__ import annotations

@@ -24,7 +24,13 @@ class ChipPoint:
 
 
 def chips_named(text: str) -> tuple[str, ...]:
-    """The chips of a list such as `H100,B200`. Raises BadInput for an unknown chip, with the nearest."""
+    """The chips of a list such as `H100,B200`. Raises BadInput for an unknown chip, with the nearest.
+
+    Case and blanks do not matter:
+
+    >>> chips_named("h100, B200")
+    ('H100', 'B200')
+    """
     return values_listed(text, {name: name for name in CHIPS}, "--chips")
 
 

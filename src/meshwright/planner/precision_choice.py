@@ -84,7 +84,13 @@ class FormatPrice:
 
 
 def format_named(name: str) -> MatmulFormat:
-    """The format of this name. Raises BadInput with the nearest."""
+    """The format of this name. Raises BadInput with the nearest.
+
+    Case does not matter:
+
+    >>> format_named("FP8-Row").name
+    'fp8-row'
+    """
     return value_named(name, {entry.name: entry for entry in PRODUCT_FORMATS}, "--precision")
 
 

@@ -204,7 +204,13 @@ def _powers(most: int) -> list[int]:
 
 
 def _virtual_stages(layers: int, pipeline: int) -> list[int]:
-    """Stages that one pipeline rank may have."""
+    """Stages that one pipeline rank may have.
+
+    A rank of 4 has at most 8 of 32 layers, and so at most 8 stages:
+
+    >>> _virtual_stages(layers=32, pipeline=4)
+    [1, 2, 3, 4, 5, 6, 7, 8]
+    """
     if pipeline == 1:
         return [1]
     return [count for count in range(1, MOST_VIRTUAL + 1) if pipeline * count <= layers]

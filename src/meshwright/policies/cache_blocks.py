@@ -53,7 +53,14 @@ class BlockCounts:
 
 
 class BlockPool(BlockCounts):
-    """The blocks of one group. A block without references stays in the prefix cache until it is needed (LRU)."""
+    """The blocks of one group. A block without references stays in the prefix cache until it is needed (LRU).
+
+    Of 4 blocks block 0 is never used; two are taken, one is left:
+
+    >>> pool = BlockPool(4)
+    >>> pool.take_all(2), pool.free
+    ([1, 2], 1)
+    """
 
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks)
