@@ -82,10 +82,10 @@ def rotate_write(
 
 @triton.jit
 def _pair_dims(lane, half: tl.constexpr, rotated: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the two dimensions of each pair of a head of which `rotated` pairs, (i, i + rotated), are rotated.
+    """The two dimensions of each pair of a head. The first `rotated` pairs, (i, i + rotated), are rotated.
 
-    The dimensions behind them are pairs too, which only move together. Example: of 8 dimensions with 2 rotated pairs these are (0, 2),
-    (1, 3) and (4, 6), (5, 7).
+    The other dimensions form pairs too, which are copied. Example: with 8 dimensions and 2 rotated pairs, the pairs are (0, 2), (1, 3) and
+    (4, 6), (5, 7).
     """
     first = lane
     second = lane + half
@@ -205,7 +205,7 @@ def _rotate_write(
     pair = tl.arange(0, HALF)[None, :]
     inside = pair < half
     if half < HALF:
-        # Lanes behind the half read some number of it and store nothing. Otherwise loads stay vectors, which a minimum prevents.
+        # Lanes after the half read some number of it and store nothing. A minimum of indices would avoid that and prevent vector loads.
         pair = tl.minimum(pair, half - 1)
     lane = tl.arange(0, TILE)[:, None]
     angle = pair.to(tl.int64)

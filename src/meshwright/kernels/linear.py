@@ -174,7 +174,7 @@ class WeightQueue:
 
 
 class WeightGradientSink:
-    """Receives the factors of weight gradients: adds their product by `add` at once, or defers it inside `defer_to`.
+    """Receives the factors of weight gradients. It adds their product by `add` at once; within `defer_to` it stores the factors.
 
     Autograd runs the backward of CUDA tensors on a thread of its own, so the mode is an attribute, not a context variable.
     """

@@ -39,7 +39,9 @@ class HostMemory:
         self.device = device
         self._purpose = purpose
         cuda = device.type == "cuda"
-        self.min_bytes = (MIN_BYTES if cuda else 1) if min_bytes is None else min_bytes
+        if min_bytes is None:
+            min_bytes = MIN_BYTES if cuda else 1
+        self.min_bytes = min_bytes
         self.offload_stream, self.fetch_stream = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
         self.host_bytes = 0
         """Bytes of all buffers: for each size, the largest number that was in use at the same time."""

@@ -107,15 +107,20 @@ def cases_of(work: Work) -> tuple[list[products.Case], list[attention.Case]]:
         m = linear.m
         k = linear.k
         n = linear.n
-        number_format: products.Format = (
-            "fp8" if linear.format == "fp8" else "bf16" if linear.format == "bf16" else "fp32"
-        )
+        number_format = _product_format(linear.format)
         shapes = ((m, k, n), (m, n, k), (n, m, k)) if number_format == "fp8" else ((m, k, n),)
         product_cases += [(shape, number_format) for shape in shapes]
     attention_cases = [
         (one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens, one.window) for one in work.attention
     ]
     return list(dict.fromkeys(product_cases)), attention_cases
+
+
+def _product_format(name: str) -> products.Format:
+    """The format in which a linear layer's products are measured."""
+    if name == "fp8":
+        return "fp8"
+    return "bf16" if name == "bf16" else "fp32"
 
 
 def machine_properties(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> MachineProfile:

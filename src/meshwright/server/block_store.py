@@ -21,7 +21,7 @@ from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket
 from meshwright.server.staging import map_staging, memory_file
 
 COPY_SECONDS = 30.0
-"""Time after which an engine that has not copied blocks loses its connection."""
+"""An engine that has not copied its blocks after this time loses its connection."""
 TICK_SECONDS = 1.0
 
 
@@ -67,7 +67,7 @@ class BlockStore:
         self._readers[slot] -= 1
 
     def put(self, name: str, content: memoryview, checksum: str) -> bool:
-        """Keep a block; false if its checksum is wrong, or all slots are read."""
+        """Store a block. False if its checksum is wrong, or if engines are reading all slots."""
         if name in self._blocks:
             self._blocks.move_to_end(name)
             return True
@@ -94,13 +94,13 @@ class BlockStore:
 
 
 class StoreConnection:
-    """An engine, and the slots that it reads."""
+    """The connection of an engine, and the slots that it is reading."""
 
     def __init__(self, end: socket.socket) -> None:
         self.frames = FrameSocket(end)
         self.heard = time.monotonic()
         self.identity: str | None = None
-        """Weights and layout of its blocks, once it has shown the key."""
+        """Identity of its weights and layout of blocks. None until it has shown the key."""
         self.memory: memoryview | None = None
         """Staging memory of an engine on this host."""
         self.reading: list[int] = []
@@ -187,9 +187,9 @@ class StoreServer:
         frames.send({"welcome": self.store.slots}, descriptor=self.store.descriptor if frames.local else None)
 
     def _answer(self, connection: StoreConnection, message: Mapping[str, Any]) -> None:
-        """Send the slots of the requested blocks up to the first that is not stored.
+        """Send the slots of the requested blocks, up to the first block that is not stored.
 
-        The blocks stay until they are copied or the connection ends.
+        These blocks are not replaced until they are copied or the connection ends.
         """
         store = self._opened_store
         frames = connection.frames

@@ -1,6 +1,6 @@
-"""The engine's process: takes requests from the HTTP process and sends their tokens, one message for each step.
+"""The engine's process: takes requests from the HTTP process and sends new tokens, one message for each step.
 
-The HTTP process starts it, and further ranks of it if the engine divides the model. It ends when that process closes the socket or dies.
+The HTTP process starts it, with one process for each rank if the model is divided. It ends when the HTTP process closes the socket or dies.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class EngineLoop:
     """Runs an engine by the messages of the HTTP process."""
 
     def __init__(self, engine: Engine, connection: EngineConnection, transfer: TransferSetup | None = None) -> None:
-        """`transfer`: how it exchanges blocks with other engines. Raises BadInput for an address that cannot be used."""
+        """`transfer` has the settings of block exchange with other engines. Raises BadInput for an address that cannot be used."""
         self._engine = engine
         self._connection = connection
         self._grammars = GrammarJobs(engine)
@@ -150,7 +150,7 @@ class EngineLoop:
         self._unwanted -= ids
         if aborted == ids:
             return
-        # Where the logits of a prompt are needed, its keys and values are of no use.
+        # If the logits of a prompt are needed, it must be computed here: keys and values from elsewhere do not help.
         transfers = None if "prompt_logprobs" in request["sampling"] else self.transfers
         if transfers is None or not transfers.begin(request):
             self._submit_texts(request, None)
@@ -266,7 +266,7 @@ class EngineLoop:
         self._connection.send({"step": entries, "figures": self._engine.figures()})
 
     def _report_figures(self, transfers: TransferFigures) -> None:
-        """Report figures that have changed: blocks also become free between steps, when another engine has copied them."""
+        """Report changed figures. They also change between steps: blocks become free when another engine has copied them."""
         if self._busy() and self._reported is not None and transfers == self._reported[0]:
             return  # the next step reports the engine's figures
         figures = transfers, self._engine.figures()
@@ -275,7 +275,7 @@ class EngineLoop:
             self._connection.send({"transfers": transfers, "figures": figures[1]})
 
     def _count_failure(self, updates: Sequence[Update]) -> None:
-        """Count failed steps of the device in a row, by all updates of a step; raises EngineLost after `FAILED_STEPS` or a device error."""
+        """Count failed steps in a row, from the updates of each step. Raises EngineLost after `FAILED_STEPS`, or after a device error."""
         failure = next((update.error for update in reversed(updates) if update.code == ENGINE_FAILED), None)
         if failure is None:
             self._failed_steps = 0
@@ -369,7 +369,7 @@ def serve_engine(
 def main() -> int:
     """Run the engine, or a rank of it; returns the exit code of docs/reference/exit-codes.md.
 
-    The argument is the inherited socket, -1 for a rank beside the first; standard input has the `EngineSetup` in JSON.
+    The argument is the number of the inherited socket, or -1 for all ranks but the first. Standard input has the `EngineSetup` as JSON.
     """
     end_with_parent()
     raise_file_limit()

@@ -22,12 +22,12 @@ from meshwright.spec.errors import BadInput, attach_key, call_all
 
 log = logging.getLogger("meshwright.server")
 PREFIX_BYTES = 256
-"""Bytes of a prompt's text in a block, for finding the server that has computed the same prefix."""
+"""Bytes of a block of a prompt's text. Blocks are compared to find the server that has computed the same prefix."""
 MOST_PREFIX_BLOCKS = 128
 TOKEN_BYTES = 4
 """Approximate bytes of a token of text."""
 _MOST_SEARCHED = 64 << 10
-"""Bytes of a body in which the key of its prompt is looked for."""
+"""Most bytes of a body in which the key of its prompt is looked for."""
 _PROMPT_KEYS = (b'"messages"', b'"prompt"')
 
 
@@ -47,7 +47,7 @@ class ServerInstance:
     port: int
     clock: Callable[[], float] = time.monotonic
     healthy: bool = False
-    """Whether its last check and its last connection allow new requests."""
+    """Whether its last health check and its last connection were good, so that it gets new requests."""
     checks: ServerHealth = field(default_factory=ServerHealth)
     listed: bool = True
     """Whether its host name still has its address."""
@@ -114,12 +114,12 @@ class Instances:
         self._silent_seconds = silent_seconds
         self.all: dict[tuple[str, int], ServerInstance] = {}
         self._addresses: dict[tuple[str, int], set[tuple[str, int]]] = {}
-        """Addresses of each target when its name was last found."""
+        """Addresses of each target, from the last successful look-up of its name."""
         self._unknown: set[tuple[str, int]] = set()
-        """Targets without an address since the start that were logged."""
+        """Targets that have had no address since the start, and were logged."""
         self._routing: RequestRouting[ServerInstance] = RequestRouting()
         self.known = asyncio.Event()
-        """Set once a server takes requests or all were checked, so that the router does not wait for a server that hangs."""
+        """Set once one server takes requests, or all were checked: the router does not wait for a server that hangs."""
 
     @property
     def usable(self) -> list[ServerInstance]:
@@ -185,13 +185,8 @@ class Instances:
             instance.give_up()
         if instance.usable:
             self.known.set()
-        instance.log(
-            f"is ready, role {instance.role}"
-            if checks.ready
-            else "does not answer"
-            if checks.missed
-            else "is not ready"
-        )
+        state = "does not answer" if checks.missed else "is not ready"
+        instance.log(f"is ready, role {instance.role}" if checks.ready else state)
 
 
 async def _health(instance: ServerInstance) -> tuple[HealthAnswer, str]:

@@ -1,7 +1,7 @@
 """Client of a store of cache blocks: fetches the beginnings of prompts, and hands in the blocks that the engine computes.
 
-Nothing waits for the store longer than `FETCH_SECONDS`, and what it does not have is computed. Blocks that find no room in staging memory,
-or no store that answers when they have been computed, are not handed in.
+Nothing waits for the store longer than `FETCH_SECONDS`; blocks that it does not have are computed. A computed block is not sent to the
+store if staging memory has no room for it, or if the store does not answer then.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ RETRY_SECONDS = 0.5
 
 @dataclass(eq=False)
 class Fetch:
-    """A prompt whose beginning is asked for."""
+    """A prompt whose first blocks are requested from the store."""
 
     digests: Sequence[bytes]
     first: int
-    """Index of the first block that is asked for."""
+    """Index of the first requested block."""
     done: Callable[[], None]
     """Called once the stored blocks are in the cache, or cannot be fetched."""
     since: float
@@ -97,7 +97,7 @@ class StoreClient:
     def after_step(self, updates: Sequence[Update]) -> None:
         """Send the blocks of prompts that have their first token, as far as staging memory has room.
 
-        Not before: what a model computed that then gives no finite logits must not reach other engines.
+        They are not sent earlier: if the logits turn out not to be finite, the blocks must not reach other engines.
         """
         for update in updates:
             if (computing := self._computing.pop(update.number, None)) is None or update.reason == "failed":

@@ -22,23 +22,23 @@ class TextOutput:
         reported_stops: Collection[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        """`reported_stops`: token ids that are the reason of an end at them. No stop string ends the first `min_tokens`."""
+        """`reported_stops`: token ids that the answer names if they end the text. No stop string ends the first `min_tokens`."""
         self._stream = stream
         self._stops = stops
         self._logprobs = None if logprobs is None else _AlignedLogprobs(logprobs)
         self._reported_stops = reported_stops
         self._min_tokens = min_tokens
         self.tokens = 0
-        """New tokens so far: up to the one that completes a stop string, however many come at a time."""
+        """New tokens so far. Tokens after the one that completes a stop string do not count."""
         self.finish_reason: str | None = None
         """Reason why the text has ended, as OpenAI names it; None while it goes on."""
         self.stop_reason: str | int | None = None
-        """Stop string, or token id of the request, that ended the text."""
+        """The stop string or token id of the request that ended the text."""
         self.cached_tokens = 0
         """Tokens of the prompt that were in the cache."""
 
     def add(self, news: Sequence[News]) -> str:
-        """Return the further text that is final after these news, which belong to this text and are in order."""
+        """The text that is final after these news and was not before. The news are of this text, in order."""
         if self._stops is None and self._logprobs is None:
             return "".join([self._add_plain(one) for one in news])
         return "".join([self._add_each(one) for one in news if self.finish_reason is None])
@@ -54,7 +54,7 @@ class TextOutput:
         return text
 
     def _add_each(self, news: News) -> str:
-        """Add tokens one by one, so that none behind a stop string counts."""
+        """Add tokens one by one, so that tokens after a stop string do not count."""
         stream = self._stream
         stops = self._stops
         logprobs = self._logprobs
@@ -108,12 +108,12 @@ class TextOutput:
 
 
 class _AlignedLogprobs:
-    """Log probabilities of the tokens whose text is shown: held back, and cut, together with it."""
+    """Log probabilities of tokens. They are held back and cut together with the text of the tokens."""
 
     def __init__(self, shown: TextLogprobs) -> None:
         self._shown = shown
         self._held: list[list[Any]] = []
-        """Of each token that is not shown yet: text, bytes, log probabilities, and whether a character ends with it."""
+        """For each token that is not shown yet: text, bytes, log probabilities, and whether a character ends with it."""
         self._characters = 0
         """Characters of the held tokens that the text already has."""
         self.waiting = False
@@ -135,7 +135,7 @@ class _AlignedLogprobs:
             self._held[-1][0] += ending
 
     def show(self, characters: int, *, final: bool) -> None:
-        """Pass on the tokens whose text is shown, after so many further characters; `final`: the rest of the text is cut off."""
+        """Show the tokens of the next `characters` characters. `final`: the rest of the text is cut off."""
         self._characters += characters
         if final:
             self._cut()
@@ -153,7 +153,7 @@ class _AlignedLogprobs:
         del self._held[:count]
 
     def _cut(self) -> None:
-        """Take the text behind the end from the tokens that hold it."""
+        """Remove the text after the end from the held tokens."""
         whole = "".join([entry[0] for entry in self._held])
         kept = whole[: self._characters]
         behind = whole[self._characters :]

@@ -1,4 +1,4 @@
-"""The HTTP process's text processes: which body goes to which, and what a request gets that takes too long."""
+"""The HTTP process's text processes: which process reads a body, and what a request gets whose body takes too long."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from meshwright.spec.serve import ServeSpec
 T = TypeVar("T")
 log = logging.getLogger("meshwright.server")
 SHORT_BODY = 64 << 10
-"""Bytes of a body from which it goes to the process for long ones."""
+"""A body of more bytes goes to the process for long bodies."""
 SHORT_SECONDS = 5.0
 """Longest time to read a short body. Without an endless template it takes a few milliseconds."""
 LONG_SECONDS = 20.0
 """Longest time to read a long body."""
 LONG_NICE = 5
-"""How much later than the HTTP process and the engine the system runs the process for long bodies."""
+"""Nice value of the process for long bodies: the system prefers the HTTP process and the engine."""
 WAITING_BYTES = 64 << 20
-"""Bodies that wait for one process at most."""
+"""Most bytes of bodies that wait for one process."""
 SHORT_SENT = 4
-"""Short bodies that a process has at a time: it begins the next while the answer to one is on its way."""
+"""Short bodies that a process has at a time, so that it can begin the next one while an answer is on its way."""
 START_SECONDS = 120.0
 """Longest time that a process may take to load the tokenizer."""
 FIRST_PAUSE = 0.1
@@ -47,7 +47,7 @@ FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 10.0
 """Longest of these pauses, seconds."""
 FAILED_STARTS = 3
-"""Starts that fail one after the other before requests are refused instead of waiting for the next."""
+"""After so many failed starts in a row requests are refused instead of waiting for the next start."""
 END_SECONDS = 5.0
 """Longest time that a process may take to end once it has closed its connection."""
 RETRY_SECONDS = 1
@@ -83,7 +83,7 @@ class Sizes:
 class TextWorkers:
     """Reads requests in processes of their own: one for short bodies, one for long ones.
 
-    An endless template or a long text stops only the requests that wait for the same process, and these only up to its time limit.
+    An endless template or a long text delays only requests for the same process, and these only until the time limit.
     """
 
     def __init__(self, spec: ServeSpec, model: str, files: ModelFiles) -> None:
@@ -97,7 +97,7 @@ class TextWorkers:
         self._short.start()
 
     async def read(self, work: Callable[[RequestReader, bytes], T], body: bytes, sizes: Sizes) -> T:
-        """Return what `work`, one of `WORK`, makes of a body. Raises RequestError; what is cancelled before its turn is not begun."""
+        """The result of `work`, one of `WORK`, for a body. Raises RequestError. If it is cancelled before its turn, it is not begun."""
         lane = self._short if len(body) <= SHORT_BODY else self._long
         return cast(T, await lane.read(cast("Work", work), body, sizes))
 
@@ -140,7 +140,7 @@ class _Job:
 
 
 class _Lane:
-    """One text process after the other, and the jobs for it, in order of arrival."""
+    """A text process, which is replaced when it ends, and the jobs for it, in order of arrival."""
 
     def __init__(
         self, name: str, setup: Setup, files: tuple[Mapping[str, Any], bytes], seconds: float, most_sent: int
@@ -163,7 +163,7 @@ class _Lane:
 
     @property
     def unfinished(self) -> int:
-        """Jobs that wait or run, with those that nobody waits for any more."""
+        """Number of jobs that wait or run, cancelled ones included."""
         return len(self._waiting) + len(self._sent)
 
     def start(self) -> None:
@@ -242,7 +242,7 @@ class _Lane:
         self._send()
 
     def _end_slow(self) -> None:
-        """End the process, and its job, which takes too long."""
+        """The job takes too long: refuse it, and end the process."""
         process = self._process
         job = self._sent.popleft()
         assert process is not None
@@ -259,9 +259,9 @@ class _Lane:
         return RequestError(422, message, code="text_timeout")
 
     def _lost(self, process: _TextProcess, status: int) -> None:
-        """Start a process again that has ended by itself; `status` is that of `Popen`.
+        """The process has ended by itself, with this status of `Popen`: start another one.
 
-        The job that it worked on is not tried again: it may well be the reason, and would end the next process too.
+        The job that it worked on is refused. It may be the cause, and would then end the next process too.
         """
         if process is not self._process or self._closed:
             return
@@ -276,7 +276,7 @@ class _Lane:
         self._start_later()
 
     def _start_later(self) -> None:
-        """Try another start after a pause that grows with the failed ones."""
+        """Start again after a pause, which grows with each failed start."""
         pause = min(FIRST_PAUSE * 2**self._failed_starts, LONGEST_PAUSE)
         self._failed_starts += 1
         if self._failed_starts >= FAILED_STARTS:
@@ -284,7 +284,7 @@ class _Lane:
         asyncio.get_running_loop().call_later(pause, self.start)
 
     def _restart(self) -> None:
-        """Start another process; it gets the jobs that the last one had not begun."""
+        """Start another process, and give it the jobs that the last one had not begun."""
         again = [job for job in self._sent if not job.answer.done()]
         self._waiting.extendleft(reversed(again))
         self._waiting_bytes += sum(len(job.body) for job in again)
@@ -358,7 +358,7 @@ class _TextProcess(asyncio.Protocol):
         self._process.kill()
 
     def kill(self) -> None:
-        """End the process; nothing is called any more."""
+        """End the process, without any further call."""
         self._process.kill()
         self._killed = True
         if self._transport is not None:

@@ -127,10 +127,14 @@ def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> lis
     options = [option for key in ("anyOf", "oneOf", "allOf") for option in listed(schema.get(key))]
     values = [*listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     names = [name for option in options for name in schema_types(option, root, depth + 1)]
-    return [
-        *names,
-        *("string" if isinstance(value, str) else "null" if value is None else "number" for value in values),
-    ]
+    return [*names, *map(_type_of, values)]
+
+
+def _type_of(value: object) -> str:
+    """JSON type of a value that is no list or object."""
+    if isinstance(value, str):
+        return "string"
+    return "null" if value is None else "number"
 
 
 def listed(value: object) -> list[Any]:

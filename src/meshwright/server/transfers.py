@@ -30,7 +30,7 @@ class TransferSetup:
 
     role: Role = "both"
     address: str | None = None
-    """Address at which other engines ask for prompts; None: they cannot."""
+    """Address at which other engines ask for prompts. None if they cannot."""
     peers: tuple[str, ...] = ()
     """Addresses of the engines that compute prompts."""
     store: str | None = None
@@ -104,7 +104,7 @@ class BlockTransfers:
         self._receiver.connect(time.monotonic())
 
     def use_new_weights(self) -> None:
-        """End all connections, whose blocks are of other weights; prompts at peers are computed here."""
+        """End all connections, because their blocks are of the old weights. Prompts at peers are computed here."""
         identity = self._blocks.identity()
         if self._sender is not None:
             self._sender.use_identity(identity)
@@ -133,7 +133,7 @@ class BlockTransfers:
         )
 
     def begin(self, request: Mapping[str, Any]) -> bool:
-        """Have the prompt of a request computed or looked up elsewhere; false if the caller is to submit it here."""
+        """Let another engine compute the prompt of a request, or look it up in the store. False if the caller should submit it here."""
         if self._store is None:
             return self._receiver.begin(request)
         self._fetching.update(request["ids"])
