@@ -177,11 +177,15 @@ def write_incident(
     """Write `incident.json`. `answer` says what follows; `culprit` is the finding for a hang."""
     incident = blamed(incident, ranks, hosts)
     state = next((rank for rank in ranks if rank.rank == incident.rank), None)
-    action = culprit.action if culprit else job.label(state) if job and state else incident.phase
+    action = job.label(state) if job and state else incident.phase
+    action = culprit.action if culprit else action
     action = "check of its state" if incident.corrupt else action
-    cause = (
-        "hang" if incident.hang else "corruption" if incident.corrupt else "killed" if incident.code < 0 else "failure"
-    )
+    if incident.hang:
+        cause = "hang"
+    elif incident.corrupt:
+        cause = "corruption"
+    else:
+        cause = "killed" if incident.code < 0 else "failure"
     record = {
         "time": time.time(),
         "step": incident.step,
@@ -205,6 +209,7 @@ def write_incident(
 
 def _rank_record(state: RankState, hosts: Mapping[int, str], job: JobSchedule | None) -> dict[str, Any]:
     progress = state.progress
+    action = str(progress.action) if progress else ""
     return {
         "rank": state.rank,
         "host": hosts.get(state.rank, ""),
@@ -212,7 +217,7 @@ def _rank_record(state: RankState, hosts: Mapping[int, str], job: JobSchedule | 
         "stopped": state.stopped,
         "step": progress.step if progress else None,
         "phase": progress.phase if progress else "start",
-        "action": job.label(state) if job else str(progress.action) if progress else "",
+        "action": job.label(state) if job else action,
         "pending": to_plain(state.pending) if state.pending else None,
         "failure": state.failure.message if state.failure else None,
     }

@@ -193,7 +193,8 @@ def _state(job: _Job | None, running: bool, step: int, steps: int | None) -> str
     if job is not None and job.code is not None:
         return "finished" if job.code == 0 else f"ended with code {job.code}"
     if running:
-        return "starting" if not step and (job is None or job.status == "running") else job.status if job else "running"
+        status = "running" if job is None else job.status
+        return "starting" if not step and status == "running" else status
     if step and step == steps:
         return "finished"
     return "not running" if job or step else "starting"

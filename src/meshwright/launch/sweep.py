@@ -115,7 +115,8 @@ class Sweep:
         if state in ("running", "waiting"):
             raise BadInput(f"{run.folder} is {state}; wait for it, or: meshwright runs stop {run.folder}")
         finished = state == "finished" and figures.step >= run.spec.train.steps
-        run.outcome = "finished" if finished else "not started" if state == "failed" else "stopped"
+        unfinished = "not started" if state == "failed" else "stopped"
+        run.outcome = "finished" if finished else unfinished
 
     def train(self, note: Callable[[str], None], changed: Callable[[], object]) -> int:
         """Train the runs that have not ended; returns the exit code.

@@ -129,7 +129,8 @@ class HostAdamW:
             default = int(staged_elements(self._packing.bytes(BLOCK) / BLOCK))
         sizes = {name: part.numel() for name, part in parts.items()}
         self._chunks = plan_chunks(groups_in_order(sizes, decays), chunk or default)
-        self._ahead = (LAUNCHED_AHEAD if self._device.type == "cuda" else 0) if ahead is None else ahead
+        usual = LAUNCHED_AHEAD if self._device.type == "cuda" else 0
+        self._ahead = usual if ahead is None else ahead
         self._memory = ChunkMemory(
             self, self._device, self._packing, self._chunks, _chunks_on_device(self._chunks, fraction)
         )

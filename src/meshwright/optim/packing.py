@@ -177,7 +177,8 @@ def put_moment(
     if packing.moments == "fp32":
         fields[name].copy_(values)
         return
-    below = random if isinstance(random, int) else random & (0xFFFF if packing.moments == "bf16" else 0xFFFFF)
+    mask = 0xFFFF if packing.moments == "bf16" else 0xFFFFF
+    below = random if isinstance(random, int) else random & mask
     if packing.moments == "bf16":
         bits = values.view(torch.int32)
         # A NaN stays one: random bits could carry into its sign.

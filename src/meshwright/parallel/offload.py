@@ -37,7 +37,8 @@ class HostMemory:
 
     def __init__(self, device: torch.device, min_bytes: int | None = None, purpose: str = "activations") -> None:
         self.device, self._purpose, cuda = device, purpose, device.type == "cuda"
-        self.min_bytes = (MIN_BYTES if cuda else 1) if min_bytes is None else min_bytes
+        usual = MIN_BYTES if cuda else 1
+        self.min_bytes = usual if min_bytes is None else min_bytes
         self.offload_stream, self.fetch_stream = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
         self.host_bytes = 0
         """Bytes of all buffers: for each size, the largest number that was in use at the same time."""

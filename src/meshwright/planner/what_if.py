@@ -152,11 +152,8 @@ def _more_nodes(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> Ch
         larger_plan = _search_plan(larger, trainable) if searched else _with_more_data_ranks(larger, plan)
         if larger_plan is None:
             continue
-        skipped_sizes = (
-            f"; {nodes + 1} nodes {'have no plan' if searched else 'do not divide this mesh'}"
-            if more > nodes + 1
-            else ""
-        )
+        why_skipped = "have no plan" if searched else "do not divide this mesh"
+        skipped_sizes = f"; {nodes + 1} nodes {why_skipped}" if more > nodes + 1 else ""
         added = "one more node" if more == nodes + 1 else f"{more - nodes} more nodes"
         return _change(
             f"{added} ({more} × {run.cluster.gpus_per_node} GPUs)",
@@ -208,11 +205,10 @@ def _changed(
 ) -> Change | None:
     changed_plan = _fastest(later, start or plan)
     changed_settings = [f"{key} {now}" for key, now, before in _settings(start or plan, changed_plan) if now != before]
-    return (
-        _change(name, run, plan, later, changed_plan, ", ".join([*changed_settings, *([note] if note else [])]))
-        if changed_plan
-        else None
-    )
+    if not changed_plan:
+        return None
+    notes = [*changed_settings, note] if note else changed_settings
+    return _change(name, run, plan, later, changed_plan, ", ".join(notes))
 
 
 def _change(name: str, run: RunSpec, plan: Plan, later: RunSpec, changed_plan: Plan, note: str) -> Change:

@@ -92,7 +92,8 @@ def add_and_norm(
 ) -> tuple[Tensor, Tensor | RoundedMatrix]:
     """Return `x + delta`, or x without a delta, and its norm, which may be `rounded` to a format; without a norm the sum itself."""
     if norm is None:
-        x = x if delta is None else x + (delta.sum() if isinstance(delta, CopyOutputs) else delta)
+        if delta is not None:
+            x = x + (delta.sum() if isinstance(delta, CopyOutputs) else delta)
         return x, x
     if delta is None:
         return x, norm(x)

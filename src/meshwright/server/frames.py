@@ -259,7 +259,10 @@ def start_connecting(address: str) -> socket.socket | None:
     path = Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
     try:
         target: Any = None if path else listen_address(address)
-        family = socket.AF_UNIX if target is None else socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+        if target is None:
+            family = socket.AF_UNIX
+        else:
+            family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
         end = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, ValueError):
         return None

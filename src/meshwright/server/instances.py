@@ -181,13 +181,8 @@ class Instances:
             instance.give_up()
         if instance.usable:
             self.known.set()
-        instance.log(
-            f"is ready, role {instance.role}"
-            if checks.ready
-            else "does not answer"
-            if checks.missed
-            else "is not ready"
-        )
+        unready = "does not answer" if checks.missed else "is not ready"
+        instance.log(f"is ready, role {instance.role}" if checks.ready else unready)
 
 
 async def _health(instance: ServerInstance) -> tuple[HealthAnswer, str]:

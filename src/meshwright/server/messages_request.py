@@ -36,7 +36,10 @@ def read_messages_body(fields: Fields) -> AgentFields:
 
 def _system(body: AgentFields, value: object) -> str:
     """The system prompt without the billing header."""
-    texts = [value] if isinstance(value, str) else [] if value is None else _texts(body, value, "system")
+    if isinstance(value, str):
+        texts = [value]
+    else:
+        texts = [] if value is None else _texts(body, value, "system")
     if texts and texts[0].startswith(BILLING):
         body.ignore("billing_header")
         rest = texts[0].partition("\n")[2]

@@ -126,9 +126,10 @@ def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> lis
     options = [option for key in ("anyOf", "oneOf", "allOf") for option in listed(schema.get(key))]
     values = [*listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     names = [name for option in options for name in schema_types(option, root, depth + 1)]
+    others = ["null" if value is None else "number" for value in values]
     return [
         *names,
-        *("string" if isinstance(value, str) else "null" if value is None else "number" for value in values),
+        *("string" if isinstance(value, str) else other for value, other in zip(values, others, strict=True)),
     ]
 
 

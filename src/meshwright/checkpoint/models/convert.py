@@ -255,7 +255,9 @@ def _note(config: dict[str, Any], reader: CheckpointReader, text: TextFormat | N
 def _began_with(config: dict[str, Any]) -> str:
     init = str(config["model"].get("init") or "scratch")
     kind, _, where = init.partition(":")
-    return f"the weights of `{Path(where).name}`" if where else "random weights" if kind == "scratch" else f"`{init}`"
+    if where:
+        return f"the weights of `{Path(where).name}`"
+    return "random weights" if kind == "scratch" else f"`{init}`"
 
 
 def _trained_weights(config: dict[str, Any]) -> str:

@@ -606,13 +606,12 @@ def _slices(tensors: Source, spec: ModelSpec, towers: Towers | None) -> Iterator
 def _row_slices(source: RowSource, parameter: ParameterSpec, part: HFTensor) -> Iterator[tuple[HFTensor, int, Tensor]]:
     """The rows of a part, `SLICE_BYTES` at a time; a transposed part at once, and experts one by one."""
     rows_per_index, width = math.prod(parameter.shape[1:-1]), math.prod(parameter.shape[1:][-1:])
-    step = (
-        part.row_count
-        if part.transposed and not part.stacked
-        else rows_per_index
-        if rows_per_index > 1
-        else max(1, SLICE_BYTES // (4 * width))
-    )
+    if part.transposed and not part.stacked:
+        step = part.row_count
+    elif rows_per_index > 1:
+        step = rows_per_index
+    else:
+        step = max(1, SLICE_BYTES // (4 * width))
     end = part.first_row + part.row_count
     for start in range(part.first_row, end, step):
         stop = min(start + step, end)
