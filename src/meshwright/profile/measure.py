@@ -104,9 +104,12 @@ def cases_of(work: Work) -> tuple[list[products.Case], list[attention.Case]]:
     product_cases: list[products.Case] = []
     for linear in work.linears:
         m, k, n = linear.m, linear.k, linear.n
-        number_format: products.Format = "fp32"
-        if linear.format in ("fp8", "bf16"):
-            number_format = linear.format
+        if linear.format == "fp8":
+            number_format: products.Format = "fp8"
+        elif linear.format == "bf16":
+            number_format = "bf16"
+        else:
+            number_format = "fp32"
         shapes = ((m, k, n), (m, n, k), (n, m, k)) if number_format == "fp8" else ((m, k, n),)
         product_cases += [(shape, number_format) for shape in shapes]
     attention_cases = [
