@@ -104,18 +104,20 @@ def cases_of(work: Work) -> tuple[list[products.Case], list[attention.Case]]:
     product_cases: list[products.Case] = []
     for linear in work.linears:
         m, k, n = linear.m, linear.k, linear.n
-        if linear.format == "fp8":
-            number_format: products.Format = "fp8"
-        elif linear.format == "bf16":
-            number_format = "bf16"
-        else:
-            number_format = "fp32"
+        number_format = _measured_format(linear.format)
         shapes = ((m, k, n), (m, n, k), (n, m, k)) if number_format == "fp8" else ((m, k, n),)
         product_cases += [(shape, number_format) for shape in shapes]
     attention_cases = [
         (one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens, one.window) for one in work.attention
     ]
     return list(dict.fromkeys(product_cases)), attention_cases
+
+
+def _measured_format(number_format: str) -> products.Format:
+    """The format in which the matmuls of a layer are timed: wider ones than bf16 as fp32."""
+    if number_format == "fp8":
+        return "fp8"
+    return "bf16" if number_format == "bf16" else "fp32"
 
 
 def machine_properties(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> MachineProfile:
