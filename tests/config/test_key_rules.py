@@ -150,6 +150,14 @@ KINDS = ["model.blocks={local: {sliding_window: 64}, global: {sliding_window: 0}
         (["cluster.gpu=T4", "plan.compute=bf16"], "plan.compute", "fp16 or fp32 on T4", "fp32"),
         (["cluster.gpu=A100", "plan.compute=fp16"], "plan.compute", "bf16 or fp32 on A100", "fp32"),
         (["plan.compute=fp16"], "plan.compute", "on cpu", "fp32"),
+        (["cluster.gpu=Ascend910", "plan.compute=fp32"], "plan.compute", "bf16 or fp16 on Ascend910", "bf16"),
+        (
+            ["cluster.gpu=Ascend910", "plan.compute=fp64"],
+            "plan.compute",
+            "bf16 or fp16 on Ascend910; fp64 runs on cpu only",
+            "bf16",
+        ),
+        (["cluster.gpu=T4", "plan.compute=fp64"], "plan.compute", "fp16 or fp32 on T4", "fp32"),
         (["cluster.gpu=A100", "plan.linear=fp8_rowwise"], "plan.linear", "A100 has no fp8 products", "compute"),
         (
             ["plan={linear: fp8_rowwise, gather: fp8}"],

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.cli.effective_time import effective_answer
 from meshwright.cli.plan_samples import samples_as_plain
+from meshwright.cli.plan_words import expense_sentences
 from meshwright.costs.plan_costs import format_of_products
 from meshwright.costs.software import TrainingSoftware
 from meshwright.costs.sources import sources
@@ -193,6 +194,11 @@ class PlanAnswer:
     def expense(self) -> Expense | None:
         """Money, energy and time of training with the plan; None without a step time."""
         return expense(self.run, self.plan, self.tokens, self.question.price)
+
+    @property
+    def expense_sentences(self) -> tuple[str, ...]:
+        """The expense in sentences; none without a step time."""
+        return () if self.expense is None else tuple(expense_sentences(self.expense, self.idle))
 
     @cached_property
     def chips(self) -> tuple[ChipPoint, ...]:

@@ -15,11 +15,8 @@ from meshwright.cli.plan_text import (
     SOFTWARE_HEADS,
     chip_lines,
     efficiencies,
-    expense_sentences,
     money,
     software_lines,
-    three_digits,
-    two_digits,
 )
 from meshwright.cli.plan_words import (
     axes,
@@ -30,6 +27,8 @@ from meshwright.cli.plan_words import (
     memory_by_rank,
     seconds_text,
     short_line,
+    three_digits,
+    two_digits,
 )
 from meshwright.costs.plan_costs import as_nodes
 from meshwright.observe import number_text
@@ -124,7 +123,7 @@ def _tiles(answer: PlanAnswer) -> str:
 
 def _money(answer: PlanAnswer) -> str:
     """Money and energy, and the job on other chips and with other software where they were asked for."""
-    parts = [] if answer.expense is None else [listing("Money and energy", list(expense_sentences(answer.expense)))]
+    parts = [listing("Money and energy", answer.expense_sentences)]
     if answer.question.chips:
         heads = (*CHIP_HEADS, *(("days", "GPU-hours") if answer.tokens else ()))
         lines = [line + ("",) * (len(heads) - len(line)) for line in chip_lines(answer)]

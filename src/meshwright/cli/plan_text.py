@@ -22,6 +22,8 @@ from meshwright.cli.plan_words import (
     node_line,
     seconds_text,
     short_line,
+    three_digits,
+    two_digits,
 )
 from meshwright.costs.plan_costs import as_nodes
 from meshwright.launch.probe import Probe
@@ -31,7 +33,7 @@ from meshwright.planner.checkpoint_cost import checkpoint_cost, checkpoint_sente
 from meshwright.planner.effective_time import effective_sentence, predict_effective_time
 from meshwright.planner.explain import limits, parts_of
 from meshwright.planner.finalists import same_layout
-from meshwright.planner.money import Expense, price_of
+from meshwright.planner.money import price_of
 from meshwright.planner.objectives import Point
 from meshwright.planner.rollout_time import rl_seconds
 from meshwright.planner.sample_reasons import sample_reasons
@@ -84,7 +86,7 @@ def show(answer: PlanAnswer) -> None:
     _sentences(console, "checkpoints", [] if cost is None else checkpoint_sentences(answer.run, cost))
     effective = predict_effective_time(answer.run, answer.plan)
     _sentences(console, "effective training time", [] if effective is None else [effective_sentence(effective)])
-    _sentences(console, "money and energy", [] if answer.expense is None else expense_sentences(answer.expense))
+    _sentences(console, "money and energy", answer.expense_sentences)
     _chips(console, answer)
     _software(console, answer)
     _features(console, answer)
@@ -360,35 +362,6 @@ def _scaling(console: Console, answer: PlanAnswer) -> None:
     console.print(f"  ({note})", style="dim")
 
 
-def expense_sentences(spent: Expense) -> Iterable[str]:
-    """Price, power and what a million tokens and the whole training take."""
-    price, watts = spent.price_per_gpu_hour, spent.watts_per_gpu
-    each = []
-    if spent.money_per_million_tokens is not None:
-        each.append(f"{price.unit}{three_digits(spent.money_per_million_tokens)}")
-    if spent.kwh_per_million_tokens is not None:
-        each.append(f"{three_digits(spent.kwh_per_million_tokens)} kWh")
-    if each:
-        yield f"a million tokens: {', '.join(each)}"
-    if spent.days is not None and spent.gpu_hours is not None and spent.tokens is not None:
-        whole = [f"{two_digits(spent.days)} days", f"{two_digits(spent.gpu_hours)} GPU-hours"]
-        whole += [f"{price.unit}{two_digits(spent.money)}"] if spent.money is not None else []
-        whole += [f"{two_digits(spent.kwh)} kWh"] if spent.kwh is not None else []
-        yield f"{spent.tokens:.3g} tokens: {', '.join(whole)}"
-        if spent.low is not None and spent.high is not None:
-            ends = [f"{two_digits(spent.days * spent.low)} to {two_digits(spent.days * spent.high)} days"]
-            if spent.money is not None:
-                money_ends = (two_digits(spent.money * end) for end in (spent.low, spent.high))
-                ends.append(f"{price.unit}{' to '.join(money_ends)}")
-            yield f"80% band of the step: {', '.join(ends)}"
-    if spent.training_share < 1:
-        yield f"the run trains in {spent.training_share:.2%} of this time: failures, restarts, checkpoints and validations take the rest"
-    priced = price.source if price.value is None else f"{price.unit}{price.value:g} ({price.source})"
-    powered = watts.source if watts.value is None else f"{watts.value:g} W ({watts.source})"
-    yield f"price of a GPU-hour: {priced}"
-    yield f"power of a GPU: {powered}"
-
-
 CHIP_HEADS = ("chip", "plan", "step", "tokens/s a GPU", "money / M tokens", "kWh / M tokens")
 SOFTWARE_HEADS = ("software", "format", "step (80%)", "tokens/s a GPU", "memory", "layout")
 
@@ -487,17 +460,6 @@ def _formats(console: Console, answer: PlanAnswer) -> None:
     _sentences(
         console, "accuracy", [f"{entry.dense}: {entry.accuracy}" for entry in shown if entry.dense == entry.experts]
     )
-
-
-def three_digits(number: float) -> str:
-    """A number with three significant digits."""
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
-
-
-def two_digits(number: float) -> str:
-    """A number with the two digits that a prediction justifies: 1,200, 35, 0.42."""
-    rounded = float(f"{number:.2g}")
-    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.2g}"
 
 
 def money(gpu_hours: float, price: float | None) -> str:

@@ -23,7 +23,7 @@ from meshwright.spec.deployment import (
     DeploymentPrediction,
     Quantisation,
     ServeLimits,
-    Software,
+    ServingSoftwareName,
     TimedRequest,
 )
 from meshwright.spec.model import ModelSpec
@@ -106,7 +106,7 @@ def plan_deployment(
     limits: ServeLimits,
     quantisation: Quantisation,
     *,
-    software: Software | None = None,
+    software: ServingSoftwareName | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> DeploymentAnswer:
     """The deployment of the cluster with the highest goodput, among those that this release serves if it serves any.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation, Software
+from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation, ServingSoftwareName
 from meshwright.spec.divisors import divisors
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.inference_layout import split_error
@@ -52,7 +52,7 @@ def deployment_space(
     quantisation: Quantisation,
     check: Callable[[InstanceSpec], object],
     *,
-    software: Software | None = None,
+    software: ServingSoftwareName | None = None,
 ) -> DeploymentSpace:
     """All deployments of a unit; `check` raises OutOfResources for an instance that does not fit.
 

@@ -33,6 +33,8 @@ class Rate:
 class Expense:
     """What a training takes; money is in the currency of the price."""
 
+    gpus: int
+    """Devices that train and are counted; idle devices are not."""
     price_per_gpu_hour: Rate
     watts_per_gpu: Rate
     training_share: float
@@ -116,6 +118,7 @@ def expense_of(
 
     kilowatts = None if watts.value is None else watts.value / 1000
     return Expense(
+        gpus=gpus,
         price_per_gpu_hour=rate,
         watts_per_gpu=watts,
         training_share=share,

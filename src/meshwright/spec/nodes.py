@@ -46,8 +46,7 @@ class NodeType:
     @property
     def peak(self) -> float:
         """FLOP/s that order chips by speed; 0 for a chip that is not in the table."""
-        chip = CHIPS.get(self.gpu)
-        return max(chip.peak_flops.get("bf16", 0.0), chip.peak_flops.get("fp16", 0.0)) if chip else 0.0
+        return CHIPS[self.gpu].half_peak if self.gpu in CHIPS else 0.0
 
 
 def node_type_runs(cluster: ClusterSpec) -> tuple[tuple[NodeType, int], ...]:
