@@ -175,7 +175,8 @@ def _evaluate(
         return measured
     device, dtype = device_and_dtype()
     decoder = load_model(weights, device, dtype, contents=False, adapter=adapter, scores=None if pairs else False)
-    preference = (SCORED_PAIRS if decoder.spec.head == "score" else PAIRS) if pairs else None
+    form = SCORED_PAIRS if decoder.spec.head == "score" else PAIRS
+    preference = form if pairs else None
     source = open_data(
         spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation", preference=preference
     )

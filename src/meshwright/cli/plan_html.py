@@ -81,7 +81,8 @@ def _header(answer: PlanAnswer) -> str:
     parts = (f"{number_text.short(parameter_count(run.model))} parameters", escape(layer_order(run.model)), machines)
     line = " · ".join((*filter(None, parts), plan_name(answer.plan)))
     refused, over = answer.planned_only, answer.does_not_fit
-    word = "does not fit" if over else "planned only" if refused else "can be trained"
+    word = "planned only" if refused else "can be trained"
+    word = "does not fit" if over else word
     status = f'<span class="status {"part" if over or refused else "done"}">{word}</span>'
     idle = answer.idle.sentence if answer.idle else None
     note = ". ".join(text for text in (over, refused, idle, caution(run)) if text)

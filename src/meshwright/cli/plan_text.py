@@ -338,7 +338,8 @@ def _scaling(console: Console, answer: PlanAnswer) -> None:
     _heading(console, "the same job on other numbers of GPUs" if answer.points else "cost")
     price, tokens = answer.question.price, answer.tokens
     price = price_of(answer.run.cluster, price).value
-    total_columns = ["days", "GPU-hours", *(["cost"] if price else [])] if tokens else []
+    total_columns = ["days", "GPU-hours"] if tokens else []
+    total_columns += ["cost"] if tokens and price else []
     table = Table("GPUs", "plan", "step", "tokens/s a GPU", "MFU", *total_columns, "", box=None, padding=(0, 2, 0, 0))
     for point in points:
         if not (point.seconds and point.tokens_per_second and point.answer):

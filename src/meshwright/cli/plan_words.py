@@ -138,7 +138,8 @@ def machines_line(cluster: ClusterSpec) -> str:
 def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     """(label, text) facts of the plan, without its mesh."""
     batch, precision = plan.batch, plan.precision
-    ranks = "rank" if plan.data_ranks == 1 else "ranks" if plan.data_ranks == plan.ranks else "data ranks"
+    ranks = "ranks" if plan.data_ranks == plan.ranks else "data ranks"
+    ranks = "rank" if plan.data_ranks == 1 else ranks
     times = "once" if batch.accumulate == 1 else f"{batch.accumulate} times"
     split_text = f"{batch.micro_batch} at a time, {times} on each of {plan.data_ranks:,} {ranks}"
     sequences = f"{batch.global_batch:,} sequence{'s' * (batch.global_batch > 1)}"

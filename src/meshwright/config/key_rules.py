@@ -392,7 +392,8 @@ def _ranks(run: RunValues) -> Iterator[Mistake]:
     if data % product or (exact and data != product):
         key = "plan.shard" if shard else "plan.replicate"
         quotient, remainder = divmod(data, replicate) if shard and replicate else (data, 0)
-        near = None if remainder else str(quotient if exact else nearest_divisor(quotient, sizes[key]))
+        nearest_size = quotient if exact else nearest_divisor(quotient, sizes[key])
+        near = None if remainder else str(nearest_size)
         factors = [*sizes.values(), *pinned.values()]
         got = f"{' × '.join(map(str, factors))} = {math.prod(factors)} ranks, the cluster has {ranks}"
         both = "plan.replicate × plan.shard " if len(sizes) == 2 else ""

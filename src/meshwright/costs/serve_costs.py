@@ -128,7 +128,8 @@ class ServeCosts:
             self.constants = usual_constants(self._machine, weights, experts, expert_peak, self.quantisation.kv_cache)
         """Constants of a step's time on one device."""
         self.overlap = not cluster.is_cpu if self.profile is None else self.profile.overlap
-        self._items = self.profile.item_bytes if self.profile else (4 if cluster.is_cpu else 2)
+        datasheet_items = 4 if cluster.is_cpu else 2
+        self._items = self.profile.item_bytes if self.profile else datasheet_items
         self._known: dict[tuple[int, int, int], InstanceCosts | OutOfResources] = {}
 
     @property

@@ -94,10 +94,10 @@ class Decoder(nn.Module):
         self.positions = Embedding(_weight(spec.max_seq_len, spec.hidden)) if learned else None
         self.layers = nn.ModuleDict({str(layer): Block(spec.block(layer), plain) for layer in range(spec.layers)})
         self.norm = Norm(spec.residual_norm, spec.hidden, plain)
-        self.head = (
-            ScoreHead(_weight(1, spec.hidden))
-            if spec.head == "score"
-            else Head(
+        if spec.head == "score":
+            self.head = ScoreHead(_weight(1, spec.hidden))
+        else:
+            self.head = Head(
                 None if spec.tied else _weight(spec.vocab_size, spec.hidden),
                 loss_chunk,
                 cap=spec.logit_cap,
@@ -105,7 +105,6 @@ class Decoder(nn.Module):
                 plain=plain,
                 z_loss=z_loss,
             )
-        )
         self.predictions = nn.ModuleList(
             PredictionModule(spec, plain, Block(spec.block(spec.layers), plain)) for _ in range(spec.prediction_depth)
         )

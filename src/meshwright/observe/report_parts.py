@@ -225,7 +225,9 @@ def _device_memory(run: RunFolder) -> float | None:
 def plan_picture(run: RunFolder) -> str:
     """`plan_section` of the run's plan; empty without a plan."""
     per_node = number(run.setting("cluster", "gpus_per_node"))
-    return plan_section(run.plan, int(per_node) if per_node and per_node >= 1 else None) if run.plan else ""
+    if not run.plan:
+        return ""
+    return plan_section(run.plan, int(per_node) if per_node and per_node >= 1 else None)
 
 
 def plan_section(plan: Plan, ranks_per_node: int | None, limit: int = MOST_RANKS_DRAWN) -> str:

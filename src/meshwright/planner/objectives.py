@@ -89,13 +89,8 @@ def at_size(run: RunSpec, gpus: int) -> RunSpec:
     """
     cluster = run.cluster
     if cluster.is_cpu or cluster.groups or cluster.emulate_nodes > 1:
-        cluster_type = (
-            "ranks on a CPU"
-            if cluster.is_cpu
-            else "unlike nodes (cluster.groups)"
-            if cluster.groups
-            else "emulated nodes"
-        )
+        cluster_type = "unlike nodes (cluster.groups)" if cluster.groups else "emulated nodes"
+        cluster_type = "ranks on a CPU" if cluster.is_cpu else cluster_type
         raise BadInput(
             f"--gpus needs a cluster of like GPUs, and this cluster has {cluster_type}; leave --gpus out, or set cluster.gpu=H100"
         )

@@ -83,7 +83,8 @@ def best_with(run: RunSpec, software: TrainingSoftware, narrowest: MatmulFormat 
         return replace(answer, refused=f"{cluster.gpu} has no bf16 products in the chip table")
     if run.model.adapter is not None:
         return replace(answer, refused="adapters are priced for this program only")
-    bits = narrowest.bits if narrowest else min(16 if linear == "compute" else 8 for linear in linear_dtypes(run))
+    own_bits = min(16 if linear == "compute" else 8 for linear in linear_dtypes(run))
+    bits = narrowest.bits if narrowest else own_bits
     priced = [
         _best_layout(run, software, answer, chip, entry)
         for entry in PRODUCT_FORMATS

@@ -65,7 +65,8 @@ class HangWatch:
                 began = now
             self._ranks[rank] = RankProgress(phase, step, action, count, now, began)
         since = last.stopped if last is not None else None
-        self._ranks[rank].stopped = (now if since is None else since) if stopped else None
+        begin = now if since is None else since
+        self._ranks[rank].stopped = begin if stopped else None
 
     def _learn(self, phase: str, seconds: float) -> None:
         """Record the duration of a step; that of a step with compilation is an upper limit until others are known."""

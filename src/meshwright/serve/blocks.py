@@ -93,7 +93,8 @@ def add_and_norm(
 ) -> tuple[Tensor, Tensor | RoundedMatrix]:
     """x + delta (x if there is no delta), and its norm, `rounded` to a format if that is given; the sum itself if there is no norm."""
     if norm is None:
-        x = x if delta is None else x + (delta.sum() if isinstance(delta, CopyOutputs) else delta)
+        if delta is not None:
+            x = x + (delta.sum() if isinstance(delta, CopyOutputs) else delta)
         return x, x
     if delta is None:
         return x, norm(x)

@@ -325,7 +325,8 @@ def layer_order(spec: ModelSpec) -> str:
     if not spec.blocks:
         return ""
     first, pattern = ", ".join(spec.sequence or spec.first), ", ".join(spec.pattern)
-    parts = [first, f"{'then ' if first else ''}{pattern}, repeated" if pattern else ""]
+    then = "then " if first else ""
+    parts = [first, f"{then}{pattern}, repeated" if pattern else ""]
     return "layers: " + ", ".join(filter(None, parts))
 
 

@@ -59,7 +59,8 @@ class RankLife:
         self.environment = environment
         self.channel = MessageChannel.from_environment()
         self.progress = ProgressSender(ProgressPage.from_environment(), self.channel)
-        self.stop = StopRequest.for_rank(1 if spare else environment.rank) if stop is None else stop
+        rank = 1 if spare else environment.rank
+        self.stop = StopRequest.for_rank(rank) if stop is None else stop
         self.log_file: Path | None = None
         self.requested = threading.Event()
         """Set once the launcher has sent a request or has closed the pipe."""

@@ -109,7 +109,8 @@ class NumericalPolicy:
             raise Rollback(step, cause, skips_samples=action == "rollback_skip")
         if action == "skip" and (skips or verdict == "spike"):
             return self._skip(step, cause) if skips else None
-        applied = "differs between replicas" if differ else f"was {'not applied' if skips else 'applied'}"
+        applied = "was not applied" if skips else "was applied"
+        applied = "differs between replicas" if differ else applied
         raise NumericalFailure(
             f"{cause}; the update {applied}. `meshwright data show RUN --step {step}` names what the "
             f"step read. The same command would come to the same step: set train.on_{verdict}=rollback_skip to leave out these samples, or "

@@ -163,7 +163,8 @@ def _memory_by_rank(
 ) -> tuple[dict[str, int], ...]:
     """Bytes by category of every pipeline rank; prediction modules are counted in all categories."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    micro_batches = (2 if plan.paired else 1) if finishes_each_micro_batch(plan) else plan.batch.accumulate
+    unreduced = 2 if plan.paired else 1
+    micro_batches = unreduced if finishes_each_micro_batch(plan) else plan.batch.accumulate
     replicas = plan.axis_size("replicate")
     sums_shards = any(map(plan.sums_shards, plan.layers))
     number_formats = formats(

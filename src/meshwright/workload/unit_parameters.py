@@ -62,7 +62,9 @@ class EndParameters:
         shared = used_by_both and first and last
         embed = self.embed if first and not shared else UnitParameters()
         head = self.final if last else UnitParameters()
-        return embed, head + self.embed if shared else head + self.table if used_by_both and last else head
+        if shared:
+            return embed, head + self.embed
+        return embed, head + self.table if used_by_both and last else head
 
 
 @lru_cache(maxsize=4096)  # the planner asks for the same units under every batch and strategy
