@@ -183,7 +183,7 @@ def test_a_row_states_its_software_and_a_stated_one_wins() -> None:
     assert guessed is not None and stated is not None
     assert (guessed.stack, stated.stack) == ("megatron_lm", "torchtitan")
     (prediction,) = predict_records([{**RECORD, "software": "torchtitn"}])
-    assert prediction.reason is not None and "did you mean torchtitan" in prediction.reason
+    assert prediction.reason is not None and "nearest: torchtitan" in prediction.reason
 
 
 def test_a_row_states_a_mixture_and_its_exchange() -> None:

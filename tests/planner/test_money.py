@@ -112,5 +112,5 @@ def test_a_cluster_of_another_chip_has_hosts_of_its_size() -> None:
     assert cluster_with(cluster, "H100") is cluster
     with pytest.raises(BadInput, match="does not divide"):
         cluster_with(ClusterSpec(gpu="H100", nodes=3, gpus_per_node=3), "GB200")
-    with pytest.raises(BadInput, match="did you mean H100"):
+    with pytest.raises(BadInput, match="nearest: H100"):
         chips_named("H10O")

@@ -20,6 +20,7 @@ from meshwright.calibration.source_conventions import (
 from meshwright.costs.device_rates import BLOCKWISE, FOUR_BIT, TENSORWISE, Machine
 from meshwright.costs.software import IMBALANCE, TrainingSoftware, software_named, software_of
 from meshwright.spec.chips import CHIPS, Chip
+from meshwright.spec.errors import BadInput
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape
 
@@ -148,8 +149,8 @@ def _software(record: Record, conventions: tuple[Convention, ...]) -> tuple[Trai
     if stated := (record.get("software") or "").strip():
         try:
             software = software_named(stated)
-        except KeyError as error:
-            raise _CannotBePriced(f"software {error.args[0]}") from error
+        except BadInput as error:
+            raise _CannotBePriced(str(error)) from error
         return software, software.constants
     source, note = record.get("source") or "", record.get("note") or ""
     software = software_of(source, note, 2025.0 + release_of(source, note))

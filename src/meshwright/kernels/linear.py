@@ -233,7 +233,8 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, sink: WeightGradientSink, shapes: _Shapes) -> tuple[Tensor, ...]:
-        ctx.weight, ctx.sink = weight, sink
+        ctx.weight = weight
+        ctx.sink = sink
         return tuple(weight.new_empty((), dtype=dtype).expand(shape) for shape, dtype in shapes)
 
     @staticmethod

@@ -100,7 +100,8 @@ def token_log_probabilities(
     parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
     if fixed_order:
         return torch.cat([log_probabilities_of_logits(capped(fixed_linear(h, weight), cap), t) for h, t in parts])
-    vocab, weight = weight.shape[0], pad_vocabulary(weight)
+    vocab = weight.shape[0]
+    weight = pad_vocabulary(weight)
     return torch.cat([log_probabilities_of_logits(_logits(h, weight, vocab, cap)[0], t) for h, t in parts])
 
 
@@ -147,7 +148,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sums_and_gradient = _gradient_fused if hidden.is_cuda and hidden.element_size() <= 4 else _gradient_eager
         loss, squares = (torch.zeros((), dtype=wide, device=hidden.device) for _ in range(2))
         hidden_grad = torch.empty_like(hidden)
-        vocab, weight = weight.shape[0], pad_vocabulary(weight)
+        vocab = weight.shape[0]
+        weight = pad_vocabulary(weight)
         weight_grad: Tensor | None = None
         parts = (hidden.split(chunk), hidden_grad.split(chunk), targets.split(chunk))
         of_parts = [None] * len(parts[0]) if weights is None else weights.split(chunk)
@@ -174,7 +176,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        loss_grad, dtype = grad_outputs[0], hidden_grad.dtype
+        loss_grad = grad_outputs[0]
+        dtype = hidden_grad.dtype
         scaled_weight = None if weight_grad is None else scale(weight_grad, loss_grad, dtype)
         return scale(hidden_grad, loss_grad, dtype), scaled_weight, *[None] * 5
 
@@ -233,7 +236,8 @@ def _gradient_eager(
     valid = (targets >= 0)[:, None].to(buffer.dtype)
     factor = valid if weights is None else weights[:, None] * valid
     target_log = buffer.gather(-1, column)
-    loss, squares = -(target_log * factor).sum(), buffer.new_zeros(())
+    loss = -(target_log * factor).sum()
+    squares = buffer.new_zeros(())
     buffer.exp_()
     if z_loss:
         total = (logits.gather(-1, column) - target_log) * valid

@@ -131,7 +131,8 @@ class AttentionAccumulator:
     """Combines partial results: `out` and its `logsumexp` over all keys added so far, in fp32 (fp64 for fp64)."""
 
     def __init__(self, out: Tensor, logsumexp: Tensor) -> None:
-        self.out, self.logsumexp = out.to(logsumexp.dtype), logsumexp
+        self.out = out.to(logsumexp.dtype)
+        self.logsumexp = logsumexp
 
     def add(self, queries: slice, out: Tensor, logsumexp: Tensor) -> None:
         """Add the partial result of some queries over other keys."""
@@ -180,7 +181,8 @@ def _warn_once(dtype: str, head_dim: int) -> None:
 
 
 def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    scores, values = _scores(q, k, causal), _repeat_heads(v, q)
+    scores = _scores(q, k, causal)
+    values = _repeat_heads(v, q)
     logsumexp = torch.logsumexp(scores, dim=-1)
     out = torch.exp(scores - logsumexp[..., None]) @ values
     return out.transpose(1, 2).to(q.dtype), logsumexp
@@ -189,11 +191,14 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Ten
 def _plain_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = _repeat_heads(k, q), _repeat_heads(v, q)
+    keys = _repeat_heads(k, q)
+    values = _repeat_heads(v, q)
     grad, out, queries = (tensor.to(logsumexp.dtype).transpose(1, 2) for tensor in (grad, out, q))
     weights = torch.exp(_scores(q, k, causal) - logsumexp[..., None])
     score_grads = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    q_grad, k_grad, v_grad = score_grads @ keys, score_grads.mT @ queries, weights.mT @ grad
+    q_grad = score_grads @ keys
+    k_grad = score_grads.mT @ queries
+    v_grad = weights.mT @ grad
     k_grad, v_grad = (gradient.unflatten(1, (k.shape[2], -1)).sum(2) for gradient in (k_grad, v_grad))
     return q_grad.transpose(1, 2), k_grad.transpose(1, 2), v_grad.transpose(1, 2)
 

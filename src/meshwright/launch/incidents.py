@@ -28,7 +28,8 @@ from meshwright.spec.fields import to_plain
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import Assignment
 
-FOLDER, FILE = "incidents", "incident.json"
+FOLDER = "incidents"
+FILE = "incident.json"
 KEPT = 50
 """Incidents that a run keeps; the oldest are removed."""
 LISTED_RANKS = 1024

@@ -61,7 +61,7 @@ def _loss_tile(run: RunFolder) -> Tile:
     if (mean := recent_mean(losses)) is None:
         return None
     count = min(len(losses), RECENT_VALUES)
-    context = f"of step {run.steps[-1]['step']:,}; mean of the last {count} {mean:.3f}" if count > 1 else "one step"
+    context = f"of step {run.steps[-1]['step']:,}; mean of the last {count}: {mean:.3f}" if count > 1 else "one step"
     return "Training loss", f"{losses[-1]:.3f}", context
 
 
@@ -402,7 +402,7 @@ def _start_text(record: Mapping[str, Any]) -> str:
         else {}
         for key in ("phases", "compiler")
     )
-    return start_line(phases, compiler).removeprefix("start: ")
+    return start_line(phases, compiler).removeprefix("start took ")
 
 
 def _listing(title: str, items: Sequence[str]) -> str:

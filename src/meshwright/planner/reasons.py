@@ -127,6 +127,13 @@ def _transport_reasons(best: Candidate, others: Sequence[Candidate], run: RunSpe
 
 
 def _value_text(name: str, value: object) -> str:
+    """The value of a setting, for a sentence.
+
+    A setting and its value:
+
+    >>> _value_text("tensor", 2)
+    'tensor 2'
+    """
     if name == "gradients":
         return f"gradients {GRADIENTS[str(value)]}"
     if name in TRANSFERS:

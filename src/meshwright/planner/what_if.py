@@ -232,7 +232,17 @@ def _settings(before: Plan, after: Plan) -> Iterator[tuple[str, object, object]]
 
 
 def _values_over_layers(plan: Plan, field: str) -> str:
-    """The values of a field over the layer strategies, in words."""
+    """The values of a field over the layer strategies, in words.
+
+    The first 8 layers keep their gathered weights:
+
+    >>> from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis
+    >>> layers = (LayerStrategy(range="0-7", reshard=False), LayerStrategy(range="8-31"))
+    >>> axes = (MeshAxis(axis="shard", size=2),)
+    >>> batch = BatchPlan(global_batch=2, micro_batch=1, accumulate=1)
+    >>> _values_over_layers(Plan(mesh=axes, batch=batch, layers=layers), "reshard")
+    'no and yes'
+    """
     words = {True: "yes", False: "no"}
     return " and ".join(
         dict.fromkeys(str(words.get(value, value)) for value in (getattr(layer, field) for layer in plan.layers))

@@ -56,7 +56,10 @@ class Api:
 
     def __init__(self, spec: ServeSpec, name: str, files: ModelFiles, client: EngineClient) -> None:
         """`name` is the model's for clients. Raises BadInput for a chat template that cannot be used."""
-        self.spec, self.name, self.files, self.client = spec, name, files, client
+        self.spec = spec
+        self.name = name
+        self.files = files
+        self.client = client
         self.has_template = chat_template(spec, files) is not None
         self.workers = TextWorkers(spec, name, files)
         self.draining = False

@@ -56,7 +56,8 @@ class EngineConnection:
     """The engine's end of the socket."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket, self._reader = end, ServerMessageReader()
+        self._socket = end
+        self._reader = ServerMessageReader()
 
     def fileno(self) -> int:
         """The descriptor, for a selector."""
@@ -83,7 +84,8 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, connection: EngineConnection, transfer: TransferSetup | None = None) -> None:
         """`transfer`: how it exchanges blocks with other engines. Raises BadInput for an address that cannot be used."""
-        self._engine, self._connection = engine, connection
+        self._engine = engine
+        self._connection = connection
         self._grammars = GrammarJobs(engine)
         self._unwanted: set[int] = set()
         self._compiling: set[int] = set()
@@ -203,7 +205,9 @@ class EngineLoop:
         options: Mapping[str, Any],
     ) -> tuple[list[int], list[int]]:
         """Report first tokens from another engine and queue the texts that go on; returns the ids and numbers of these."""
-        ids, numbers, entries = [], [], []
+        ids = []
+        numbers = []
+        entries = []
         for index, (id, (tokens, details)) in enumerate(zip(request["ids"], firsts, strict=True)):
             reason = details.get("reason")
             if reason == "abort":
@@ -215,7 +219,8 @@ class EngineLoop:
             if goes_on:
                 sample = sampling.sample(index)
                 number = self._engine.submit(request["tokens"], sampling=sample, given=tokens, **options)
-                self._numbers[id], self._ids[number] = number, id
+                self._numbers[id] = number
+                self._ids[number] = id
                 numbers.append(number)
                 ids.append(id)
         if entries:
@@ -298,7 +303,8 @@ def load_engine(setup: EngineSetup, weights: Chosen | None = None) -> Engine:
     from meshwright.serve.engine import Engine
     from meshwright.serve.load import load_for_engine
 
-    options, folder = _options(setup), setup.draft_model
+    options = _options(setup)
+    folder = setup.draft_model
     draft = None if folder in (None, MTP) else load_model(Path(folder), *device_and_dtype())
     source = Path(setup.folder) if weights is None else weights.path
     adapter = None if setup.adapter is None else Path(setup.adapter)
@@ -320,7 +326,8 @@ def serve_on_ranks(setup: EngineSetup, connection: EngineConnection | None) -> N
     world = join(RankEnvironment.from_environment(), setup.cluster, timeout_seconds=LOAD_SECONDS)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     weights = choose_weights(Path(setup.folder), contents=False)
-    options, source = _options(setup), Path(setup.folder) if weights is None else weights.path
+    options = _options(setup)
+    source = Path(setup.folder) if weights is None else weights.path
     part = RankModel.load(source, world, dtype, setup.experts, options.weights)
     check_context(part.spec, options)
     engine = engine_of_rank(part, world, _tokenizer(setup), options, setup.experts)
@@ -367,7 +374,8 @@ def main() -> int:
     end_with_parent()
     raise_file_limit()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would have keys and texts
-    descriptor, setup = int(sys.argv[1]), from_plain(EngineSetup, json.load(sys.stdin))
+    descriptor = int(sys.argv[1])
+    setup = from_plain(EngineSetup, json.load(sys.stdin))
     connection = None if descriptor < 0 else EngineConnection(socket.socket(fileno=descriptor))
     try:
         if connection is None or setup.ranks > 1:

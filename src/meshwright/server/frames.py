@@ -50,7 +50,8 @@ class FrameSocket:
         end.setblocking(False)
         if end.family != socket.AF_UNIX:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._end, self._incoming = end, bytearray()
+        self._end = end
+        self._incoming = bytearray()
         self._outgoing: deque[memoryview] = deque()
         self._descriptors: list[int] = []
         self._challenge: Challenge | None = None
@@ -169,7 +170,9 @@ class FrameSocket:
         return data
 
     def _complete(self) -> list[Frame]:
-        incoming, start, frames = self._incoming, 0, []
+        incoming = self._incoming
+        start = 0
+        frames = []
         while len(incoming) - start >= _HEADER.size:
             length, size = _HEADER.unpack_from(incoming, start)
             if length > self.limit or size > (0 if self.limit == FIRST_BYTES else MESSAGE_BYTES):

@@ -88,7 +88,8 @@ class ServerInstance:
 
     def close_idle(self) -> None:
         """Close the connections without a request."""
-        idle, self.idle = self.idle, []
+        idle = self.idle
+        self.idle = []
         for connection in idle:
             connection.abort()
 
@@ -108,7 +109,9 @@ class Instances:
         """Raises BadInput for URLs that are none."""
         self._clock = clock
         self._targets = targets_of(urls)
-        self._most, self._health_seconds, self._silent_seconds = most_requests, health_seconds, silent_seconds
+        self._most = most_requests
+        self._health_seconds = health_seconds
+        self._silent_seconds = silent_seconds
         self.all: dict[tuple[str, int], ServerInstance] = {}
         self._addresses: dict[tuple[str, int], set[tuple[str, int]]] = {}
         """Addresses of each target when its name was last found."""
@@ -174,7 +177,8 @@ class Instances:
                 answer, instance.role = await _health(instance)
             instance.heard = self._clock()
         checks = health_after(instance.checks, answer, self._clock() - instance.heard, self._silent_seconds)
-        instance.checks, instance.healthy = checks, checks.ready
+        instance.checks = checks
+        instance.healthy = checks.ready
         if checks.lost and instance.busy:
             log.info("%s is silent: its %d requests end or go to another server", instance.name, len(instance.busy))
         if checks.lost:
@@ -211,7 +215,8 @@ async def _health(instance: ServerInstance) -> tuple[HealthAnswer, str]:
 def prefix_hashes(body: bytes) -> list[int]:
     """A chain of hashes over full blocks of the text of a request, from its prompt or messages on."""
     start = next((at for key in _PROMPT_KEYS if (at := body.find(key, 0, _MOST_SEARCHED)) >= 0), 0)
-    hashes, previous = [], 0
+    hashes = []
+    previous = 0
     for block in range(min((len(body) - start) // PREFIX_BYTES, MOST_PREFIX_BLOCKS)):
         at = start + block * PREFIX_BYTES
         previous = xxhash.xxh3_64_intdigest(body[at : at + PREFIX_BYTES], previous)
@@ -234,7 +239,8 @@ def target_of(url: str) -> tuple[str, int]:
     problem = BadInput(f"expected http://HOST:PORT, got {url!r}")
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError:
         raise problem from None
     if host is None or port is None or parts.scheme != "http" or parts.path not in ("", "/") or parts.query:

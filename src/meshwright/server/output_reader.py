@@ -76,7 +76,8 @@ class OutputReader:
     """
 
     def __init__(self, format: OutputFormat) -> None:
-        self._format, self._notation = format, NOTATIONS[format.notation]
+        self._format = format
+        self._notation = NOTATIONS[format.notation]
         self._source = TextSource()
         self._space: list[str] = []
         """White space that is left out if a call, or the end of the reasoning, follows."""
@@ -121,7 +122,8 @@ class OutputReader:
         if final and not self._plain:
             self._source.final = True
             self._send("")
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         return parts
 
     def _send(self, text: str) -> None:
@@ -132,7 +134,8 @@ class OutputReader:
 
     def _answer(self) -> Wait:
         """Read reasoning, if it comes first, then text and calls."""
-        source, markers = self._source, self._notation.reasoning if self._format.reasons else None
+        source = self._source
+        markers = self._notation.reasoning if self._format.reasons else None
         if self._format.inside:
             assert markers is not None, "the prompt has begun reasoning"
             space = yield from self._reasoning(markers[1])
@@ -149,7 +152,8 @@ class OutputReader:
 
     def _leading_space(self) -> Wait:
         """Take the white space that comes next; returns it."""
-        source, taken = self._source, list[str]()
+        source = self._source
+        taken = list[str]()
         while (yield from source.any()):
             end = len(source.rest) - len(source.rest.lstrip())
             taken.append(source.rest[:end])
@@ -173,7 +177,9 @@ class OutputReader:
 
         `idle` is what `_idle` is while no mark has begun.
         """
-        source, state, tail = self._source, 0, ""
+        source = self._source
+        state = 0
+        tail = ""
         while True:
             if not state and not source.rest:
                 self._idle = idle
@@ -199,7 +205,8 @@ class OutputReader:
 
         An opening of calls ends it too, unless its end comes later.
         """
-        source, inside = self._source, _search((end, *self._openings))
+        source = self._source
+        inside = _search((end, *self._openings))
         self.reasoning = True
         found = yield from self._show_until(inside, "reasoning")
         if found is not None and found != end:
@@ -230,7 +237,8 @@ class OutputReader:
 
     def _calls(self, opening: str) -> Wait:
         """Read calls as long as they come; `opening` has been taken. What is no call is text again."""
-        source, after_call = self._source, False
+        source = self._source
+        after_call = False
         if opening in self._notation.before:
             source.held.append(opening)
         else:
@@ -255,7 +263,8 @@ class OutputReader:
 
     def _marks(self, *, after_call: bool) -> Wait:
         """Take white space and marks around calls; returns False at the end of the answer."""
-        source, notation = self._source, self._notation
+        source = self._source
+        notation = self._notation
         while True:
             space = yield from self._leading_space()
             if space:
@@ -274,7 +283,8 @@ class OutputReader:
 
     def _give_up(self, *, after_call: bool) -> None:
         """Read on behind the first opening of what is held: it is no call."""
-        source, held = self._source, "".join(self._source.held)
+        source = self._source
+        held = "".join(self._source.held)
         if after_call and not (held or self._shown):
             self._space.clear()
         source.held.clear()
@@ -291,7 +301,8 @@ class OutputReader:
         if self.count and not self._format.parallel:
             return
         # Templates of Mistral's models accept ids of nine letters or digits only.
-        id, name = secrets.token_hex(5)[:9], call.name
+        id = secrets.token_hex(5)[:9]
+        name = call.name
         if self._notation.numbered:
             name = call.name.removeprefix("functions.").rpartition(":")[0] or call.name
             id = id if call.name in self._ids else call.name
@@ -333,7 +344,8 @@ class OutputReader:
 
     def _channels(self) -> Wait:
         """Read messages in channels (harmony): `<|channel|>NAME to=RECIPIENT<|message|>TEXT<|end|>`, one after the other."""
-        source, ends = self._source, _search(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
+        source = self._source
+        ends = _search(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
         while True:
             space = yield from self._leading_space()
             if not source.rest:

@@ -21,7 +21,8 @@ class Staging:
     """Slots of one block each, of the sender."""
 
     def __init__(self, block_bytes: int, most_bytes: int = STAGING_BYTES) -> None:
-        self.block_bytes, self.slots = block_bytes, max(1, min(MOST_SLOTS, most_bytes // block_bytes))
+        self.block_bytes = block_bytes
+        self.slots = max(1, min(MOST_SLOTS, most_bytes // block_bytes))
         self.descriptor, self._memory = memory_file(self.slots * block_bytes)
         self._used = [False] * self.slots
 

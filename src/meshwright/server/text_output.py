@@ -23,9 +23,11 @@ class TextOutput:
         min_tokens: int = 0,
     ) -> None:
         """`reported_stops`: token ids that are the reason of an end at them. No stop string ends the first `min_tokens`."""
-        self._stream, self._stops = stream, stops
+        self._stream = stream
+        self._stops = stops
         self._logprobs = None if logprobs is None else _AlignedLogprobs(logprobs)
-        self._reported_stops, self._min_tokens = reported_stops, min_tokens
+        self._reported_stops = reported_stops
+        self._min_tokens = min_tokens
         self.tokens = 0
         """New tokens so far: up to the one that completes a stop string, however many come at a time."""
         self.finish_reason: str | None = None
@@ -53,7 +55,9 @@ class TextOutput:
 
     def _add_each(self, news: News) -> str:
         """Add tokens one by one, so that none behind a stop string counts."""
-        stream, stops, logprobs = self._stream, self._stops, self._logprobs
+        stream = self._stream
+        stops = self._stops
+        logprobs = self._logprobs
         self.cached_tokens = news.cached_tokens or self.cached_tokens
         shown = []
         for index, token in enumerate(news.tokens):
@@ -76,7 +80,8 @@ class TextOutput:
                     shown.append(stops.finish())
                 self._end(news)
         if stops is not None and stops.complete:
-            self.finish_reason, self.stop_reason = "stop", stops.reached
+            self.finish_reason = "stop"
+            self.stop_reason = stops.reached
         text = "".join(shown)
         if logprobs is not None:
             logprobs.show(len(text), final=self.finish_reason is not None)
@@ -150,15 +155,19 @@ class _AlignedLogprobs:
     def _cut(self) -> None:
         """Take the text behind the end from the tokens that hold it."""
         whole = "".join([entry[0] for entry in self._held])
-        kept, behind = whole[: self._characters], whole[self._characters :]
-        surplus, surplus_bytes = len(behind), len(behind.encode("utf-8"))
+        kept = whole[: self._characters]
+        behind = whole[self._characters :]
+        surplus = len(behind)
+        surplus_bytes = len(behind.encode("utf-8"))
         if INCOMPLETE not in kept:  # tokens of the kept text may have parts of the next character
             surplus_bytes = max(sum([len(entry[1]) for entry in self._held]) - len(kept.encode("utf-8")), 0)
         for entry in reversed(self._held):
             text, content = entry[:2]
-            taken, taken_bytes = min(surplus, len(text)), min(surplus_bytes, len(content))
+            taken = min(surplus, len(text))
+            taken_bytes = min(surplus_bytes, len(content))
             entry[:2] = text[: len(text) - taken], content[: len(content) - taken_bytes]
-            surplus, surplus_bytes = surplus - taken, surplus_bytes - taken_bytes
+            surplus = surplus - taken
+            surplus_bytes = surplus_bytes - taken_bytes
 
     def take(self) -> str:
         """The JSON of the tokens since the last call."""

@@ -42,8 +42,10 @@ SHORT_SENT = 4
 """Short bodies that a process has at a time: it begins the next while the answer to one is on its way."""
 START_SECONDS = 120.0
 """Longest time that a process may take to load the tokenizer."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Seconds before a process is started again that could not load; they double each time."""
+FIRST_PAUSE = 0.1
+"""Seconds before a process that could not load is started again. They double each time."""
+LONGEST_PAUSE = 10.0
+"""Longest of these pauses, seconds."""
 FAILED_STARTS = 3
 """Starts that fail one after the other before requests are refused instead of waiting for the next."""
 END_SECONDS = 5.0
@@ -114,7 +116,9 @@ class _Job:
     """A body to be read, and the answer to it."""
 
     def __init__(self, work: Work, body: bytes, sizes: Sizes) -> None:
-        self.work, self.body, self.sizes = work, body, sizes
+        self.work = work
+        self.body = body
+        self.sizes = sizes
         self.answer: asyncio.Future[CheckedTextRequest | bytes] = asyncio.get_running_loop().create_future()
 
     def refuse(self, error: RequestError) -> None:
@@ -142,8 +146,11 @@ class _Lane:
         self, name: str, setup: Setup, files: tuple[Mapping[str, Any], bytes], seconds: float, most_sent: int
     ) -> None:
         """`files` are packed; `seconds` is the longest time of a job, `most_sent` the number that the process has at a time."""
-        self._name, self._setup, self._files = name, setup, files
-        self._seconds, self._most_sent = seconds, most_sent
+        self._name = name
+        self._setup = setup
+        self._files = files
+        self._seconds = seconds
+        self._most_sent = most_sent
         self._waiting: deque[_Job] = deque()
         self._waiting_bytes = 0
         self._sent: deque[_Job] = deque()
@@ -178,7 +185,8 @@ class _Lane:
             raise _stopping()
         if self._failed_starts >= FAILED_STARTS:
             raise _unavailable()
-        waiting, most = len(self._waiting), self._setup.spec.queue
+        waiting = len(self._waiting)
+        most = self._setup.spec.queue
         if waiting and (waiting >= most or self._waiting_bytes + len(body) > WAITING_BYTES):
             message = f"{waiting} requests wait to be read; try again later"
             raise RequestError(429, message, retry_after=RETRY_SECONDS)
@@ -225,7 +233,8 @@ class _Lane:
         assert process is not None
         self._stop_timer()
         if not process.loaded:
-            process.loaded, self._failed_starts = True, 0
+            process.loaded = True
+            self._failed_starts = 0
         else:
             self._sent.popleft().finish(frame)
             if self._sent:
@@ -234,7 +243,8 @@ class _Lane:
 
     def _end_slow(self) -> None:
         """End the process, and its job, which takes too long."""
-        process, job = self._process, self._sent.popleft()
+        process = self._process
+        job = self._sent.popleft()
         assert process is not None
         job.refuse(self._too_slow(job))
         log.warning("a request was not read within %g s; its text process %d is ended", self._seconds, process.pid)
@@ -303,7 +313,8 @@ class _TextProcess(asyncio.Protocol):
 
     def __init__(self, take: Callable[[TextFrame], None], lost: Callable[[_TextProcess, int], None]) -> None:
         """Start it. `take` gets its messages; `lost` is called once it has ended, with its status."""
-        self._take_frame, self._lost = take, lost
+        self._take_frame = take
+        self._lost = lost
         self._reader = TextFrameReader()
         self._transport: asyncio.WriteTransport | None = None
         self._unsent: list[bytes] = []

@@ -31,7 +31,8 @@ class Tools:
 
 def read_tools(fields: Fields) -> Tools:
     """The keys `tools`, `tool_choice` and `parallel_tool_calls`. Raises RequestError."""
-    value, choice = fields.take("tools"), fields.take("tool_choice")
+    value = fields.take("tools")
+    choice = fields.take("tool_choice")
     parallel = fields.flag("parallel_tool_calls", True)
     named = _named(choice)
     if value is None or value == []:

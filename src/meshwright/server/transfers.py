@@ -75,8 +75,11 @@ class BlockTransfers:
         Raises BadInput if `setup.address` cannot be used."""
         self._blocks = blocks = engine.prefix_blocks()
         self._store = None if setup.store is None else StoreClient(blocks, setup.store, setup.key)
-        self._submit, self._fetching, self._unwanted = submit, set[int](), set[int]()
-        """Ids of texts whose prompts are looked up in the store, and those of them that were aborted."""
+        self._submit = submit
+        self._fetching = set[int]()
+        """Ids of requests whose prompts are looked up in the store."""
+        self._unwanted = set[int]()
+        """Those of them that were aborted."""
         self._sender = None
         if setup.address is not None:
             listening = listen(setup.address)
@@ -112,7 +115,9 @@ class BlockTransfers:
     @property
     def figures(self) -> TransferFigures:
         """Counts of blocks and prompts exchanged so far."""
-        receiver, store, sent = self._receiver, self._store, 0 if self._sender is None else self._sender.sent_blocks
+        receiver = self._receiver
+        store = self._store
+        sent = 0 if self._sender is None else self._sender.sent_blocks
         return TransferFigures(
             sent,
             receiver.received_blocks,

@@ -32,7 +32,7 @@ from meshwright.events.messages import (
 from meshwright.events.parent import end_with_parent
 from meshwright.events.progress import PROGRESS, ProgressPage, ProgressSender
 from meshwright.events.stacks import write_stacks_on_signal
-from meshwright.events.terminal import write_line
+from meshwright.events.terminal import fitted, write_line
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, CommunicationFailure, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.rank_environment import RankEnvironment
@@ -221,7 +221,7 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.WARNING:
-            write_line(f"meshwright: {record.getMessage()}")
+            write_line(fitted(f"meshwright: {record.getMessage()}"))
 
 
 def end_process(code: int) -> NoReturn:
