@@ -192,7 +192,7 @@ def _rl_remark(answer: PlanAnswer) -> Remark:
         return Remark(f"a step trains on rows that its answers fill; the time of the answers is not predicted: {error}")
     many = run.train.global_batch * run.rl.samples
     return Remark(
-        "without rewards, whose time is that of your function",
+        "the time of rewards, which your function takes, is not included",
         f"{seconds_text(phases.total)} a step with its answers",
         (
             f"hand-over {seconds_text(phases.handover)}, sampling {seconds_text(phases.rollout)} ({many:,} answers of "
