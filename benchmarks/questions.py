@@ -264,7 +264,8 @@ def uses(answer: PlanAnswer) -> Iterator[tuple[str, float]]:
     run, plan = answer.run, answer.plan
     if plan.predicted is None or not plan.predicted.step_seconds:
         return
-    peaks, wide = CHIPS[run.cluster.gpu].peak_flops, plan.precision.compute
+    peaks = CHIPS[run.cluster.gpu].peak_flops
+    wide = plan.precision.compute
     linear = products_of(plan)
     yield "the plan", seconds_at_peak(run, wide, linear) / plan.predicted.step_seconds
     for entry in answer.formats:

@@ -62,7 +62,9 @@ SMALLEST_PART = 0.0005
 SMALLEST_GAIN = 0.005
 """Gain below which a change counts as no gain."""
 TOKENS_NEEDED = "days and GPU-hours need the tokens of the whole training: --tokens 1e12, or train.steps"
-CAN_BE_TRAINED, PLANNED_ONLY, DOES_NOT_FIT = "can be trained", "planned only", "does not fit"
+CAN_BE_TRAINED = "can be trained"
+PLANNED_ONLY = "planned only"
+DOES_NOT_FIT = "does not fit"
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def status_of(answer: PlanAnswer) -> str:
 
 def remarks_of(answer: PlanAnswer) -> Iterator[Remark]:
     """What is to know before the plan is used."""
-    run, predicted = answer.run, answer.plan.predicted
+    run = answer.run
+    predicted = answer.plan.predicted
     if predicted is not None and run.rl is not None:
         yield _rl_remark(answer)
     if predicted is not None and (warning := caution(run)):
@@ -370,7 +373,8 @@ def _chips(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _chip_row(answer: PlanAnswer, entry: ChipPoint) -> tuple[str, ...]:
-    point, spent = entry.point, entry.expense
+    point = entry.point
+    spent = entry.expense
     if spent is None or point.answer is None or point.tokens_per_second is None or point.seconds is None:
         return entry.chip, point.refused or "its rates are not known"
     cells = [spent.money_per_million_tokens, spent.kwh_per_million_tokens]
@@ -544,7 +548,8 @@ def _plain_objective(answer: PlanAnswer) -> dict[str, Any]:
 
 def _sizes(answer: PlanAnswer) -> AnswerSection | None:
     """The sizes of --gpus, or the cluster's own where the objective is the cost."""
-    tokens, points = answer.tokens, answer.priced_points
+    tokens = answer.tokens
+    points = answer.priced_points
     if not points:
         return None
     price = price_of(answer.run.cluster, answer.question.price).value

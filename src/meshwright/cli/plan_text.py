@@ -56,7 +56,8 @@ def show(answer: PlanAnswer) -> None:
 
 def _head(console: Console, answer: PlanAnswer) -> None:
     run = answer.run
-    name, size = run.model.preset or run.model.family, f"{number_text.short(parameter_count(run.model))} parameters"
+    name = run.model.preset or run.model.family
+    size = f"{number_text.short(parameter_count(run.model))} parameters"
     console.print(f"[bold]{name}[/bold], {size}, on {machines_line(answer.cluster)}")
     if order := layer_order(run.model):
         console.print(order, markup=False)
@@ -149,7 +150,8 @@ def _bar(bar: AnswerBar, block: AnswerBars, width: int) -> str:
     """A bar. Where bars have several parts, each part has its letter, and dots are what is left of the scale."""
     if not block.key:
         return "█" * round(sum(size for _, size in bar.parts) / block.full * width)
-    text, before = "", 0.0
+    text = ""
+    before = 0.0
     for part, size in bar.parts:
         text += _letter(part) * (round((before + size) / block.full * width) - round(before / block.full * width))
         before += size

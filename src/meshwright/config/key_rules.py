@@ -145,7 +145,9 @@ def _model(run: RunValues) -> Iterator[Mistake]:
 
 def _experts(run: RunValues) -> Iterator[Mistake]:
     """A dense model has no keys of experts, which it would ignore, and a model with experts has layers with them."""
-    experts, layers, dense = run("model.experts"), run("model.layers"), run("model.first_dense_layers")
+    experts = run("model.experts")
+    layers = run("model.layers")
+    dense = run("model.first_dense_layers")
     for key in ("experts_per_token", "expert_hidden", "shared_expert_hidden", "first_dense_layers"):
         if experts == 0 and run(f"model.{key}"):
             yield run.mistake(f"model.{key}", "0, as model.experts is 0: a dense model", "0")

@@ -166,10 +166,12 @@ class AttentionSpec:
         if self.rotary is not None:
             whole = self.rotary.width == self.head_dim
             if self.rotary.width % 2:
-                key, near = "head_dim" if whole else "rope_width", str(self.rotary.width + 1)
+                key = "head_dim" if whole else "rope_width"
+                near = str(self.rotary.width + 1)
                 expected = "an even number, as rotary embedding turns pairs"
                 yield WrongKey(key, str(self.rotary.width), expected, near)
             if self.rotary.width > self.head_dim:
-                found, near = str(self.rotary.width), str(self.head_dim)
+                found = str(self.rotary.width)
+                near = str(self.head_dim)
                 yield WrongKey("rope_width", found, "at most {head_dim}", near, (("head_dim", self.head_dim),))
             yield from self.rotary.mistakes()

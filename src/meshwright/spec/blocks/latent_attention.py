@@ -126,7 +126,8 @@ class LatentAttentionSpec:
             found = str(self.rotary.width)
             yield WrongKey("rope_head_dim", found, "an even number below {head_dim}", None, beside)
         if not 0 < self.value_head_dim <= self.head_dim:
-            found, near = str(self.value_head_dim), str(self.head_dim)
+            found = str(self.value_head_dim)
+            near = str(self.head_dim)
             yield WrongKey("value_head_dim", found, "1 to {head_dim}", near, beside)
 
 

@@ -53,7 +53,8 @@ class RouterSpec:
 
     def mistakes(self, experts: int, per_token: int) -> Iterator[WrongKey]:
         """What is wrong with the groups of so many experts, naming keys of `model`."""
-        groups, size = self.groups, experts // self.groups
+        groups = self.groups
+        size = experts // groups
         least = 2 if self.choice_bias and groups > 1 else 1
         if groups > 1 and (experts % groups or size < least):
             valid = [count for count in divisors(experts) if experts // count >= least]
@@ -64,7 +65,8 @@ class RouterSpec:
         if self.groups_per_token > groups:
             yield WrongKey("groups_per_token", found, "1 to {expert_groups}", str(groups), (("expert_groups", groups),))
         elif groups > 1 and size and self.groups_per_token * size < per_token <= experts:
-            near, beside = str(-(-per_token // size)), (("experts_per_token", per_token),)
+            near = str(-(-per_token // size))
+            beside = (("experts_per_token", per_token),)
             yield WrongKey("groups_per_token", found, "groups with {experts_per_token} experts", near, beside)
 
 
