@@ -36,9 +36,11 @@ from typing import Any
 from random_pins import ALL, CHOICES, LIMITS, PINS, random_run
 
 from meshwright.cli.options import load
-from meshwright.cli.plan_answer import PlanAnswer, PlanQuestion, answer_question, as_plain
+from meshwright.cli.plan_answer import PlanAnswer, PlanQuestion, answer_question
 from meshwright.cli.plan_html import page
+from meshwright.cli.plan_json import as_plain
 from meshwright.cli.plan_text import show
+from meshwright.cli.plan_words import expense_sentences
 from meshwright.costs.software import SOFTWARE
 from meshwright.families.registry import MODEL_PRESETS
 from meshwright.launch.prepare import with_vocabulary
@@ -246,7 +248,7 @@ def plan_checks(answer: PlanAnswer) -> Iterator[str]:
             isclose(spent.gpu_hours, 24 * spent.days * plan.ranks, rel_tol=1e-3), "GPU-hours are not days × GPUs"
         )
         yield _unless(
-            answer.idle is None or any("idle" in sentence for sentence in answer.expense_sentences),
+            answer.idle is None or any("idle" in sentence for sentence in expense_sentences(spent, answer.idle)),
             "GPU-hours leave out idle devices and do not say so",
         )
 
@@ -262,7 +264,8 @@ def uses(answer: PlanAnswer) -> Iterator[tuple[str, float]]:
     run, plan = answer.run, answer.plan
     if plan.predicted is None or not plan.predicted.step_seconds:
         return
-    peaks, wide = CHIPS[run.cluster.gpu].peak_flops, plan.precision.compute
+    peaks = CHIPS[run.cluster.gpu].peak_flops
+    wide = plan.precision.compute
     linear = products_of(plan)
     yield "the plan", seconds_at_peak(run, wide, linear) / plan.predicted.step_seconds
     for entry in answer.formats:

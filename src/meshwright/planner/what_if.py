@@ -216,7 +216,8 @@ def _with_more_data_ranks(run: RunSpec, plan: Plan) -> Plan | None:
 
 
 def _change(name: str, run: RunSpec, plan: Plan, later: RunSpec, changed_plan: Plan, note: str) -> Change:
-    before, seconds = _seconds(plan), _seconds(changed_plan)
+    before = _seconds(plan)
+    seconds = _seconds(changed_plan)
     tokens = later.train.global_batch * later.train.seq_len / seconds
     return Change(name, seconds, tokens, tokens * before / (run.train.global_batch * run.train.seq_len) - 1, note)
 
