@@ -70,6 +70,7 @@ def simulated_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) 
 
 
 def _stage_simulation(run: RunSpec, plan: Plan) -> Play:
+    """A function that plays a short step of `plan` by whole stages."""
     layers = run.model.layers
     durations = cache(partial(StageDurations, units=unit_strategies(plan, layers), layered=plan.layered))
 

@@ -62,6 +62,7 @@ def copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Cluste
 
 @lru_cache(maxsize=256)
 def _copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> CopyEffects:
+    """`copy_effects`, whose result is cached."""
     assert plan.experts is not None
     experts, ranks = plan.experts, plan.experts.expert * plan.axis_size("tensor")
     uncopied = replace(plan, experts=replace(experts, policy="none", slots=0))

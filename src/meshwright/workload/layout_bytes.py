@@ -53,6 +53,11 @@ def layout_peak_bytes(model: ModelSpec, layout: Layouts, formats: TensorFormats)
 
 
 def _rank_tensors(model: ModelSpec, layout: Layouts, formats: TensorFormats, *, last: bool) -> RankTensors:
+    """What the first pipeline rank, or with `last` the last one, stores and gathers, for many layouts at once.
+
+    Parameters are divided by tensor ranks. A rank owns its share of them over the shard ranks, and gathers whole
+    units, of experts only those of its expert rank. `plan_bytes` counts the same for one plan, layer by layer.
+    """
     sizes, width, micro_batches = _model_parameters(model), np.asarray(layout.tensor), layout.micro_batches
     single, shards = np.asarray(layout.pipeline) == 1, np.asarray(layout.shards)
     rank_ends, loss_parameters, shared = _end_parameters(sizes.ends, layout, model.embedding_at_both_ends, last)

@@ -254,6 +254,7 @@ def _only(found: Iterable[tuple[T, float]]) -> _Only[T]:
 
 
 def _attention_columns(attends: Sequence[tuple[AttendOp, float]], seq_len: int) -> dict[str, Any]:
+    """The fields of `Shape` about attention: sizes of heads, and scores with windows relative to full causal ones."""
     only = _only(((op.heads, op.kv_heads, op.key_dim, op.value_dim), count) for op, count in attends)
     layers = only.layers
     if only.value is None:
@@ -321,6 +322,7 @@ def computed_span(window: int, seq_len: int) -> float:
 def _feed_forward_columns(
     dense: Sequence[tuple[FeedForwardSpec, float]], mixture: MixtureSpec | None, hidden: float
 ) -> dict[str, Any]:
+    """The fields of `Shape` about feed-forward networks: the dense width, and number and widths of experts."""
     networks = [*(body for body, _ in dense), *((mixture.expert,) if mixture is not None else ())]
     layers = sum(count for _, count in dense)
     return {

@@ -244,6 +244,11 @@ def _rank_tensors(
     per_token: Callable[[int], tuple[float, float]],
     number_formats: TensorFormats,
 ) -> dict[str, float]:
+    """The fields of `RankTensors` of one pipeline rank of a plan, counted from its layers and their strategies.
+
+    `part` has the rank's parameters, `per_token(layer)` the elements that a layer saves for a token and those of its
+    backward, `stored_activations` the bytes that are on the device at the peak.
+    """
     all_strategies = plan.strategies(model.layers)
     strategies = [all_strategies[layer] for layer in part.layers]
     tokens, compute_bytes, accumulate = tokens_of(train, plan), bytes_of(plan.precision.compute), plan.batch.accumulate
