@@ -17,7 +17,7 @@ from meshwright.planner.candidate import HEADROOM
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import SCHEDULES, Points, points
 from meshwright.planner.strategies import PLAIN, recomputes
-from meshwright.planner.sweep import closed_form_seconds, layouts, peak_rank_bytes, sweep
+from meshwright.planner.sweep import closed_form_cost, layouts, peak_rank_bytes, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
@@ -129,7 +129,7 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) 
         for reshard, mode in product(reshards, modes):
             layer = LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=offload)
             layout = layouts(run, space, layer)
-            ends[reshard, mode] = closed_form_seconds(priced, layout), peak_rank_bytes(run, layout)
+            ends[reshard, mode] = closed_form_cost(priced, layout).seconds, peak_rank_bytes(run, layout)
         for (first_end, first), (second_end, second) in product(ends.items(), ends.items()):
             # Layers differ in one thing at a time; a line is the same from either end.
             if (first_end[0] != second_end[0]) + (first_end[1] != second_end[1]) > 1 or first_end[0] > second_end[0]:
@@ -155,8 +155,8 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) 
                 legal = legal & sharded & (space.accumulate > 1) & ~layered
             for count in range(1, layers + 1):
                 share = count / layers
-                moved = closed_form_seconds(priced, replace(low_memory, offload_activations=share))
-                seconds = (1 - share) * closed_form_seconds(priced, high_memory) + share * moved
+                moved = closed_form_cost(priced, replace(low_memory, offload_activations=share)).seconds
+                seconds = (1 - share) * closed_form_cost(priced, high_memory).seconds + share * moved
                 # Two or three layers stay besides those that are kept.
                 vanishing = peak_rank_bytes(run, replace(low_memory, offload_activations=1e-9))
                 memory = (1 - share) * vanishing + share * peak_rank_bytes(run, low_memory)
