@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from math import inf
+from math import ceil, inf
 from typing import get_args
 
 import numpy as np
@@ -132,16 +132,15 @@ def with_least_offloaded(run: RunSpec, plan: Plan, budget: int | None) -> Plan:
         return replace(plan, offload_fraction=1.0)
     if budget is None or run.cluster.is_cpu:
         return plan
-    most = round(plan.offload_fraction * SHARES)
 
-    def with_share(share: int) -> Plan:
-        return replace(plan, offload_fraction=max(share, 1) / SHARES)
+    def with_share(share: float) -> Plan:
+        return replace(plan, offload_fraction=max(1, ceil(share * SHARES)) / SHARES)
 
-    def excess(shares: list[int]) -> list[float]:
-        return [max(excess_by_rank(run, with_share(*shares), budget))]
-
-    [share] = least_fitting([most], excess)
-    return with_share(share)
+    # Memory is linear in the share.
+    most, least = plan.offload_fraction, 1 / SHARES
+    pairs = zip(excess_by_rank(run, plan, budget), excess_by_rank(run, with_share(least), budget), strict=True)
+    needed = [least + (most - least) * max(0.0, below) / max(below - above, 1.0) for above, below in pairs]
+    return with_share(min(most, max(needed)))
 
 
 def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> ExpertPlan | None:
