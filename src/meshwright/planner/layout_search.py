@@ -320,7 +320,6 @@ def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[obj
         mesh.context,
         mesh.expert,
         bisect_left(MOST_REPLICAS, mesh.size("replicate")),
-        mesh.order,
         int(points.micro[index]),
     )
     family = schedule, int(points.virtual[index]), *saving, *sizes
