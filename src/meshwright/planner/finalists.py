@@ -37,8 +37,7 @@ from meshwright.planner.sample_plan import sample_plan
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.step_estimate import most_played
-from meshwright.planner.option_grid import OFFLOAD_PAIRS
-from meshwright.planner.strategies import Strategy, StrategyEnd
+from meshwright.planner.strategies import OFFLOAD_PAIRS, Strategy, StrategyEnd
 from meshwright.simulator.step_simulation import timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table

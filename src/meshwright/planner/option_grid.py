@@ -14,10 +14,6 @@ from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts, strategy_columns
 
 
-OFFLOAD_PAIRS: tuple[tuple[Offload, Offload], ...] = (("none", "activations"), ("optimizer", "both"))
-"""Values of offload that differ in activations only: (without, with)."""
-
-
 @dataclass(frozen=True)
 class OptionGrid:
     """Combinations of layer settings.
@@ -50,18 +46,6 @@ class OptionGrid:
     def offloads_optimizer(self) -> np.ndarray:
         """By combination, 1 where the optimizer's state is offloaded, else 0."""
         return np.array([float(option.optimizer_offloaded) for option in self.options])
-
-    @cached_property
-    def activation_pairs(self) -> tuple[list[int], list[int]]:
-        """Indices of the combinations that offload activations, and of those that differ from them in keeping these, if any do."""
-        indices = {option: index for index, option in enumerate(self.options)}
-        pairs = [
-            (index, indices[kept])
-            for option, index in indices.items()
-            for without, offload in OFFLOAD_PAIRS
-            if option.offload == offload and (kept := replace(option, offload=without)) in indices
-        ]
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
     @cached_property
     def _columns(self) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from itertools import combinations
 import numpy as np
 
 from meshwright.planner.candidate import mlp_tile_of, pins_of
-from meshwright.planner.option_grid import OFFLOAD_PAIRS, OptionGrid
+from meshwright.planner.option_grid import OptionGrid
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import (
     RECOMPUTE_MODES,
@@ -47,6 +47,9 @@ class Strategy:
             range=text, reshard=end.reshard, gradients=self.gradients, recompute=end.recompute, offload=end.offload
         )
 
+
+OFFLOAD_PAIRS: tuple[tuple[Offload, Offload], ...] = (("none", "activations"), ("optimizer", "both"))
+"""Values of offload that differ in activations only: (without, with)."""
 
 PLAIN = Strategy(StrategyEnd(False, "none"), StrategyEnd(False, "none"))
 """Strategy without reshard, recompute and offload."""

@@ -30,9 +30,10 @@ from meshwright.planner.closed_form import (
     select,
 )
 from meshwright.planner.conflicts import conflicts
-from meshwright.planner.option_grid import OFFLOAD_PAIRS, OptionGrid
+from meshwright.planner.option_grid import OptionGrid
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.strategies import (
+    OFFLOAD_PAIRS,
     Strategy,
     StrategySet,
     lowest_memory_end,
@@ -360,11 +361,9 @@ def _strategy_seconds(
     high, low = strategy_set.high_memory, strategy_set.low_memory
     fits, fast = applicable & (priced.bytes <= memory_limit), priced.seconds < worst
     seconds = np.full((len(high), len(worst)), np.inf)
-    useful = fits & (uniform.host_bytes <= host_budget(run))
-    # Offloaded activations take time, and no memory is needed where the setting without them fits.
-    offloading, kept = strategy_set.grid.activation_pairs
-    useful[offloading] &= ~useful[kept]
-    seconds[high == low] = np.where(useful, uniform.seconds, np.inf)[high[high == low]]
+    seconds[high == low] = np.where(fits & (uniform.host_bytes <= host_budget(run)), uniform.seconds, np.inf)[
+        high[high == low]
+    ]
     possible = (applicable & (priced.bytes > memory_limit))[high] & fits[low] & (fast[high] | fast[low])
     # Offload of activations makes no step faster, but it may hide other communication.
     offloads = strategy_set.adds_activation_offload
