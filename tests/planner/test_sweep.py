@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from tests.slow import examples
 
+from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.plan_costs import Pricing
 from meshwright.planner.candidate import HEADROOM
@@ -172,3 +173,23 @@ def test_all_but_attention_is_tried_where_attention_is_long() -> None:
 
     assert tried(8192) == ("none", "selective", "full") and tried(32768) == RECOMPUTE_MODES
     assert tried(8192, "all_but_attention") == ("all_but_attention",)
+
+
+def test_offloaded_state_is_priced_as_the_least_share_that_fits() -> None:
+    """The sweep finds the time of the best pinned share; with all state offloaded a step takes three times as long."""
+    words = (
+        "model=qwen2.5-72b cluster.gpu=H800 cluster.nodes=2 cluster.gpus_per_node=8 train.seq_len=2048 train.global_batch=8 "
+        "cluster.network.port_gb_per_s=15 plan.tensor=4 plan.pipeline=4 plan.micro_batch=1 plan.schedule=breadth_first "
+        "plan.offload=optimizer plan.recompute=selective plan.reshard=true"
+    )
+
+    def seconds(*more: str) -> float:
+        run = load_run(None, [*words.split(), *more])
+        space = points(run)
+        priced = require_cost_inputs(run.model, run.train, plan_at(run, space, 0, PLAIN, None), run.cluster)
+        found = sweep(run, priced, space, HEADROOM * (run.cluster.memory_bytes() or 0), best=1).seconds
+        return float(found[0]) if len(found) else np.inf
+
+    by_share = [seconds(f"plan.offload_fraction={share / 100}") for share in range(2, 101, 2)]
+    assert seconds() == pytest.approx(min(by_share), rel=0.05)
+    assert by_share[-1] > 3 * min(by_share)

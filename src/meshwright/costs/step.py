@@ -382,7 +382,7 @@ def _tied_sum_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Consta
 
 def _boundary_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
     """Seconds to send one micro-batch's activations from a stage to the next."""
-    crosses_domains = layout.pipeline_step * layout.pipeline > machine.domain
+    crosses_domains = layout.pipeline_step >= machine.domain
     size = layout.micro_batch * layout.seq / layout.context / layout.tensor * shape.hidden * COMPUTE_BYTES
     return k.pipe_us * 1e-6 + size / np.where(crosses_domains, port_rate(machine, k), link_rate(machine, k))
 

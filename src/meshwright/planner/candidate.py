@@ -16,7 +16,6 @@ from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import to_plain
 from meshwright.spec.layout import Layout
-from meshwright.spec.model import trained_parameter_count
 from meshwright.spec.nodes import memory_limits
 from meshwright.spec.plan import (
     RECOMPUTES_PRODUCTS,
@@ -34,7 +33,7 @@ from meshwright.spec.plan import (
 from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.plan_rules import untrained, untrained_keys
 from meshwright.spec.run import RunSpec
-from meshwright.workload.dtypes import bytes_of, state_bytes
+from meshwright.workload.dtypes import bytes_of
 from meshwright.workload.groups import shard_size
 from meshwright.workload.rollout_memory import rollout_bytes
 

@@ -6,7 +6,6 @@ strategy with which it fits.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -297,7 +296,7 @@ def simulate_leading(estimator: PlanEstimator, estimated: Iterable[Candidate]) -
     families = []
     for plan in (candidate.plan for candidate in ranked):
         family = plan_family(plan), plan.layers[0].offload, plan.batch.micro_batch, plan.accumulation
-        families.append(((bisect_left((1, 4, 16), plan.axis_size("replicate")), *family), family))
+        families.append(((plan.axis_size("replicate") > 1, *family), family))
     ranking = Ranking(list(map(seconds_of, ranked)), families, UNTRIED_RATIO, (1.0, SIBLING_RATIO))
     leading, work = set[int](), 0
     for index in ranking.order(seconds, MIN_SIMULATED):
