@@ -24,7 +24,7 @@ HOSTS_SOAK_MINUTES ?= 120
 HOSTS_SOAK_FAULTS ?= 200
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-oldest test-newest test-package test-crash test-faults test-hosts soak-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint reference docs-site examples golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
+.PHONY: quickstart test test-all test-oldest test-newest test-package test-crash test-faults test-hosts soak-hosts test-soak test-engine-soak test-storage test-bench test-clients test-agents test-fuzz test-attack test-families test-models test-interop lint reference figures docs-site examples golden test-golden bench-plan bench-questions bench-serving bench-own bench-search published-layouts keep-plans fit-costs fit-own fit-serving clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -167,6 +167,10 @@ lint: $(VENV)/.installed-test
 # Pages of docs/reference and Grafana files that are made from the code; NAMES chooses some, as in `make reference NAMES="cli serve"`.
 reference: $(VENV)/.installed-test
 	$(BIN)/python -m tools.reference $(NAMES)
+
+# Measured figures of README and docs, from the raw files that comments beside them name; a test holds them.
+figures: $(VENV)/.installed-test
+	$(BIN)/python -m tools.figures --write
 
 # build/site, whose links and anchors are checked.
 docs-site: $(VENV)/.installed-site

@@ -3,7 +3,8 @@
     python benchmarks/health.py --seconds 60 --out health.json
 
 One JSON object: processor time of the reading as a share of one core, what the container hides, findings, and with
-`--keep` all readings, for `tests/policies/test_host_health.py`. `--load` computes on the first GPU meanwhile and
+`--keep` all readings, for `tests/policies/test_host_health.py`. `--calls` counts NVML's functions and their processor
+time by reading (the counting itself adds to `cpu_share`). `--load` computes on the first GPU meanwhile and
 compares the time of its products with the reading off and on, in turns.
 """
 
@@ -47,6 +48,30 @@ def read(seconds: float) -> dict[str, Any]:
         "quantities": {reading.part: sorted(reading.values) for reading in kept[-1]},
         "series": series_of(kept),
     }
+
+
+def count_calls() -> dict[str, list[float]]:
+    """Let each function of NVML count its calls and its processor milliseconds in the table that is returned."""
+    import pynvml
+
+    spent: dict[str, list[float]] = {}
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began = time.process_time()
+            try:
+                return function(*arguments)
+            finally:
+                entry = spent.setdefault(name, [0, 0.0])
+                entry[0] += 1
+                entry[1] += 1000 * (time.process_time() - began)
+
+        return call
+
+    for name, function in list(vars(pynvml).items()):
+        if name.startswith(("nvmlDevice", "nvmlEventSetWait")):
+            setattr(pynvml, name, counted(name, function))
+    return spent
 
 
 def series_of(kept: Sequence[Sequence[HealthReading]]) -> dict[str, dict[str, Any]]:
@@ -116,9 +141,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--load", type=int, default=0, metavar="TURNS", help="turns of products off and on")
     parser.add_argument("--keep", action="store_true", help="keep all readings")
+    parser.add_argument("--calls", action="store_true", help="count the calls of NVML")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    answer = {"host": platform.machine(), "python": platform.python_version(), **read(given.seconds)}
+    spent = count_calls() if given.calls else {}
+    answer: dict[str, Any] = {"host": platform.machine(), "python": platform.python_version(), **read(given.seconds)}
+    if spent:
+        count = answer["readings"]
+        answer["calls_and_milliseconds_of_a_reading"] = {
+            name: [round(calls / count, 2), round(milliseconds / count, 3)]
+            for name, (calls, milliseconds) in spent.items()
+        }
     if not given.keep:
         del answer["series"]
     if given.load:

@@ -36,9 +36,11 @@ from typing import Any
 from random_pins import ALL, CHOICES, LIMITS, PINS, random_run
 
 from meshwright.cli.options import load
-from meshwright.cli.plan_answer import PlanAnswer, PlanQuestion, answer_question, as_plain
+from meshwright.cli.plan_answer import PlanAnswer, PlanQuestion, answer_question
 from meshwright.cli.plan_html import page
+from meshwright.cli.plan_json import as_plain
 from meshwright.cli.plan_text import show
+from meshwright.cli.plan_words import expense_sentences
 from meshwright.costs.software import SOFTWARE
 from meshwright.families.registry import MODEL_PRESETS
 from meshwright.launch.prepare import with_vocabulary
@@ -241,10 +243,13 @@ def plan_checks(answer: PlanAnswer) -> Iterator[str]:
         "the step is another when priced again",
     )
     spent = answer.expense
-    if spent is not None and spent.money is not None and spent.days is not None and spent.gpu_hours is not None:
+    if spent is not None and spent.days is not None and spent.gpu_hours is not None:
         yield _unless(
-            isclose(spent.gpu_hours, 24 * spent.days * answer.cluster.ranks, rel_tol=1e-3),
-            "GPU-hours are not days × GPUs",
+            isclose(spent.gpu_hours, 24 * spent.days * plan.ranks, rel_tol=1e-3), "GPU-hours are not days × GPUs"
+        )
+        yield _unless(
+            answer.idle is None or any("idle" in sentence for sentence in expense_sentences(spent, answer.idle)),
+            "GPU-hours leave out idle devices and do not say so",
         )
 
 
@@ -257,43 +262,47 @@ def use_checks(answer: PlanAnswer) -> Iterator[str]:
 def uses(answer: PlanAnswer) -> Iterator[tuple[str, float]]:
     """Every priced step of the answer, with its share of the peaks of the formats used."""
     run, plan = answer.run, answer.plan
-    peaks = CHIPS[run.cluster.gpu].peak_flops
     if plan.predicted is None or not plan.predicted.step_seconds:
         return
-    low = "fp8" if any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers) else ""
-    wide = peaks.get(plan.precision.compute, peaks["fp32"])
-    yield "the plan", seconds_at_peak(run, wide, peaks[low] if low else wide) / plan.predicted.step_seconds
+    peaks = CHIPS[run.cluster.gpu].peak_flops
+    wide = plan.precision.compute
+    linear = products_of(plan)
+    yield "the plan", seconds_at_peak(run, wide, linear) / plan.predicted.step_seconds
     for entry in answer.formats:
-        narrowest = max(peaks[format_named(name).peak] for name in (entry.dense, entry.experts))
-        yield (
-            f"{entry.dense} with experts in {entry.experts}",
-            seconds_at_peak(run, peaks["bf16"], narrowest) / entry.seconds,
+        narrowest = max(
+            (format_named(name).peak for name in (entry.dense, entry.experts)), key=lambda name: peaks[name]
         )
+        yield f"{entry.dense} with experts in {entry.experts}", seconds_at_peak(run, "bf16", narrowest) / entry.seconds
     for entry in answer.software:
         if entry.seconds:
-            yield entry.software, seconds_at_peak(answer.asked_run, peaks["bf16"], peaks["bf16"]) / entry.seconds
+            products = format_named(entry.precision).peak
+            yield entry.software, seconds_at_peak(answer.asked_run, "bf16", products) / entry.seconds
     for entry in answer.features:
-        for seconds in (entry.alone, entry.together):
-            yield entry.feature, seconds_at_peak(run, wide, peaks[low] if low else wide) / seconds
+        yield entry.feature, seconds_at_peak(run, wide, entry.alone_products or linear) / entry.alone
+        yield entry.feature, seconds_at_peak(run, wide, entry.together_products or linear) / entry.together
     for point in answer.chips:
         if point.point.answer is not None and point.point.seconds:
-            other, chosen = CHIPS[point.chip].peak_flops, point.point.answer.best.plan.precision
-            peak = other.get("fp8" if chosen.linear != "compute" else chosen.compute, other["fp32"])
-            yield (
-                point.chip,
-                seconds_at_peak(point.point.run, other.get(chosen.compute, peak), peak) / point.point.seconds,
-            )
+            chosen = point.point.answer.best.plan
+            peak_seconds = seconds_at_peak(point.point.run, chosen.precision.compute, products_of(chosen))
+            yield point.chip, peak_seconds / point.point.seconds
 
 
-def seconds_at_peak(run: RunSpec, wide: float, linear: float) -> float:
-    """Seconds of a step's model FLOPs if linear layers in blocks multiply at `linear` FLOP/s and all else at `wide`."""
+def products_of(plan: Plan) -> str:
+    """The format with the highest peak that a plan's linear layers multiply in."""
+    low = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
+    return "fp8" if low else plan.precision.compute
+
+
+def seconds_at_peak(run: RunSpec, wide: str, linear: str) -> float:
+    """Seconds of a step's model FLOPs at the peaks of two formats: `linear` for linear layers in blocks, `wide` for all else."""
+    peaks = CHIPS[run.cluster.gpu].peak_flops
     blocks = sum(
         entry.count * (4.0 if (table := entry.block.table()).frozen else 6.0) * table.multiplications
         for entry in sequence(run.model)
     )
     total = flops_per_token(run.model, run.train.seq_len, causal=True)
     tokens = run.train.global_batch * run.train.seq_len / run.cluster.ranks
-    return tokens * (blocks / linear + (total - blocks) / wide)
+    return tokens * (blocks / peaks[linear] + (total - blocks) / peaks[wide])
 
 
 def why_checks(answer: PlanAnswer, generator: Random, overstated: list[float]) -> list[str]:

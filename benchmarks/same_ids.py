@@ -5,8 +5,8 @@
 A document of some 3 kB has paragraphs of four kinds: lines of the files; random tokens of the tokenizer's vocabulary, which are words in
 all its languages; random letters of one script; any characters. The text follows from --seed. `tokenizers` needs half a second of a
 processor for each megabyte; run some tokenizers at a time. Prints one JSON object per tokenizer: the documents whose ids differ, and the
-first text. A document with a character newer than Unicode 14 is one that `data prepare` gives to `tokenizers`; such are counted and not
-compared.
+first text. A document with a character that the two treat differently (newer than Unicode 14, or normalized otherwise) is one that `data
+prepare` gives to `tokenizers`; such are counted and not compared.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from meshwright.costs.serving_software import ServingSoftware, software_table
 from meshwright.families.registry import MODEL_PRESETS
 from meshwright.planner.closed_loop import Latencies, Load, busy_prefills, loaded_latencies
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.deployment import Deployment, InstanceSpec, PricedFormat, Quantisation, Software
+from meshwright.spec.deployment import Deployment, InstanceSpec, PricedFormat, Quantisation, ServingSoftwareName
 from meshwright.spec.engine import EngineSettings
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain
@@ -58,7 +58,7 @@ MOST_FEW, MOST_FEW_LONG, LONG = 600, 110, 4096
 """Most requests at a time for which decodes divide layers where a row does not say so, with prompts below and from LONG tokens on."""
 STEP_TOKENS = 4096
 """Prompt tokens of a step at most."""
-FORMATS_BLACKWELL_FP8_CACHE: tuple[Software, ...] = ("trtllm",)
+FORMATS_BLACKWELL_FP8_CACHE: tuple[ServingSoftwareName, ...] = ("trtllm",)
 """Servers whose published runs of quantised models have an fp8 cache."""
 Class = Literal["dense", "mixture", "latent"]
 
@@ -75,7 +75,7 @@ class Point:
     """The model's name in the file."""
     model: ModelSpec
     chip: str
-    software: Software
+    software: ServingSoftwareName
     release: str
     """The server's version."""
     formats: Quantisation
@@ -175,7 +175,7 @@ def _point(row: Row) -> Point:
     name = row["model_path"].rpartition("/")[2]
     if name not in PRESETS:
         raise Refused(f"hybrid attention, which a model file cannot state: {name}")
-    software = cast("Software", row["backend"])
+    software = cast("ServingSoftwareName", row["backend"])
     users, instances, assumed = _deployment(row, bool(_model(name).experts))
     formats = _formats(row, name, software)
     return Point(
@@ -193,7 +193,7 @@ def _point(row: Row) -> Point:
     )
 
 
-def _formats(row: Row, name: str, software: Software) -> Quantisation:
+def _formats(row: Row, name: str, software: ServingSoftwareName) -> Quantisation:
     """Published 4-bit folders of mixtures round experts alone, those of dense models all linear layers of the blocks."""
     routed, precision = bool(_model(name).experts), row["precision"]
     weights: PricedFormat | None = None

@@ -79,6 +79,36 @@ def test_a_plan_that_a_pin_makes_faster_is_found(answer: PlanAnswer) -> None:
     assert "tensor 2 takes" in check()
 
 
+@pytest.mark.parametrize(
+    ("words", "options", "step"),
+    [
+        # A chip without fp32 in the table, as the run's chip and as one to compare.
+        (("model=llama3-1b", "cluster.gpu=Ascend910"), {}, "the plan"),
+        (("model=llama3-1b", "cluster.gpu=A100"), {"chips": "Ascend910"}, "Ascend910"),
+        # Steps whose linear layers multiply in fp8 while those of the plan do not.
+        (("model=hunyuan-a13b", "cluster.gpu=H20", "plan.shard=8"), {"features": True}, "products in fp8 blocks"),
+        (
+            ("model=llama3-1b", "cluster.gpu=H20"),
+            {"software": "megatron-bridge", "precision": "fp8-tensor"},
+            "megatron-bridge",
+        ),
+    ],
+)
+def test_a_step_is_compared_with_the_peaks_of_its_own_chip_and_formats(
+    words: tuple[str, ...], options: dict[str, str | bool], step: str
+) -> None:
+    sizes = ("cluster.nodes=2", "cluster.gpus_per_node=8", "train.seq_len=4096", "train.global_batch=256")
+    answer = asking.answered(asking.Asked((*words, *sizes), options))
+    assert step in dict(asking.uses(answer))
+    assert not any(asking.use_checks(answer))
+
+
+def test_an_answer_with_idle_devices_counts_those_that_train() -> None:
+    words = ("model=llama3-1b", "cluster.gpu=H100", "cluster.nodes=1", "cluster.gpus_per_node=7", "train.seq_len=4096")
+    answer = asking.answered(asking.Asked((*words, "train.global_batch=8"), {"tokens": "1e9"}))
+    assert answer.idle is not None and not any(asking.plan_checks(answer))
+
+
 def test_too_fast_a_step_is_found(answer: PlanAnswer) -> None:
     predicted = answer.plan.predicted
     assert predicted is not None and predicted.step_seconds is not None

@@ -131,6 +131,13 @@ def test_what_cannot_be_expressed_says_why(changed: dict[str, str], word: str) -
     assert word in prediction.reason
 
 
+@pytest.mark.parametrize("gpu", ["Ascend910", "V100", "L4"])
+def test_a_run_on_a_chip_that_lacks_a_format_is_priced(gpu: str) -> None:
+    """The chip table has no fp32 peak for Ascend910 and no bf16 peak for V100."""
+    (prediction,) = predict_records([{**RECORD, "gpu": gpu}])
+    assert prediction.seconds, prediction.reason
+
+
 texts = st.one_of(
     st.text(max_size=12),
     st.sampled_from(["", "-1", "0", "1e9", "2", "8", "nan", "inf", "H100", "fp8", "full", "zero-3"]),
@@ -176,7 +183,7 @@ def test_a_row_states_its_software_and_a_stated_one_wins() -> None:
     assert guessed is not None and stated is not None
     assert (guessed.stack, stated.stack) == ("megatron_lm", "torchtitan")
     (prediction,) = predict_records([{**RECORD, "software": "torchtitn"}])
-    assert prediction.reason is not None and "did you mean torchtitan" in prediction.reason
+    assert prediction.reason is not None and "nearest: torchtitan" in prediction.reason
 
 
 def test_a_row_states_a_mixture_and_its_exchange() -> None:

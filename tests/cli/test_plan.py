@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.plan_answer import PlanQuestion, answer_question
-from meshwright.cli.plan_text import two_digits
-from meshwright.cli.plan_words import facts, layers_line, machines_line
+from meshwright.cli.plan_words import facts, layers_line, machines_line, two_digits
 from meshwright.config.load import load_run
 from meshwright.launch import machine, prepare
 from meshwright.launch.prepare import prepare_run
@@ -373,10 +372,13 @@ def test_chips_software_formats_and_features(tmp_path: Path) -> None:
 
 
 def test_idle_devices_are_named() -> None:
-    arguments = [*MODEL, "cluster.gpus_per_node=7", "train.global_batch=8"]
+    arguments = [*MODEL, "cluster.gpus_per_node=7", "train.global_batch=8", "--tokens", "1e9"]
     result, text = meshwright("plan", *arguments, "--json").json, " ".join(meshwright("plan", *arguments).out.split())
     assert set(result) == KEYS | {"idle"} and result["idle"]["used"] < result["idle"]["devices"] == 7
-    assert "on 1 × 7 H100" in text and f"uses {result['idle']['used']} of 7 devices" in text
+    used, spent = result["idle"]["used"], result["expense"]
+    assert "on 1 × 7 H100" in text and f"uses {used} of 7 devices" in text
+    assert spent["gpus"] == used and spent["gpu_hours"] == pytest.approx(24 * spent["days"] * used)
+    assert f"for the {used} devices that train; the {7 - used} idle ones are not counted" in text
 
 
 def test_chips_are_not_compared_for_a_plan_file(tmp_path: Path) -> None:
@@ -410,9 +412,9 @@ def test_the_shortest_training() -> None:
         (["--objective", "tim"], "nearest: time"),
         (["--objective", "training"], "--critical-batch"),
         (["--critical-batch", "1e6"], "--objective training"),
-        (["--chips", "H10O"], "did you mean H100"),
+        (["--chips", "H10O"], "nearest: H100"),
         (["--chips", "H100", "--gpus", "1..2"], "cannot be combined"),
-        (["--software", "torchtitn"], "did you mean torchtitan"),
+        (["--software", "torchtitn"], "nearest: torchtitan"),
         (["--precision", "fp9"], "expected one of bf16"),
         (["--objective", "cost", "--price", "-2"], "above 0"),
         (["--gpus", "8..2"], "A..B"),
@@ -454,7 +456,7 @@ def test_probes_measure_the_leading_plans_here_and_take_the_fastest(tiny: Path, 
     """Two ranks of two plans, for real."""
     out = tmp_path / "plan.yaml"
     result = meshwright("plan", tiny, "--probe", 2, "--out", out, "--json").json
-    assert set(result) == (KEYS - {"effective_time"}) | {"probes"}  # no step time is predicted for this CPU
+    assert set(result) == (KEYS - {"effective_time", "expense"}) | {"probes"}  # no step time is predicted for this CPU
     probe_by_seconds = {probe["measured_seconds"]: probe for probe in result["probes"]}
     assert len(probe_by_seconds) == 2 and all(seconds > 0 for seconds in probe_by_seconds)
     assert all(

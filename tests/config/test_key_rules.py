@@ -150,6 +150,14 @@ KINDS = ["model.blocks={local: {sliding_window: 64}, global: {sliding_window: 0}
         (["cluster.gpu=T4", "plan.compute=bf16"], "plan.compute", "fp16 or fp32 on T4", "fp32"),
         (["cluster.gpu=A100", "plan.compute=fp16"], "plan.compute", "bf16 or fp32 on A100", "fp32"),
         (["plan.compute=fp16"], "plan.compute", "on cpu", "fp32"),
+        (["cluster.gpu=Ascend910", "plan.compute=fp32"], "plan.compute", "bf16 or fp16 on Ascend910", "bf16"),
+        (
+            ["cluster.gpu=Ascend910", "plan.compute=fp64"],
+            "plan.compute",
+            "bf16 or fp16 on Ascend910; fp64 runs on cpu only",
+            "bf16",
+        ),
+        (["cluster.gpu=T4", "plan.compute=fp64"], "plan.compute", "fp16 or fp32 on T4", "fp32"),
         (["cluster.gpu=A100", "plan.linear=fp8_rowwise"], "plan.linear", "A100 has no fp8 products", "compute"),
         (
             ["plan={linear: fp8_rowwise, gather: fp8}"],
@@ -191,6 +199,27 @@ KINDS = ["model.blocks={local: {sliding_window: 64}, global: {sliding_window: 0}
         (["plan.expert=2"], "plan.expert", "no key, as the model is dense", None),
         (["model.expert_hidden=64"], "model.expert_hidden", "0, as model.experts is 0", "0"),
         ([*MIXTURE, "model.experts_per_token=9"], "model.experts_per_token", "1 to model.experts = 8", "8"),
+        # Rules of blocks, which run files had no check for.
+        (["model.rope_width=7"], "model.rope_width", "an even number", "8"),
+        (["model.query_growth=0.5"], "model.query_growth", "0 without yarn", "0"),
+        (
+            ["model.rope_scaling={high_freq_factor: 0.5}"],
+            "model.rope_scaling.high_freq_factor",
+            "more than rope_scaling.low_freq",
+            None,
+        ),
+        (
+            ["model.rope_scaling={kind: linear, factor: 2, low_freq_factor: 2}"],
+            "model.rope_scaling",
+            "none of them",
+            None,
+        ),
+        (
+            [f"model.longrope={{short_factor: [1], long_factor: {[1] * 32}}}"],
+            "model.longrope.short_factor",
+            "positive numbers",
+            None,
+        ),
         ([*MIXTURE, "model.expert_hidden=0"], "model.expert_hidden", "the width inside one expert", "640"),
         ([*MIXTURE, "model.first_dense_layers=4"], "model.first_dense_layers", "fewer than model.layers = 4", "3"),
         ([*MIXTURE, "plan.expert=3"], "plan.expert", "a divisor of model.experts = 8", "2"),

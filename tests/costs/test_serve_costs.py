@@ -23,7 +23,7 @@ from meshwright.serve.engine_profile import even_lengths, exponential_lengths
 from meshwright.serve.engine_sizes import blocks_that_fit
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import InstanceSpec, Quantisation
-from meshwright.spec.engine import EngineOptions, EngineSettings, WeightFormat
+from meshwright.spec.engine import EngineOptions, EngineSettings
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, parameter_count
@@ -216,30 +216,34 @@ def test_usual_constants_are_near_the_steps_measured_on_an_h200() -> None:
     lines = json.loads(file.read_text())["lines"]
     checked = 0
     for line in lines:
-        if line["side"] != "meshwright" or line["model"] != "llama3-8b" or "batch" not in line or line["kv_cache"]:
+        if line["side"] != "meshwright" or line["model"] != "llama3-8b" or "batch" not in line:
             continue
-        times = ServeCosts(LLAMA_8B, H200, Quantisation(weights=line["weights"])).of(InstanceSpec()).times
+        formats = Quantisation(weights=line["weights"], kv_cache=line["kv_cache"])
+        times = ServeCosts(LLAMA_8B, H200, formats).of(InstanceSpec()).times
         # The median step of 192 after prompts of 960 tokens.
         predicted = 1000 * times.seconds(line["batch"], line["batch"] * (960 + 96))
-        assert predicted == pytest.approx(line["decode_milliseconds"], rel=0.06)
+        assert predicted == pytest.approx(line["decode_milliseconds"], rel=0.1 if line["kv_cache"] else 0.06)
         checked += 1
-    assert checked == 10
+    assert checked == 15
 
 
-@pytest.mark.parametrize("weights", [None, "fp8"])
-def test_decodes_of_a_mixture_are_near_those_measured_on_an_h200(weights: WeightFormat | None) -> None:
-    """Where nearly all experts have a token, or one token has been measured: the other batches drew alike, as their file says."""
-    (file,) = RESULTS.glob("*-serve-moe-H200.json")
+def test_decodes_of_an_moe_model_are_near_those_measured_on_an_h200() -> None:
+    (file,) = RESULTS.glob("*-moe-decode-H200.json")
     spec = from_plain(ModelSpec, MODEL_PRESETS["qwen3-30b-a3b"])
-    times = ServeCosts(spec, H200, Quantisation(weights=weights)).of(InstanceSpec()).times
-    measured = {
-        line["batch"]: line["decode_milliseconds"]
-        for line in json.loads(file.read_text())["lines"]
-        if line["model"] == "qwen3-30b-a3b" and line.get("weights") == weights and line.get("batch") in (1, 128, 256)
-    }
-    assert len(measured) == 3
-    for batch, milliseconds in measured.items():
-        assert 1000 * times.seconds(batch, batch * (960 + 96)) == pytest.approx(milliseconds, rel=0.075)
+    checked = 0
+    for row in json.loads(file.read_text())["rows"]:
+        if "reverted" in row["commit"]:
+            continue
+        times = (
+            ServeCosts(spec, H200, Quantisation(weights=row["weights"], kv_cache=row["kv_cache"]))
+            .of(InstanceSpec())
+            .times
+        )
+        for batch, milliseconds in row["ms"].items():
+            seconds = times.seconds(int(batch), int(batch) * (960 + 96))
+            assert 1000 * seconds == pytest.approx(milliseconds, rel=0.07), (row, batch)
+            checked += 1
+    assert checked == 10
 
 
 def test_a_rate_and_a_time_of_experts_count_where_there_are_some() -> None:

@@ -11,7 +11,7 @@ from meshwright.costs.serve_costs import ServeCosts
 from meshwright.costs.serving_software import ServingSoftware, product_format, software_table
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.deployment import InstanceSpec, Quantisation, Software
+from meshwright.spec.deployment import InstanceSpec, Quantisation, ServingSoftwareName
 from meshwright.spec.engine import EngineSettings
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain
@@ -26,7 +26,11 @@ IDEAL = ServingSoftware(
 
 
 def costs(
-    model: ModelSpec, gpu: str, software: Software | ServingSoftware, weights: str | None = None, **formats: str
+    model: ModelSpec,
+    gpu: str,
+    software: ServingSoftwareName | ServingSoftware,
+    weights: str | None = None,
+    **formats: str,
 ) -> ServeCosts:
     quantisation = from_plain(Quantisation, {"weights": weights, **formats})
     return ServeCosts(model, ClusterSpec(gpu=gpu, gpus_per_node=8), quantisation, SHORT, software=software)

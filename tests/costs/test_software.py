@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from meshwright.costs.constants import constants, table
 from meshwright.costs.software import OTHER, SOFTWARE, TrainingSoftware, parent_of, software_named, software_of
+from meshwright.spec.errors import BadInput
 
 
 @pytest.mark.parametrize("software", SOFTWARE, ids=lambda software: software.name)
 def test_constants_of_each_software_exist_or_are_its_parents(software: TrainingSoftware) -> None:
     stacks = table()["stacks"]
-    assert software.constants in stacks or software.parent in stacks or software is software_named("maxtext")
+    fitted = software.constants in stacks or software.parent in stacks
+    assert fitted or "constants of all software" in software.about, "what `plan --software` prints has to say so"
 
 
 def test_a_child_has_its_own_few_constants_and_its_parents_others() -> None:
@@ -42,5 +42,5 @@ def test_software_by_source(source: str, note: str, year: float, name: str) -> N
 
 def test_software_by_name_ignores_case_and_punctuation() -> None:
     assert software_named("Megatron Bridge") is software_named("megatron-bridge")
-    with pytest.raises(KeyError, match=re.escape("torchtitan")):
+    with pytest.raises(BadInput, match="software torchtitn: expected one of .* \\(nearest: torchtitan\\)"):
         software_named("torchtitn")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,11 +21,13 @@ from meshwright.data.corpus import CorpusDocument
 from meshwright.data.encode import encode_documents
 from meshwright.data.fast_encoder import HARD_TEXTS, EncodersDiffer, FastEncoder
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_tokenizer
-from meshwright.data.unicode_14 import assigned
+from meshwright.data.unicode_14 import assigned, treated_alike
 from tests.data.conftest import story
 
 NEWER = "\U0001f6d8 \U000323b0"
 """Assigned by Unicode 17, to which `tokenizers` and `gigatoken` give different classes."""
+NORMALIZED_OTHERWISE = "\U00010d27\U00010f46 a\u0301\u1abf"
+"""Marks of Unicode 11 and 13, which `tokenizers` does not reorder in NFC."""
 
 
 @pytest.fixture
@@ -50,7 +52,16 @@ def lists(rows: Sequence[np.ndarray]) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
-TEXTS = [*HARD_TEXTS, *(story(i) for i in range(30)), "", "\n", "a <|endoftext|> b", NEWER, f"old {NEWER} words"]
+TEXTS = [
+    *HARD_TEXTS,
+    *(story(i) for i in range(30)),
+    "",
+    "\n",
+    "a <|endoftext|> b",
+    NEWER,
+    f"old {NEWER} words",
+    NORMALIZED_OTHERWISE,
+]
 
 
 def test_ids_are_those_of_tokenizers(tokenizer: LoadedTokenizer) -> None:
@@ -80,8 +91,8 @@ def test_only_text_with_newer_characters_goes_to_tokenizers(tokenizer: LoadedTok
     asked: list[str] = []
     right = fast._right
     fast._right = lambda texts: (asked.extend(texts), right(texts))[1]  # type: ignore[method-assign]
-    fast.ids(["plain", "ünïcödé €", "שלום", "日本語 🙂", NEWER, "\u0378"])
-    assert asked == [NEWER, "\u0378"]
+    fast.ids(["plain", "ünïcödé €", "שלום", "日本語 🙂", NEWER, "\u0378", NORMALIZED_OTHERWISE])
+    assert asked == [NEWER, "\u0378", NORMALIZED_OTHERWISE]
 
 
 def test_the_table_is_that_of_unicode_14() -> None:
@@ -93,6 +104,20 @@ def test_the_table_is_that_of_unicode_14() -> None:
     else:  # no character was ever taken away
         assert not (known & ~python).any()
     assert known.sum() == 144_697 + 65 + 137_468, "characters with a name, controls, private use"
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
+def test_what_tokenizers_normalizes_otherwise_is_not_treated_alike(form: Literal["NFC", "NFD", "NFKC", "NFKD"]) -> None:
+    normalizer = getattr(normalizers, form)()
+    for point in np.flatnonzero(treated_alike()).tolist():
+        letter = chr(point)
+        texts = [letter]
+        if unicodedata.combining(letter):  # beside marks of classes above, below and equal to its own
+            texts += [mark + letter for mark in "\u0301\u0323\u0334"] + [letter + mark for mark in "\u0301\u0323\u0334"]
+        if unicodedata.decomposition(letter) or len(texts) > 1:
+            assert [normalizer.normalize_str(text) for text in texts] == [
+                unicodedata.normalize(form, text) for text in texts
+            ]
 
 
 def test_encoders_are_loaded_anew_when_their_words_take_too_much_memory(

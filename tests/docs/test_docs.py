@@ -45,98 +45,100 @@ from meshwright.spec.sweep import SweepSpec
 TINY = "train.steps=6 train.global_batch=4 train.seq_len=32 train.warmup_steps=1 data.validation_tokens=128 checkpoint.every=3"
 SHARED_COMMAND = "meshwright quickstart"
 """Runs once for all pages."""
-NOT_RUN = {
-    (
-        "README.md",
-        "meshwright check run.yaml      # every mistake at once, with file, line, column and the nearest valid key",
-    ),
-    ("docs/tutorials/one-gpu.md", "nvidia-smi"),
-    (
-        "docs/tutorials/one-gpu.md",
-        "meshwright data prepare FOLDER --tokenizer MODEL-FOLDER --held-out 0.001 --out corpus",
-    ),
-    (
-        "docs/tutorials/one-gpu.md",
-        "meshwright data prepare chats.jsonl --chat --tokenizer llama-3.1-8b --held-out 0.02 --out chats",
-    ),
-    (
-        "docs/tutorials/one-gpu.md",
-        "meshwright data prepare pairs.jsonl --preferences --tokenizer my-chat-model --held-out 0.05 --out pairs",
-    ),
-    ("docs/tutorials/one-gpu.md", "meshwright plan examples/serve-one.yaml --out deployment.yaml"),
-    (
-        "docs/tutorials/one-gpu.md",
-        "meshwright data prepare questions.jsonl --chat --tokenizer my-chat-model --held-out 0.05 --out questions",
-    ),
-    ("docs/tutorials/cluster.md", "meshwright host check"),
-    ("docs/tutorials/cluster.md", "sbatch run.sbatch"),
-    ("docs/tutorials/cluster.md", "meshwright monitor runs/several-hosts"),
-    ("docs/how-to/agents.md", "meshwright serve my-model --name my-model --context 131072"),
-    ("docs/how-to/agents.md", 'MESHWRIGHT_API_KEY=any codex exec "Say what this folder is for."'),
-    (
-        "docs/how-to/agents.md",
-        "ANTHROPIC_BASE_URL=http://127.0.0.1:8000 ANTHROPIC_AUTH_TOKEN=any ANTHROPIC_MODEL=my-model \\",
-    ),
-    ("docs/how-to/agents.md", "from anthropic import Anthropic"),
-    ("docs/how-to/hugging-face.md", "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir smollm2"),
-    ("docs/how-to/hugging-face.md", "from transformers import AutoModelForCausalLM, AutoTokenizer"),
-    ("docs/how-to/hugging-face.md", "meshwright train run.yaml model.init=hf:gemma-3-4b-it"),
-    ("docs/how-to/reproduce.md", "meshwright checkpoint diff runs/first runs/second"),
-    ("docs/how-to/reproduce.md", "pip install 'meshwright[deterministic]'"),
-    ("docs/results.md", "python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --budget 540 --out one-gpu.jsonl"),
-    ("docs/getting-started.md", "python3 -m venv --system-site-packages .venv"),
-    ("docs/getting-started.md", "meshwright train run.yaml cluster=auto"),
-    ("docs/getting-started.md", "meshwright train benchmarks/llama3-8b.yaml"),
-    ("docs/how-to/schedulers.md", "sbatch --wait --time=00:10:00 first.sbatch"),
-    ("docs/how-to/schedulers.md", "export RAY_AUTH_MODE=token"),
-    ("docs/how-to/schedulers.md", "RAY_AUTH_MODE=token python first_ray.py"),
-    ("docs/how-to/schedulers.md", "export MESHWRIGHT_TOKEN=$(openssl rand -hex 32)"),
-    (
-        "docs/how-to/several-hosts.md",
-        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
-    ),
-    ("docs/how-to/deploy.md", "meshwright plan serve.yaml --out deployment.yaml --html plan.html"),
-    (
-        "docs/how-to/deploy.md",
-        "meshwright bench-serve serve.yaml --plan deployment.yaml --model MODEL --out report.html",
-    ),
-    ("docs/how-to/deploy.md", "mkdir -m 700 sockets"),
-    (
-        "docs/how-to/deploy.md",
-        'curl http://127.0.0.1:9001/role -H "Authorization: Bearer $MESHWRIGHT_ADMIN_KEY" \\',
-    ),
-    (
-        "docs/reference/serve.md",
-        "meshwright serve MODEL --role prefill --transfer-address unix:sockets/prefill --port 8001",
-    ),
-    ("docs/reference/serve.md", "meshwright route http://127.0.0.1:8001 http://127.0.0.1:8002 --port 8000"),
-    ("docs/how-to/choose-a-plan.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
-    (
-        "docs/how-to/measure-a-machine.md",
-        "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json",
-    ),
-    (
-        "docs/how-to/measure-a-machine.md",
-        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m meshwright profile --out cluster.json",
-    ),
-    (
-        "docs/how-to/measure-a-machine.md",
-        "meshwright profile --serve serve.yaml --out h200.json    # or model=llama3-8b",
-    ),
-    ("docs/how-to/measure-a-machine.md", "meshwright profile --from-run runs/quickstart --out here.json"),
-    ("docs/reference/serve.md", "meshwright serve runs/quickstart"),
-    (
-        "docs/reference/serve.md",
-        """curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0.0.1:8000/v1/completions""",
-    ),
-    ("docs/how-to/benchmarks.md", "pip install 'meshwright[bench]'"),
-    ("docs/how-to/benchmarks.md", "meshwright serve runs/quickstart --name my-model"),
-    ("docs/how-to/preferences.md", "meshwright serve order-scores &"),
-    ("docs/how-to/diagnose.md", "meshwright chaos run.yaml plan.shard=2 --scenario slow-rank --steps 40"),
+NOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
+    "a GPU, or a model that needs one": {
+        "README.md": (
+            "meshwright check run.yaml      # every mistake at once, with file, line, column and the nearest valid key",
+        ),
+        "docs/getting-started.md": (
+            "meshwright train run.yaml cluster=auto",
+            "meshwright train benchmarks/llama3-8b.yaml",
+        ),
+        "docs/how-to/measure-a-machine.md": (
+            "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json",
+            "meshwright profile --serve serve.yaml --out h200.json    # or model=llama3-8b",
+        ),
+        "docs/how-to/reproduce.md": ("meshwright checkpoint diff runs/first runs/second",),
+        "docs/results.md": (
+            "python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --budget 540 --out one-gpu.jsonl",
+        ),
+        "docs/tutorials/one-gpu.md": (
+            "nvidia-smi",
+            "meshwright data prepare FOLDER --tokenizer MODEL-FOLDER --held-out 0.001 --out corpus",
+            "meshwright data prepare chats.jsonl --chat --tokenizer llama-3.1-8b --held-out 0.02 --out chats",
+            "meshwright data prepare pairs.jsonl --preferences --tokenizer my-chat-model --held-out 0.05 --out pairs",
+            "meshwright plan examples/serve-one.yaml --out deployment.yaml",
+            "meshwright data prepare questions.jsonl --chat --tokenizer my-chat-model --held-out 0.05 --out questions",
+        ),
+    },
+    "several hosts": {
+        "docs/how-to/measure-a-machine.md": (
+            "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
+        ),
+        "docs/how-to/several-hosts.md": (
+            "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
+        ),
+        "docs/tutorials/cluster.md": (
+            "meshwright host check",
+            "sbatch run.sbatch",
+            "meshwright monitor runs/several-hosts",
+        ),
+    },
+    "the network, or a package that tests do not have": {
+        "docs/getting-started.md": ("python3 -m venv --system-site-packages .venv",),
+        "docs/how-to/benchmarks.md": ("pip install 'meshwright[bench]'",),
+        "docs/how-to/hugging-face.md": ("hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir smollm2",),
+        "docs/how-to/reproduce.md": ("pip install 'meshwright[deterministic]'",),
+        "docs/how-to/storage.md": ("pip install 'meshwright[storage]'",),
+    },
+    "a server that keeps running, or its clients; tests of `serve` and `agents` start them": {
+        "docs/how-to/agents.md": (
+            "meshwright serve my-model --name my-model --context 131072",
+            'MESHWRIGHT_API_KEY=any codex exec "Say what this folder is for."',
+            "ANTHROPIC_BASE_URL=http://127.0.0.1:8000 ANTHROPIC_AUTH_TOKEN=any ANTHROPIC_MODEL=my-model \\",
+            "from anthropic import Anthropic",
+        ),
+        "docs/how-to/benchmarks.md": ("meshwright serve runs/quickstart --name my-model",),
+        "docs/how-to/deploy.md": (
+            "meshwright plan serve.yaml --out deployment.yaml --html plan.html",
+            "meshwright bench-serve serve.yaml --plan deployment.yaml --model MODEL --out report.html",
+            "mkdir -m 700 sockets",
+            'curl http://127.0.0.1:9001/role -H "Authorization: Bearer $MESHWRIGHT_ADMIN_KEY" \\',
+        ),
+        "docs/how-to/preferences.md": ("meshwright serve order-scores &",),
+        "docs/reference/serve.md": (
+            "meshwright serve runs/quickstart",
+            'curl --json \'{"prompt": "def read_lines(path):", "max_tokens": 64}\' http://127.0.0.1:8000/v1/completions',
+            "meshwright serve MODEL --role prefill --transfer-address unix:sockets/prefill --port 8001",
+            "meshwright route http://127.0.0.1:8001 http://127.0.0.1:8002 --port 8000",
+        ),
+    },
+    "a folder of a released model": {
+        "docs/how-to/hugging-face.md": (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "meshwright train run.yaml model.init=hf:gemma-3-4b-it",
+        ),
+    },
+    "minutes; tests of these commands are shorter": {
+        "docs/how-to/choose-a-plan.md": ("meshwright plan run.yaml --probe 3 --out plan.yaml",),
+        "docs/how-to/diagnose.md": ("meshwright chaos run.yaml plan.shard=2 --scenario slow-rank --steps 40",),
+        "docs/how-to/measure-a-machine.md": ("meshwright profile --from-run runs/quickstart --out here.json",),
+        "docs/how-to/add-a-schedule.md": ("$ python -m pytest tests/schedules tests/simulator",),
+    },
+    "a scheduler; tests/hosts/test_schedulers_page.py runs them there": {
+        "docs/how-to/schedulers.md": (
+            "sbatch --wait --time=00:10:00 first.sbatch",
+            "export RAY_AUTH_MODE=token",
+            "RAY_AUTH_MODE=token python first_ray.py",
+            "export MESHWRIGHT_TOKEN=$(openssl rand -hex 32)",
+        ),
+    },
+    "an environment of its own; tests/release and the workflows of the forge run it": {
+        "README.md": ("$ make quickstart",),
+        "docs/getting-started.md": ("$ make quickstart",),
+    },
 }
-"""Blocks marked `norun`, by page and first line: they need GPUs, several hosts, the network, or a longer run.
-
-tests/hosts/test_schedulers_page.py runs those of the page of schedulers."""
+"""Blocks of commands that do not run, by what they need, page and first line."""
 LANGUAGES = {"", "bash", "console", "diff", "python", "text", "yaml"}
 TEXT_FILES, MAX_FILE_BYTES = 24, 32_000
 """Enough text for the vocabulary, and little to evaluate where one file is held out."""
@@ -239,14 +241,27 @@ def test_the_commands_of_a_page_run(page: str, sandbox: Sandbox, tmp_path: Path)
 
 
 def test_blocks_that_do_not_run_are_listed_and_parse() -> None:
-    marked = [block for page in PAGES for block in blocks(page) if "norun" in block.options]
-    assert {(block.page, block.first_line) for block in marked} == NOT_RUN
+    """Blocks `console` of generated pages are examples of a command's help: their options are checked, no more."""
+    generated = {file for file, _ in GENERATED.values()}
+    everything = [block for page in PAGES for block in blocks(page)]
+    marked = [block for block in everything if "norun" in block.options]
+    typed = [b for b in everything if b.language == "console" and "output" not in b.options and b.page not in generated]
+    listed = {(page, line) for pages in NOT_RUN.values() for page, lines in pages.items() for line in lines}
+    assert {(block.page, block.first_line) for block in (*marked, *typed)} == listed
     for block in marked:
         if block.language == "python":
             compile(block.text, block.location, "exec")
             continue
         completed = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True, check=False)
         assert not completed.stderr, f"{block.location}: {completed.stderr}"
+
+
+def test_no_command_hides_in_a_block_that_is_no_command() -> None:
+    """A block without a language, `text` or `yaml` shows files and output; a line that a reader would type belongs into `bash`."""
+    other = [block for page in PAGES for block in blocks(page) if block.language in ("", "text")]
+    assert not [
+        block.location for block in other if re.match(r"(\$ |meshwright [a-z]|pip install|python )", block.text)
+    ]
 
 
 def test_every_block_has_a_known_language() -> None:

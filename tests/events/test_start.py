@@ -44,7 +44,7 @@ def test_a_rank_goes_on_where_its_parent_stopped(monkeypatch: pytest.MonkeyPatch
 
 def test_the_line_leaves_out_what_took_no_time_and_a_compiler_that_did_nothing() -> None:
     phases = {"command": 0.52, "imports": 3.1, "plan": 0.01, "first step": 5.0}
-    assert start_line(phases, {}) == "start: 8.6 s: command 0.5, imports 3.1, first step 5.0"
+    assert start_line(phases, {}) == "start took 8.6 s: command 0.5, imports 3.1, first step 5.0"
     idle = {"compiled": 0, "from_cache": 0, "seconds": 0.0}
     assert start_line(phases, idle) == start_line(phases, {})
     assert start_line(phases, {"compiled": 1, "from_cache": 3, "seconds": 2.25}).endswith(

@@ -194,7 +194,7 @@ def test_the_original_gpt2_config_is_read():
         (
             DENSE["phi3"],
             {"rope_scaling": None, "rope_parameters": {"type": "longrope", "short_factor": [1], "long_factor": [2]}},
-            ["longrope.short_factor has 1 numbers", "expected 6 positive ones"],
+            ["longrope.short_factor is 1 numbers", "expected 6 positive numbers"],
         ),
         (
             DENSE["phi3"],

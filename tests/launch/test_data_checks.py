@@ -90,7 +90,7 @@ def test_a_check_says_how_often_each_source_is_read(
     )
     notes: list[str] = []
     assert find_mistakes([str(file), "cluster.gpus_per_node=1"], tmp_path, note=notes.append) == ([], 0)
-    assert any(note.startswith(f"data: {prepared} 2 epochs in ") and "read all once)" in note for note in notes)
+    assert any(note.startswith(f"data: {prepared} 2 epochs in ") and "steps read all once)" in note for note in notes)
 
 
 def test_epochs_are_those_of_the_samples_drawn(prepared: Path, tokenizer_file: Path, tmp_path: Path) -> None:

@@ -16,8 +16,15 @@ from typing import Any
 import pytest
 
 from meshwright.chaos.health_faults import FOLDER
-from meshwright.launch.gpu_readings import _MEMBERS, GpuReader, NoGpus, visible_indices
-from meshwright.policies.host_health import HealthReading, HealthWatch
+from meshwright.launch.gpu_readings import (
+    _MEMBERS,
+    LINKS_EVERY,
+    WARNINGS_EVERY,
+    GpuReader,
+    NoGpus,
+    visible_indices,
+)
+from meshwright.policies.host_health import READING_SECONDS, HealthReading, HealthWatch
 
 FAKE = FOLDER / "pynvml.py"
 
@@ -97,7 +104,8 @@ def test_defects_show_in_the_values(nvml: FakeNvml, change: dict[str, Any], quan
     reader = GpuReader()
     assert read(reader).values[quantity] == 0
     nvml.write([change])
-    assert read(reader).values[quantity] == value
+    readings = [read(reader).values for _ in range(WARNINGS_EVERY)]
+    assert [values[quantity] for values in readings if quantity in values][-1] == value
 
 
 @pytest.mark.parametrize("lost", [{"error": 15}, {"error": 16, "handle_error": 15}])
@@ -128,7 +136,57 @@ def test_what_a_gpu_does_not_offer_is_left_out_and_not_asked_for_again(nvml: Fak
     reader = GpuReader()
     assert not {"uncorrected_errors", "remap_pending", "nvlinks_down"} & read(reader).values.keys()
     nvml.write([{"links": []}])
-    assert "uncorrected_errors" not in read(reader).values and "thermal_slowdown" in read(reader).values
+    values = read(reader).values
+    assert "uncorrected_errors" not in values and "thermal_slowdown" in values
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+@pytest.mark.parametrize("earlier", range(2 * LINKS_EVERY))
+def test_a_link_that_goes_down_is_found_within_ten_seconds_and_until_it_is_up(
+    nvml: FakeNvml, gpus: int, earlier: int
+) -> None:
+    nvml.write([{}] * gpus)
+    reader, watch, now = GpuReader(), HealthWatch(), 0.0
+
+    def found() -> set[str]:
+        nonlocal now
+        now += READING_SECONDS
+        return {f"{finding.rule} {finding.part}" for finding in watch.update(now, reader.read({}, os.getpid()))}
+
+    assert [found() for _ in range(1 + earlier)] == [set()] * (1 + earlier)
+    nvml.write([{}] * (gpus - 1) + [{"links": [1] * 17 + [0]}])
+    down = {f"nvlink-down GPU {gpus - 1}"}
+    named = [found() for _ in range(8)]
+    assert READING_SECONDS * (named.index(down) + 1) < 10.0
+    assert all(each == down for each in named[named.index(down) :]), "it stays between two readings of links"
+    nvml.write([{}] * gpus)
+    assert [found() for _ in range(1 + LINKS_EVERY)][-1] == set()
+
+
+def test_an_event_of_a_gpu_lets_its_driver_fields_be_read_at_once(nvml: FakeNvml) -> None:
+    reader = GpuReader()
+    read(reader)
+    assert "recovery_action" not in read(reader).values
+    assert "recovery_action" in reader.read({0: [154]}, os.getpid())[0].values  # its turn
+    assert "recovery_action" in reader.read({0: [154]}, os.getpid())[0].values
+
+
+@pytest.mark.parametrize(("gpus", "links", "calls"), [(2, 180, 278), (8, 720, 1112)])
+def test_ten_readings_make_as_many_calls_as_the_docstring_says(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, gpus: int, links: int, calls: int
+) -> None:
+    nvml.write([{}] * gpus)
+    reader = GpuReader()
+    reader.read({}, os.getpid())  # the first reads all
+    made: list[str] = []
+    answer = nvml.module._gpu
+    monkeypatch.setattr(nvml.module, "_gpu", lambda gpu, name: made.append(name) or answer(gpu, name))
+    by_reading = []
+    for _ in range(WARNINGS_EVERY):
+        reader.read({}, os.getpid())
+        by_reading.append(len(made) - sum(by_reading))
+    assert (made.count("nvmlDeviceGetNvLinkState"), len(made)) == (links, calls)
+    assert max(by_reading) - min(by_reading) <= 4, "the calls are spread"
 
 
 def test_an_xid_ends_the_wait_and_a_storm_of_them_does_not_end_every_wait(nvml: FakeNvml) -> None:
@@ -155,7 +213,7 @@ def test_memory_of_other_processes_counts_and_that_of_descendants_does_not(nvml:
         )  # the last is not of this host
         reader = GpuReader()
         assert reader.read({}, os.getpid())[0].values["memory_of_others"] == 0
-        assert reader.read({}, child.pid)[0].values["memory_of_others"] == 30
+        assert GpuReader().read({}, child.pid)[0].values["memory_of_others"] == 30
     finally:
         child.kill()
         child.wait()

@@ -188,6 +188,11 @@ def test_a_port_is_down_only_if_it_was_up_and_a_clock_that_is_set_is_noticed(
     second = values()
     assert second["port mlx5_0/1"]["port_down"] == 1 and second["port mlx5_1/1"]["port_down"] == 0
     assert 3599 < second["host"]["clock_jump"] < 3601
+    assert "port_errors" not in second["port mlx5_0/1"], "errors and new ports are looked for at every tenth reading"
+    port("mlx5_0", "4: ACTIVE", symbol_error=5)
+    port("mlx5_2", "4: ACTIVE")
+    tenth = [values() for _ in range(host_readings.PORTS_EVERY - 1)][-1]
+    assert tenth["port mlx5_0/1"]["port_errors"] == 9 and "port mlx5_2/1" in tenth
 
 
 def test_a_drain_asks_the_ranks_of_its_attempt_to_save_and_end_once(tmp_path: Path) -> None:

@@ -151,5 +151,5 @@ def test_the_digest_tells_weights_apart_and_not_their_dtype() -> None:
 
 
 def test_wrong_adapters_are_refused_by_name() -> None:
-    with pytest.raises(BadInput, match="adapter.targets has attention.qvk: expected .*nearest: attention.qkv"):
+    with pytest.raises(BadInput, match="adapter.targets is attention.qvk: expected .*nearest: attention.qkv"):
         Decoder(replace(LLAMA, adapter=replace(adapter_of(LLAMA).adapter, targets=("attention.qvk",))))

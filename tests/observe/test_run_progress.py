@@ -1,4 +1,5 @@
 import io
+import itertools
 import os
 import pty
 import re
@@ -224,6 +225,38 @@ def test_a_terminal_keeps_a_step_line_every_few_seconds_above_the_display(monkey
     lines = [int(step) for step in re.findall(r"step +(\d+)/100", text)]
     assert lines == [1, 2, 3, 4, 5, *range(9, 61, 4)]
     assert "step 60 | validation loss 2.5000" in text
+
+
+def test_a_shorter_number_makes_room_for_no_figure_that_the_lines_before_leave_out(monkeypatch):
+    for columns in range(60, 110, 4):
+        time = Time()
+
+        def scene(progress, time=time):
+            for step, norm in enumerate((0.8123, 0.8123, 1.0, 12.0, 0.8123), 20):
+                time.now += 40.0
+                progress.update(record(step, grad_norm=norm))
+
+        text = on_terminal(monkeypatch, scene, clock=time, columns=columns)
+        lines = re.findall(r"step +\d+/100[^\r\n\x1b]*", text)
+        names = [{part.split()[0] for part in line.split(" | ")} for line in lines]
+        assert all(later - {"left"} <= earlier for earlier, later in itertools.pairwise(names)), lines
+
+
+def test_a_note_is_broken_between_words_on_a_terminal(monkeypatch):
+    text = on_terminal(monkeypatch, lambda progress: progress.note("many words " * 20))
+    assert all(len(line) <= 80 for line in re.findall("[ many words]{9,}", text)) and "many words many" in text
+
+
+def test_after_the_last_step_the_bar_says_that_the_run_finishes(monkeypatch):
+    text = on_terminal(monkeypatch, lambda progress: progress.update(record(100)))
+    assert "finishing" in text and "0:00 left" not in text
+
+
+def test_elapsed_time_counts_from_the_command(monkeypatch):
+    time = Time()
+    time.now = 100.0
+    text = on_terminal(monkeypatch, lambda progress: progress.update(record(50)), clock=time, began=35.0)
+    assert "1:05 elapsed" in text
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -43,6 +43,17 @@ def test_deepseek_v3_with_the_published_features_takes_the_published_time() -> N
         assert step.alone < plan.predicted.step_seconds * 1.0001 and not step.present
 
 
+@pytest.mark.parametrize(("chip", "has_fp8"), [("H100", True), ("A100", False)])
+def test_matmuls_in_fp8_are_a_feature_of_chips_with_fp8_only(chip: str, has_fp8: bool) -> None:
+    words = ("model=qwen3-30b-a3b", f"cluster.gpu={chip}", "cluster.nodes=2", "cluster.gpus_per_node=8")
+    steps = feature_steps(*_planned(*words, "train.seq_len=4096", "train.global_batch=64", "plan.expert=8"))
+    assert steps[0].feature == FEATURES[0].name
+    in_fp8 = [step.feature for step in steps if step.alone_products == "fp8"]
+    assert in_fp8 == (["products in fp8 blocks"] if has_fp8 else [])
+    assert ("products in fp8 blocks" in [step.feature for step in steps]) == has_fp8
+    assert steps[-1].together_products == ("fp8" if has_fp8 else None)
+
+
 def test_dense_models_have_no_such_features() -> None:
     words = [
         "model=llama3-1b",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.cli.plan_text import expense_sentences
+from meshwright.cli.plan_words import expense_sentences
 from meshwright.config.load import load_run
 from meshwright.planner.chip_comparison import chips_named, cluster_with, compare_chips
 from meshwright.planner.money import expense, expense_of, price_of, watts_of
@@ -65,7 +65,7 @@ def test_days_and_money_have_the_band_of_the_step() -> None:
         slower = replace(plan, predicted=replace(predicted, step_seconds=step))
         alone = expense(run, slower, tokens=1e12)
         assert alone is not None and alone.days == pytest.approx(spent.days * end, rel=0.01)
-    lines = " ".join(expense_sentences(spent))
+    lines = " ".join(expense_sentences(spent, None))
     assert "80% band of the step" in lines and "days" in lines
 
 
@@ -112,5 +112,5 @@ def test_a_cluster_of_another_chip_has_hosts_of_its_size() -> None:
     assert cluster_with(cluster, "H100") is cluster
     with pytest.raises(BadInput, match="does not divide"):
         cluster_with(ClusterSpec(gpu="H100", nodes=3, gpus_per_node=3), "GB200")
-    with pytest.raises(BadInput, match="did you mean H100"):
+    with pytest.raises(BadInput, match="nearest: H100"):
         chips_named("H10O")

@@ -16,7 +16,14 @@ from meshwright.planner.deployment_estimate import PromptChunk
 from meshwright.planner.deployment_search import plan_deployment
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.deployment import InstanceSpec, PricedFormat, Quantisation, ServeLimits, Software, TimedRequest
+from meshwright.spec.deployment import (
+    InstanceSpec,
+    PricedFormat,
+    Quantisation,
+    ServeLimits,
+    ServingSoftwareName,
+    TimedRequest,
+)
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
@@ -27,7 +34,7 @@ LARGEST_SHARE = 0.75
 QUESTIONS = 200
 
 
-def question(seed: int) -> tuple[ModelSpec, ClusterSpec, Quantisation, Software | None, random.Random]:
+def question(seed: int) -> tuple[ModelSpec, ClusterSpec, Quantisation, ServingSoftwareName | None, random.Random]:
     draw = random.Random(seed)
     model = from_plain(ModelSpec, {"vocab_size": 128256, **MODEL_PRESETS[draw.choice(MODELS)]})
     formats: Any = Quantisation(
@@ -36,7 +43,7 @@ def question(seed: int) -> tuple[ModelSpec, ClusterSpec, Quantisation, Software 
         kv_cache=draw.choice((None, "fp8")),
     )
     cluster = ClusterSpec(gpu=draw.choice(sorted(CHIPS)), gpus_per_node=draw.choice((1, 2, 4, 8)))
-    return model, cluster, formats, draw.choice((None, *get_args(Software))), draw
+    return model, cluster, formats, draw.choice((None, *get_args(ServingSoftwareName))), draw
 
 
 def test_no_step_is_faster_than_its_device() -> None:

@@ -93,7 +93,7 @@ def test_what_does_not_fit_says_what_it_needs() -> None:
 def test_names_are_checked() -> None:
     assert [software.name for software in software_listed("torchtitan, nemo,torchtitan")] == ["torchtitan", "nemo"]
     assert len(software_listed("all")) > 10
-    with pytest.raises(BadInput, match="did you mean torchtitan"):
+    with pytest.raises(BadInput, match="nearest: torchtitan"):
         software_listed("torchtitn")
     with pytest.raises(BadInput, match="this program"):
         software_listed("meshwright")

@@ -61,6 +61,23 @@ def test_more_memory_gains_where_memory_was_the_limit() -> None:
     assert memory.gain > 0.01 and memory.note
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=gemma2-2b cluster.gpu=A100 cluster.nodes=8 cluster.gpus_per_node=6 train.seq_len=32768 train.global_batch=1024 "
+        "cluster.network.port_gb_per_s=5 model.max_seq_len=32768",
+        "model=glm4.5 cluster.gpu=A100-40GB cluster.nodes=64 cluster.gpus_per_node=2 train.seq_len=32768 train.global_batch=8 "
+        "cluster.network.port_gb_per_s=18",
+    ],
+)
+def test_more_of_the_cluster_makes_no_step_slower(words: str) -> None:
+    """For these plans another setting is faster on the present cluster already; the changed clusters must not lose it."""
+    run = load_run(None, words.split())
+    helpful = [change for change in what_if(run, search(run).best.plan) if change.name.startswith("twice the ")]
+    assert len(helpful) == 4
+    assert min(change.gain for change in helpful) > -1e-9
+
+
 def test_twice_the_batch_keeps_micro_batches_that_fill_the_memory() -> None:
     """Gradients kept between micro-batches need memory, so some layers recompute more, but not all."""
     words = "model=llama3-8b cluster.gpu=H100 plan.shard=8 plan.schedule=1f1b plan.micro_batch=2"

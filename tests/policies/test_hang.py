@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,11 @@ def play(watch: HangWatch, seconds: list[float], poll: float = 1.0) -> float | N
 
 
 def stretched(source: random.Random, times: list[float]) -> list[float]:
-    """`times` with stragglers up to three times as long."""
+    """`times` with stragglers of up to three typical steps."""
+    typical = statistics.median(times)
     for _ in range(source.randrange(4)):
-        times[source.randrange(len(times))] *= source.uniform(1, 3)
+        place = source.randrange(len(times))
+        times[place] = max(times[place], source.uniform(1, 3) * typical)
     return times
 
 

@@ -94,6 +94,18 @@ def test_a_defect_is_found_within_ten_seconds(changed: dict[str, float], rule: s
     assert action_of(rule, "run") == at_run
 
 
+def test_a_finding_stays_while_its_quantity_is_not_read() -> None:
+    watch = HealthWatch()
+
+    def found(seconds: float, **values: float) -> list[str]:
+        return [finding.rule for finding in watch.update(seconds, [HealthReading("GPU 0", values)])]
+
+    assert found(0, lost=0, nvlinks_down=1) == []
+    assert found(3, lost=0, nvlinks_down=1) == ["nvlink-down"]
+    assert found(6, lost=0) == ["nvlink-down"]
+    assert found(9, lost=0, nvlinks_down=0) == []
+
+
 def test_counters_are_compared_within_the_time_of_their_rule_and_may_start_again() -> None:
     watch, now = HealthWatch(), 0.0
     found: list[str] = []

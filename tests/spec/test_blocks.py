@@ -130,10 +130,10 @@ def test_tensor_ranks_transfer_where_the_division_changes(
 
 def test_mistakes_name_keys_and_the_nearest_value() -> None:
     heads = AttentionSpec(heads=8, kv_heads=3, head_dim=16)
-    assert list(heads.mistakes()) == ["kv_heads is 3: expected a divisor of heads (8); nearest: 2"]
+    assert list(map(str, heads.mistakes())) == ["kv_heads is 3: expected a divisor of heads (8); nearest: 2"]
     (mixture,) = (body for body in block_of(QWEN3_MOE, routed=True).bodies if isinstance(body, MixtureSpec))
     wrong = replace(mixture, per_token=9)
-    assert list(wrong.mistakes()) == ["experts_per_token is 9: expected 1 to experts (6); nearest: 6"]
+    assert list(map(str, wrong.mistakes())) == ["experts_per_token is 9: expected 1 to experts (6); nearest: 6"]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_mistakes_name_keys_and_the_nearest_value() -> None:
         ({"output_norms": True, "parallel_block": True}, "output_norms is true: expected false with parallel_block"),
         (
             {"rope_scaling": RopeScaling(kind="linear", factor=8.0, low_freq_factor=2.0)},
-            "rope_scaling has keys beside factor: expected none of them with kind: linear",
+            "rope_scaling is linear with keys beside factor: expected none of them with kind: linear",
         ),
     ],
     ids=str,

@@ -328,7 +328,7 @@ def test_every_start_says_how_long_it_took_and_its_phases_add_up(story: Story) -
         assert sum(line["phases"].values()) == pytest.approx(line["seconds"])
         assert line["phases"]["imports"] > 0.1 and line["phases"]["first step"] > 0
         assert line["compiler"].get("compiled", 0) == 0
-    assert f"start: {starts[-1]['seconds']:.1f} s: " in story.finished[0].output
+    assert f"start took {starts[-1]['seconds']:.1f} s: " in story.finished[0].output
 
 
 def test_a_local_run_listens_on_loopback_only(story: Story) -> None:

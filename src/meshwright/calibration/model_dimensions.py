@@ -17,6 +17,7 @@ from meshwright.spec.blocks.mixture import MixtureSpec, RouterSpec
 from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import BlockBody, BodyPlace
 from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Value
+from meshwright.spec.errors import WrongKey
 from meshwright.workload.model_shape import Shape, shape_of_runs
 
 Dims = dict[str, Any]
@@ -270,7 +271,7 @@ class PublishedAttentionSpec:
             split="columns",
         )
 
-    def mistakes(self) -> Iterator[str]:
+    def mistakes(self) -> Iterator[WrongKey]:
         yield from ()
 
 
@@ -296,7 +297,7 @@ class PublishedMixerSpec:
             split="rows",
         )
 
-    def mistakes(self) -> Iterator[str]:
+    def mistakes(self) -> Iterator[WrongKey]:
         yield from ()
 
 

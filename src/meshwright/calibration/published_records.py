@@ -20,6 +20,7 @@ from meshwright.calibration.source_conventions import (
 from meshwright.costs.device_rates import BLOCKWISE, FOUR_BIT, TENSORWISE, Machine
 from meshwright.costs.software import IMBALANCE, TrainingSoftware, software_named, software_of
 from meshwright.spec.chips import CHIPS, Chip
+from meshwright.spec.errors import BadInput
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape
 
@@ -148,8 +149,8 @@ def _software(record: Record, conventions: tuple[Convention, ...]) -> tuple[Trai
     if stated := (record.get("software") or "").strip():
         try:
             software = software_named(stated)
-        except KeyError as error:
-            raise _CannotBePriced(f"software {error.args[0]}") from error
+        except BadInput as error:
+            raise _CannotBePriced(str(error)) from error
         return software, software.constants
     source, note = record.get("source") or "", record.get("note") or ""
     software = software_of(source, note, 2025.0 + release_of(source, note))
@@ -474,7 +475,6 @@ def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) ->
     per_node = _size_or_default(record, "gpus_per_node", chip.per_node, assumed)
     domain = max(per_node, chip.domain)
     number_format, low = _product_format(record, chip, assumed)
-    half_peak = chip.peak_flops.get("bf16", chip.peak_flops.get("fp16", chip.peak_flops["fp32"]))
     interconnect = record.get("interconnect") or ""
     nic = port_bandwidth(interconnect, per_node)
     if nic is None:
@@ -483,8 +483,8 @@ def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) ->
             assumed.append(f"network {nic * 8 / 1e9:g} Gb/s per GPU")
     oversubscription = re.search(r"1:(\d+) oversubscribed", interconnect)
     return Machine(
-        peak=chip.peak_flops.get(number_format, half_peak),
-        half_peak=half_peak,
+        peak=chip.peak_flops.get(number_format, chip.half_peak),
+        half_peak=chip.half_peak,
         product_format=low,
         hbm=chip.hbm,
         memory=chip.memory_bytes,

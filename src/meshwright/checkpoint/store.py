@@ -90,7 +90,8 @@ class CheckpointStore:
         self.folder = folder
         self._lease = lease
         self._run_id = run_id_of(folder) if lease is None else lease.run_id
-        self._ranks, self._device_group = RankGroup(group), device_group
+        self._ranks = RankGroup(group)
+        self._device_group = device_group
         self._recorder = recorder or NullRecorder()
         self._verified: set[Path] = set()
         """Checkpoints that this store wrote or verified; `retain` does not read them again."""

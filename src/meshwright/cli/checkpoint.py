@@ -294,7 +294,8 @@ def _line(record: dict[str, Any]) -> str:
     path = Path(record["path"])
     size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     bad = "DAMAGED" if record["committed"] else "never committed, not loaded"
-    state = "ok" if record["ok"] else "newer format" if _is_newer(record) else bad
+    state = "newer format" if _is_newer(record) else bad
+    state = "ok" if record["ok"] else state
     return f"{path}  {size / 1e6:12,.1f} MB  {state}"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import Json
+from meshwright.cli.options import Json, show
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -258,7 +258,10 @@ def prepare_command(
             shown=True,
         )
         _say_left_out(prepared_part.left_out)
-        print(json.dumps(_part_summary(prepared_part)) if as_json else _part_sentences(prepared_part))
+        if as_json:
+            print(json.dumps(_part_summary(prepared_part)))
+        else:
+            show(_part_sentences(prepared_part))
         return
 
     prepared = prepare(
@@ -444,7 +447,10 @@ def _show_prepared(prepared: PreparedCorpus, verify: bool, as_json: bool) -> Non
     _say_left_out(prepared.left_out)
     if verify and (faults := verify_directory(prepared.out)):
         raise Damaged("\n".join(faults))
-    print(json.dumps(_summary(prepared)) if as_json else _sentences(prepared))
+    if as_json:
+        print(json.dumps(_summary(prepared)))
+    else:
+        show(_sentences(prepared))
 
 
 def _say_left_out(left_out: LeftOut) -> None:

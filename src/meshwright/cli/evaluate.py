@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.options import Json, model_folder, say
+from meshwright.cli.options import Json, model_folder, say, show
 from meshwright.cli.spread import PlanFile, ask_ranks, found_weights, model_in
 from meshwright.data.inputs import STDLIB
 from meshwright.spec.errors import BadInput
@@ -107,7 +107,7 @@ def evaluate(
         print(json.dumps(answer))
         return
     bits = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte else ""
-    print(f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}{bits} ({result.tokens:,} tokens)")
+    show(f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}{bits} ({result.tokens:,} tokens)")
     for name, loss in result.by_source.items():
         bits = f", {result.bits_by_source[name]:.4f} bits per byte" if result.bits_by_source else ""
         print(f"  {name}: loss {loss:.4f}{bits}")
@@ -175,7 +175,8 @@ def _evaluate(
         return measured
     device, dtype = device_and_dtype()
     decoder = load_model(weights, device, dtype, contents=False, adapter=adapter, scores=None if pairs else False)
-    preference = (SCORED_PAIRS if decoder.spec.head == "score" else PAIRS) if pairs else None
+    form = SCORED_PAIRS if decoder.spec.head == "score" else PAIRS
+    preference = form if pairs else None
     source = open_data(
         spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation", preference=preference
     )

@@ -229,7 +229,8 @@ def sample(
 
     ranks = max(tensor, experts.count)
     if plan is not None or ranks > 1:
-        option = "--plan" if plan is not None else "--tensor" if tensor > 1 else "--expert"
+        option = "--tensor" if tensor > 1 else "--expert"
+        option = option if plan is None else "--plan"
         if formats.invariant or (plan is not None and formats != EngineFormats()):
             refused = "--invariant is" if plan is None else "--weights, --kv-cache and --invariant are"
             raise BadInput(f"{refused} for one device: leave out {option}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.options import Json
+from meshwright.cli.options import Json, show
 from meshwright.cli.report import find_run
 
 
@@ -35,7 +35,7 @@ def incidents(
         print(json.dumps({"incidents": records}))
         return
     for record in records:
-        print("\n".join(incident_lines(record)))
+        show("\n".join(incident_lines(record)))
     if not records:
         print("no incidents")
 

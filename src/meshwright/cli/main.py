@@ -18,6 +18,7 @@ import typer
 from meshwright import __version__
 from meshwright.cli.command import Command
 from meshwright.cli.streams import complete_streams
+from meshwright.events.terminal import fitted, write_line
 from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError
 from meshwright.spec.failures import COMMAND_MEMORY_HINT, as_meshwright_error
 
@@ -139,5 +140,5 @@ def _say(message: str, error: MeshwrightError) -> None:
     if "--json" in sys.argv:
         mistakes = error.as_plain() if isinstance(error, BadConfig) else []
         print(json.dumps({"ok": False, "error": message, "errors": mistakes}))
-    print(f"meshwright: {message}", file=sys.stderr)
+    write_line(fitted(f"meshwright: {message}"))
     sys.exit(error.exit_code)

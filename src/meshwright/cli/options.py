@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.events.terminal import write_line
+from meshwright.events.terminal import fitted, write_line
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.foreign_words import no_folder_hint
 
@@ -82,7 +82,7 @@ def load(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path 
 
 def say(text: str) -> None:
     """Print a remark on stderr; stdout has only the command's result."""
-    print(text, file=sys.stderr)
+    write_line(fitted(text))
 
 
 def check_runs(runs: Path) -> None:
@@ -92,9 +92,14 @@ def check_runs(runs: Path) -> None:
         raise BadInput(f"--runs {runs}: expected a folder, and {above} is a file; name another folder")
 
 
+def show(text: str) -> None:
+    """Print lines of a result on stdout; on a terminal they end between words at its width."""
+    print(fitted(text, sys.stdout))
+
+
 def print_now(text: str) -> None:
-    """Print a line of progress on stdout and flush it: ranks in other processes print there too."""
-    write_line(text, sys.stdout)
+    """Print a line of progress like `show`, and flush it: ranks in other processes print there too. A closed stdout is no error."""
+    write_line(fitted(text, sys.stdout), sys.stdout)
 
 
 def check_writable(option: str, file: Path | None) -> None:

@@ -203,7 +203,7 @@ def plan(
 
         answer_deployment(words, out, html, as_json=as_json, refused=[name for name, value in given.items() if value])
         return
-    from meshwright.cli.plan_answer import PlanQuestion, answer_question, as_plain
+    from meshwright.cli.plan_answer import PlanQuestion, answer_question
     from meshwright.cli.plan_words import remarks
     from meshwright.launch.prepare import plan_yaml, with_vocabulary
     from meshwright.planner.candidate import idle_fields
@@ -238,6 +238,8 @@ def plan(
 
         write_durable(html, page(answer))
     if as_json:
+        from meshwright.cli.plan_json import as_plain
+
         print(json.dumps(as_plain(answer, explain=explain)))
     else:
         from meshwright.cli.plan_text import show

@@ -1,16 +1,11 @@
-"""Questions of `meshwright plan` and the planner's answers, before they are printed, drawn or written as JSON."""
+"""Questions of `meshwright plan` and the planner's answers, before `plan_sections` says what of them is shown."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
-from meshwright.cli.effective_time import effective_answer
-from meshwright.cli.plan_samples import samples_as_plain
-from meshwright.costs.plan_costs import format_of_products
 from meshwright.costs.software import TrainingSoftware
-from meshwright.costs.sources import sources
 from meshwright.launch.machine import is_here
 from meshwright.launch.prepare import (
     Note,
@@ -23,16 +18,14 @@ from meshwright.launch.prepare import (
 )
 from meshwright.launch.probe import Probe, check_here, measured_answer
 from meshwright.planner.batch_ramp import ramp_misfit
-from meshwright.planner.candidate import Candidate, SearchResult, fixed_keys, untrainable
-from meshwright.planner.checkpoint_cost import checkpoint_cost
+from meshwright.planner.candidate import Candidate, SearchResult, untrainable
 from meshwright.planner.chip_comparison import ChipPoint, chips_named, compare_chips
 from meshwright.planner.devices import Idle
-from meshwright.planner.effective_time import predict_effective_time
 from meshwright.planner.exchange_features import FeatureSeconds, feature_steps
-from meshwright.planner.explain import limits, reason_against
+from meshwright.planner.explain import reason_against
 from meshwright.planner.finalists import same_layout
 from meshwright.planner.fixes import choose_or_suggest_fixes
-from meshwright.planner.money import Expense, expense, price_of
+from meshwright.planner.money import Expense, expense
 from meshwright.planner.objectives import (
     Point,
     Training,
@@ -51,10 +44,7 @@ from meshwright.planner.software_plan import SoftwarePlan, best_with, software_l
 from meshwright.planner.what_if import Change, what_if
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, nearest
-from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Plan
-from meshwright.spec.plan_keys import plain_keys
-from meshwright.spec.plan_name import plan_name
 from meshwright.spec.run import RunSpec
 
 OBJECTIVES = ("time", "cost", "training")
@@ -279,67 +269,6 @@ def answer_question(run: RunSpec, question: PlanQuestion, note: Note = lambda te
     return _answer_by_search(run, question)
 
 
-def as_plain(answer: PlanAnswer, *, explain: bool) -> dict[str, Any]:
-    """The JSON output of `--json`."""
-    others = [
-        {
-            "name": plan_name(other.plan),
-            "fits": other.fits,
-            "trainable": untrainable(other.plan) is None,
-            "why_not": answer.why_not(other),
-            "plan": plain_keys(other.plan),
-        }
-        for other in answer.others
-    ]
-    plan = plain_keys(answer.plan)
-    body = {
-        "name": plan_name(answer.plan),
-        "plan": plan,
-        "predicted": plan["predicted"],
-        "alternatives": others,
-        "search_seconds": answer.search_seconds,
-    }
-    if (cost := checkpoint_cost(answer.run, answer.plan)) is not None:
-        body["checkpoint"] = to_plain(cost)
-    if (effective := predict_effective_time(answer.run, answer.plan)) is not None:
-        body["effective_time"] = effective_answer(effective, played=False)
-    if (spent := answer.expense) is not None:
-        body["expense"] = to_plain(spent)
-    if answer.question.chips:
-        body["chips"] = [_chip(point) for point in answer.chips]
-    if answer.question.software:
-        body["software"] = [to_plain(point) for point in answer.software]
-    if answer.question.features:
-        body["features"] = to_plain(answer.features)
-    if answer.question.precision is not None:
-        body["formats"] = to_plain(answer.formats)
-    if answer.samples is not None:
-        body["samples"] = samples_as_plain(answer.run, answer.samples)
-    if over := answer.does_not_fit:
-        body["does_not_fit"] = over
-    if fixed := fixed_keys(answer.run):
-        body["fixed"] = fixed
-    if answer.idle:
-        body["idle"] = to_plain(answer.idle)
-    if answer.question.include_untrainable:
-        body["untrainable"] = _untrainable(answer.untrainable)
-    body["sources"] = sources_of(answer)
-    if answer.probes:
-        body["probes"] = [_probe(probe) for probe in answer.probes]
-    if answer.points or answer.trainings or answer.question.objective != "time":
-        body["objective"] = _objective(answer)
-    if explain:
-        body["limits"] = to_plain(limits(answer.run, answer.plan))
-        body["changes"] = to_plain(answer.changes)
-    return body
-
-
-def sources_of(answer: PlanAnswer) -> dict[str, str]:
-    """The source of the predicted numbers: measured, fitted or guessed."""
-    product_format = format_of_products(answer.plan.precision, answer.run.cluster)
-    return sources(answer.run.cluster, product_format, answer.plan)
-
-
 def _range(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
@@ -414,64 +343,3 @@ def _answer_training(run: RunSpec, question: PlanQuestion) -> PlanAnswer:
 def _answer_with(run: RunSpec, result: SearchResult | None, question: PlanQuestion) -> PlanAnswer:
     assert result is not None
     return PlanAnswer(run, question, result.best, result.others, result.considered, result.seconds)
-
-
-def _objective(answer: PlanAnswer) -> dict[str, Any]:
-    """The range of the objective and its choice."""
-    price = answer.question.price
-    body: dict[str, Any] = {"name": answer.question.objective, "gpus": answer.plan.ranks, "tokens": answer.tokens}
-    if answer.trainings:
-        return body | {"trainings": [_training(training, price) for training in answer.trainings]}
-    return body | {"points": [_point(point, answer.tokens, price) for point in answer.priced_points]}
-
-
-def _untrainable(candidate: Candidate | None) -> dict[str, Any] | None:
-    if candidate is None:
-        return None
-    return {"plan": plain_keys(candidate.plan), "cannot_train": untrainable(candidate.plan)}
-
-
-def _probe(probe: Probe) -> dict[str, Any]:
-    return {
-        "plan": plain_keys(probe.plan),
-        "predicted_seconds": probe.predicted_seconds,
-        "measured_seconds": probe.measured_seconds,
-        "predicted_bytes": probe.predicted_bytes,
-        "measured_bytes": probe.measured.memory_bytes if probe.measured else None,
-        "ended": probe.ended or None,
-    }
-
-
-def _chip(point: ChipPoint) -> dict[str, Any]:
-    body = {"chip": point.chip, **_point(point.point, None, None)}
-    return {**body, "expense": to_plain(point.expense) if point.expense else None}
-
-
-def _point(point: Point, tokens: float | None, price: float | None) -> dict[str, Any]:
-    hours = point.gpu_hours(tokens) if tokens else None
-    price = price_of(point.run.cluster, price).value
-    return {
-        "gpus": point.gpus,
-        "plan": plain_keys(point.answer.best.plan) if point.answer else None,
-        "step_seconds": point.seconds,
-        "tokens_per_second": point.tokens_per_second,
-        "training_share": point.training_share,
-        "days": hours / point.gpus / 24 if hours else None,
-        "mfu": point.mfu,
-        "gpu_hours": hours,
-        "cost": hours * price if hours and price else None,
-        "refused": point.refused or None,
-    }
-
-
-def _training(training: Training, price: float | None) -> dict[str, Any]:
-    price = price_of(training.point.run.cluster, price).value
-    return {
-        "gpus": training.point.gpus,
-        "global_batch": training.batch,
-        "steps": training.steps,
-        "step_seconds": training.point.seconds,
-        "seconds": training.seconds,
-        "gpu_hours": training.gpu_hours,
-        "cost": training.gpu_hours * price if price else None,
-    }

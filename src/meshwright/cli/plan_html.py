@@ -1,74 +1,61 @@
-"""The answer of `meshwright plan` as a self-contained page in the report's style, without scripts."""
+"""The answer of `meshwright plan` as a self-contained page in the report's style, without scripts.
+
+Beside the sections of the answer it draws what a terminal cannot: the ranks of the mesh, the timeline of a step, charts over sizes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
+from itertools import groupby
 from math import log2
 
-from meshwright.cli.plan_answer import PlanAnswer, sources_of
-from meshwright.cli.plan_samples import HEADS, TITLE, sample_lines
-from meshwright.cli.plan_text import (
-    CHIP_HEADS,
-    LONGEST_TABLE,
-    SOFTWARE_HEADS,
-    chip_lines,
-    efficiencies,
-    expense_sentences,
-    money,
-    software_lines,
-    three_digits,
-    two_digits,
+from meshwright.cli.plan_answer import PlanAnswer
+from meshwright.cli.plan_sections import (
+    CAN_BE_TRAINED,
+    AnswerBars,
+    AnswerList,
+    AnswerSection,
+    AnswerTable,
+    Block,
+    RankedPlans,
+    Remark,
+    remarks_of,
+    sections_of,
+    status_of,
 )
-from meshwright.cli.plan_words import (
-    axes,
-    bytes_text,
-    caution,
-    facts,
-    machines_line,
-    memory_by_rank,
-    seconds_text,
-    short_line,
-)
+from meshwright.cli.plan_words import bytes_text, machines_line, seconds_text, three_digits
 from meshwright.costs.plan_costs import as_nodes
 from meshwright.observe import number_text
-from meshwright.observe.page import document, listing, table, tile_list
+from meshwright.observe.page import card, document, items, rows, tile_list
 from meshwright.observe.report_parts import plan_section
 from meshwright.observe.svg import Axis, Chart, Series, draw
 from meshwright.observe.timeline_svg import draw_timeline
-from meshwright.planner.candidate import untrainable
-from meshwright.planner.explain import limits, parts_of
-from meshwright.planner.money import price_of
-from meshwright.planner.sample_reasons import sample_reasons
+from meshwright.planner.objectives import Point
 from meshwright.simulator.step_simulation import simulate_plan
 from meshwright.spec.model import layer_order, parameter_count
 from meshwright.spec.plan_name import plan_name
 
 MICRO_BATCHES_DRAWN = 4
 """Micro-batches per pipeline rank in the drawn timeline, if the step has more."""
-RANKS_DRAWN = 16
 BOXES_DRAWN = 32
+SIDE_BY_SIDE = {"facts", "mesh", "memory", "step", "limits", "changes"}
+"""Sections that stand beside their neighbours of these."""
 
 
 def page(answer: PlanAnswer) -> str:
     """The HTML of the page."""
-    run, plan = answer.run, answer.plan
     parts = [
         _header(answer),
         _tiles(answer),
         _scaling(answer),
-        _trainings(answer),
-        plan_section(plan, as_nodes(run.cluster).gpus_per_node, BOXES_DRAWN),
-        f'<div class="grid">{_links(answer)}{_facts(answer)}</div>',
-        f'<div class="grid">{_step(answer)}{_memory(answer)}</div>',
+        plan_section(replace(answer.plan, why=()), as_nodes(answer.run.cluster).gpus_per_node, BOXES_DRAWN),
         f'<div class="grid">{_timeline(answer)}</div>',
-        f'<div class="grid">{listing("What limits the step", [limit.text for limit in limits(run, plan)])}{_changes(answer)}</div>',
-        _money(answer),
-        _runner_ups(answer),
-        _samples(answer),
-        table("Where the numbers come from", (), sources_of(answer).items()),
     ]
+    for beside, sections in groupby(sections_of(answer), lambda section: section.key in SIDE_BY_SIDE):
+        cards = "".join(map(_card, sections))
+        parts.append(f'<div class="grid">{cards}</div>' if beside else cards)
     return document(f"plan · {_name(answer)}", parts)
 
 
@@ -79,15 +66,17 @@ def _name(answer: PlanAnswer) -> str:
 def _header(answer: PlanAnswer) -> str:
     run = answer.run
     machines = machines_line(answer.cluster)
-    parts = (f"{number_text.short(parameter_count(run.model))} parameters", escape(layer_order(run.model)), machines)
+    parts = (f"{number_text.short(parameter_count(run.model))} parameters", layer_order(run.model), machines)
     line = " · ".join((*filter(None, parts), plan_name(answer.plan)))
-    refused, over = answer.planned_only, answer.does_not_fit
-    word = "does not fit" if over else "planned only" if refused else "can be trained"
-    status = f'<span class="status {"part" if over or refused else "done"}">{word}</span>'
-    idle = answer.idle.sentence if answer.idle else None
-    note = ". ".join(text for text in (over, refused, idle, caution(run)) if text)
+    status = status_of(answer)
+    notes = "".join(f'<p class="aside">{escape(_remark_text(remark))}</p>' for remark in remarks_of(answer))
     return f"""<header><p class="product">meshwright <span>plan</span></p><h1>{escape(_name(answer))}</h1>
-<p class="facts-line">{status}{escape(line)}</p><p class="aside">{escape(note)}</p></header>"""
+<p class="facts-line"><span class="status {"done" if status == CAN_BE_TRAINED else "part"}">{status}</span>{escape(line)}</p>
+{notes}</header>"""
+
+
+def _remark_text(remark: Remark) -> str:
+    return ". ".join((": ".join(filter(None, (remark.mark, remark.text))), *remark.more))
 
 
 def _tiles(answer: PlanAnswer) -> str:
@@ -121,74 +110,51 @@ def _tiles(answer: PlanAnswer) -> str:
     return tile_list(tiles)
 
 
-def _money(answer: PlanAnswer) -> str:
-    """Money and energy, and the job on other chips and with other software where they were asked for."""
-    parts = [] if answer.expense is None else [listing("Money and energy", list(expense_sentences(answer.expense)))]
-    if answer.question.chips:
-        heads = (*CHIP_HEADS, *(("days", "GPU-hours") if answer.tokens else ()))
-        lines = [line + ("",) * (len(heads) - len(line)) for line in chip_lines(answer)]
-        parts.append(table("The same job on other chips", heads, lines))
-    if answer.question.software:
-        parts.append(table("As other software would run it", SOFTWARE_HEADS, software_lines(answer)))
-    return "".join(parts)
+def _card(section: AnswerSection) -> str:
+    """A section; empty if it says nothing."""
+    title = section.title[0].upper() + section.title[1:]
+    notes = "".join(f'<p class="aside">{escape(line)}</p>' for line in section.note.splitlines())
+    return card(title, "".join(map(_block, section.blocks)) + notes)
 
 
-def _links(answer: PlanAnswer) -> str:
-    return table("What the axes run over", (), axes(answer.run, answer.plan))
+def _block(block: Block) -> str:
+    match block:
+        case AnswerTable(lines, heads):
+            return rows(heads, [line + ("",) * (len(heads) - len(line)) for line in lines])
+        case AnswerList(sentences):
+            return items(sentences)
+        case RankedPlans(plans):
+            return rows((), [(f"{plan.number}.", _with_mark(plan.line, plan.mark), plan.about) for plan in plans])
+        case AnswerBars():
+            return _bars(block)
 
 
-def _facts(answer: PlanAnswer) -> str:
-    return table("Batch, schedule, layers", (), facts(answer.run, answer.plan))
+def _with_mark(line: str, mark: str) -> str:
+    return f"{line} ({mark})" if mark else line
 
 
-def _step(answer: PlanAnswer) -> str:
-    predicted = answer.plan.predicted
-    if predicted is None or not predicted.step_seconds:
-        return ""
-    shown = [
-        (name, seconds) for name, seconds in parts_of(predicted).items() if seconds >= 0.0005 * predicted.step_seconds
-    ]
-    bars = [
-        _bar(
-            name,
-            f"{seconds_text(seconds)}, {seconds / predicted.step_seconds:.1%}",
-            [(at % 8, seconds / predicted.step_seconds, name)],
-        )
-        for at, (name, seconds) in enumerate(shown)
-    ]
-    return _figure("Where the step goes", "mean over ranks", "".join(bars))
-
-
-def _memory(answer: PlanAnswer) -> str:
-    by_rank = memory_by_rank(answer.run, answer.plan)
-    limit = answer.run.cluster.memory_bytes()
-    full = 1.04 * max(limit or 0, *(sum(parts_bytes.values()) for _, parts_bytes in by_rank))
-    line = f'<span class="limit" style="left:{100 * limit / full:.2f}%"></span>' if limit else ""
-    names = list(dict.fromkeys(part for _, parts_bytes in by_rank for part in parts_bytes))
+def _bars(block: AnswerBars) -> str:
+    """Bars with a legend; the limit is a dashed line."""
+    names = list(dict.fromkeys(name for bar in block.bars for name, _ in bar.parts))
+    full = 1.04 * block.full if block.limit else block.full
+    line = f'<span class="limit" style="left:{100 * block.limit / full:.2f}%"></span>' if block.limit else ""
     bars = []
-    for label, parts_bytes in by_rank[:RANKS_DRAWN]:
-        parts = [
-            (names.index(part) % 8, size / full, f"{part} {bytes_text(size)}") for part, size in parts_bytes.items()
-        ]
-        bars.append(_bar(label, bytes_text(sum(parts_bytes.values())), parts, line))
-    keys = "".join(f'<li class="k{at % 8} column">{escape(name)}</li>' for at, name in enumerate(names))
-    more = f"{len(by_rank) - RANKS_DRAWN} more ranks hold the same. " if len(by_rank) > RANKS_DRAWN else ""
-    note = f"The dashed line is the device's memory, {limit / 1e9:.0f} GB." if limit else ""
-    return _figure(
-        "Memory", "by pipeline rank", "".join(bars), f'<ul class="legend">{keys}</ul><p class="aside">{more}{note}</p>'
+    for bar in block.bars:
+        inside = "".join(
+            f'<i class="k{names.index(name) % 8}" style="width:{100 * size / full:.2f}%" title="{escape(name)}"></i>'
+            for name, size in bar.parts
+        )
+        drawn = f'<div class="bar">{inside}{line}</div>' if bar.parts else ""
+        bars.append(f'<p class="bar-label"><span>{escape(bar.label)}</span><b>{escape(bar.value)}</b></p>{drawn}')
+    keys = "".join(
+        f'<li class="k{names.index(name) % 8} column">{escape(name)} {escape(size)}</li>' for name, size in block.key
     )
-
-
-def _bar(label: str, value: str, parts: Iterable[tuple[int, float, str]], more: str = "") -> str:
-    inside = "".join(
-        f'<i class="k{at}" style="width:{100 * share:.2f}%" title="{escape(name)}"></i>' for at, share, name in parts
+    legend = (
+        f'<ul class="legend">{keys}<li>{escape(block.key_of)}</li></ul>'
+        if block.key_of
+        else f'<ul class="legend">{keys}</ul>'
     )
-    return f'<p class="bar-label"><span>{escape(label)}</span><b>{escape(value)}</b></p><div class="bar">{inside}{more}</div>'
-
-
-def _figure(title: str, unit: str, bars: str, after: str = "") -> str:
-    return f"""<figure class="card memory"><figcaption><h3>{escape(title)}</h3><span class="unit">{escape(unit)}</span></figcaption>
-<div class="bars">{bars}</div>{after}</figure>"""
+    return f'<div class="bars">{"".join(bars)}</div>{legend if keys else ""}'
 
 
 def _timeline(answer: PlanAnswer) -> str:
@@ -206,36 +172,13 @@ def _timeline(answer: PlanAnswer) -> str:
     return draw_timeline(timeline, "One step, by pipeline rank", f"{cut}Simulated; thin rows are transfers.")
 
 
-def _samples(answer: PlanAnswer) -> str:
-    choice = answer.samples
-    if choice is None:
-        return ""
-    title = TITLE.capitalize()
-    return listing(title, sample_reasons(answer.run, choice)) + table("Steps of these", HEADS, sample_lines(choice))
-
-
-def _changes(answer: PlanAnswer) -> str:
-    gains = [(change, f"{change.gain:+.1%}" + f" ({change.note})" * bool(change.note)) for change in answer.changes]
-    lines = [(change.name, seconds_text(change.seconds), gain) for change, gain in gains]
-    return table("What a change would gain", ("change", "step", "tokens/s"), lines)
-
-
-def _runner_ups(answer: PlanAnswer) -> str:
-    lines = []
-    for number, other in enumerate(answer.others[:LONGEST_TABLE], 2):
-        predicted = other.plan.predicted
-        seconds = seconds_text(predicted.step_seconds) if predicted and predicted.step_seconds else ""
-        mark = " (planned only)" if untrainable(other.plan) else ""
-        lines.append((str(number), short_line(other.plan) + mark, seconds, answer.why_not(other)))
-    return table("Runner-ups, and why they were not chosen", ("", "plan", "step", "reason"), lines)
-
-
 def _scaling(answer: PlanAnswer) -> str:
+    """Charts over the sizes of --gpus."""
     points, tokens = answer.points, answer.tokens
     estimated = [point for point in points if point.tokens_per_second]
     if not estimated:
         return ""
-    efficiency = dict(zip((point.gpus for point in points), efficiencies(points), strict=True))
+    efficiency = dict(zip((point.gpus for point in points), _efficiencies(points), strict=True))
     gpus = [log2(point.gpus) for point in estimated]
     marks = tuple((log2(point.gpus), f"{point.gpus:,}") for point in estimated)
     low, high = (gpus[0], gpus[-1]) if len(gpus) > 1 else (gpus[0] - 1, gpus[0] + 1)
@@ -260,23 +203,16 @@ def _scaling(answer: PlanAnswer) -> str:
             else []
         ),
     ]
-    refused = [f"{point.gpus:,} GPUs: {point.refused}" for point in points if point.refused]
     pictures = "".join(draw(chart, tables, axis) for chart in charts)
-    return f'<div class="grid">{pictures}</div>{listing("Sizes without a plan", refused)}'
+    return f'<div class="grid">{pictures}</div>'
 
 
 def _line(label: str, values: Sequence[float | None]) -> Series:
     return Series(label, "c-loss", "points", list(values))
 
 
-def _trainings(answer: PlanAnswer) -> str:
-    price = price_of(answer.run.cluster, answer.question.price).value
-    lines = []
-    for training in answer.trainings[:LONGEST_TABLE]:
-        took = (seconds_text(training.point.seconds or 0.0), number_text.duration(training.seconds))
-        paid = (f"{two_digits(training.gpu_hours)}", money(training.gpu_hours, price))
-        lines.append((f"{training.point.gpus:,}", f"{training.batch:,}", f"{training.steps:,.0f}", *took, *paid))
-    heads = ("GPUs", "batch", "steps", "step", "training", "GPU-hours", "cost" if price else "")
-    if not lines:
-        return ""
-    return table(f"Shortest training to the loss of {answer.tokens:.3g} tokens at the run's own batch", heads, lines)
+def _efficiencies(points: Sequence[Point]) -> list[float | None]:
+    """Tokens per second per GPU, relative to the fewest GPUs that run the job."""
+    per_gpu = [point.tokens_per_second / point.gpus if point.tokens_per_second else None for point in points]
+    first = next((value for value in per_gpu if value), None)
+    return [value / first if value and first else None for value in per_gpu]

@@ -31,6 +31,8 @@ from meshwright.spec.plan_name import has_schedule, layer_numbers, plan_name
 from meshwright.workload.copy_options import GATHERS, TOKENS, copied_options
 
 if TYPE_CHECKING:
+    from meshwright.planner.devices import Idle
+    from meshwright.planner.money import Expense
     from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.run import RunSpec
 
@@ -136,7 +138,8 @@ def machines_line(cluster: ClusterSpec) -> str:
 def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     """(label, text) facts of the plan, without its mesh."""
     batch, precision = plan.batch, plan.precision
-    ranks = "rank" if plan.data_ranks == 1 else "ranks" if plan.data_ranks == plan.ranks else "data ranks"
+    ranks = "ranks" if plan.data_ranks == plan.ranks else "data ranks"
+    ranks = "rank" if plan.data_ranks == 1 else ranks
     times = "once" if batch.accumulate == 1 else f"{batch.accumulate} times"
     split_text = f"{batch.micro_batch} at a time, {times} on each of {plan.data_ranks:,} {ranks}"
     sequences = f"{batch.global_batch:,} sequence{'s' * (batch.global_batch > 1)}"
@@ -253,6 +256,37 @@ def memory_by_rank(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]
     ]
 
 
+def expense_sentences(spent: Expense, idle: Idle | None) -> Iterator[str]:
+    """Price, power and what a million tokens and the whole training take."""
+    price, watts = spent.price_per_gpu_hour, spent.watts_per_gpu
+    each = []
+    if spent.money_per_million_tokens is not None:
+        each.append(f"{price.unit}{three_digits(spent.money_per_million_tokens)}")
+    if spent.kwh_per_million_tokens is not None:
+        each.append(f"{three_digits(spent.kwh_per_million_tokens)} kWh")
+    if each:
+        yield f"a million tokens: {', '.join(each)}"
+    if spent.days is not None and spent.gpu_hours is not None and spent.tokens is not None:
+        whole = [f"{two_digits(spent.days)} days", f"{two_digits(spent.gpu_hours)} GPU-hours"]
+        whole += [f"{price.unit}{two_digits(spent.money)}"] if spent.money is not None else []
+        whole += [f"{two_digits(spent.kwh)} kWh"] if spent.kwh is not None else []
+        yield f"{spent.tokens:.3g} tokens: {', '.join(whole)}"
+        if spent.low is not None and spent.high is not None:
+            ends = [f"{two_digits(spent.days * spent.low)} to {two_digits(spent.days * spent.high)} days"]
+            if spent.money is not None:
+                money_ends = (two_digits(spent.money * end) for end in (spent.low, spent.high))
+                ends.append(f"{price.unit}{' to '.join(money_ends)}")
+            yield f"80% band of the step: {', '.join(ends)}"
+    if idle is not None:
+        yield f"for the {spent.gpus:,} devices that train; the {idle.devices - idle.used:,} idle ones are not counted"
+    if spent.training_share < 1:
+        yield f"the run trains in {spent.training_share:.2%} of this time: failures, restarts, checkpoints and validations take the rest"
+    priced = price.source if price.value is None else f"{price.unit}{price.value:g} ({price.source})"
+    powered = watts.source if watts.value is None else f"{watts.value:g} W ({watts.source})"
+    yield f"price of a GPU-hour: {priced}"
+    yield f"power of a GPU: {powered}"
+
+
 def seconds_text(seconds: float) -> str:
     """Three digits and a unit: 12.0 s, 0.436 s, 38.2 ms."""
     value, unit = (seconds, "s") if seconds >= 0.1 else (1e3 * seconds, "ms")
@@ -262,6 +296,17 @@ def seconds_text(seconds: float) -> str:
 def bytes_text(count: float) -> str:
     """93.1 GB, 268 MB, 3.04 MB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+
+
+def three_digits(number: float) -> str:
+    """A number with three significant digits."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
+def two_digits(number: float) -> str:
+    """A number with the two digits that a prediction justifies: 1,200, 35, 0.42."""
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.2g}"
 
 
 def _strategy(strategy: LayerStrategy) -> str:

@@ -11,11 +11,20 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import QuickstartWords, Runs, load
+from meshwright.cli.options import QuickstartWords, Runs, load, show
 from meshwright.cli.train import start_ranks
 from meshwright.durable.writes import write_durable
 
 PROMPTS = ["def read_lines(path):\n", "class Queue:\n    def __init__(self", "import os\nimport sys\n\n"]
+
+NEXT = (
+    "generate {folder} -p 'class Stack:' --tokens 80",
+    "serve {folder}",
+    "eval {folder}",
+    "plan model=llama3-8b cluster.gpu=H100 cluster.gpus_per_node=8 \\\n      train.seq_len=8192 train.global_batch=16",
+    "data prepare YOUR_TEXT --tokenizer train:16384 --held-out 0.01 \\\n      --out corpus",
+)
+"""Commands that a reader may try next, in lines of at most 80 columns."""
 
 
 def quickstart(
@@ -60,6 +69,7 @@ def _finish(folder: Path) -> None:
     shutil.rmtree(folder / "hf", ignore_errors=True)
     export_checkpoint(folder, folder / "hf")
     write_report(folder, span_findings(folder))
+    print(f"\nsamples of {folder / 'samples.json'}, each behind its prompt:")
     for result in samples:
         print(f"\n{'─' * 60}\n{result['prompt']}{result['text']}")
 
@@ -71,21 +81,17 @@ def _closing(folder: Path, seconds: float) -> None:
         loss, entropy = summary["held_out_loss"], summary["unigram_entropy_nats"]
         side = "below" if loss < entropy else "above"
         bits = summary["bits_per_byte"]
-        print(
+        show(
             f"validation loss {loss:.4f} nats per token, {abs(entropy - loss):.2f} {side} the text's unigram entropy "
             f"({entropy:.3f}){f'; {bits:.4f} bits per byte' if bits else ''} ({summary['held_out_tokens']:,} tokens)"
         )
     if wall := summary.get("wall_seconds"):
         productive = f"{summary['goodput']:.0%} of it productive"
-        print(f"the run took {wall:.0f} s of wall time, {productive}; the whole command {seconds:.0f} s")
-    print(
-        f"report {folder / 'report.html'} · Hugging Face folder {folder / 'hf'} · checkpoints {folder / 'checkpoints'}"
-    )
+        show(f"the run took {wall:.0f} s of wall time, {productive}")
+    show(f"the command took {seconds:.0f} s, with samples, Hugging Face folder and report")
+    print(f"  report               {folder / 'report.html'}")
+    print(f"  Hugging Face folder  {folder / 'hf'}")
+    print(f"  checkpoints          {folder / 'checkpoints'}")
     print("Next:")
-    print(f"  meshwright generate {folder} -p 'class Stack:' --tokens 80")
-    print(f"  meshwright serve {folder}")
-    print(f"  meshwright eval {folder}")
-    print(
-        "  meshwright plan model=llama3-8b cluster.gpu=H100 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=16"
-    )
-    print("  meshwright data prepare YOUR_TEXT --tokenizer train:16384 --held-out 0.01 --out corpus")
+    for command in NEXT:
+        print(f"  meshwright {command.format(folder=folder)}")

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from meshwright.cli.columns import aligned
 from meshwright.cli.monitor import started_run
-from meshwright.cli.options import Json, say
+from meshwright.cli.options import Json, say, show
 from meshwright.spec.errors import BadInput, nearest
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _print(runs: Sequence[ListedRun]) -> None:
         for run in runs
     ]
     for line in aligned([heads, *rows], right=range(2, 8)):
-        print(line)
+        show(line)
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.options import Json
+from meshwright.cli.options import Json, show
 from meshwright.cli.report import find_run
 from meshwright.spec.errors import BadInput
 
@@ -66,11 +66,11 @@ def _diagnose(source: Path, meta: Path | None) -> Diagnosis:
 
 
 def _print(diagnosis: Diagnosis) -> None:
-    print(diagnosis.sentence)
-    print(f"{len(diagnosis.steps)} steps of {diagnosis.step_seconds:.3g} s, ideal {diagnosis.ideal_seconds:.3g} s")
+    show(diagnosis.sentence)
+    show(f"{len(diagnosis.steps)} steps of {diagnosis.step_seconds:.3g} s, ideal {diagnosis.ideal_seconds:.3g} s")
     tables = {"type": diagnosis.by_type, "rank": diagnosis.by_rank, "stage": diagnosis.by_stage}
     for title, slowdowns in tables.items():
         largest = sorted(slowdowns.items(), key=lambda item: -item[1])[:SHOWN]
-        print(f"slowdown by {title}: " + ", ".join(f"{name} {slowdown:.3f}" for name, slowdown in largest))
+        show(f"slowdown by {title}: " + ", ".join(f"{name} {slowdown:.3f}" for name, slowdown in largest))
     for note in diagnosis.notes:
-        print(note)
+        show(note)

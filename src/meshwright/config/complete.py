@@ -255,7 +255,9 @@ def _equal(given: Any, stored: Any) -> bool:
 
 def _shown(value: Any) -> str:
     """A dimension in a message, as a file would spell it."""
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _complete_model(document: YamlDocument) -> list[str]:

@@ -17,8 +17,8 @@ from meshwright.config.rl_rules import rl
 from meshwright.config.run_values import RunValues, Values
 from meshwright.config.sample_rules import samples
 from meshwright.config.yaml_positions import KeyPath, YamlDocument, format_value
-from meshwright.spec.block_pattern import pattern_mistakes
 from meshwright.spec.chips import CHIPS, chip_from_device_name
+from meshwright.spec.dimension_checks import model_mistakes
 from meshwright.spec.divisors import divisors, nearest_divisor
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fields import from_plain
@@ -28,7 +28,7 @@ from meshwright.spec.layout import (
     stage_table,
 )
 from meshwright.spec.listen_address import EXPECTED, listen_address
-from meshwright.spec.model import BESIDE_LATENTS, MOST_PARAMETERS, ModelSpec, layer_mistakes, parameter_count
+from meshwright.spec.model import MOST_PARAMETERS, ModelSpec, parameter_count
 from meshwright.spec.node_label import EXPECTED as LABEL_EXPECTED
 from meshwright.spec.node_label import node_label
 from meshwright.spec.plan import (
@@ -70,10 +70,8 @@ def cross_checks(document: YamlDocument, unusable: set[KeyPath], plan_file: Valu
     rules = (
         _names,
         _parameters,
-        _attention,
+        _model,
         _experts,
-        _latents,
-        _pattern,
         _sequence,
         _warmup,
         _partner,
@@ -136,81 +134,25 @@ def _model_values(run: RunValues) -> dict[str, Any] | None:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _attention(run: RunValues) -> Iterator[Mistake]:
-    heads, kv_heads, head_dim = run("model.heads"), run("model.kv_heads"), run("model.head_dim")
-    if heads and kv_heads and heads % kv_heads:
-        near = str(nearest_divisor(heads, kv_heads))
-        yield run.mistake("model.kv_heads", f"a divisor of model.heads = {heads}", near)
-    if head_dim and head_dim % 2 and run("model.positions") == "rope":
-        yield run.mistake("model.head_dim", "an even number, as rotary embedding turns pairs", str(head_dim + 1))
+def _model(run: RunValues) -> Iterator[Mistake]:
+    """What is wrong between the keys of the model: the rules of `spec.dimension_checks`."""
+    if (values := _model_values(run)) is None:
+        return
+    for wrong in model_mistakes(from_plain(ModelSpec, values)):
+        expected = wrong.expected_with(lambda key, value: f"model.{key} = {value}")
+        yield run.mistake(f"model.{wrong.key}", expected, wrong.near, wrong.found)
 
 
 def _experts(run: RunValues) -> Iterator[Mistake]:
-    """A mixture of experts gives the experts per token and their width; a dense model has no such keys."""
-    experts, passed, width = run("model.experts"), run("model.experts_per_token"), run("model.expert_hidden")
-    if experts is None:
-        return
-    if not experts:
-        for key in (
-            "model.experts_per_token",
-            "model.expert_hidden",
-            "model.shared_expert_hidden",
-            "model.first_dense_layers",
-        ):
-            if run(key):
-                yield run.mistake(key, "0, as model.experts is 0: a dense model", "0")
-        return
-    if passed is not None and not 1 <= passed <= experts:
-        yield run.mistake(
-            "model.experts_per_token", f"1 to model.experts = {experts}", str(min(max(passed, 1), experts))
-        )
-    if width == 0:
-        yield run.mistake("model.expert_hidden", "the width inside one expert", format_value(run("model.ffn_hidden")))
-    layers, dense = run("model.layers"), run("model.first_dense_layers")
-    if layers and dense and dense >= layers:
+    """A dense model has no keys of experts, which it would ignore, and a model with experts has layers with them."""
+    experts = run("model.experts")
+    layers = run("model.layers")
+    dense = run("model.first_dense_layers")
+    for key in ("experts_per_token", "expert_hidden", "shared_expert_hidden", "first_dense_layers"):
+        if experts == 0 and run(f"model.{key}"):
+            yield run.mistake(f"model.{key}", "0, as model.experts is 0: a dense model", "0")
+    if experts and layers and dense and dense >= layers:
         yield run.mistake("model.first_dense_layers", f"fewer than model.layers = {layers}", str(layers - 1))
-
-
-def _latents(run: RunValues) -> Iterator[Mistake]:
-    """Latent attention and groups of experts: what `spec.dimension_checks` refuses, by key."""
-    rank, heads, head_dim = run("model.kv_rank"), run("model.heads"), run("model.head_dim")
-    for key in ("q_rank", "rope_head_dim", "value_head_dim"):
-        if rank == 0 and run(f"model.{key}"):
-            yield run.mistake(f"model.{key}", "0, as model.kv_rank is 0: no latent attention", "0")
-    if rank and heads and head_dim:
-        rotated, value = run("model.rope_head_dim") or 0, run("model.value_head_dim") or 0
-        if rotated % 2 or not 0 < rotated < head_dim:
-            yield run.mistake("model.rope_head_dim", f"an even number below model.head_dim = {head_dim}")
-        if not 0 < value <= head_dim:
-            yield run.mistake("model.value_head_dim", f"1 to model.head_dim = {head_dim}", str(head_dim))
-        for key, needed in {"kv_heads": heads, **BESIDE_LATENTS}.items():
-            if run(f"model.{key}") != needed:
-                text = format_value(needed)
-                yield run.mistake(f"model.{key}", f"{text}, as model.kv_rank is {rank}: latent attention", text)
-    experts, groups, picked = run("model.experts"), run("model.expert_groups"), run("model.groups_per_token")
-    if not (experts and groups and picked):
-        return
-    least = 2 if run("model.router") != "softmax" and groups > 1 else 1
-    if experts % groups or experts // groups < least:
-        expected = f"a divisor of model.experts = {experts} with at least {least} in a group"
-        yield run.mistake("model.expert_groups", expected, str(nearest_divisor(experts, groups)))
-    elif picked > groups or (groups > 1 and picked * (experts // groups) < (run("model.experts_per_token") or 0)):
-        yield run.mistake(
-            "model.groups_per_token", f"groups with enough experts, at most expert_groups = {groups}", str(groups)
-        )
-
-
-def _pattern(run: RunValues) -> Iterator[Mistake]:
-    """The order of a model's kinds of blocks (`spec.block_pattern`), and rules between keys of its layers."""
-    layers, kinds = run("model.layers"), run("model.blocks")
-    if layers is None:
-        return
-    orders = {key: run(f"model.{key}") or () for key in ("pattern", "first", "sequence")}
-    for wrong in pattern_mistakes(layers, tuple(kinds or ()), **orders):
-        yield run.mistake(f"model.{wrong.key}", wrong.expected, wrong.near, wrong.found)
-    if (values := _model_values(run)) is not None:
-        for key, found, expected in layer_mistakes(from_plain(ModelSpec, values)):
-            yield run.mistake(f"model.{key}", expected, None, found)
 
 
 def _sequence(run: RunValues) -> Iterator[Mistake]:
@@ -392,7 +334,8 @@ def _ranks(run: RunValues) -> Iterator[Mistake]:
     if data % product or (exact and data != product):
         key = "plan.shard" if shard else "plan.replicate"
         quotient, remainder = divmod(data, replicate) if shard and replicate else (data, 0)
-        near = None if remainder else str(quotient if exact else nearest_divisor(quotient, sizes[key]))
+        nearest_size = quotient if exact else nearest_divisor(quotient, sizes[key])
+        near = None if remainder else str(nearest_size)
         factors = [*sizes.values(), *pinned.values()]
         got = f"{' × '.join(map(str, factors))} = {math.prod(factors)} ranks, the cluster has {ranks}"
         both = "plan.replicate × plan.shard " if len(sizes) == 2 else ""

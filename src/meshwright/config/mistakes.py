@@ -103,7 +103,8 @@ def _has_model(cls: type) -> bool:
 
 def _foreign_word(cls: type, word: Any) -> Meaning:
     """What a word of another program means in a run file, or in the settings of `serve`."""
-    table = TRAINING if _has_model(cls) else SERVING if cls is ServeSpec else {}
+    serving = SERVING if cls is ServeSpec else {}
+    table = TRAINING if _has_model(cls) else serving
     return table.get(normalized(str(word)), Meaning())
 
 

@@ -155,4 +155,6 @@ def _any_value(annotation: Any) -> Any:
     options = literal_options(annotation)
     if options:
         return options[0]
-    return 1 if accepts(annotation, int) else "none" if accepts(annotation, str) else {}
+    if accepts(annotation, int):
+        return 1
+    return "none" if accepts(annotation, str) else {}

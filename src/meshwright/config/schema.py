@@ -86,13 +86,17 @@ def sections_of(annotation: Any) -> tuple[type, ...]:
     """The spec dataclasses that an annotation holds: several for a union of sections, of which `name` selects one."""
     several = variants(typing.get_args(annotation))
     first = section_of(annotation)
-    return several if len(several) > 1 else (first,) if first else ()
+    if len(several) > 1:
+        return several
+    return (first,) if first else ()
 
 
 def section_at(cls: type, path: KeyPath, data: Any) -> type | None:
     """The spec dataclass at `path`, where the schema has one; that of `data`, the value there, if it has several."""
     sections = sections_of(annotation_at(cls, path))
-    return variant_of(sections, data) if len(sections) > 1 else sections[0] if sections else None
+    if len(sections) > 1:
+        return variant_of(sections, data)
+    return sections[0] if sections else None
 
 
 def annotation_at(cls: type, path: KeyPath) -> Any:
@@ -103,12 +107,14 @@ def annotation_at(cls: type, path: KeyPath) -> Any:
         annotation = _container(annotation)
         if len(several) > 1:
             hints = [keys_of(section)[str(step)] for section in several if str(step) in hints_of(section)]
-            annotation = (_joined_names(several) if step == "name" else hints[0]) if hints else None
+            hint = _joined_names(several) if step == "name" else next(iter(hints), None)
+            annotation = hint if hints else None
         elif _is_section(annotation):
             annotation = keys_of(annotation).get(str(step))
         else:
             arguments = typing.get_args(annotation)
-            annotation = arguments[-1 if typing.get_origin(annotation) is dict else 0] if arguments else None
+            index = -1 if typing.get_origin(annotation) is dict else 0
+            annotation = arguments[index] if arguments else None
     return annotation
 
 
@@ -245,7 +251,8 @@ def _pydantic_union(annotation: Any, arguments: tuple[Any, ...]) -> Any:
         nullable = _pydantic_type(options[0]) | None
         own_none = _takes_none_as_text(annotation)
         return nullable if own_none else _ANNOTATED[nullable, BeforeValidator(_none_word), _NONE_WORD]
-    tags = [_SECTION if _is_section(part) else _NUMBER if accepts(part, int) else _TEXT for part in options]
+    scalars = [_NUMBER if accepts(part, int) else _TEXT for part in options]
+    tags = [_SECTION if _is_section(part) else scalar for part, scalar in zip(options, scalars, strict=True)]
     branches = [_ANNOTATED[_pydantic_type(part), Tag(tag)] for part, tag in zip(options, tags, strict=True)]
     return _ANNOTATED[reduce(operator.or_, branches), Discriminator(_branch_of_value)]
 

@@ -113,9 +113,8 @@ class YamlDocument:
 
     def mark(self, path: KeyPath, value: Any, position: Position) -> None:
         self.keys[path] = self.values[path] = position
-        for step, inner in (
-            value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
-        ):
+        items = enumerate(value) if isinstance(value, list) else ()
+        for step, inner in value.items() if isinstance(value, dict) else items:
             self.mark((*path, step), inner, position)
 
     def graft(self, name: str, section: YamlDocument) -> None:

@@ -217,4 +217,4 @@ def _half_peak(chip: Chip, number_format: str) -> float:
     """Peak rate of attention and head: in 16 bit if products are narrower, else in the format of the products."""
     if number_format in ("fp32", "fp64"):
         return chip.peak_flops[number_format]
-    return chip.peak_flops.get("bf16") or chip.peak_flops["fp16"]
+    return chip.half_peak

@@ -221,7 +221,10 @@ def symmetric_band(width: float) -> tuple[float, float]:
 def missing_features(cluster: ClusterSpec, plan: Plan) -> list[str]:
     """Features of `plan` that none of this program's own runs has."""
     features = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
-    features += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
+    if experts_over(plan) > 1:
+        features.append("expert ranks")
+    elif plan.experts:
+        features.append("mixtures of experts")
     features += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
     copied = plan.gather_transport == "copy_engine" and shard_size(plan) > 1
     features += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []

@@ -27,7 +27,7 @@ from meshwright.costs.serving_software import (
 from meshwright.costs.step_times import ExchangeTime, InstanceStepTimes
 from meshwright.spec.chips import Chip
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.deployment import InstanceSpec, Quantisation, Software
+from meshwright.spec.deployment import InstanceSpec, Quantisation, ServingSoftwareName
 from meshwright.spec.engine import EngineSettings
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.inference_layout import rank_dimensions, split_error
@@ -98,7 +98,7 @@ class ServeCosts:
         quantisation: Quantisation | None = None,
         settings: EngineSettings | None = None,
         profile: EngineProfile | None = None,
-        software: Software | ServingSoftware | None = None,
+        software: ServingSoftwareName | ServingSoftware | None = None,
     ) -> None:
         self.model, self.cluster = model, cluster
         self.software = software_table().software[software] if isinstance(software, str) else software
@@ -125,10 +125,11 @@ class ServeCosts:
         elif self.profile is not None and measured:
             self.constants = self.profile.constants
         else:
-            self.constants = usual_constants(self._machine, weights, experts, expert_peak)
+            self.constants = usual_constants(self._machine, weights, experts, expert_peak, self.quantisation.kv_cache)
         """Constants of a step's time on one device."""
         self.overlap = not cluster.is_cpu if self.profile is None else self.profile.overlap
-        self._items = self.profile.item_bytes if self.profile else (4 if cluster.is_cpu else 2)
+        datasheet_items = 4 if cluster.is_cpu else 2
+        self._items = self.profile.item_bytes if self.profile else datasheet_items
         self._known: dict[tuple[int, int, int], InstanceCosts | OutOfResources] = {}
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from meshwright.spec.errors import nearest
+from meshwright.spec.named_values import value_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,14 +259,8 @@ def parent_of(constants: str) -> str:
 
 @cache
 def software_named(name: str) -> TrainingSoftware:
-    """The software of this name, without regard to case and punctuation. Raises KeyError with the nearest names."""
-    wanted = _simple(name)
-    found = next((software for software in SOFTWARE if _simple(software.name) == wanted), None)
-    if found is not None:
-        return found
-    names = [software.name for software in SOFTWARE]
-    near = nearest(name.lower(), names, cutoff=0.5)
-    raise KeyError(f"{name!r} is not known" + (f"; did you mean {near}?" if near else f"; known: {', '.join(names)}"))
+    """The software of this name, without regard to case and punctuation. Raises BadInput with the nearest name."""
+    return value_named(name, {software.name: software for software in SOFTWARE}, "software")
 
 
 def software_of(source: str, note: str, year: float = 0.0) -> TrainingSoftware:
@@ -278,7 +272,3 @@ def software_of(source: str, note: str, year: float = 0.0) -> TrainingSoftware:
     if found is None and "megatron" in text:
         return software_named("megatron-core" if year >= _FUSED_SINCE else "megatron-lm-2021")
     return found or OTHER
-
-
-def _simple(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -40,7 +40,8 @@ def sources(cluster: ClusterSpec, number_format: str = "bf16", plan: Plan | None
     read or the cluster is invalid (`costs.machine_rates.machine_of`).
     """
     nodes = as_nodes(cluster)
-    absent = {"network"} if nodes.nodes == 1 else {"links inside a node"} if nodes.gpus_per_node == 1 else set()
+    absent = {"links inside a node"} if nodes.gpus_per_node == 1 else set()
+    absent = {"network"} if nodes.nodes == 1 else absent
     absent |= {"overlap", "links inside a node"} if nodes.ranks == 1 else set()
     source_by_group = {group: _unmeasured_source(cluster, group) for group in GROUPS if group not in absent}
     if plan is not None and not is_guessed(cluster):

@@ -1,7 +1,7 @@
 """Encodes texts with `gigatoken`, where its ids are those of `tokenizers`, in a small part of the time.
 
 `tokenizers` stays the truth. It is asked about a sample of the corpus before the work and about an excerpt of every batch during it, and it
-encodes each text with a character that Unicode 14 lacks, because the two libraries sort newer ones into other classes.
+encodes each text with a character that the two libraries treat differently (`unicode_14.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from meshwright.data.unicode_14 import assigned
+from meshwright.data.unicode_14 import treated_alike
 from meshwright.spec.errors import shorten
 
 WORD_MEMORY = 128 << 20
@@ -131,10 +131,10 @@ class _Encoder:
 
 
 def is_known(text: str) -> bool:
-    """Whether Unicode 14 assigns every character of a text."""
+    """Whether `gigatoken` treats every character of a text as `tokenizers` does."""
     if text.isascii():
         return True
-    return bool(assigned()[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)].all())
+    return bool(treated_alike()[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)].all())
 
 
 def _middle(text: str) -> str:

@@ -280,5 +280,6 @@ def _missing(name: str, path: Path) -> str:
         return f"{name}: is a link to {os.readlink(path)}, which does not exist"
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = nearest(path.name, [*siblings, STDLIB])
-    hint = f" (nearest: {near if near == STDLIB else path.parent / near})" if near else ""
+    nearest_path = near if near == STDLIB else path.parent / (near or "")
+    hint = f" (nearest: {nearest_path})" if near else ""
     return f"{name}: no such file or directory{hint}; expected files, directories, or the word `{STDLIB}`"

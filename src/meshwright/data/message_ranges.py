@@ -366,7 +366,8 @@ def _parts(message: Message) -> MessageParts:
     if core[-1] == ">" and (tag := CLOSING_TAG.search(core, max(0, len(core) - 64))) and tag.start():
         core, after = core[: tag.start()], tag[0] + after
     reasoning = text[:cut]
-    short = f"{'<think>' if '<think>' in reasoning else ''}\n{SHORT}\n{END_OF_REASONING}" if reasoning else ""
+    opening = "<think>" if "<think>" in reasoning else ""
+    short = f"{opening}\n{SHORT}\n{END_OF_REASONING}" if reasoning else ""
     return MessageParts((*kind, before, after, short), reasoning + before, core, after, short + before)
 
 

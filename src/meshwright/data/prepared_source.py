@@ -44,13 +44,12 @@ class CorpusSource:
         _check_kind(directory, preference)
         files, weights = [shard.file for shard in directory.shards], [shard.weights for shard in directory.shards]
         self.stream = (ContentOrder if by_content else TokenStream)(files, weights)
-        self.layout = (
-            SingleConversations(self.stream)
-            if conversations
-            else self._layout(packing)
-            if preference is None
-            else self._answers(preference)
-        )
+        if conversations:
+            self.layout = SingleConversations(self.stream)
+        elif preference is None:
+            self.layout = self._layout(packing)
+        else:
+            self.layout = self._answers(preference)
         self.reference: np.ndarray | None = None
         """Of preferences: the log-probability of each answer under the reference, `(documents,)` float64; NaN where it is not known."""
         self.mismatched_reference: np.ndarray | None = None

@@ -154,9 +154,9 @@ def preference_of(path: Path) -> PreferenceSpec | None:
     """The settings that read the good and bad answers of the prepared data at `path`; None if it has none. Raises BadInput and Damaged."""
     directory, foreign = locate(path)
     found = None if foreign else Manifest.read(directory).preferences
-    return (
-        None if found is None else PreferenceSpec(loss="dpo" if found.kind == "pairs" else "kto", too_long="leave_out")
-    )
+    if found is None:
+        return None
+    return PreferenceSpec(loss="dpo" if found.kind == "pairs" else "kto", too_long="leave_out")
 
 
 class DataSource:

@@ -51,7 +51,8 @@ class SpelledTokens:
         tokens = self._tokens.values()
         whole = [rf"(?<!\w){re.escape(token.content)}(?!\w)" for token in tokens if token.single_word]
         others = [token.content for token in tokens if not token.single_word]
-        return re.compile("|".join([*([any_of(others)] if others else []), *whole])) if self._tokens else None
+        alternatives = [any_of(others), *whole] if others else whole
+        return re.compile("|".join(alternatives)) if self._tokens else None
 
     @cached_property
     def _search_normalized(self) -> re.Pattern[str] | None:

@@ -1,4 +1,9 @@
-"""The code points that Unicode 14 assigns, as Python 3.11's `unicodedata` has them."""
+"""The characters that `tokenizers` and `gigatoken` treat alike: those of Unicode 14, as Python 3.11's `unicodedata` has them, but for 171.
+
+The two libraries sort characters newer than Unicode 14 into different classes. The normalizers of `tokenizers` have the tables of
+Unicode 9: they neither reorder nor decompose what came later. Example: NFC puts U+10F46 (combining class 220) before U+10D27 (class 230),
+but `tokenizers` leaves the two as they are.
+"""
 
 from __future__ import annotations
 
@@ -74,12 +79,29 @@ e0100-e01ef f0000-ffffd 100000-10fffd
 """
 """Ranges in base 16 with both ends, without surrogates."""
 
+NORMALIZED_OTHERWISE = """
+7fd 898-89f 8ca-8d3 9fe c3c d3b-d3c eba 1715 1abf-1ace 1df6-1dfa 32ff a7f2-a7f4 a82c ab69 10781-10785 10787-107b0
+107b2-107ba 10d24-10d27 10eab-10eac 10f46-10f50 10f82-10f85 11070 1133b 1145e 11839-1183a 11938 1193d-1193e 11943
+119e0 11a34 11a47 11a99 11d42 11d44-11d45 11d97 16ff0-16ff1 1e130-1e136 1e2ae 1e2ec-1e2ef 1f16c 1fbf0-1fbf9
+"""
+"""Characters with a combining class or a decomposition that came after Unicode 9, in the same form."""
+
 
 @cache
 def assigned() -> np.ndarray:
     """For each code point whether Unicode 14 assigns it, bool."""
+    return _table(ASSIGNED)
+
+
+@cache
+def treated_alike() -> np.ndarray:
+    """For each code point whether `tokenizers` and `gigatoken` treat it alike in every text, bool."""
+    return assigned() & ~_table(NORMALIZED_OTHERWISE)
+
+
+def _table(ranges: str) -> np.ndarray:
     table = np.zeros(0x110000, dtype=bool)
-    for ends in ASSIGNED.split():
+    for ends in ranges.split():
         first, _, last = ends.partition("-")
         table[int(first, 16) : int(last or first, 16) + 1] = True
     return table

@@ -250,9 +250,9 @@ class _Replay:
             behind = [rank for rank in self.status if self.position[rank] < at[rank]]
             if behind:
                 last = min(behind, key=lambda rank: (rank in self.blocked, self.position[rank] - at[rank]))
-                text = (
-                    "begin of the step" if number == 0 else "gradient norm" if number < count - 1 else "end of the step"
-                )
+                text = "gradient norm" if number < count - 1 else "end of the step"
+                if number == 0:
+                    text = "begin of the step"
                 changed += [rank for rank in self.status if rank != last and self._block(rank, at[rank], last, text)]
                 break
         return changed
@@ -322,7 +322,9 @@ class _Replay:
 def _answer(
     status: RankStatus, action: str, waiting: tuple[Waiting, ...], confidence: Confidence, why: str = ""
 ) -> Culprit:
-    state = " and has ended" if status.dead else " and is stopped" if status.stopped else ""
+    state = " and is stopped" if status.stopped else ""
+    if status.dead:
+        state = " and has ended"
     reason = (
         f"rank {status.rank} on {status.host} is in {action} of step {status.step} since {status.seconds:.1f} s{state}"
     )

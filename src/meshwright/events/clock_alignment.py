@@ -54,7 +54,8 @@ def align_clocks(ranks: Sequence[RankSpans]) -> ClockAlignment:
         high, low = int(distance[number, 0]), -int(distance[0, number])
         known = high < UNKNOWN // 2 and low > -UNKNOWN // 2
         offsets[host] = (high + low) // 2 if known and number else 0
-        errors[host] = (abs(high - low) // 2 if number else 0) + device_error if known or not number else None
+        half_width = abs(high - low) // 2 if number else 0
+        errors[host] = half_width + device_error if known or not number else None
     return ClockAlignment(offsets, errors, device_error)
 
 

@@ -79,9 +79,9 @@ def process_start_time() -> float:
 
 
 def start_line(phases: Mapping[str, float], compiler: Mapping[str, float]) -> str:
-    """`start: 11.2 s: imports 3.1, join 1.2, …`; `compiler` holds the counts of `observe.compiling`."""
+    """`start took 11.2 s: imports 3.1, join 1.2, …`; `compiler` holds the counts of `observe.compiling`."""
     parts = [f"{name} {seconds:.1f}" for name, seconds in phases.items() if seconds >= SHORTEST_SECONDS]
-    line = f"start: {sum(phases.values()):.1f} s: {', '.join(parts)}"
+    line = f"start took {sum(phases.values()):.1f} s: {', '.join(parts)}"
     compiled, cached = (compiler.get(key, 0.0) for key in ("compiled", "from_cache"))
     if not compiled + cached:
         return line

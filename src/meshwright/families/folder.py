@@ -339,7 +339,8 @@ def _beginning(folder: Path, files: Mapping[str, str], name: str) -> bytes | Non
 
 def gguf_hint(path: Path) -> str:
     """What to do instead, where a GGUF file, or a folder of them, was given; else nothing."""
-    found = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
+    inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    found = [path] if path.suffix == ".gguf" else inside
     return f"; {found[0].name} is GGUF, which is not read: take the folder from which it was made" if found else ""
 
 

@@ -28,10 +28,12 @@ class ExpertAdapter(nn.Module):
         self, parts: Mapping[str, Sequence[AdapterPart]], experts: int, inputs: Mapping[str, int], scale: float
     ) -> None:
         super().__init__()
-        self.parts, self.scale = {layer: tuple(of_layer) for layer, of_layer in parts.items()}, scale
+        self.parts = {layer: tuple(of_layer) for layer, of_layer in parts.items()}
+        self.scale = scale
         for layer, of_layer in self.parts.items():
             for part in of_layer:
-                a, b = torch.empty(experts, part.rank, inputs[layer]), torch.zeros(experts, part.outputs, part.rank)
+                a = torch.empty(experts, part.rank, inputs[layer])
+                b = torch.zeros(experts, part.outputs, part.rank)
                 self.register_parameter(f"{layer}_{part.parameter('a')}", nn.Parameter(a))
                 self.register_parameter(f"{layer}_{part.parameter('b')}", nn.Parameter(b))
 
@@ -39,7 +41,8 @@ class ExpertAdapter(nn.Module):
         """y `(rows, out)` plus what the adapters of a layer add for its input `rows` `(rows, in)`, sorted by expert."""
         a, b = (self._of(layer, name) for name in "ab")
         if len(a) == 1:
-            reduce, expand = a[0], b[0]
+            reduce = a[0]
+            expand = b[0]
         else:  # B of both parts as one block-diagonal matrix of each expert
             rank = a[0].shape[1]
             reduce = torch.cat(a, dim=1)
@@ -64,7 +67,9 @@ class Adapter(nn.Module):
         magnitudes: bool = False,
     ) -> None:
         super().__init__()
-        self.parts, self.scale, self.magnitudes = tuple(parts), scale, magnitudes
+        self.parts = tuple(parts)
+        self.scale = scale
+        self.magnitudes = magnitudes
         self.rows = {part.part: part.outputs for part in parts} if parts[0].part == "" else dict(fused)
         """Outputs of each part of the layer on this rank, also of parts without an adapter."""
         for part in parts:
@@ -96,7 +101,9 @@ class Adapter(nn.Module):
         """The B of all parts as one matrix `(out, ranks)`, each beside zeros."""
         if len(self.rows) == 1:
             return self.get_parameter(self.parts[0].parameter("b"))
-        ranks, blocks, before = sum(part.rank for part in self.parts), [], 0
+        ranks = sum(part.rank for part in self.parts)
+        blocks = []
+        before = 0
         of_part = {part.part: part for part in self.parts}
         reference = self.get_parameter(self.parts[0].parameter("b"))
         for name, rows in self.rows.items():
@@ -116,7 +123,8 @@ class Adapter(nn.Module):
         """
         wide = torch.promote_types(weight.dtype, torch.float32)
         with torch.no_grad():
-            a, b = self._stacked("a").to(wide), self._expansion().to(wide)
+            a = self._stacked("a").to(wide)
+            b = self._expansion().to(wide)
             w = weight.to(wide)
             squares = w.square().sum(1) + 2 * self.scale * (b * (w @ a.t())).sum(1)
             squares = squares + self.scale**2 * ((b @ (a @ a.t())) * b).sum(1)
@@ -124,9 +132,11 @@ class Adapter(nn.Module):
         if len(self.rows) == 1:
             return self._stacked("magnitude").to(wide) / lengths
         of_part = {part.part: part for part in self.parts}
-        factors, start = [], 0
+        factors = []
+        start = 0
         for name, rows in self.rows.items():
-            part, length = of_part.get(name), lengths[start : start + rows]
+            part = of_part.get(name)
+            length = lengths[start : start + rows]
             if part is None:
                 factors.append(torch.ones_like(length))
             else:

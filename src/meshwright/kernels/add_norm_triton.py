@@ -30,7 +30,8 @@ def _normed(
     x: Tensor, delta: Tensor | None, total: Tensor | None, weight: Tensor, eps: float, plus_one: bool
 ) -> Tensor:
     """The norm of `x + delta`, which is written to `total`, or of x without a delta."""
-    x, width = x.contiguous(), x.shape[-1]
+    x = x.contiguous()
+    width = x.shape[-1]
     normed = torch.empty_like(x)
     if x.numel():
         block = triton.next_power_of_2(width)
@@ -55,8 +56,10 @@ def fused_add_copies_rms_norm(
     x: Tensor, copies: Tensor, shared: Tensor | None, weight: Tensor, eps: float, *, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The sum with the copies' outputs and its norm; see `add_norm.add_copies_rms_norm`. One program computes one token."""
-    x, width = x.contiguous(), x.shape[-1]
-    total, normed = torch.empty_like(x), torch.empty_like(x)
+    x = x.contiguous()
+    width = x.shape[-1]
+    total = torch.empty_like(x)
+    normed = torch.empty_like(x)
     if x.numel():
         block = triton.next_power_of_2(width)
         warps = min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))
@@ -124,8 +127,10 @@ def _add_copies_rms_norm(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside, offset = column < WIDTH, token * WIDTH + column
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    offset = token * WIDTH + column
     factor = norm_factor(weight, column, inside, PLUS_ONE)
     await_previous(DEPENDENT)
     dtype = total.dtype.element_ty

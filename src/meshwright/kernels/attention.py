@@ -77,7 +77,9 @@ def attention(
         return _plain_attention(q, k, v, mask, sinks)
     if particular:
         return _flex_attention(q, k, v, mask, sinks) if mask is not None else sink_attention(q, k, v, sinks)[0]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     if mask is None:
         out = _causal_attention(q, k, v, grouped)
@@ -146,18 +148,23 @@ def block_mask(
     """
     first, last = _block_ends(torch.arange(seq, device=device))
     query_first, query_last = (first, last) if queries is None else _block_ends(queries)
-    query_first, query_last = query_first[:, None], query_last[:, None]
-    some, every = first <= query_last, last < query_first
+    query_first = query_first[:, None]
+    query_last = query_last[:, None]
+    some = first <= query_last
+    every = last < query_first
     if window is not None:
         some = some & (query_first - last < window)
         every = every & (query_last - first < window)
-    some, every = some[None, None], every[None, None]
+    some = some[None, None]
+    every = every[None, None]
     if documents is not None:
         low, high = _extremes(documents)
         query_low, query_high = (low, high) if queries is None else _extremes(documents[:, queries])
-        query_low, query_high = query_low[..., :, None], query_high[..., :, None]
+        query_low = query_low[..., :, None]
+        query_high = query_high[..., :, None]
         some = some & (query_low <= high[..., None, :]) & (low[..., None, :] <= query_high)
-        single, query_single = (low == high)[..., None, :], query_low == query_high
+        single = (low == high)[..., None, :]
+        query_single = query_low == query_high
         every = every & query_single & single & (query_low == low[..., None, :])
     return BlockMask.from_kv_blocks(
         *_block_lists(some & ~every),
@@ -218,7 +225,8 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None) -> Tensor:
     """Flex attention with a cap of the scores, or sinks that join its result; it has a gradient of the log-sum-exp too."""
-    heads, grouped = [x.transpose(1, 2) for x in (q, k, v)], q.shape[2] != k.shape[2]
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    grouped = q.shape[2] != k.shape[2]
     score_mod = None if mask.cap is None else _capping(mask.cap)
     options = {"score_mod": score_mod, "block_mask": mask.blocks, "enable_gqa": grouped}
     if sinks is None:

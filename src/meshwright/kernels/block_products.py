@@ -65,7 +65,8 @@ def scale_shape(outer: int, inner: int) -> tuple[int, int]:
 
 def quantize_groups(x: Tensor) -> Fp8Groups:
     """x `(…, inner)` in e4m3: each 128 numbers are divided by the smallest power of two that brings them into the range of e4m3."""
-    rows, inner = x.flatten(0, -2), x.shape[-1]
+    rows = x.flatten(0, -2)
+    inner = x.shape[-1]
     grouped = _padded(rows, 1, FP8_BLOCK).unflatten(1, (-1, FP8_BLOCK))
     scale = scale_of(grouped.abs().amax(-1), E4M3)
     values = round_with_scale(grouped, scale[..., None], E4M3).flatten(1)[:, :inner].contiguous()
@@ -85,7 +86,8 @@ def quantize_blocks(weight: Tensor) -> Fp8Blocks:
 
 def group_values(x: Fp8Groups) -> Tensor:
     """The numbers of x in fp32, exactly."""
-    rows, inner = x.values.flatten(0, -2), x.values.shape[-1]
+    rows = x.values.flatten(0, -2)
+    inner = x.values.shape[-1]
     scale = x.scale[:, : len(rows)].t().repeat_interleave(FP8_BLOCK, 1)[:, :inner]
     return (rows.float() * scale).view(x.values.shape)
 
@@ -104,7 +106,8 @@ def block_linear(
 
     With `invariant` the bits of a token's result do not depend on the other tokens, on CUDA.
     """
-    (outer, inner), shape = weight.values.shape, x.values.shape[:-1]
+    outer, inner = weight.values.shape
+    shape = x.values.shape[:-1]
     rows = Fp8Groups(x.values.flatten(0, -2), x.scale)
     if not rows.values.is_cuda:
         out = (group_values(rows) @ block_values(weight).t()).to(dtype)
@@ -143,7 +146,8 @@ def library_agrees(device: torch.device, outer: int, inner: int) -> bool:
     outer = min(outer, TESTED_OUTPUTS + outer % FP8_BLOCK)
     draw = torch.Generator(device).manual_seed(0)
     x, matrix = (torch.randn(rows, inner, device=device, generator=draw) for rows in (TESTED_ROWS, outer))
-    rows, blocks = quantize_groups(x), quantize_blocks(matrix)
+    rows = quantize_groups(x)
+    blocks = quantize_blocks(matrix)
     stored = torch.zeros(scale_shape(outer, inner), device=device)
     stored[:, : groups_of(inner)] = blocks.scale
     weight = blocks._replace(scale=stored)

@@ -33,9 +33,12 @@ def rotate_write(
 
     Without `out`, q is neither read nor written.
     """
-    heads, kv_heads, head_dim = q.shape[1], k.shape[1], k.shape[2]
+    heads = q.shape[1]
+    kv_heads = k.shape[1]
+    head_dim = k.shape[2]
     tile = min(MAX_HEADS, triton.next_power_of_2(kv_heads))
-    query_parts, key_parts = 0 if out is None else triton.cdiv(heads, tile), triton.cdiv(kv_heads, tile)
+    query_parts = 0 if out is None else triton.cdiv(heads, tile)
+    key_parts = triton.cdiv(kv_heads, tile)
     cos, sin = (q, q) if tables is None else tables
     if len(k) == 0:
         return
@@ -79,14 +82,16 @@ def rotate_write(
 
 @triton.jit
 def _pair_dims(lane, half: tl.constexpr, rotated: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the two dimensions of each pair of a head of which `rotated` pairs, (i, i + rotated), are rotated.
+    """The two dimensions of each pair of a head. The first `rotated` pairs, (i, i + rotated), are rotated.
 
-    The dimensions behind them are pairs too, which only move together. Example: of 8 dimensions with 2 rotated pairs these are (0, 2),
-    (1, 3) and (4, 6), (5, 7).
+    The other dimensions form pairs too, which are copied. Example: with 8 dimensions and 2 rotated pairs, the pairs are (0, 2), (1, 3) and
+    (4, 6), (5, 7).
     """
-    first, second = lane, lane + half
+    first = lane
+    second = lane + half
     if rotated > 0 and rotated < half:
-        first, second = tl.where(lane < rotated, lane, lane + rotated), tl.where(lane < rotated, lane + rotated, second)
+        first = tl.where(lane < rotated, lane, lane + rotated)
+        second = tl.where(lane < rotated, lane + rotated, second)
     return first, second
 
 
@@ -114,27 +119,32 @@ def _rotate(
     if NEIGHBOURS:
         dim = tl.where(lane < ROTATED, 2 * lane, dim)
         second_dim = tl.where(lane < ROTATED, 2 * lane + 1, second_dim)
-    first, second = tl.load(source + dim, mask=used, other=0.0), tl.load(source + second_dim, mask=used, other=0.0)
+    first = tl.load(source + dim, mask=used, other=0.0)
+    second = tl.load(source + second_dim, mask=used, other=0.0)
     if norm is not None:
-        wide, wide_second = first.to(tl.float32), second.to(tl.float32)
+        wide = first.to(tl.float32)
+        wide_second = second.to(tl.float32)
         squares = tl.sum(wide * wide + wide_second * wide_second, 1)
         factor = tl.rsqrt(squares * (0.5 / half) + eps)[:, None]
-        weight, weight_second = tl.load(norm + dim).to(tl.float32), tl.load(norm + second_dim).to(tl.float32)
+        weight = tl.load(norm + dim).to(tl.float32)
+        weight_second = tl.load(norm + second_dim).to(tl.float32)
         if PLUS_ONE:
-            weight, weight_second = 1.0 + weight, 1.0 + weight_second
+            weight = 1.0 + weight
+            weight_second = 1.0 + weight_second
         first = (wide * factor * weight).to(source.dtype.element_ty)
         second = (wide_second * factor * weight_second).to(source.dtype.element_ty)
     if ROTATED > 0:
-        cos, sin = tl.load(cosines + angle), tl.load(sines + angle)
-        wide, wide_second = first.to(tl.float32), second.to(tl.float32)
+        cos = tl.load(cosines + angle)
+        sin = tl.load(sines + angle)
+        wide = first.to(tl.float32)
+        wide_second = second.to(tl.float32)
         turned = (wide * cos - wide_second * sin).to(source.dtype.element_ty)
         turned_second = (wide_second * cos + wide * sin).to(source.dtype.element_ty)
         if half > ROTATED:
-            turned, turned_second = (
-                tl.where(lane < ROTATED, turned, first),
-                tl.where(lane < ROTATED, turned_second, second),
-            )
-        first, second = turned, turned_second
+            turned = tl.where(lane < ROTATED, turned, first)
+            turned_second = tl.where(lane < ROTATED, turned_second, second)
+        first = turned
+        second = turned_second
     return first, second
 
 
@@ -189,12 +199,13 @@ def _rotate_write(
     DEPENDENT: tl.constexpr,
 ) -> None:
     await_previous(DEPENDENT)
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2
     pair = tl.arange(0, HALF)[None, :]
     inside = pair < half
     if half < HALF:
-        # Lanes behind the half read some number of it and store nothing. Otherwise loads stay vectors, which a minimum prevents.
+        # Lanes after the half read some number of it and store nothing. A minimum of indices would avoid that and prevent vector loads.
         pair = tl.minimum(pair, half - 1)
     lane = tl.arange(0, TILE)[:, None]
     angle = pair.to(tl.int64)

@@ -23,7 +23,8 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
     The word with index i has the weight 1 + 2·(i modulo `COLUMNS`). Odd weights have inverses modulo 2⁶⁴, so no change of one word is lost.
     """
     columns = tensors[0].new_zeros((len(tensors), COLUMNS), dtype=torch.int64)
-    totals, remainders = [], []
+    totals = []
+    remainders = []
     for tensor, sums in zip(tensors, columns, strict=True):
         for total, remainder in _sum_complete_rows(tensor, sums):
             totals.append(total)

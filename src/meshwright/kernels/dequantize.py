@@ -21,7 +21,8 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
 def nibbles(numbers: Tensor, *, high_first: bool = False) -> Tensor:
     """The halves of each byte `(…, n)` as `(…, 2 · n)` uint8, the low one first unless told otherwise."""
-    low, high = numbers & 15, numbers >> 4
+    low = numbers & 15
+    high = numbers >> 4
     return torch.stack((high, low) if high_first else (low, high), dim=-1).flatten(-2)
 
 
@@ -50,13 +51,17 @@ def scaled(numbers: Tensor, zeros: Tensor | None, scale: Tensor, width: int, ind
 
     The last group may be shorter. `index` `(inputs,)` gives the group of each input instead, below the number of groups.
     """
-    values, inputs, groups = numbers.float(), numbers.shape[-1], scale.shape[-1]
+    values = numbers.float()
+    inputs = numbers.shape[-1]
+    groups = scale.shape[-1]
     if groups > 1 and index is None and inputs == groups * width:
         values = values.unflatten(-1, (groups, width))
-        zeros, scale = None if zeros is None else zeros[..., None], scale[..., None]
+        zeros = None if zeros is None else zeros[..., None]
+        scale = scale[..., None]
     elif groups > 1:
         where = torch.arange(inputs, device=numbers.device) // width if index is None else index
-        zeros, scale = None if zeros is None else zeros[..., where], scale[..., where]
+        zeros = None if zeros is None else zeros[..., where]
+        scale = scale[..., where]
     values = values if zeros is None else values - zeros
     return (values * scale).view(numbers.shape)
 

@@ -44,7 +44,8 @@ def attend_exactly(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor
     # Query heads that share keys and values are rows of one product.
     rows = q.view(sequences, queries, kv_heads, heads // kv_heads, width).permute(0, 2, 1, 3, 4).flatten(2, 3)
     places = positions.repeat_interleave(heads // kv_heads, 1)
-    rows, places = padded(rows, 2, ROWS), padded(places, 1, ROWS)
+    rows = padded(rows, 2, ROWS)
+    places = padded(places, 1, ROWS)
     # (sequences, kv_heads, parts, PART, head_dim)
     keys, values = (padded(x, 1, PART).unflatten(1, (-1, PART)).permute(0, 3, 1, 2, 4) for x in (k, v))
     parts = keys.shape[2]
@@ -52,10 +53,13 @@ def attend_exactly(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor
     key = torch.arange(parts * PART, device=q.device).view(parts, 1, PART)
     scores = scores.masked_fill((key > places[:, None, :, None])[:, None], -math.inf)
     weights = (scores - scores.amax((2, 4), keepdim=True)).exp()
-    part_totals, part_sums = weights.sum(-1, keepdim=True), torch.matmul(weights, values)
-    totals, sums = part_totals[:, :, 0], part_sums[:, :, 0]
+    part_totals = weights.sum(-1, keepdim=True)
+    part_sums = torch.matmul(weights, values)
+    totals = part_totals[:, :, 0]
+    sums = part_sums[:, :, 0]
     for part in range(1, parts):
-        totals, sums = totals + part_totals[:, :, part], sums + part_sums[:, :, part]
+        totals = totals + part_totals[:, :, part]
+        sums = sums + part_sums[:, :, part]
     out = (sums / totals)[:, :, : queries * (heads // kv_heads)]
     return out.unflatten(2, (queries, -1)).transpose(1, 2).flatten(2, 3)
 
@@ -74,14 +78,16 @@ class _ExactAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, plain: bool) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.attention_mask, ctx.plain = mask, plain
+        ctx.attention_mask = mask
+        ctx.plain = plain
         out = torch.empty_like(q)
         for row, starts in enumerate(_document_starts(q, mask)):
             for start, stop in zip(starts, [*starts[1:], q.shape[1]], strict=True):
                 for begin in range(start, stop, QUERIES):
                     end = min(begin + QUERIES, stop)
                     positions = torch.arange(begin - start, end - start, device=q.device)[None]
-                    keys, values = k[row : row + 1, start:end], v[row : row + 1, start:end]
+                    keys = k[row : row + 1, start:end]
+                    values = v[row : row + 1, start:end]
                     out[row, begin:end] = attend_exactly(q[row : row + 1, begin:end], keys, values, positions)[0]
         return out
 
@@ -111,14 +117,17 @@ def rows_are_alike(hidden: int, dtype: torch.dtype) -> bool:
     Tested for layers of this many inputs. CPUs with AVX2 and with AVX-512 do in fp32, with torch 2.13; others may not.
     """
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    x, weight = draw(4 * PART, hidden), draw(TESTED_OUTPUTS, hidden)
+    x = draw(4 * PART, hidden)
+    weight = draw(TESTED_OUTPUTS, hidden)
     whole = F.linear(x, weight)
-    log_sums, gates = whole.logsumexp(-1), F.silu(whole)
+    log_sums = whole.logsumexp(-1)
+    gates = F.silu(whole)
     q, k, v = (draw(1, 2 * PART, 2, 32) for _ in range(3))
     positions = torch.arange(2 * PART)[None]
     attended = attend_exactly(q, k, v, positions)
     for count in (ROWS, 3 * ROWS, 7 * ROWS):
-        rows, part = F.linear(x[:count], weight), slice(count - 1, count)
+        rows = F.linear(x[:count], weight)
+        part = slice(count - 1, count)
         alone = attend_exactly(q[:, part], k[:, :count], v[:, :count], positions[:, part])
         pairs = ((rows, whole[:count]), (rows.logsumexp(-1), log_sums[:count]), (F.silu(rows), gates[:count]))
         if not all(torch.equal(*pair) for pair in pairs) or not torch.equal(alone, attended[:, part]):

@@ -1,6 +1,6 @@
-"""Mixtures of experts of few tokens in inference: choice of experts, and their products, in three kernels on CUDA.
+"""MoE layers of few tokens in inference: three kernels on CUDA choose the experts and compute them.
 
-`models.moe` has the same computation by grouped products, for training, other devices and more tokens.
+`models.moe` has the same computation by grouped matmuls, for training, for other devices and for more tokens.
 """
 
 from __future__ import annotations
@@ -14,48 +14,56 @@ from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.spec.serving_limits import MOST_COPIES, MOST_EXPERTS
 
 MOST_TOKENS = 512
-"""Tokens up to which a program finds the rows of an expert among those of all tokens."""
+"""Most tokens: a program looks through all of them for the rows of its expert."""
 MOST_ROWS = 32
-"""Rows of an expert, if all have the same, up to which most experts have one tile of rows and so read their weights once."""
+"""Most rows of an expert on average. Up to this number most experts have one tile of rows, so they read their weights once."""
 
 
 class Routing(NamedTuple):
-    """How experts are chosen: `copies` for each token by sigmoids or a softmax, whether weights are `normalised`, their `scale`, groups."""
+    """How a token chooses its experts."""
 
     copies: int
+    """Experts of a token (top-k)."""
     sigmoid: bool
+    """Whether scores are sigmoids of the logits, or else their softmax."""
     normalised: bool
+    """Whether the scores of a token's experts are divided by their sum."""
     scale: float
+    """Factor of the weights after that."""
     groups: int = 1
+    """Groups of experts."""
     kept_groups: int = 1
+    """A token chooses among the experts of so many groups, those with the best scores."""
 
 
 class Choices(NamedTuple):
-    """The experts of tokens.
+    """The experts that tokens have chosen. A copy is a pair of a token and one of its experts.
 
-    `chosen` `(tokens, copies)` int32, `weights` of the same shape in fp32; `places` `(experts, tokens)` int8: which copy of the token the
-    expert computes, −1 if none.
+    Example: token 0 with experts 5 and 2 has chosen[0] = [5, 2], places[5, 0] = 0 and places[2, 0] = 1.
     """
 
     chosen: Tensor
+    """`(tokens, copies)` int32: the experts."""
     weights: Tensor
+    """`(tokens, copies)` fp32: the factors of their outputs."""
     places: Tensor
+    """`(experts, tokens)` int8: which copy of the token the expert computes; −1 if none."""
 
 
 def runs_kernels(x: Tensor, experts: int, copies: int) -> bool:
-    """Whether the kernels take rows x `(tokens, hidden)`."""
+    """Whether the kernels can compute rows x `(tokens, hidden)`: few tokens, on CUDA, without gradients."""
     few = 0 < x.shape[0] <= most_tokens(experts, copies)
     differentiated = torch.is_grad_enabled() and x.requires_grad
     return x.is_cuda and few and not differentiated and has_kernels(x.dtype, experts, copies)
 
 
 def has_kernels(dtype: torch.dtype, experts: int, copies: int) -> bool:
-    """Whether the kernels compute mixtures of this kind on CUDA."""
+    """Whether the kernels can compute MoE layers of this kind on CUDA."""
     return dtype in (torch.bfloat16, torch.float16) and experts <= MOST_EXPERTS and copies <= MOST_COPIES
 
 
 def most_tokens(experts: int, copies: int) -> int:
-    """The most tokens that the kernels take at a time."""
+    """The most tokens that the kernels compute at a time. With 128 experts and 8 copies: min(512, 32 · 128 / 8) = 512."""
     return max(1, min(MOST_TOKENS, MOST_ROWS * experts // copies))
 
 

@@ -1,14 +1,16 @@
 """The Triton kernels of `expert_decode`; imported only with a CUDA device, as CPU builds of torch lack Triton.
 
-Three kernels read each weight once: router with the choice of experts, gate and up with SwiGLU, down. With 1 to 16 rows an expert the
-time is that of reading the weights. As in `fixed_product_triton` the weight's rows are the first operand of the tensor cores.
+There are three kernels: the router with the choice of experts; gate and up with SwiGLU; down. Each reads a weight once. With 1 to 16 rows
+an expert the time is that of reading the weights. As in `fixed_product_triton`, the rows of a weight are the tensor cores' first operand.
 
-No kernel sorts. The router's stores for each expert which copy of each token it computes; a program of an expert collects its rows from
-that. A copy's place in the results is `token · copies + copy`, so a token's copies are added in one order, whatever the batch. The grids
-depend on the number of tokens only, so that a CUDA graph can replay them.
+No kernel sorts. The router's kernel stores which copy of each token an expert computes (`Choices.places`), and the program of an expert
+collects its rows from that table. Copy c of token t is row t · copies + c of the results, so the copies of a token are added in the same
+order in every batch. The grids depend on the number of tokens only, so that a CUDA graph can replay them.
 
-Sizes: ROWS copies and COLUMNS outputs of a tile, INNER numbers of a row that are added in a step, TOKENS the tokens of a tile of the
-router, BLOCK the experts and LANES the tokens of the step, each rounded up to a power of two.
+Sizes, each rounded up to a power of two:
+
+- ROWS: copies of a tile. COLUMNS: outputs of a tile. INNER: numbers of a row that are added in a step.
+- TOKENS: tokens of a tile of the router. BLOCK: experts. LANES: tokens of the step.
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ from meshwright.kernels.row_quantize import RoundedMatrix
 
 ROUTER_INNER = 128
 """Numbers of a row that one program of the router's kernel multiplies."""
-ROUTER_TOKENS, ROUTER_WARPS = 8, 8
-"""Most tokens of a program of the router's kernel, and its warps."""
+ROUTER_TOKENS = 8
+"""Most tokens of a program of the router's kernel."""
+ROUTER_WARPS = 8
+"""Warps of a program of the router's kernel."""
 MOST_ROWS = 64
 """Most rows of a tile: with more rows an expert reads its weights again."""
-STEPS_AHEAD, SURE_ROWS = 4, 4
-"""Steps of `ExpertLaunch.ahead`; rows of an expert, if all have the same, from which on few experts have none."""
+STEPS_AHEAD = 4
+"""`ExpertLaunch.ahead` of steps in which most experts have rows."""
+SURE_ROWS = 4
+"""Mean rows of an expert from which on few experts have none."""
 
 
 Operand = Tensor | RoundedMatrix
@@ -42,24 +48,26 @@ Operand = Tensor | RoundedMatrix
 
 
 class ExpertLaunch(NamedTuple):
-    """Outputs and rows of a tile, numbers of a step, warps of a program, stages of the software pipeline.
-
-    `ahead`: steps whose weights are brought into the L2 cache while the kernel before ends.
-    """
+    """The tile of a program, and how the program runs."""
 
     columns: int
+    """Outputs of the tile; for gate and up, the gates and the ups together."""
     rows: int
+    """Copies of the tile."""
     inner: int
+    """Numbers of a row that are added in a step."""
     warps: int
     stages: int
+    """Stages of the software pipeline."""
     ahead: int = 0
+    """Steps whose weights are brought into the L2 cache while the kernel before still runs."""
 
 
 def launch_of(tokens: int, experts: int, copies: int, itemsize: int = 2) -> ExpertLaunch:
-    """The tile of both products, found by trial on an H200; for the first, `columns` counts gates and ups.
+    """The tile of both matmuls, found by trial on an H200.
 
-    It depends on the next power of two of the tokens only, so that few kernels are compiled, and `inner` on nothing: it is the order of
-    addition.
+    It depends on the next power of two of `tokens`, so that few kernels are compiled. `inner` is the same for all numbers of tokens,
+    because it decides the order of addition.
     """
     tokens = triton.next_power_of_2(tokens)
     rows = min(MOST_ROWS, max(16, tokens if tokens <= 32 else triton.next_power_of_2(2 * tokens * copies // experts)))
@@ -69,19 +77,22 @@ def launch_of(tokens: int, experts: int, copies: int, itemsize: int = 2) -> Expe
 
 
 def _is_by_copy(tokens: int, experts: int, copies: int) -> bool:
-    """Whether a program is that of a copy: if there are fewer than experts."""
+    """Whether there is a program for each copy, or else for each expert: whichever are fewer."""
     return triton.next_power_of_2(tokens) * copies < experts
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Choices:
     """The choices for x `(tokens, hidden)`; see `expert_decode.route`."""
-    (tokens, hidden), experts, copies = x.shape, weight.shape[0], routing.copies
+    tokens, hidden = x.shape
+    experts = weight.shape[0]
+    copies = routing.copies
     chosen = torch.empty(tokens, copies, dtype=torch.int32, device=x.device)
     weights = torch.empty(tokens, copies, dtype=torch.float32, device=x.device)
     places = torch.empty(experts, tokens, dtype=torch.int8, device=x.device)
     block = max(16, triton.next_power_of_2(experts))
     tile = min(ROUTER_TOKENS, triton.next_power_of_2(tokens))
-    parts, splits = triton.cdiv(tokens, tile), triton.cdiv(hidden, ROUTER_INNER)
+    parts = triton.cdiv(tokens, tile)
+    splits = triton.cdiv(hidden, ROUTER_INNER)
     sums = torch.empty(parts * splits * tile, block, dtype=torch.float32, device=x.device)
     _route[(splits, parts)](
         x,
@@ -117,23 +128,28 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> C
 def gate_up(
     x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, *, launch: ExpertLaunch | None = None
 ) -> Tensor:
-    """silu(gate) · up of each copy, `(tokens · copies, width)`, of x `(tokens, hidden)`; in bf16 and fp16 times its weight."""
+    """silu(gate) · up of each copy, `(tokens · copies, width)`, of x `(tokens, hidden)`.
+
+    In bf16 and fp16 it is multiplied by the copy's weight; in 8 bits `down` does that, after the rounding.
+    """
     return _multiply_copies(x, weight, choices, dtype, launch, gated=True)
 
 
 def down(
     x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, *, launch: ExpertLaunch | None = None
 ) -> Tensor:
-    """The outputs of copies `(tokens · copies, hidden)` of their activations x `(tokens · copies, width)`; in 8 bits times its weight."""
+    """The outputs of copies `(tokens · copies, hidden)`, of their activations x `(tokens · copies, width)`; see `gate_up` for weights."""
     return _multiply_copies(x, weight, choices, dtype, launch, gated=False)
 
 
 def _multiply_copies(
     x: Operand, weight: Operand, choices: Choices, dtype: torch.dtype, launch: ExpertLaunch | None, *, gated: bool
 ) -> Tensor:
-    """Launch the products of copies."""
-    (rows, row_scales), (matrices, scales) = _parts(x), _parts(weight)
-    (tokens, copies), (experts, columns, inner) = choices.chosen.shape, matrices.shape
+    """Launch the kernel that multiplies each copy by the matrix of its expert."""
+    rows, row_scales = _parts(x)
+    matrices, scales = _parts(weight)
+    tokens, copies = choices.chosen.shape
+    experts, columns, inner = matrices.shape
     columns = columns // 2 if gated else columns
     out = torch.empty(tokens * copies, columns, dtype=dtype, device=rows.device)
     launch = launch or launch_of(tokens, experts, copies, rows.element_size())
@@ -203,14 +219,17 @@ def _route(
     INNER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    split, part = tl.program_id(0), tl.program_id(1)
-    row, expert, slot = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    split = tl.program_id(0)
+    part = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    expert = tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
     inner = split * INNER + tl.arange(0, INNER)
     is_expert = expert < experts
     source = weight + expert.to(tl.int64)[:, None] * hidden + inner[None, :]
     matrix = tl.load(source, mask=is_expert[:, None] & (inner < hidden)[None, :], other=0.0)
     await_previous(DEPENDENT)
-    # The tensor cores take 16 rows at least, of which the first are the tokens of this part.
+    # The tensor cores take at least 16 rows. The first of them are the tokens of this part, the others are 0.
     lane = tl.arange(0, 16)
     token = part * TOKENS + lane
     used = (lane < TOKENS) & (token < tokens)
@@ -220,7 +239,7 @@ def _route(
     parts = partial + part.to(tl.int64) * (SPLITS * TOKENS * BLOCK)
     place = lane[None, :] * BLOCK + expert[:, None]
     tl.store(parts + split * (TOKENS * BLOCK) + place, sums, mask=used[None, :])
-    # All threads have stored their numbers before one of them says so.
+    # Wait until all threads have stored their numbers. Then one of them counts this program as arrived.
     tl.debug_barrier()
     if tl.atomic_add(arrivals + part, 1, sem="acq_rel") == SPLITS - 1:
         tl.store(arrivals + part, 0)
@@ -228,7 +247,7 @@ def _route(
         exists = ((row < TOKENS) & (index < tokens))[:, None]
         logits = tl.zeros((ROWS, BLOCK), tl.float32)
         for number in tl.static_range(SPLITS):
-            # From the L2 cache: what the first level has may be older than the other programs' stores.
+            # Read from the L2 cache: the L1 cache may have values from before the other programs' stores.
             logits += tl.load(
                 parts + number * (TOKENS * BLOCK) + row[:, None] * BLOCK + expert[None, :],
                 mask=exists,
@@ -250,7 +269,8 @@ def _route(
             picked = tl.where(slot[None, :] < COPIES, tl.exp(picked - highest) / total, 0.0)
         if NORMALISED:
             picked /= divisor_of(tl.sum(picked, 1), SIGMOID, biased)[:, None]
-        target, stored = index[:, None] * COPIES + slot[None, :], exists & (slot < COPIES)[None, :]
+        target = index[:, None] * COPIES + slot[None, :]
+        stored = exists & (slot < COPIES)[None, :]
         tl.store(weights + target, picked * scale, mask=stored)
         tl.store(chosen + target, numbers, mask=stored)
         target = places + expert[None, :].to(tl.int64) * tokens + index[:, None]
@@ -269,18 +289,21 @@ def _pick(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tuple:
-    """`router_triton.pick_copies` with one reduction for each copy, of an integer made of a key and an expert's number.
+    """As `router_triton.pick_copies`, with one reduction for each copy: the maximum of integers made of a key and an expert's number.
 
-    The integer has 64 bits if WIDE, or 32 with the upper 16 bits of a key, which are all of bf16. Without GATHER keys are
-    returned instead of scores.
+    If WIDE the integer has 64 bits. Else it has 32: the upper 16 bits of the key, which are all bits of a bf16 number, and the expert.
+    With GATHER the scores of the chosen experts are returned, else their keys.
     """
-    expert, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    expert = tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
     bits = tl.where(keys == 0.0, 0.0, keys).to(tl.int32, bitcast=True)  # −0 is not below 0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
     if WIDE:
-        codes, none = bits.to(tl.int64) * 65536, tl.full((ROWS, BLOCK), -(2**62), tl.int64)
+        codes = bits.to(tl.int64) * 65536
+        none = tl.full((ROWS, BLOCK), -(2**62), tl.int64)
     else:
-        codes, none = bits & -65536, tl.full((ROWS, BLOCK), -(2**31), tl.int32)
+        codes = bits & -65536
+        none = tl.full((ROWS, BLOCK), -(2**31), tl.int32)
     codes = tl.where(free, codes + (65535 - expert)[None, :], none)
     picked = tl.zeros((ROWS, SLOTS), tl.float32)
     numbers = tl.zeros((ROWS, SLOTS), tl.int32)
@@ -321,7 +344,8 @@ def _in_best_groups(
 
     A group's score is its highest key, or with `two` the sum of its two highest.
     """
-    expert, number = tl.arange(0, BLOCK)[None, :], tl.arange(0, PADDED)[None, :]
+    expert = tl.arange(0, BLOCK)[None, :]
+    number = tl.arange(0, PADDED)[None, :]
     best = tl.full((ROWS, PADDED), float("-inf"), tl.float32)
     for index in tl.static_range(GROUPS):
         inside = tl.where(free & (group == index)[None, :], keys, float("-inf"))
@@ -367,16 +391,18 @@ def _copies_product(
     IMPRECISE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """A tile of outputs of one expert for all copies that it computes.
+    """A tile of outputs of one expert, for all its copies.
 
-    With BY_COPY there is a program for each copy, and that of an expert's first copy computes all. With DIRECT rows are tokens.
-    With GATED the rows of x are tokens and a weight has gates before ups, and the result is their SwiGLU; else the rows of x are copies.
+    - BY_COPY: there is a program for each copy. The program of an expert's first copy computes all copies of the expert.
+    - DIRECT: the rows of the tile are all tokens of the step, used or not; else they are the expert's copies.
+    - GATED: the rows of x are tokens, a weight has gates before ups, and the result is their SwiGLU. Else the rows of x are copies.
     """
-    item, lane = tl.program_id(1), tl.arange(0, LANES)
+    item = tl.program_id(1)
+    lane = tl.arange(0, LANES)
     matrix_rows: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     output = tl.arange(0, matrix_rows)
     column = tl.program_id(0) * COLUMNS + output % COLUMNS
-    # Columns behind the last read its weights, and nothing of them is stored.
+    # Columns after the last one read the weights of the last one, and their results are not stored.
     matrix = (tl.minimum(column, columns - 1) + output // COLUMNS * columns).to(tl.int64)
     all_rows = 2 * columns if GATED else columns
     if AHEAD > 0:
@@ -397,11 +423,13 @@ def _copies_product(
         rank = tl.cumsum(used.to(tl.int32), 0) - 1
         for first in range(0, 1 if DIRECT else count, ROWS):
             if DIRECT:
-                copy, row_used = lane * COPIES + place, used
+                copy = lane * COPIES + place
+                row_used = used
             else:
                 row = first + tl.arange(0, ROWS)
                 same = used[None, :] & (rank[None, :] == row[:, None])
-                copy, row_used = tl.sum(tl.where(same, (lane * COPIES + place)[None, :], 0), 1), row < count
+                copy = tl.sum(tl.where(same, (lane * COPIES + place)[None, :], 0), 1)
+                row_used = row < count
             _multiply_rows(
                 x,
                 weight,
@@ -447,7 +475,7 @@ def _multiply_rows(
     SUM: tl.constexpr,
     IMPRECISE: tl.constexpr,
 ) -> None:
-    """Store a tile of outputs of the copies `(ROWS,)` that are `used`, by the rows `matrix` of all weights."""
+    """Store a tile of outputs: of the copies `(ROWS,)` that are `used`, by the rows `matrix` of the stacked weights of all experts."""
     dtype = out.dtype.element_ty
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     source = copy // COPIES if GATED else copy

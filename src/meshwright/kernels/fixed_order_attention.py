@@ -84,7 +84,8 @@ fixed_order_attention.register_autograd(_autograd_backward, setup_context=_setup
 
 def _groups(q: Tensor, k: Tensor) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
     """Index of q's and of k's part for each group of samples and heads whose scores fit `SCORE_BYTES`, at least one kv head."""
-    (samples, heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
+    samples, heads, queries, _ = q.shape
+    _, kv_heads, keys, _ = k.shape
     shared = heads // kv_heads
     at_once = max(1, int(SCORE_BYTES // score_bytes(max(queries, keys), shared)))
     samples_at_once = max(1, at_once // kv_heads)

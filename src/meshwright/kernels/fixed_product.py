@@ -1,12 +1,12 @@
-"""Products with weights, in 8 to 32 bits, whose result for a token does not depend on the other tokens.
+"""Matmuls with weights, in 8 to 32 bits, whose result for a token does not depend on the other tokens.
 
-Libraries select a kernel by the number of tokens, and kernels add in different orders. Here the order follows from the weight's shape and
-dtype alone: the inner dimension is divided into `inner_splits` parts, each is summed tile by tile, and the parts are added in ascending
-order. One program computes all parts of a tile of the result, or, for few tokens, a program for each part, so that all
-multiprocessors read the weight; the last of them adds the parts. Both give the same bits.
+Libraries select a kernel by the number of tokens, and different kernels add in different orders. Here the order follows from the weight's
+shape and dtype only. The inner dimension is divided into `inner_splits` parts. Each part is summed tile by tile, and then the parts are
+added in ascending order. With many tokens one program computes all parts of a tile of the result. With few tokens each part has a program,
+so that all multiprocessors read the weight, and the program that ends last adds the parts. Both give the same bits.
 
-At few tokens the time is that of reading the weight, so a kernel that divides the inner dimension is also used for fp8 where no such
-promise is made.
+With few tokens the time is that of reading the weight. A kernel that divides the inner dimension is then faster, so it is also used where
+results may depend on the other tokens: for fp8 (`fp8_linear`) and for bf16 (`few_linear`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ TILE_BYTES = 128
 TILE_COLUMNS = 64
 """Outputs of a tile: the least of Hopper's tensor cores."""
 PROGRAMS = 128
-"""Programs that the splits aim at: one on each multiprocessor of an H200, which keeps eight tiles in flight."""
-MIN_TILES, MAX_SPLITS = 4, 16
-"""Least tiles of a part, and most parts."""
+"""Number of programs for which parts are chosen: about one on each multiprocessor of an H200. Each keeps eight tiles in flight."""
+MIN_TILES = 4
+"""Fewest tiles of a part."""
+MAX_SPLITS = 16
+"""Most parts of an inner dimension."""
 FEW_TOKENS = 64
 """Most tokens for which `fp8_linear` takes this kernel."""
-FEW_ROWS, FEW_BYTES = 16, 1 << 26
-"""Most tokens, and most bytes of a weight, for which `few_linear` is faster than torch's product, on an H200.
+FEW_ROWS = 16
+"""Most tokens for which `few_linear` is faster than torch's matmul, on an H200.
 
 With weights of 17 to 50 MB it takes 7 to 14 µs instead of 8 to 16: it reads the weight while the kernel before ends (docs/log.md).
 """
+FEW_BYTES = 1 << 26
+"""Most bytes of a weight for which it is faster."""
 LONE_ROWS = 4
-"""Tokens up to which parts of the inner dimension are so short that all multiprocessors read the weight."""
+"""Up to so many tokens the parts of the inner dimension are so short that all multiprocessors read the weight."""
 
 
 def inner_splits(columns: int, inner: int, itemsize: int) -> int:
@@ -47,7 +51,7 @@ def inner_splits(columns: int, inner: int, itemsize: int) -> int:
 def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x · weightᵀ + bias `(…, out)` of x `(…, in)`; the bits of a token's result do not depend on the other tokens.
 
-    Only on CUDA; elsewhere the same operation without the promise.
+    That holds on CUDA; on other devices torch's linear layer runs.
     """
     if not x.is_cuda or x.dtype == torch.float64:
         return F.linear(x, weight, bias)
@@ -58,7 +62,7 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def is_few(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_linear` takes x `(…, in)` and a weight: few tokens without gradients, on GPUs with dependent launch."""
+    """Whether `few_linear` can compute x `(…, in)`: few tokens, no gradients, and a GPU with dependent launch."""
     if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     from meshwright.kernels.dependent_launch_triton import is_supported

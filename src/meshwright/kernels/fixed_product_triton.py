@@ -25,7 +25,7 @@ from meshwright.kernels.fixed_product import TILE_BYTES, inner_splits
 from meshwright.spec.weight_scheme import FP8_BLOCK
 
 GROUP = 8
-"""Tiles of tokens that are computed with the same weights one after another, while these are in the L2 cache."""
+"""Tiles of tokens that are computed one after another with the same weights, while these weights are in the L2 cache."""
 AHEAD = 4
 """Tiles of the inner dimension whose weights a program brings into the L2 cache while the kernel before ends."""
 
@@ -105,7 +105,8 @@ def product(
     `across` says whether each part of the inner dimension has a program of its own; None decides by the number of tokens. Not for several
     streams at a time: parts count their arrivals in one buffer of the device.
     """
-    (tokens, inner), columns = x.shape, weight.shape[0]
+    tokens, inner = x.shape
+    columns = weight.shape[0]
     out = torch.empty(tokens, columns, dtype=dtype, device=x.device)
     if not tokens:
         return out
@@ -115,7 +116,8 @@ def product(
     if across is None:
         across = tokens <= 256
     across = across and splits > 1 and tiles <= MOST_ARRIVALS
-    partial, integer = out, x.dtype == torch.int8
+    partial = out
+    integer = x.dtype == torch.int8
     if across:
         sum_dtype = torch.int32 if integer else torch.float32
         partial = torch.empty(tiles * splits, tile.columns * tile.tokens, dtype=sum_dtype, device=x.device)
@@ -213,8 +215,8 @@ def sum_blocks(
 ) -> tl.tensor:
     """As `sum_tiles` in fp32, with the products of each tile multiplied by its scales.
 
-    `x_scale` points to the tokens' first scales, the next are `4 · x_quads` behind; `weight_scale` to the first one of the columns. Scales
-    of the next tile are loaded before the products of this one are there, so that nothing waits for them.
+    `x_scale` points to the first scale of each token; the scale of the next tile is 4 · `x_quads` numbers further. `weight_scale` points to
+    the first scale of the columns. The scales of a tile are loaded one tile ahead, so that nothing waits for them.
     """
     sums = tl.zeros([COLUMNS, TOKENS], tl.float32)
     scale = tl.load(x_scale + begin * (x_quads * 4), mask=token_used, other=0.0) * tl.load(weight_scale + begin)
@@ -274,7 +276,9 @@ def _product(
     AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    number, column_tiles, token_tiles = tl.program_id(0), tl.cdiv(columns, COLUMNS), tl.cdiv(tokens, TOKENS)
+    number = tl.program_id(0)
+    column_tiles = tl.cdiv(columns, COLUMNS)
+    token_tiles = tl.cdiv(tokens, TOKENS)
     first_tile = number // (GROUP * column_tiles) * GROUP
     group = tl.minimum(token_tiles - first_tile, GROUP)
     within = number % (GROUP * column_tiles)
@@ -282,7 +286,7 @@ def _product(
     column = within // group * COLUMNS + tl.arange(0, COLUMNS)
     token_used = token < tokens
     x += token.to(tl.int64) * inner
-    # Columns behind the last read its weights, and nothing of them is stored.
+    # Columns after the last one read the weights of the last one, and their results are not stored.
     weight += tl.minimum(column, columns - 1).to(tl.int64) * inner
     if BLOCKS:  # 128 columns share scales
         x_scale += token
@@ -296,7 +300,8 @@ def _product(
     total = tl.zeros([COLUMNS, TOKENS], SUM)
     if ACROSS:
         split = tl.program_id(1)
-        begin, end = tiles * split // splits, tiles * (split + 1) // splits
+        begin = tiles * split // splits
+        end = tiles * (split + 1) // splits
         if BLOCKS:
             sums = sum_blocks(
                 x, weight, x_scale, weight_scale, x_quads, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN
@@ -306,19 +311,20 @@ def _product(
         place = tl.arange(0, COLUMNS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         parts = partial + (number * splits).to(tl.int64) * (COLUMNS * TOKENS) + place
         tl.store(parts + split * (COLUMNS * TOKENS), sums, mask=token_used[None, :])
-        # All threads have stored their numbers before one of them says so.
+        # Wait until all threads have stored their numbers. Then one of them counts this program as arrived.
         tl.debug_barrier()
         if tl.atomic_add(arrivals + number, 1, sem="acq_rel") == splits - 1:
             tl.store(arrivals + number, 0)
             for index in range(splits):
-                # From the L2 cache: what the first level has may be older than the other programs' stores.
+                # Read from the L2 cache: the L1 cache may have values from before the other programs' stores.
                 total += tl.load(
                     parts + index * (COLUMNS * TOKENS), mask=token_used[None, :], other=0.0, cache_modifier=".cg"
                 )
             store_product(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)
     else:
         for index in range(splits):
-            begin, end = tiles * index // splits, tiles * (index + 1) // splits
+            begin = tiles * index // splits
+            end = tiles * (index + 1) // splits
             if BLOCKS:
                 total += sum_blocks(
                     x,

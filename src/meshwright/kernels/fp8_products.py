@@ -25,7 +25,8 @@ from torch import Tensor
 Scaling = Literal["tensorwise", "rowwise"]
 """Scales of operands: one each, or one per row of each, so that every output element has its own pair of scales."""
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 GRADIENT = {"tensorwise": E5M2, "rowwise": E4M3}
 """dtype of gradients: more exponent bits with one scale per tensor, more mantissa bits with one scale per row."""
 ALIGNED = 16
@@ -184,14 +185,18 @@ class _Linear(torch.autograd.Function):
         else:
             x_fp8 = quantize(rows, scaling)
             ctx.save_for_backward(values if weight_in_fp8 else weight, fp8_weight.scale)
-        ctx.scaling, ctx.weight_in_fp8, ctx.taps, ctx.dtype = scaling, weight_in_fp8, len(taps), weight.dtype
+        ctx.scaling = scaling
+        ctx.weight_in_fp8 = weight_in_fp8
+        ctx.taps = len(taps)
+        ctx.dtype = weight.dtype
         return matmul(x_fp8, fp8_weight, x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *x_transposed, weight, scale = ctx.saved_tensors
-        rows, scaling = grad.flatten(0, -2), ctx.scaling
+        rows = grad.flatten(0, -2)
+        scaling = ctx.scaling
         transposed = None
         if ctx.taps or ctx.needs_input_grad[1]:
             grad_fp8, transposed = quantize_both(rows, scaling, GRADIENT[scaling])

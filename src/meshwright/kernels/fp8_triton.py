@@ -15,14 +15,17 @@ from torch import Tensor
 
 BLOCK = 4096
 """Elements per program of the kernel that only rounds."""
-TILE_ROWS, TILE_COLUMNS = 128, 64
-"""Tile of one program: rows of the transposed tile have 128 bytes, a cache line; rows that are read have 128 bytes."""
+TILE_ROWS = 128
+"""Rows of a program's tile. In the transposed tile they are 128 bytes, a cache line."""
+TILE_COLUMNS = 64
+"""Columns of a program's tile, 128 bytes of the bf16 rows that are read."""
 
 
 @torch.library.custom_op("meshwright::fp8_round_both", mutates_args=())
 def round_both(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x `(rows, inner)` · factor `()` in fp8, and the same transposed `(inner, rows)`."""
-    values, transposed = torch.empty(x.shape, dtype=fp8_dtype, device=x.device), _transposed_like(x, fp8_dtype)
+    values = torch.empty(x.shape, dtype=fp8_dtype, device=x.device)
+    transposed = _transposed_like(x, fp8_dtype)
     _launch(x, factor, values, transposed)
     return values, transposed
 

@@ -78,7 +78,8 @@ class _Gated(torch.autograd.Function):
         projected = fp8.matmul(x_fp8, wide, x.dtype, fast=True)
         inner, inner_transposed = _activation(projected)
         if transposed is not None:
-            ctx.weight_in_fp8, ctx.split = (first_values is not None, second_values is not None), len(taps) > 0
+            ctx.weight_in_fp8 = (first_values is not None, second_values is not None)
+            ctx.split = len(taps) > 0
             weights = (
                 first if first_values is None else first_values,
                 wide.scale,
@@ -92,7 +93,8 @@ class _Gated(torch.autograd.Function):
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *x_transposed, projected, values, scale, first, first_scale, second, second_scale = ctx.saved_tensors
-        inner_transposed, fp8_dtype = Fp8Matrix(values, scale), GRADIENT["tensorwise"]
+        inner_transposed = Fp8Matrix(values, scale)
+        fp8_dtype = GRADIENT["tensorwise"]
         grad_fp8, grad_transposed = fp8.quantize_both(grad.flatten(0, -2), "tensorwise", fp8_dtype)
         narrow = fp8.transposed_weight(second, second_scale, "tensorwise", ctx.weight_in_fp8[1], grad_fp8.scale)
         activation_grad = fp8.matmul(grad_fp8, narrow, grad.dtype)
@@ -158,6 +160,7 @@ def _swiglu(projected: Tensor) -> Tensor:
 
 def _swiglu_gradient(projected: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = projected.float().chunk(2, dim=-1)
-    slope, sigmoid = slope.float(), torch.sigmoid(gate)
+    slope = slope.float()
+    sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     return slope * up * (sigmoid + silu * (1 - sigmoid)), slope * silu

@@ -12,14 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ROWS, TILE_COLUMNS = 128, 32
-"""Tile of one program: rows of the transposed tile have 128 bytes, a cache line; rows that are read have 64 bytes."""
+TILE_ROWS = 128
+"""Rows of a program's tile. In the transposed tile they are 128 bytes, a cache line."""
+TILE_COLUMNS = 32
+"""Columns of a program's tile, 64 bytes of the bf16 rows that are read."""
 
 
 @torch.library.custom_op("meshwright::fp8_swiglu", mutates_args=())
 def round_swiglu(projected: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """silu(gate) · up · factor `()` of `projected` `(rows, 2 · width)` in fp8 `(rows, width)`, and the transpose."""
-    row_count, width = projected.shape[0], projected.shape[1] // 2
+    row_count = projected.shape[0]
+    width = projected.shape[1] // 2
     values, transposed = _empty_pair(projected, row_count, width, fp8_dtype)
     _forward[_grid(row_count, width)](
         projected.contiguous(), factor, values, transposed, row_count, width, TILE_ROWS, TILE_COLUMNS, num_warps=8

@@ -112,7 +112,8 @@ class _GroupRows(torch.autograd.Function):
     @once_differentiable
     # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (offsets,), (grad,) = ctx.saved_tensors, grad_outputs
+        (offsets,) = ctx.saved_tensors
+        (grad,) = grad_outputs
         members = torch.arange(ctx.groups, device=grad.device)[:, None] == _group_of_rows(offsets, len(grad))
         return members.to(grad.dtype) @ grad, None, None
 
@@ -135,7 +136,8 @@ class _AddWeightedRows(torch.autograd.Function):
     @once_differentiable
     # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (vectors, offsets, weights), (grad,) = ctx.saved_tensors, grad_outputs
+        vectors, offsets, weights = ctx.saved_tensors
+        (grad,) = grad_outputs
         group = _group_of_rows(offsets, len(grad))
         members = torch.arange(len(vectors), device=grad.device)[:, None] == group
         vector_grads = (members * weights).to(grad.dtype) @ grad

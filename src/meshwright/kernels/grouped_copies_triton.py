@@ -17,7 +17,8 @@ ELEMENTS_PER_THREAD = 16
 @torch.library.custom_op("meshwright::spread_tokens", mutates_args=())
 def spread_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
     """Rows `(tokens · copies, width)`: each token `(tokens, width)` at its `positions` `(tokens, copies)`, a permutation."""
-    tokens, width = tokens.contiguous(), tokens.shape[1]
+    tokens = tokens.contiguous()
+    width = tokens.shape[1]
     out = tokens.new_empty(positions.numel(), width)
     if out.numel():
         _spread[(tokens.shape[0],)](tokens, positions.contiguous(), out, width, positions.shape[1], **_launch(width))
@@ -27,7 +28,8 @@ def spread_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
 @torch.library.custom_op("meshwright::gather_sum", mutates_args=())
 def gather_sum(sorted_rows: Tensor, positions: Tensor) -> Tensor:
     """The sums `(tokens, width)` of rows `(tokens · copies, width)` at `positions` `(tokens, copies)`, rounded once."""
-    sorted_rows, width = sorted_rows.contiguous(), sorted_rows.shape[1]
+    sorted_rows = sorted_rows.contiguous()
+    width = sorted_rows.shape[1]
     out = sorted_rows.new_empty(positions.shape[0], width)
     if out.numel():
         _sum[(out.shape[0],)](sorted_rows, positions.contiguous(), out, width, positions.shape[1], **_launch(width))
@@ -51,7 +53,8 @@ def _launch(width: int) -> dict[str, int]:
 
 @triton.jit
 def _spread(tokens, positions, out, width, copies: tl.constexpr, block: tl.constexpr) -> None:
-    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
     inside = column < width
     values = tl.load(tokens + token * width + column, mask=inside)
     for copy in tl.static_range(copies):
@@ -61,7 +64,8 @@ def _spread(tokens, positions, out, width, copies: tl.constexpr, block: tl.const
 
 @triton.jit
 def _sum(sorted_rows, positions, out, width, copies: tl.constexpr, block: tl.constexpr) -> None:
-    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
     inside = column < width
     total = tl.zeros((block,), tl.float32)
     for copy in tl.static_range(copies):

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ROWS, TILE_COLUMNS = 128, 64
-"""Tile of one program: rows that are read have 128 bytes, rows of the transpose that are written 128 bytes."""
+TILE_ROWS = 128
+"""Rows of a program's tile. In the transposed tile they are 128 bytes, a cache line."""
+TILE_COLUMNS = 64
+"""Columns of a program's tile, 128 bytes of the bf16 rows that are read."""
 
 
 def round_transposed(matrices: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,8 @@ def grouped_product(
 
     `x_scale` is `(rows, 1)`, `scales` `(groups, out, 1)`, `offsets` `(groups,)` int32. All tensors are contiguous.
     """
-    (rows, inner), (groups, columns) = x.shape, matrices.shape[:2]
+    rows, inner = x.shape
+    groups, columns = matrices.shape[:2]
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     if not rows:
         return out

@@ -44,13 +44,17 @@ def rotate_and_write_latents(
         return out
     cos, sin = tables
     step_tables = cos[positions][:, None], sin[positions][:, None]
-    q, key = rotate_neighbours(q, step_tables), rotate_neighbours(key[:, None], step_tables)[:, 0]
+    q = rotate_neighbours(q, step_tables)
+    key = rotate_neighbours(key[:, None], step_tables)[:, 0]
     kept = slots >= 0
-    slots, rows = slots[kept].long(), torch.cat((latent, key), dim=-1)[kept]
-    block_tokens, target = cache_layer.shape[1], cache_layer
+    slots = slots[kept].long()
+    rows = torch.cat((latent, key), dim=-1)[kept]
+    block_tokens = cache_layer.shape[1]
+    target = cache_layer
     if is_fp8(cache_layer):
         # Bytes, because torch has no indexed write of fp8.
-        rows, target = limited(rows, cache_layer.dtype).view(torch.uint8), cache_layer.view(torch.uint8)
+        rows = limited(rows, cache_layer.dtype).view(torch.uint8)
+        target = cache_layer.view(torch.uint8)
     target[slots // block_tokens, slots % block_tokens] = rows
     return q, key
 
@@ -80,12 +84,14 @@ def latent_attention(
         step = (cache_layer, block_tables, context_lengths, query_starts)
         _attend_by_kernels(q, q_rotated, *step, out, scale, decodes)
         return out
-    rank, block_tokens = q.shape[2], cache_layer.shape[1]
+    rank = q.shape[2]
+    block_tokens = cache_layer.shape[1]
     out.zero_()
     source = cache_layer.view(torch.uint8) if is_fp8(cache_layer) else cache_layer
     # `attention` divides scores by the root of the width.
     both = torch.cat((q, q_rotated), dim=-1) * (scale * math.sqrt(cache_layer.shape[2]))
-    starts, lengths = query_starts.tolist(), context_lengths.tolist()
+    starts = query_starts.tolist()
+    lengths = context_lengths.tolist()
     for sequence, length in enumerate(lengths):
         queries = slice(max(starts[sequence], starts[sequence + 1] - length), starts[sequence + 1])
         count = queries.stop - queries.start

@@ -53,9 +53,11 @@ def latent_decode(
     launch: AttentionLaunch | None = None,
 ) -> None:
     """Sums of latents of one query for each sequence, q `(sequences, heads, rank)`, into `out`; see `latent_attention`."""
-    sequences, (heads, rank) = len(context_lengths), q.shape[1:]
+    sequences = len(context_lengths)
+    heads, rank = q.shape[1:]
     launch = launch or latent_launch(heads, q.element_size(), chunk=False)
-    partial, logarithms = out, out
+    partial = out
+    logarithms = out
     if splits > 1:
         partial = q.new_empty(sequences * splits * heads, rank, dtype=torch.float32)
         logarithms = q.new_empty(len(partial), dtype=torch.float32)
@@ -110,7 +112,8 @@ def latent_chunks(
     launch: AttentionLaunch | None = None,
 ) -> None:
     """Sums of latents of the `queries` rows of q `(…, heads, rank)` from `query_starts[0]` on, into the same rows of `out`."""
-    sequences, heads = len(context_lengths), q.shape[1]
+    sequences = len(context_lengths)
+    heads = q.shape[1]
     launch = launch or latent_launch(heads, q.element_size(), chunk=True)
     group = min(heads, launch.pairs)
     _chunks[(triton.cdiv(heads, group), queries // (launch.pairs // group) + sequences)](
@@ -134,7 +137,8 @@ def latent_chunks(
 
 
 def _shape(q: Tensor, q_rotated: Tensor, cache_layer: Tensor, launch: AttentionLaunch) -> dict[str, Any]:
-    rank, rotated = q.shape[2], q_rotated.shape[2]
+    rank = q.shape[2]
+    rotated = q_rotated.shape[2]
     return {
         "HEADS": q.shape[1],
         "RANK": rank,
@@ -164,7 +168,8 @@ def _load_columns(
     DIMS: tl.constexpr,
 ) -> tl.tensor:
     """SIZE columns from `base` on of the tokens `start` to start + TILE - 1, `(TILE, DIMS)`; 0 from token `length` on."""
-    token, dim = tl.arange(0, TILE), tl.arange(0, DIMS)
+    token = tl.arange(0, TILE)
+    dim = tl.arange(0, DIMS)
     if BLOCK % TILE == 0:
         pointers = base + blocks * block_stride + start % BLOCK * WIDTH
         pointers = pointers + token[:, None] * WIDTH + dim[None, :]
@@ -263,17 +268,22 @@ def _decode(
     SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:
-    part, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits, dim = tl.num_programs(1), tl.arange(0, DIMS)
+    part = tl.program_id(0)
+    split = tl.program_id(1)
+    sequence = tl.program_id(2)
+    splits = tl.num_programs(1)
+    dim = tl.arange(0, DIMS)
     head = part * PAIRS + tl.arange(0, PAIRS)
-    used, long_sequence = head < HEADS, sequence.to(tl.int64)
+    used = head < HEADS
+    long_sequence = sequence.to(tl.int64)
     length = tl.load(lengths + sequence)
     begin, end = split_tiles(length, split, splits, 1, 1, 0, TILE)
     offsets = long_sequence * q_stride + head.to(tl.int64) * q_head_stride
     rotary_offsets = long_sequence * rotary_stride + head.to(tl.int64) * rotary_head_stride
     queries = _load_queries(q, offsets, used, RANK, DIMS, SCALED)
     rotary = _load_queries(q_rotated, rotary_offsets, used, ROTATED, ROTARY_DIMS, SCALED)
-    table, position = tables + long_sequence * table_stride, tl.full([PAIRS], 0, tl.int32) + length - 1
+    table = tables + long_sequence * table_stride
+    position = tl.full([PAIRS], 0, tl.int32) + length - 1
     mean, highest, total = _attend(
         queries,
         rotary,
@@ -343,14 +353,18 @@ def _chunks(
     if first >= count:
         return
     length = tl.load(lengths + sequence)
-    pair, dim = tl.arange(0, PAIRS), tl.arange(0, DIMS)
-    query, head = first + pair // GROUP, tl.program_id(0) * GROUP + pair % GROUP
+    pair = tl.arange(0, PAIRS)
+    dim = tl.arange(0, DIMS)
+    query = first + pair // GROUP
+    head = tl.program_id(0) * GROUP + pair % GROUP
     used = (pair < part * GROUP) & (query < count) & (head < HEADS)
-    source, long_head = (query_begin + query).to(tl.int64), head.to(tl.int64)
+    source = (query_begin + query).to(tl.int64)
+    long_head = head.to(tl.int64)
     queries = _load_queries(q, source * q_stride + long_head * q_head_stride, used, RANK, DIMS, SCALED)
     rotary_offsets = source * rotary_stride + long_head * rotary_head_stride
     rotary = _load_queries(q_rotated, rotary_offsets, used, ROTATED, ROTARY_DIMS, SCALED)
-    table, position = tables + sequence.to(tl.int64) * table_stride, length - count + query
+    table = tables + sequence.to(tl.int64) * table_stride
+    position = length - count + query
     last = length - count + tl.minimum(first + part, count) - 1
     mean, _, _ = _attend(
         queries,

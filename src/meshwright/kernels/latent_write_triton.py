@@ -101,7 +101,8 @@ def _rotate_write(
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
 ) -> None:
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     half: tl.constexpr = ROTATED // 2
     pair = tl.arange(0, PAIRS)
     inside = pair < half

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 2048, 16
+BLOCK = 2048
 """Scores that a program reads at a time."""
+WARPS = 16
+"""Warps of a program."""
 
 
 def keep(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, block: int = BLOCK) -> Tensor:
@@ -62,7 +64,8 @@ def _keep(scores, kept, top_k, top_p, min_p, vocab, stride, BLOCK: tl.constexpr)
 @triton.jit
 def _threshold(scores, vocab, largest, target, PROBABILITY: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """The smallest ordered number above which the sum of weights is less than `target`; a weight is 1 or the probability."""
-    tokens, digits = tl.arange(0, BLOCK), tl.arange(0, 16)
+    tokens = tl.arange(0, BLOCK)
+    digits = tl.arange(0, 16)
     prefix = tl.full((), -(2**31), tl.int64)
     shift = tl.full((), 28, tl.int64)
     for _ in range(8):

@@ -174,7 +174,7 @@ class WeightQueue:
 
 
 class WeightGradientSink:
-    """Receives the factors of weight gradients: adds their product by `add` at once, or defers it inside `defer_to`.
+    """Receives the factors of weight gradients. It adds their product by `add` at once; within `defer_to` it stores the factors.
 
     Autograd runs the backward of CUDA tensors on a thread of its own, so the mode is an attribute, not a context variable.
     """
@@ -233,7 +233,8 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, sink: WeightGradientSink, shapes: _Shapes) -> tuple[Tensor, ...]:
-        ctx.weight, ctx.sink = weight, sink
+        ctx.weight = weight
+        ctx.sink = sink
         return tuple(weight.new_empty((), dtype=dtype).expand(shape) for shape, dtype in shapes)
 
     @staticmethod

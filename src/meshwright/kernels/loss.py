@@ -1,7 +1,7 @@
 """The output projection and its cross-entropy in one function, by chunks of tokens, so that full logits never exist.
 
-Forward computes the loss of each chunk and, while its logits are in memory, both gradients; backward only multiplies them
-by the incoming gradient. So each chunk needs three matrix products, and none is computed twice.
+The forward computes the loss of each chunk, and both gradients while the chunk's logits are in memory. The backward only
+multiplies these by the incoming gradient. So each chunk needs three matrix products, and none is computed twice.
 
 With a vocabulary that is not a multiple of 8 (GPT-2's 50,257) rows do not begin at multiples of 16 bytes, and a GPU has
 only slow products for them. The weight is then padded once per call. Logits beyond the vocabulary are minus infinity, so
@@ -12,9 +12,9 @@ the gradient: d(z · lse²) = 2 · z · lse · softmax.
 
 Logits z with a cap c are c · tanh(z / c) (Gemma 2), whose derivative is 1 - (logit / c)².
 
-A loss that is a function of all log-probabilities of a sequence has a factor for each token that is known only behind the last
-chunk. Then `token_log_probabilities` computes these first, and `linear_cross_entropy` gets the factors as `weights`: one more
-matrix product of the head.
+If a loss is a function of all log-probabilities of a sequence, the factor of each token is known only after the last chunk. Then
+`token_log_probabilities` computes the log-probabilities first, and `linear_cross_entropy` gets the factors as `weights`. This needs one
+more matrix product of the head.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ def linear_cross_entropy(
 ) -> LossSums:
     """The sums of the tokens' losses; negative targets are ignored.
 
-    hidden `(tokens, hidden)` and weight `(vocab, hidden)` have the dtype of the products; targets and `weights` `(tokens,)`. A weight
-    multiplies the cross-entropy of its token, not its z-loss; it may be negative, and has no gradient; None: all are 1. At most `chunk`
-    tokens' logits exist at one time. `cap` is that of the logits, `z_loss` the weight of the z-loss. `plain` computes torch's
-    cross-entropy over all logits.
+    - hidden `(tokens, hidden)` and weight `(vocab, hidden)`: in the dtype in which they are multiplied.
+    - targets `(tokens,)`.
+    - `chunk`: the logits of at most so many tokens exist at a time.
+    - `weights` `(tokens,)`: factors of the cross-entropies, not of the z-losses. They may be negative, and have no gradient. None: all 1.
+    - `cap`: bound of the logits; `z_loss`: weight of the z-loss.
+    - `plain`: computes torch's cross-entropy over all logits.
     """
     if weights is not None:
         weights = weights.to(accumulate_dtype(hidden.dtype))
@@ -100,7 +102,8 @@ def token_log_probabilities(
     parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
     if fixed_order:
         return torch.cat([log_probabilities_of_logits(capped(fixed_linear(h, weight), cap), t) for h, t in parts])
-    vocab, weight = weight.shape[0], pad_vocabulary(weight)
+    vocab = weight.shape[0]
+    weight = pad_vocabulary(weight)
     return torch.cat([log_probabilities_of_logits(_logits(h, weight, vocab, cap)[0], t) for h, t in parts])
 
 
@@ -147,7 +150,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sums_and_gradient = _gradient_fused if hidden.is_cuda and hidden.element_size() <= 4 else _gradient_eager
         loss, squares = (torch.zeros((), dtype=wide, device=hidden.device) for _ in range(2))
         hidden_grad = torch.empty_like(hidden)
-        vocab, weight = weight.shape[0], pad_vocabulary(weight)
+        vocab = weight.shape[0]
+        weight = pad_vocabulary(weight)
         weight_grad: Tensor | None = None
         parts = (hidden.split(chunk), hidden_grad.split(chunk), targets.split(chunk))
         of_parts = [None] * len(parts[0]) if weights is None else weights.split(chunk)
@@ -174,7 +178,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        loss_grad, dtype = grad_outputs[0], hidden_grad.dtype
+        loss_grad = grad_outputs[0]
+        dtype = hidden_grad.dtype
         scaled_weight = None if weight_grad is None else scale(weight_grad, loss_grad, dtype)
         return scale(hidden_grad, loss_grad, dtype), scaled_weight, *[None] * 5
 
@@ -233,7 +238,8 @@ def _gradient_eager(
     valid = (targets >= 0)[:, None].to(buffer.dtype)
     factor = valid if weights is None else weights[:, None] * valid
     target_log = buffer.gather(-1, column)
-    loss, squares = -(target_log * factor).sum(), buffer.new_zeros(())
+    loss = -(target_log * factor).sum()
+    squares = buffer.new_zeros(())
     buffer.exp_()
     if z_loss:
         total = (logits.gather(-1, column) - target_log) * valid

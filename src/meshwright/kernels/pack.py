@@ -24,7 +24,8 @@ def pack(gradients: Sequence[Tensor], out: Tensor, ranks: int, *, plain: bool = 
         return
     from meshwright.kernels.pack_triton import copy_rows
 
-    offset, rank_elements = 0, out.numel() // ranks
+    offset = 0
+    rank_elements = out.numel() // ranks
     for gradient in gradients:
         offset += copy_rows(gradient, out, ranks, offset, rank_elements)
     assert offset == rank_elements

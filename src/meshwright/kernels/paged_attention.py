@@ -23,18 +23,24 @@ from meshwright.kernels.rope import RotaryTables, rotate, rotate_neighbours
 
 PROGRAMS_PER_PROCESSOR = 4
 """Programs of the decode kernel that each multiprocessor should get at least, if contexts are long."""
-MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 64
-"""Bounds of the parts of a context: the second kernel reads all of them, and a part has at least one tile of tokens."""
+MAX_SPLITS = 32
+"""Most parts of a context: the second kernel reads the results of all."""
+MIN_SPLIT_TOKENS = 64
+"""Fewest tokens of a part: one tile."""
 FULL_SHARE = 0.95
-"""Programs for undivided contexts, per multiprocessor, from which on only long contexts are divided: the parts of others gain nothing."""
+"""From so many programs per multiprocessor on, counted with undivided contexts, only long contexts are divided."""
 PART_TOKENS = {1: (272, 272), 2: (480, 1536)}
-"""Tokens of a part at least, by the bytes of a cached number, below FULL_SHARE and from it on, for one program for undivided contexts on
-each multiprocessor; with n programs each, n times as many. Found by trial on an H200 with contexts of 1,056 tokens: fp8 is converted by
-the program, so more programs than for bf16 are needed to reach the memory's bandwidth."""
+"""Fewest tokens of a part, by the bytes of a cached number: below FULL_SHARE, and from it on.
+
+They are for one program per multiprocessor, counted with undivided contexts; with n programs n times as many. Found by trial on an H200
+with contexts of 1,056 tokens. A program converts fp8 numbers itself, so fp8 needs more programs than bf16 to reach the memory's bandwidth.
+"""
 LARGE_TILES = ((0.95, 1.75), (2.5, 3.0))
-"""Programs per multiprocessor for which large tiles of bf16 are faster: those that fill one or two programs' room on each."""
-INVARIANT_SPLITS, INVARIANT_PART = 16, 256
-"""In invariant mode a context has this many parts at most, and a part this many tokens at least: its own length alone decides."""
+"""Ranges of programs per multiprocessor in which large tiles of bf16 are faster: one or two such programs then fill each."""
+INVARIANT_SPLITS = 16
+"""Most parts of a context in invariant mode. Its own length alone decides how many it has."""
+INVARIANT_PART = 256
+"""Fewest tokens of a part in invariant mode."""
 
 
 def write_cache(
@@ -95,7 +101,8 @@ def rotate_and_write(
         cos, sin = tables
         step_tables = cos[positions][:, None], sin[positions][:, None]
         turn = rotate_neighbours if neighbours else rotate
-        q, k = turn(q, step_tables), turn(k, step_tables)
+        q = turn(q, step_tables)
+        k = turn(k, step_tables)
     if rotated_keys is not None:
         rotated_keys.copy_(k)
     write_cache(k, v, cache_layer, slots, scales=scales, plain=plain)
@@ -134,7 +141,8 @@ def paged_attention(
         _attend_by_kernels(q, *step, out, decodes, decode_queries, window, scales, sinks, cap, invariant)
         return out
     out.zero_()
-    starts, lengths = query_starts.tolist(), context_lengths.tolist()
+    starts = query_starts.tolist()
+    lengths = context_lengths.tolist()
     for sequence, length in enumerate(lengths):
         queries = slice(max(starts[sequence], starts[sequence + 1] - length), starts[sequence + 1])
         count = queries.stop - queries.start
@@ -186,10 +194,10 @@ def decode_splits(programs: int, tokens: int, processors: int, *, invariant: boo
 
 
 def part_tokens(programs: int, processors: int, itemsize: int = 2) -> int:
-    """Tokens that each part of a context has at least, if there are several: more parts would be read no faster.
+    """Fewest tokens of a part, if a context has several: with smaller parts the cache would be read no faster.
 
-    `programs` is as of `decode_splits`, `itemsize` the bytes of a cached number. The kernel finds the parts of each context by its length,
-    so long texts have more. Example: 32 sequences with 4 key/value heads in bf16 on 132 multiprocessors have 128 programs, 0.97 each; a
+    `programs` is as in `decode_splits`, `itemsize` the bytes of a cached number. The kernel divides each context by its own length, so
+    long ones have more parts. Example: 32 sequences with 4 key/value heads in bf16 on 132 multiprocessors have 128 programs, 0.97 each; a
     part has at least 1536 · 128 / 132 = 1489 tokens, so contexts below 2,978 tokens are not divided.
     """
     few, full = PART_TOKENS[min(itemsize, 2)]
@@ -217,11 +225,13 @@ def _attend_by_kernels(
 
     rows = decodes * decode_queries
     if decodes:
-        tokens, block = block_tables.shape[1] * cache_layer.shape[3], cache_layer.shape[3]
+        tokens = block_tables.shape[1] * cache_layer.shape[3]
+        block = cache_layer.shape[3]
         tokens = tokens if window is None else min(tokens, window + decode_queries)
         programs = decodes * cache_layer.shape[2]
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        splits, least = decode_splits(programs, tokens, processors, invariant=invariant), INVARIANT_PART
+        splits = decode_splits(programs, tokens, processors, invariant=invariant)
+        least = INVARIANT_PART
         large = any(low <= programs / processors < high for low, high in LARGE_TILES)
         if not invariant:
             least = part_tokens(programs, processors, cache_layer.element_size())
@@ -236,7 +246,7 @@ def _attend_by_kernels(
 
 
 def runs_kernels(x: Tensor, plain: bool) -> bool:
-    """Whether Triton kernels compute what x is an input of."""
+    """Whether Triton kernels compute operations on x."""
     return x.is_cuda and x.element_size() <= 4 and not plain
 
 
@@ -259,9 +269,9 @@ def _gather(
 def visible_keys(
     queries: int, keys: int, window: int | None, device: torch.device, cap: float | None = None
 ) -> AttentionMask | None:
-    """Return the mask of the last `queries` over `keys` tokens, with a `cap` of scores.
+    """The mask of the last `queries` of `keys` tokens, with a `cap` of scores.
 
-    None if each attends to all earlier ones of the same tokens, without a cap.
+    None if there is no cap, the queries are all of the tokens, and each attends to all earlier ones.
     """
     if cap is None and queries == keys and (window is None or window >= keys):
         return None

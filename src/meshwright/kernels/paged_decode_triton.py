@@ -44,7 +44,8 @@ def decode_launch(head_dim: int, itemsize: int, block_tokens: int, *, small: boo
     tile = min(128, max(16, TILE_BYTES // (triton.next_power_of_2(head_dim) * max(itemsize, 2))))
     stages = 3
     if small and itemsize == 2:
-        tile, stages = max(16, tile // 2), 4
+        tile = max(16, tile // 2)
+        stages = 4
     return AttentionLaunch(
         min(tile, block_tokens) if block_tokens >= 32 else tile, warps=2 if narrow else 4, stages=stages
     )
@@ -70,8 +71,11 @@ def paged_decode(
 
     Contexts are divided into `splits` parts at most, which have at least `least` tokens.
     """
-    sequences, (heads, head_dim), kv_heads = len(context_lengths), q.shape[1:], cache_layer.shape[2]
-    block_tokens, rows = cache_layer.shape[3], queries * heads // kv_heads
+    sequences = len(context_lengths)
+    heads, head_dim = q.shape[1:]
+    kv_heads = cache_layer.shape[2]
+    block_tokens = cache_layer.shape[3]
+    rows = queries * heads // kv_heads
     launch = launch or decode_launch(head_dim, cache_layer.element_size(), block_tokens)
     shape: dict[str, Any] = {
         "QUERIES": queries,
@@ -82,7 +86,8 @@ def paged_decode(
         "TILE": launch.tile,
     }
     least = triton.cdiv(least, launch.tile)
-    partial, logarithms = out, out
+    partial = out
+    logarithms = out
     if splits > 1:
         partial = q.new_empty(sequences * kv_heads * splits * rows, head_dim, dtype=torch.float32)
         logarithms = q.new_empty(len(partial), dtype=torch.float32)
@@ -248,11 +253,16 @@ def _decode(
     DEPENDENT: tl.constexpr,
 ) -> None:
     await_previous(DEPENDENT)
-    head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads, splits = tl.num_programs(0), tl.num_programs(2)
+    head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    split = tl.program_id(2)
+    heads = tl.num_programs(0)
+    splits = tl.num_programs(2)
     length = tl.load(lengths + sequence)
     begin, end = split_tiles(length, split, splits, least, QUERIES, WINDOW, TILE)
-    row, dim, token = tl.arange(0, PAIRS), tl.arange(0, DIMS), tl.arange(0, TILE)
+    row = tl.arange(0, PAIRS)
+    dim = tl.arange(0, DIMS)
+    token = tl.arange(0, TILE)
     used = (row < QUERIES * GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     source = (sequence * QUERIES + row // GROUP).to(tl.int64) * q_stride + (head * GROUP + row % GROUP) * HEAD_DIM
     queries = tl.load(q + source[:, None] + dim[None, :], mask=used, other=0.0)
@@ -327,8 +337,12 @@ def combine_splits(
 ) -> None:
     """The sum of the splits' results, weighted by the sums of their exponentials, of one query head."""
     await_previous(DEPENDENT)
-    row, head, sequence, heads = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, DIMS)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    heads = tl.num_programs(1)
+    split = tl.arange(0, SPLITS)
+    dim = tl.arange(0, DIMS)
     begin, end = split_tiles(tl.load(lengths + sequence), split, splits, least, QUERIES, WINDOW, TILE)
     full = (split < splits) & (begin < end)
     source = ((sequence * heads + head).to(tl.int64) * splits + split) * (QUERIES * GROUP) + row

@@ -50,8 +50,11 @@ def paged_prefill(
     launch: AttentionLaunch | None = None,
 ) -> None:
     """Attention of the `queries` rows of q `(…, heads, head_dim)` from `query_starts[0]` on, into the same rows of `out`."""
-    sequences, (heads, head_dim), kv_heads = len(context_lengths), q.shape[1:], cache_layer.shape[2]
-    launch, group = launch or prefill_launch(head_dim, q.element_size()), heads // kv_heads
+    sequences = len(context_lengths)
+    heads, head_dim = q.shape[1:]
+    kv_heads = cache_layer.shape[2]
+    launch = launch or prefill_launch(head_dim, q.element_size())
+    group = heads // kv_heads
     # 128 pairs are two instructions of Hopper's tensor cores.
     rows = max(launch.pairs, triton.next_power_of_2(group))
     _prefill[(kv_heads, queries // (rows // group) + sequences)](
@@ -189,7 +192,8 @@ def _prefill(
     SINKS: tl.constexpr,
     CAP: tl.constexpr,
 ) -> None:
-    head, heads = tl.program_id(0), tl.num_programs(0)
+    head = tl.program_id(0)
+    heads = tl.num_programs(0)
     part: tl.constexpr = PAIRS // GROUP
     # The last queries of a prompt see the most tokens, so their programs start first.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -197,14 +201,16 @@ def _prefill(
     if first >= count:
         return
     length = tl.load(lengths + sequence)
-    row, dim = tl.arange(0, PAIRS), tl.arange(0, DIMS)
+    row = tl.arange(0, PAIRS)
+    dim = tl.arange(0, DIMS)
     query = first + row // GROUP
     used = ((row < part * GROUP) & (query < count))[:, None] & (dim < HEAD_DIM)[None, :]
     source = (query_begin + query).to(tl.int64)
     head_offset = (head * GROUP + row % GROUP) * HEAD_DIM
     queries = tl.load(q + (source * q_stride + head_offset)[:, None] + dim[None, :], mask=used, other=0.0)
     position = length - count + query
-    lowest, last = length - count + first, length - count + tl.minimum(first + part, count) - 1
+    lowest = length - count + first
+    last = length - count + tl.minimum(first + part, count) - 1
     end = (last + TILE) // TILE
     table = tables + sequence.to(tl.int64) * table_stride
     keys_begin = cache + head * head_stride
@@ -216,7 +222,8 @@ def _prefill(
     sums = tl.zeros([PAIRS, DIMS], tl.float32)
     if SINKS:
         highest, total = sink_scores(sinks + head * GROUP + row % GROUP, row < part * GROUP)
-    begin, low = 0, 0
+    begin = 0
+    low = 0
     full_end = (lowest + 1) // TILE
     if WINDOW > 0:
         low = tl.maximum(lowest - WINDOW + 1, 0)

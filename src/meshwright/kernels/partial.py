@@ -1,9 +1,10 @@
 """Attention over a part of the keys, and the combination of such partial results: the operations of ring attention.
 
-A partial result comes with the logsumexp of its scores, and these suffice to combine two partial results (online softmax; Milakov &
-Gimelshein 2018, Rabe & Staats 2021). The gradients of a part need only the combined result and its logsumexp (Dao et al. 2022). With
-`plain` scores are computed explicitly. Otherwise the functions call the operators behind scaled-dot-product attention, whose public
-function does not return the logsumexp: on CUDA cuDNN, or FlashAttention where cuDNN does not support the shapes; FlashAttention on a CPU.
+A partial result has the logsumexp of its scores beside it. Two partial results and their logsumexps are enough to combine them (online
+softmax; Milakov & Gimelshein 2018, Rabe & Staats 2021). The gradients of a part need only the combined result and its logsumexp (Dao et
+al. 2022). With `plain` scores are computed explicitly. Otherwise the functions call torch's inner operators of scaled-dot-product
+attention, because the public function does not return the logsumexp. On CUDA that is cuDNN, or FlashAttention for shapes that cuDNN does
+not support; on a CPU it is FlashAttention.
 
 Shapes: q, out and their gradients `(batch, queries, heads, head_dim)`, k and v `(batch, keys, kv_heads, head_dim)`, logsumexps
 `(batch, heads, queries)`.
@@ -28,7 +29,7 @@ _aten = torch.ops.aten
 
 
 CUDNN_TOKENS = 16384
-"""Keys from which cuDNN, which is faster than FlashAttention, is worth the plan that it makes for each new length.
+"""With fewer keys FlashAttention is used: cuDNN computes faster, but must first make a plan for each new length.
 
 A step of hybrid ranks with samples of at most 2,048 tokens took 2.3 s with cuDNN and 1.1 with FlashAttention on two H200s
 (benchmarks/results/2026-11-29-families-2xH200.json). The bound itself is an estimate from the rates of both; it was not measured.
@@ -36,7 +37,7 @@ A step of hybrid ranks with samples of at most 2,048 tokens took 2.3 s with cuDN
 
 
 class VisibleBlock(NamedTuple):
-    """Queries of one rank and the keys of another that they attend to: all of these, or with `causal` each up to its position."""
+    """Queries of one rank, and the keys of another rank that they attend to: all of them, or with `causal` those up to the query."""
 
     queries: slice
     keys: slice
@@ -46,10 +47,13 @@ class VisibleBlock(NamedTuple):
 def visible_block(rank: int, source: int, seq: int) -> VisibleBlock:
     """Return the queries of `rank` and the keys of `source` between which `rank` computes scores.
 
-    Each rank has two chunks of a causal sequence, together `seq` tokens. Of 2n chunks rank r has chunks r and 2n-1-r (zigzag; Zhu 2024), so
-    that all ranks compute equally many scores in every step of the ring. Within a rank attention is causal. All queries attend to the first
-    chunk of an earlier rank and none to its second chunk. Only queries of the second chunk attend to the keys of a later rank, to both
-    chunks.
+    A causal sequence is divided into 2n chunks for n ranks. Rank r has the chunks r and 2n-1-r, together `seq` tokens (zigzag; Zhu 2024),
+    so that all ranks compute equally many scores in every step of the ring. Example: with 2 ranks, rank 0 has chunks 0 and 3, rank 1 has 1
+    and 2.
+
+    - Keys of the same rank: attention is causal.
+    - Keys of an earlier rank: all queries attend to its first chunk, and none to its second.
+    - Keys of a later rank: only queries of the second chunk attend to them, to both chunks.
     """
     half = seq // 2
     return visible_part(rank, source, (half, seq), (half, seq))
@@ -131,7 +135,8 @@ class AttentionAccumulator:
     """Combines partial results: `out` and its `logsumexp` over all keys added so far, in fp32 (fp64 for fp64)."""
 
     def __init__(self, out: Tensor, logsumexp: Tensor) -> None:
-        self.out, self.logsumexp = out.to(logsumexp.dtype), logsumexp
+        self.out = out.to(logsumexp.dtype)
+        self.logsumexp = logsumexp
 
     def add(self, queries: slice, out: Tensor, logsumexp: Tensor) -> None:
         """Add the partial result of some queries over other keys."""
@@ -180,7 +185,8 @@ def _warn_once(dtype: str, head_dim: int) -> None:
 
 
 def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    scores, values = _scores(q, k, causal), _repeat_heads(v, q)
+    scores = _scores(q, k, causal)
+    values = _repeat_heads(v, q)
     logsumexp = torch.logsumexp(scores, dim=-1)
     out = torch.exp(scores - logsumexp[..., None]) @ values
     return out.transpose(1, 2).to(q.dtype), logsumexp
@@ -189,11 +195,14 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Ten
 def _plain_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = _repeat_heads(k, q), _repeat_heads(v, q)
+    keys = _repeat_heads(k, q)
+    values = _repeat_heads(v, q)
     grad, out, queries = (tensor.to(logsumexp.dtype).transpose(1, 2) for tensor in (grad, out, q))
     weights = torch.exp(_scores(q, k, causal) - logsumexp[..., None])
     score_grads = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    q_grad, k_grad, v_grad = score_grads @ keys, score_grads.mT @ queries, weights.mT @ grad
+    q_grad = score_grads @ keys
+    k_grad = score_grads.mT @ queries
+    v_grad = weights.mT @ grad
     k_grad, v_grad = (gradient.unflatten(1, (k.shape[2], -1)).sum(2) for gradient in (k_grad, v_grad))
     return q_grad.transpose(1, 2), k_grad.transpose(1, 2), v_grad.transpose(1, 2)
 

@@ -70,13 +70,15 @@ def _combine(
     is_element = is_head[:, None] & (element < head_dim)[None, :]
     sums = logsumexp + batch * sum_batch + query * sum_query + head * sum_head
     other_sums = other_logsumexp + batch * other_sum_batch + query * other_sum_query + head * other_sum_head
-    own, others = tl.load(sums, is_head, other=0.0), tl.load(other_sums, is_head, other=0.0)
+    own = tl.load(sums, is_head, other=0.0)
+    others = tl.load(other_sums, is_head, other=0.0)
     largest = tl.maximum(own, others)
     combined = largest + tl.log(tl.exp(own - largest) + tl.exp(others - largest))
     values = out + batch * out_batch + query * out_query + head[:, None] * out_head + element[None, :] * out_element
     summand = other + batch * other_batch + query * other_query + head[:, None] * other_head
     added = tl.load(summand + element[None, :] * other_element, is_element, other=0.0).to(out.dtype.element_ty)
     kept = tl.load(values, is_element, other=0.0)
-    weight, other_weight = tl.exp(own - combined), tl.exp(others - combined)
+    weight = tl.exp(own - combined)
+    other_weight = tl.exp(others - combined)
     tl.store(values, kept * weight[:, None] + added * other_weight[:, None], is_element)
     tl.store(sums, combined, is_head)

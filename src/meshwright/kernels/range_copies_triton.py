@@ -27,7 +27,8 @@ def fused_copy(ranges: Tensor, device: torch.device) -> Tensor:
 
 @triton.jit
 def _copy_ranges(ranges, sums, COLUMNS: tl.constexpr, TILES: tl.constexpr) -> None:
-    index, part = tl.program_id(0), tl.program_id(1)
+    index = tl.program_id(0)
+    part = tl.program_id(1)
     # The compiler must know that pointers and numbers of words are aligned, or each load has 8 bytes.
     source = tl.multiple_of(tl.load(ranges + index * 3).to(tl.pointer_type(tl.int64)), 16)
     address = tl.load(ranges + index * 3 + 1)

@@ -117,10 +117,13 @@ def _yarn(frequencies: Tensor, scaling: YarnScaling, head_dim: int, theta: float
         """The pair of dimensions that turns so often over the original context."""
         return head_dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    low = dimension(scaling.beta_fast)
+    high = dimension(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
     scaled = ((pairs - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
     return frequencies / scaling.factor * scaled + frequencies * (1 - scaled)

@@ -16,9 +16,10 @@ from meshwright.spec.serving_limits import MOST_EXPERTS
 class ExpertChoice(NamedTuple):
     """The experts that tokens choose.
 
-    `weights` and `chosen` `(batch, seq, copies)`: the factor of each chosen expert's output, and the expert; `probability_sums` and `loads`
-    `(batch, experts)`: by sequence, the sum of an expert's probabilities and how often it is chosen. `weights` and `probability_sums` are
-    differentiable.
+    - `weights` `(batch, seq, copies)`: the factor of each chosen expert's output. Differentiable.
+    - `chosen` `(batch, seq, copies)`: the experts.
+    - `probability_sums` `(batch, experts)`: the sum of each expert's probabilities over a sequence. Differentiable.
+    - `loads` `(batch, experts)`: how often a sequence chooses each expert.
     """
 
     weights: Tensor
@@ -28,7 +29,7 @@ class ExpertChoice(NamedTuple):
 
 
 def has_kernel(x: Tensor, experts: int) -> bool:
-    """Whether the kernels take the logits, or the chosen experts, `x` of so many experts."""
+    """Whether the kernels can compute x, the logits or the chosen experts, with so many experts."""
     return x.is_cuda and experts <= MOST_EXPERTS and (not x.is_floating_point() or x.element_size() <= 4)
 
 
@@ -37,9 +38,10 @@ def choose(
 ) -> ExpertChoice:
     """The `copies` experts of the highest score of each token.
 
-    `logits` `(batch, seq, experts)` are a router's output that `has_kernel` takes. Scores are a softmax or
-    sigmoids, to which `bias` `(experts,)` is added for the choice only. Of equal scores the first expert's comes first. Weights are the
-    scores, by token divided by their sum if `normalised`, times `scale`; the least sum of a softmax with a bias is `LEAST_SUM`.
+    `logits` `(batch, seq, experts)` are a router's output for which `has_kernel` is true. Scores are a softmax or sigmoids. A `bias`
+    `(experts,)` is added to the scores for the choice only. Of equal scores the expert with the lower number is chosen. Weights are the
+    scores times `scale`; if `normalised`, a token's scores are first divided by their sum, which is at least `LEAST_SUM` for a softmax with
+    a bias.
     """
     return ExpertChoice(*_choose_experts(logits, bias, sigmoid, copies, normalised, scale))
 

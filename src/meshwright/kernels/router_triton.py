@@ -1,8 +1,8 @@
-"""The Triton kernels of a mixture's router and of the order of its token copies; imported only with a CUDA device.
+"""The Triton kernels of an MoE layer's router and of the sorting of token copies by expert; imported only with a CUDA device.
 
-torch's top-k takes 0.23 ms for 32,768 tokens and 128 experts on an H200, though the logits are 8 MB, and its order is a radix sort. Here
-one kernel per direction computes scores, choice, weights, sums of probabilities and loads; the order takes three: counts per block of
-tokens, their scan, and the positions.
+torch's top-k takes 0.23 ms for 32,768 tokens and 128 experts on an H200, though the logits are only 8 MB, and torch sorts by radix. Here
+one kernel for the forward and one for the backward compute scores, choice, weights, sums of probabilities and loads. Three kernels sort:
+one counts copies per block of tokens, one adds the counts up, and one computes the positions.
 
 A program has a tile of tokens by experts in registers.
 """
@@ -22,7 +22,7 @@ TILE = 2048
 With twice as many, counting takes 254 registers of a thread on sm_90 instead of 74.
 """
 SCAN_BLOCK = 1024
-"""Blocks of tokens of which one program of the scan reads the counts at a time."""
+"""Counts of blocks of tokens that one program reads at a time when it adds them up."""
 LEAST = tl.constexpr(LEAST_SUM)
 
 
@@ -49,7 +49,8 @@ def pick(
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`weights` and `chosen` of a `router.ExpertChoice`; fills sums and counts `(batch, parts, experts)` of tiles of tokens, if given."""
-    logits, (batch, seq, experts) = logits.contiguous(), logits.shape
+    logits = logits.contiguous()
+    batch, seq, experts = logits.shape
     tokens, block = _tile(experts)
     weights = torch.empty(batch, seq, copies, dtype=torch.float32, device=logits.device)
     chosen = torch.empty_like(weights, dtype=torch.int64)
@@ -86,7 +87,8 @@ def choice_gradient(
     scale: float,
 ) -> Tensor:
     """The gradient of `logits` from those of the weights and of the sums of probabilities."""
-    logits, (batch, seq, experts) = logits.contiguous(), logits.shape
+    logits = logits.contiguous()
+    batch, seq, experts = logits.shape
     tokens, block = _tile(experts)
     out = torch.empty_like(logits)
     if out.numel():
@@ -113,7 +115,8 @@ def choice_gradient(
 @torch.library.custom_op("meshwright::sort_by_expert", mutates_args=())
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors of a `grouped.ExpertOrder`; the experts `chosen` `(tokens, copies)` of one token differ."""
-    chosen, (count, copies) = chosen.contiguous(), chosen.shape
+    chosen = chosen.contiguous()
+    count, copies = chosen.shape
     tokens, block = _tile(experts)
     parts = triton.cdiv(count, tokens)
     counts, before = (torch.empty(parts, experts, dtype=torch.int32, device=chosen.device) for _ in range(2))
@@ -136,7 +139,8 @@ def _tile(experts: int) -> tuple[int, int]:
 
 
 def _empty_order(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    order, positions = chosen.new_empty(chosen.numel(), dtype=torch.int64), torch.empty_like(chosen, dtype=torch.int64)
+    order = chosen.new_empty(chosen.numel(), dtype=torch.int64)
+    positions = torch.empty_like(chosen, dtype=torch.int64)
     return order, positions, chosen.new_empty(experts, dtype=torch.int32)
 
 
@@ -163,9 +167,13 @@ def _choose(
     tokens: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    sequence, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    token, expert, slot = part * tokens + tl.arange(0, tokens), tl.arange(0, block), tl.arange(0, slots)
-    exists, is_expert = (token < seq)[:, None], (expert < experts)[None, :]
+    sequence = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(0)
+    token = part * tokens + tl.arange(0, tokens)
+    expert = tl.arange(0, block)
+    slot = tl.arange(0, slots)
+    exists = (token < seq)[:, None]
+    is_expert = (expert < experts)[None, :]
     index = sequence * seq + token
     x = tl.load(logits + index[:, None] * experts + expert[None, :], mask=exists & is_expert, other=0.0)
     scores, probabilities, _ = scores_of(x, is_expert, sigmoid)
@@ -173,7 +181,8 @@ def _choose(
     picked, numbers, places = pick_copies(keys, scores, is_expert & (index >= 0)[:, None], copies, slots, tokens, block)
     if normalised:
         picked /= divisor_of(tl.sum(picked, 1), sigmoid, bias is not None)[:, None]
-    target, stored = index[:, None] * copies + slot[None, :], exists & (slot < copies)[None, :]
+    target = index[:, None] * copies + slot[None, :]
+    stored = exists & (slot < copies)[None, :]
     tl.store(weights + target, picked * scale, mask=stored)
     tl.store(chosen + target, numbers.to(tl.int64), mask=stored)
     partial = (sequence * tl.num_programs(0) + part) * experts + expert
@@ -202,13 +211,16 @@ def _choose_backward(
     block: tl.constexpr,
 ) -> None:
     sequence = tl.program_id(1).to(tl.int64)
-    token, expert = tl.program_id(0) * tokens + tl.arange(0, tokens), tl.arange(0, block)
-    exists, is_expert = token < seq, (expert < experts)[None, :]
+    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    expert = tl.arange(0, block)
+    exists = token < seq
+    is_expert = (expert < experts)[None, :]
     inside = exists[:, None] & is_expert
     index = sequence * seq + token
     x = tl.load(logits + index[:, None] * experts + expert[None, :], mask=inside, other=0.0)
     scores, probabilities, score_sum = scores_of(x, is_expert, sigmoid)
-    total, mean = tl.full((tokens,), 1.0, tl.float32), tl.zeros((tokens,), tl.float32)
+    total = tl.full((tokens,), 1.0, tl.float32)
+    mean = tl.zeros((tokens,), tl.float32)
     if normalised:
         # With weights w = s / S of scores s, the gradient of a score is (g - Σ w·g) / S.
         total -= 1.0
@@ -254,7 +266,7 @@ def scores_of(x, is_expert, sigmoid: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def divisor_of(total, sigmoid: tl.constexpr, biased: tl.constexpr) -> tl.tensor:
-    """What the scores of chosen experts are divided by, of their sum: a bias may choose experts whose softmax is 0."""
+    """The number by which the scores of chosen experts are divided, from their sum: not 0, as a bias may choose experts of softmax 0."""
     if biased and not sigmoid:
         total = tl.maximum(total, LEAST)
     return total
@@ -276,11 +288,12 @@ def keys_of(x, scores, bias, expert, experts) -> tl.tensor:
 def pick_copies(
     keys, scores, free, copies: tl.constexpr, slots: tl.constexpr, tokens: tl.constexpr, block: tl.constexpr
 ) -> tl.tuple:
-    """Of the experts that are `free` `(tokens, block)` the `copies` with the highest keys, of equal ones the first.
+    """Choose the `copies` experts with the highest keys among those that are `free` `(tokens, block)`; of equal keys the first.
 
-    Returns their scores and numbers `(tokens, slots)`, and the copy of each expert `(tokens, block)`, −1 for those not chosen.
+    Returns their scores and numbers `(tokens, slots)`, and for each expert the copy that it computes `(tokens, block)`, −1 if none.
     """
-    expert, slot = tl.arange(0, block), tl.arange(0, slots)
+    expert = tl.arange(0, block)
+    slot = tl.arange(0, slots)
     picked = tl.zeros((tokens, slots), tl.float32)
     numbers = tl.zeros((tokens, slots), tl.int32)
     places = tl.full((tokens, block), -1, tl.int32)
@@ -306,7 +319,7 @@ def _count(chosen, counts, count, experts, copies: tl.constexpr, tokens: tl.cons
 
 @triton.jit
 def _scan(counts, before, totals, parts, experts, block: tl.constexpr) -> None:
-    """For one expert: its copies before each block of tokens, and all."""
+    """For one expert: the number of its copies before each block of tokens, and of all its copies."""
     expert = tl.program_id(0)
     total = tl.zeros((), tl.int32)
     for start in range(0, parts, block):
@@ -354,7 +367,8 @@ def _order(
 @triton.jit
 def _choices(chosen, part, count, copies: tl.constexpr, tokens: tl.constexpr, block: tl.constexpr) -> tl.tensor:
     """1 where a token of the block chose an expert, `(tokens, experts)`."""
-    token, expert = part.to(tl.int64) * tokens + tl.arange(0, tokens), tl.arange(0, block)
+    token = part.to(tl.int64) * tokens + tl.arange(0, tokens)
+    expert = tl.arange(0, block)
     choices = tl.zeros((tokens, block), tl.int32)
     for copy in tl.static_range(copies):
         number = tl.load(chosen + token * copies + copy, mask=token < count, other=-1).to(tl.int32)

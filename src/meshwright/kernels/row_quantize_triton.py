@@ -25,7 +25,9 @@ from meshwright.kernels.swiglu_triton import gate_sigmoid
 ELEMENTS_PER_THREAD = 16
 """More threads would wait longer for the reductions over a token, fewer would have too few loads in flight."""
 MIN_MAGNITUDE = tl.constexpr(2.0**-100)
-CARRY, EXPONENT, INVERSE = tl.constexpr(0x1FFFFF), tl.constexpr(0x7F800000), tl.constexpr(254 << 23)
+CARRY = tl.constexpr(0x1FFFFF)
+EXPONENT = tl.constexpr(0x7F800000)
+INVERSE = tl.constexpr(254 << 23)
 LARGEST_EXPONENT = tl.constexpr(8 << 23)
 """The constants of `fp8_products.scale_of` and `inverse`, for e4m3."""
 LARGEST_INTEGER = tl.constexpr(127.0)
@@ -35,7 +37,8 @@ TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 
 def round_rows(x: Tensor, dtype: torch.dtype = E4M3, *, group: int = 0) -> RoundedMatrix:
     """x in 8 bits; see `row_quantize.quantize_rows`."""
-    x, width = x.contiguous(), x.shape[-1]
+    x = x.contiguous()
+    width = x.shape[-1]
     out = _empty(x, width, dtype, group)
     if x.numel():
         _round_rows[(x.numel() // width,)](x, *out, WIDTH=width, **_launch(out, group))
@@ -53,8 +56,11 @@ def round_add_rms_norm(
     group: int = 0,
 ) -> tuple[Tensor, RoundedMatrix]:
     """The sum, and its norm in 8 bits; see `row_quantize.quantize_add_rms_norm`."""
-    x, delta, width = x.contiguous(), delta.contiguous(), x.shape[-1]
-    total, out = torch.empty_like(x), _empty(x, width, dtype, group)
+    x = x.contiguous()
+    delta = delta.contiguous()
+    width = x.shape[-1]
+    total = torch.empty_like(x)
+    out = _empty(x, width, dtype, group)
     if x.numel():
         _round_add_rms_norm[(x.numel() // width,)](
             x, delta, weight, total, *out, eps, PLUS_ONE=plus_one, WIDTH=width, **_launch(out, group)
@@ -74,8 +80,10 @@ def round_add_copies_rms_norm(
     group: int = 0,
 ) -> tuple[Tensor, RoundedMatrix]:
     """The sum with the copies' outputs, and its norm in 8 bits; see `row_quantize.quantize_add_copies_rms_norm`."""
-    x, width = x.contiguous(), x.shape[-1]
-    total, out = torch.empty_like(x), _empty(x, width, dtype, group)
+    x = x.contiguous()
+    width = x.shape[-1]
+    total = torch.empty_like(x)
+    out = _empty(x, width, dtype, group)
     if x.numel():
         _round_add_copies_rms_norm[(x.numel() // width,)](
             x,
@@ -97,7 +105,8 @@ def round_gated_rows(
     gate_up: Tensor, dtype: torch.dtype = E4M3, *, gelu: bool = False, group: int = 0
 ) -> RoundedMatrix:
     """The gated activation in 8 bits; see `row_quantize.quantize_gated`."""
-    gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
+    gate_up = gate_up.contiguous()
+    width = gate_up.shape[-1] // 2
     out = _empty(gate_up, width, dtype, group)
     if gate_up.numel():
         grid = (gate_up.numel() // (2 * width),)
@@ -179,8 +188,10 @@ def _round_rows(
     DEPENDENT: tl.constexpr,
 ) -> None:
     await_previous(DEPENDENT)
-    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside, offset = column < WIDTH, token * WIDTH + column
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    offset = token * WIDTH + column
     row = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     _store_rounded(row, inside, values, scales, offset, token, stride, GROUP, WIDTH, BLOCK)
 
@@ -201,8 +212,10 @@ def _round_add_rms_norm(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside, offset = column < WIDTH, token * WIDTH + column
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    offset = token * WIDTH + column
     factor = norm_factor(weight, column, inside, PLUS_ONE)
     await_previous(DEPENDENT)
     # All loads are issued before the first use of one, so that their latencies overlap.
@@ -230,8 +243,10 @@ def _round_add_copies_rms_norm(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside, offset = column < WIDTH, token * WIDTH + column
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    offset = token * WIDTH + column
     factor = norm_factor(weight, column, inside, PLUS_ONE)
     await_previous(DEPENDENT)
     rounded = add_copies(x, copies, shared, token, offset, column, inside, total.dtype.element_ty, COPIES, WIDTH, BLOCK)
@@ -275,8 +290,10 @@ def _round_gated(
     DEPENDENT: tl.constexpr,
 ) -> None:
     await_previous(DEPENDENT)
-    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside, offset = column < WIDTH, token * WIDTH + column
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    offset = token * WIDTH + column
     source = gate_up + token * (2 * WIDTH) + column
     gate = tl.load(source, mask=inside, other=0.0)
     up = tl.load(source + WIDTH, mask=inside, other=0.0)

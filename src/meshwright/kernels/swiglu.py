@@ -30,8 +30,10 @@ def gated_activation(
     return activation if weights is None else (activation * weights[..., None]).to(gate_up.dtype)
 
 
-CLAMP, SLOPE = 7.0, 1.702
-"""gpt-oss's bound of gates and ups, and the factor inside the sigmoid, which makes it like GELU."""
+CLAMP = 7.0
+"""gpt-oss's bound of gates and ups."""
+SLOPE = 1.702
+"""gpt-oss's factor inside the sigmoid, which makes x · sigmoid(SLOPE · x) like GELU."""
 
 
 def clamped_activation(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:

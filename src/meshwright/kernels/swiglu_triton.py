@@ -39,7 +39,8 @@ def fused_gated_activation_backward(
     weights_grad = (
         torch.empty_like(weights, memory_format=torch.contiguous_format) if weights is not None else grad.new_empty(0)
     )
-    count, width = grad.numel(), gate_up.shape[-1] // 2
+    count = grad.numel()
+    width = gate_up.shape[-1] // 2
     inputs = gate_up.contiguous(), grad.contiguous()
     if not count:
         return gate_up_grad, weights_grad

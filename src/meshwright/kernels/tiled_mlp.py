@@ -107,7 +107,8 @@ def tiled_backward(
     plain: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, `first`, its bias, `second` and its bias; of biases also where there are none."""
-    x_grad, sums = torch.empty_like(x, memory_format=torch.contiguous_format), _Sums(x)
+    x_grad = torch.empty_like(x, memory_format=torch.contiguous_format)
+    sums = _Sums(x)
     grads = grad.flatten(0, -2)
     for tokens, part in _tiles(x, tile):
         out_grad = grads[tokens]
@@ -148,7 +149,8 @@ class _Sums:
     """Sums over tiles, in the accumulation dtype of `like`; a single tile's are not converted."""
 
     def __init__(self, like: Tensor) -> None:
-        self.dtype, self._result = accumulate_dtype(like.dtype), like.dtype
+        self.dtype = accumulate_dtype(like.dtype)
+        self._result = like.dtype
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
 

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from meshwright.kernels.token_draw import SERIES_BELOW
 
-BLOCK, BLOCKS = 1024, 8
-"""Tokens that a program reads at a time, and how often; a large vocabulary is spread over several programs."""
+BLOCK = 1024
+"""Tokens that a program reads at a time."""
+BLOCKS = 8
+"""Blocks that a program reads. A large vocabulary is spread over several programs."""
 
 
 def draw(scores: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, blocks: int = BLOCKS) -> Tensor:

@@ -1,12 +1,17 @@
 """Triton kernels that move rows between ranks which map each other's memory; imported only where they run.
 
-Each rank has a window in memory that all ranks map; `peers` `(ranks,)` has their base addresses as int64, so several windows may lie on one
-device. An exchange has four steps, each a kernel: a rank writes its rows into the windows of their targets (`write_rows`), sets its flag
-in each window (`signal`), waits for the flags in its own window (`wait`), and copies the received rows out of it (`read_rows`). Counts
-of rows travel with flags of their own (`signal` with `load`), and `route` computes from them the target of each row. The host reads no
-value. Ranks that share a stream must all signal before one of them waits.
+Each rank has a window of memory, which all ranks map. `peers` `(ranks,)` has the base addresses of the windows as int64, so several
+windows may lie on one device. An exchange has four steps, each a kernel:
 
-A target is the rank in the upper 32 bits of an int64 and the row in that rank's window in the lower ones, or -1 if there is none.
+1. `write_rows`: a rank writes its rows into the windows of their targets.
+2. `signal`: it sets its flag in each window.
+3. `wait`: it waits for the flags of all ranks in its own window.
+4. `read_rows`: it copies the received rows out of its window.
+
+Before that, `signal` with `load` sends the numbers of rows, with flags of their own, and `route` computes the target of each row from
+them. The host reads no value. If ranks share a stream, all of them must signal before one of them waits.
+
+A target is an int64: the rank in the upper 32 bits, and the row in that rank's window in the lower 32; -1 if there is none.
 """
 
 from __future__ import annotations
@@ -28,8 +33,8 @@ SEARCHED = 8192
 def signal(peers: Tensor, rank: int, number: int, flags: int, load: Tensor | None = None, counts: int = 0) -> None:
     """Set this rank's flag to `number` in each window, after all earlier writes of the stream.
 
-    `flags` is the byte at which a window's flags `(ranks,)` start, int32. With `load` `(experts,)`, int32, each window also gets it, at
-    byte `counts`, as line `rank` of a table `(ranks, experts)`.
+    `flags` is the byte of a window at which its flags `(ranks,)`, int32, start. A `load` `(experts,)`, int32, is also written into each
+    window: as line `rank` of a table `(ranks, experts)` that starts at byte `counts`.
     """
     experts = 0 if load is None else load.shape[0]
     _signal[(peers.shape[0],)](
@@ -53,16 +58,21 @@ def wait(flags: Tensor, number: int) -> None:
 def route(
     counts: Tensor, rank: int, row_count: int, bound: int, exceeded: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Targets of rows on both ways from `counts` `(ranks, experts)`, int32: the rows of each rank for each expert.
+    """Targets of rows on the way out and back, from `counts` `(ranks, experts)`, int32: the rows of each rank for each expert.
 
-    Rank r has experts from `r · experts / ranks` on. A rank sends its `row_count` rows sorted by expert and receives at most `bound` rows,
-    sorted by expert, then by rank, then as the sender sorted them. Returns the ends of the received experts' rows
-    `(experts / ranks,)`, int32; the targets `(rows,)` of sent rows; the targets `(bound,)` of received rows on the way back; and `(3,)`,
-    int32: the number of rows sent, of rows received, and 1 if any rank would receive more than `bound` rows. Those beyond the bound
-    have no target, and `exceeded` `(1,)`, int32, which may be pinned host memory, becomes 1.
+    Rank r has the experts from r · experts / ranks on. A rank sends its `row_count` rows sorted by expert. It receives at most `bound`
+    rows, sorted by expert, then by sending rank, then as the sender sorted them. Returns:
+
+    - `(experts / ranks,)` int32: the end of each own expert's received rows;
+    - `(rows,)`: the targets of sent rows;
+    - `(bound,)`: the targets of received rows on the way back;
+    - `(3,)` int32: the rows sent, the rows received, and 1 if any rank would receive more than `bound` rows.
+
+    Rows beyond the bound have no target; then `exceeded` `(1,)`, int32, which may be pinned host memory, becomes 1.
     """
     ranks, experts = counts.shape
-    device, local = counts.device, experts // ranks
+    device = counts.device
+    local = experts // ranks
     segments = torch.empty(2, 2, experts, dtype=torch.int32, device=device)
     offsets = torch.empty(local, dtype=torch.int32, device=device)
     totals = torch.empty(3, dtype=torch.int32, device=device)
@@ -114,7 +124,8 @@ def write_rows(
     With `scales` they are rounded to `fp8` with one scale a row (`row_quantize.quantize_rows`); a window's scales, fp32, start at
     byte `scales`.
     """
-    activations, width = activations.contiguous(), activations.shape[1]
+    activations = activations.contiguous()
+    width = activations.shape[1]
     if activations.numel():
         _write_rows[_programs(activations)](
             activations,
@@ -133,8 +144,8 @@ def write_rows(
 def read_rows(received: Tensor, out: Tensor, totals: Tensor, back: bool, scales: Tensor | None = None) -> None:
     """Copy the rows that arrived from `received` `(≥ rows, width)` of this rank's window into `out` `(rows, width)`.
 
-    `totals` is from `route`. On the way out the rows of `out` beyond those received stay as they are. On the way back all rows are
-    NaN if a rank received more rows than fit: no result misses rows without a sign of it. `scales` `(≥ rows,)` multiply the rows.
+    `totals` is from `route`. On the way out the rows of `out` after the received ones are not written. On the way back all rows become
+    NaN if a rank has received more rows than fit, so that no result lacks rows unnoticed. `scales` `(≥ rows,)` multiply the rows.
     """
     if out.numel():
         _read_rows[_programs(out)](
@@ -200,9 +211,10 @@ def _route(
     RANK_BLOCK: tl.constexpr,
     LOCAL_BLOCK: tl.constexpr,
 ) -> None:
-    """Segments `(2, 2, experts)`: by way, the ends of consecutive rows with one target, and target minus row.
+    """Segments `(2, 2, experts)`: for the way out and the way back, the end of each segment, and its targets minus its rows.
 
-    On the way out a segment has the rows of an expert, on the way back those of an expert and a source rank.
+    A segment is a run of rows that go to one rank. On the way out it has the rows of an expert, on the way back the rows of an expert from
+    one sending rank.
     """
     EXPERTS: tl.constexpr = RANKS * LOCAL
     source = tl.arange(0, RANK_BLOCK)
@@ -278,13 +290,15 @@ def _write_rows(
     FP8: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    index, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    index = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     end = tl.load(count)
     while index < end:
         target = tl.load(targets + index)
         if target >= 0:
-            window, position = tl.load(peers + (target >> 32)), target & 0xFFFFFFFF
+            window = tl.load(peers + (target >> 32))
+            position = target & 0xFFFFFFFF
             numbers = tl.load(activations + index * WIDTH + column, mask=inside, other=0.0)
             address = window + first + position * (WIDTH * BYTES)
             if FP8 is None:
@@ -309,7 +323,8 @@ def _read_rows(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    index, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    index = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     end = row_count if BACK else tl.load(totals + 1)
     factor = tl.where(tl.load(totals + 2) != 0, float("nan"), 1.0)

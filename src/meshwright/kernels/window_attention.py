@@ -25,11 +25,13 @@ _aten = torch.ops.aten
 
 
 class FlashWindow(NamedTuple):
-    """A sliding window, and the documents of a micro-batch. Shapes do not depend on the documents, so a compiled block serves all.
+    """A sliding window, and the documents of a micro-batch. The shapes do not depend on the documents, so a block is compiled once.
 
-    `begins` `(batch · seq + 1,)` int32 has the index of the first token of each document, in the rows one after another; the number of
-    tokens fills it up. `sizes` `(2,)` int64 on the CPU has the number of documents and the tokens of the longest. Both are None if each
-    row is one document.
+    - `begins` `(batch · seq + 1,)` int32: the index of the first token of each document, counted over all rows. The rest is filled with the
+      number of tokens. Example: 2 rows of 4 tokens, the first with documents of 3 and 1 tokens: [0, 3, 4, 8, 8, 8, 8, 8, 8].
+    - `sizes` `(2,)` int64 on the CPU: the number of documents, and the tokens of the longest.
+
+    Both are None if each row is one document.
     """
 
     tokens: int
@@ -41,9 +43,9 @@ class FlashWindow(NamedTuple):
 def is_chosen(
     head_dim: int | None, window: int, cap: float | None, dtype: torch.dtype | None, device: torch.device
 ) -> bool:
-    """Whether FlashAttention computes a window on `device`; `head_dim` is None if values are narrower than keys.
+    """Whether FlashAttention computes a window on `device`. `head_dim` is None if values are narrower than keys.
 
-    Never where all sums must have one order: those of flex attention have it and take no further memory for it.
+    Never under `torch.use_deterministic_algorithms`: flex attention always adds in the same order, without more memory.
     """
     if head_dim is None or dtype not in FORMATS or torch.are_deterministic_algorithms_enabled():
         return False

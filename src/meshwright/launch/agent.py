@@ -52,7 +52,9 @@ class _RunningTest:
     """The self-test of the processes that wait, until all have answered or its time is over."""
 
     def __init__(self, ranks: Ranks, attempt: int, deadline: float) -> None:
-        self.attempt, self._ranks, self._deadline = attempt, ranks, deadline
+        self.attempt = attempt
+        self._ranks = ranks
+        self._deadline = deadline
         self._results: dict[int, SelfTestResult] = {}
 
     def poll(self, now: float) -> HostTest | None:
@@ -100,9 +102,14 @@ class Agent:
         With `health` the host is ready once its health was read. `report_defect` is called with host and cause, once, if the
         host is excluded.
         """
-        self._host, self._address, self._start, self._spares = host, address, start, spares
+        self._host = host
+        self._address = address
+        self._start = start
+        self._spares = spares
         self._folder = folder
-        self._listener, self._clock, self._health = listener, clock, health
+        self._listener = listener
+        self._clock = clock
+        self._health = health
         self._running: Ranks | None = None
         self._waiting: Ranks | None = start(False)
         self._attempt = 0
@@ -224,7 +231,8 @@ class Agent:
         result = test.poll(self._clock())
         if result is None:
             return
-        self._test, self._tested = None, result
+        self._test = None
+        self._tested = result
         if result.failure or result.exchange:
             self._discard_waiting()
 
@@ -240,7 +248,8 @@ class Agent:
         self._waiting.poll()
         if any(state.code is not None for state in self._waiting.states):
             self._waiting.discard()
-            self._waiting, self._dead_spares = None, self._dead_spares + 1
+            self._waiting = None
+            self._dead_spares = self._dead_spares + 1
 
     def _begin(self, directive: Directive) -> None:
         """Let the waiting processes begin an attempt, in place of those of the attempt before."""
@@ -248,9 +257,15 @@ class Agent:
         if self._running is not None:
             self._running.discard()
         self._running = self._waiting or self._start(False)
-        self._dead_spares, self._drained = 0, False
-        self._waiting, self._trained_at, self._kill_at = None, None, None
-        self._attempt, self._checkpoints, self._skipped, self._corruptions = directive.attempt, [], [], []
+        self._dead_spares = 0
+        self._drained = False
+        self._waiting = None
+        self._trained_at = None
+        self._kill_at = None
+        self._attempt = directive.attempt
+        self._checkpoints = []
+        self._skipped = []
+        self._corruptions = []
         variables = self._variables(self._running, directive)
         self._running.begin(assignment, directive.first_rank, variables)
         if self._stop:  # it arrived while no ranks ran

@@ -26,11 +26,18 @@ from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
 BODY_BYTES = 1 << 20
 """Most bytes of a request's body, and of an answer."""
-CONNECT_SECONDS, ANSWER_SECONDS = 1.5, 10.0
-"""Longest time to connect to the coordinator, and to wait for its answer. TCP asks for a connection after 0 and 1 s: one that
-a cut network has lost is asked for again sooner by another try."""
-PROOF_PATH, NONCE_HEADER, PROOF_HEADER, DIGEST_HEADER = "/proof", "nonce", "proof", "digest"
-"""Path of the exchange of nonces, and headers with nonce, proof and SHA-256 of the body."""
+CONNECT_SECONDS = 1.5
+"""Longest time to connect to the coordinator. TCP asks for a connection after 0 and 1 s: another try asks sooner again."""
+ANSWER_SECONDS = 10.0
+"""Longest time to wait for the coordinator's answer."""
+PROOF_PATH = "/proof"
+"""Path of the exchange of nonces."""
+NONCE_HEADER = "nonce"
+"""Header with the nonce."""
+PROOF_HEADER = "proof"
+"""Header with the proof."""
+DIGEST_HEADER = "digest"
+"""Header with the SHA-256 of the body."""
 
 Handler = Callable[[Any], Any]
 """Answers the JSON value of a request with a JSON value. Raises ValueError, TypeError or KeyError for a bad one."""
@@ -59,7 +66,9 @@ class ControlServer(HttpListener):
     def __init__(self, listener: socket.socket, token: str, handlers: dict[str, Handler], run: str = "") -> None:
         """`run` is the name of the run; agents of another run are refused."""
         super().__init__(listener, COORDINATOR)
-        self._token, self._handlers, self._run = token, handlers, run
+        self._token = token
+        self._handlers = handlers
+        self._run = run
 
     def admit(self, connection: HttpConnection, request: HttpRequest) -> int:
         """0 for the exchange of nonces, once, and for requests with their proof."""
@@ -109,7 +118,9 @@ class ControlClient:
 
     def __init__(self, address: tuple[str, int], token: str, run: str = "") -> None:
         """`run` is the name of the run; the coordinator of another run is not believed."""
-        self._address, self._token, self._run = address, token, run
+        self._address = address
+        self._token = token
+        self._run = run
         self._connected = address
         """The address of the connection."""
         self._connection: http.client.HTTPConnection | None = None
@@ -210,4 +221,5 @@ class ControlClient:
         """Close the connection."""
         if self._connection is not None:
             self._connection.close()
-        self._connection, self._session = None, None
+        self._connection = None
+        self._session = None

@@ -127,8 +127,12 @@ class Coordinator:
         """
         self.state = state or State()
         self._finished = finished
-        self._folder, self._rules, self._per_host = folder, rules, ranks_per_host
-        self._prepare, self._clock, self._hang_seconds = prepare, clock, hang_seconds
+        self._folder = folder
+        self._rules = rules
+        self._per_host = ranks_per_host
+        self._prepare = prepare
+        self._clock = clock
+        self._hang_seconds = hang_seconds
         self._watch = HangWatch(hang_seconds)
         self._ticked = clock()
         self._informed: set[str] = set()
@@ -168,7 +172,8 @@ class Coordinator:
 
     def progress(self) -> JobProgress:
         """Progress of the attempt's ranks."""
-        seconds, state = self._watch.seconds(self._clock()), self.state
+        seconds = self._watch.seconds(self._clock())
+        state = self.state
         ranks = [self._attempt.ranks[rank] for rank in sorted(self._attempt.ranks)]
         found = tuple(rank_snapshot(rank, self._host_of(rank.rank), seconds.get(rank.rank, 0.0)) for rank in ranks)
         return JobProgress(state.job, state.attempt, state.status, found)
@@ -185,7 +190,8 @@ class Coordinator:
             return Directive("wait", self.state.attempt)  # late: its agent has sent another one since
         self._newest[report.host] = report.number
         now = self._clock()
-        self._reports[report.host], self._seen[report.host] = report, now
+        self._reports[report.host] = report
+        self._seen[report.host] = now
         for event in self._events_of(report, now):
             self._apply(event, now)
         position = self._position(report.host)
@@ -275,7 +281,8 @@ class Coordinator:
 
     def _events_of_ranks(self, now: float) -> Iterable[Event]:
         """Failures and ends of the attempt's ranks."""
-        state, attempt = self.state, self._attempt
+        state = self.state
+        attempt = self._attempt
         reports = [self._reports.get(host) for host in state.members]
         ended = [
             report.host for report in reports if report is not None and report.ended and report.attempt == state.attempt
@@ -304,7 +311,9 @@ class Coordinator:
             self._watch.forget(rank.rank)
         else:
             progress = rank.progress or IMPORTS
-            phase, step, action = progress.phase, progress.step, progress.action
+            phase = progress.phase
+            step = progress.step
+            action = progress.action
             self._watch.update(rank.rank, phase, step, action, rank.progress_count, now, stopped=rank.stopped)
 
     def _hang(self, rank: int, seconds: float, now: float) -> Incident:
@@ -314,14 +323,16 @@ class Coordinator:
         job = JobSchedule.read(Path(self._attempt.assignment or self._folder / "assignment.json"))
         culprit = culprit_of_hang(job, statuses(ranks, self._hosts(), unchanged))
         if culprit is not None:
-            rank, seconds = culprit.rank, unchanged.get(culprit.rank, seconds)
+            rank = culprit.rank
+            seconds = unchanged.get(culprit.rank, seconds)
         self._attempt.culprit = culprit
         progress = self._attempt.ranks[rank].progress or IMPORTS
         action = culprit.action if culprit else f"action {progress.action}"
         text = (
             f"rank {rank} has made no progress for {seconds:.0f} s in step {progress.step} ({progress.phase}, {action})"
         )
-        host, phase = self._host_of(rank), progress.phase
+        host = self._host_of(rank)
+        phase = progress.phase
         return Incident(EXIT_COMMUNICATION, text, rank, host, progress.step, phase, hang=True)
 
     def _position(self, host: str) -> int | None:
@@ -382,7 +393,8 @@ class Coordinator:
         for action in actions:
             match action:
                 case Prepare() | Test():
-                    first, hosts = self._reports[state.members[0]], [group[0] for group in state.tests]
+                    first = self._reports[state.members[0]]
+                    hosts = [group[0] for group in state.tests]
                     stores = {host: (self._reports[host].address, self._reports[host].port) for host in hosts}
                     self._attempt = AttemptState(
                         state.attempt, address=first.address, port=first.port, test_stores=stores
@@ -418,7 +430,8 @@ class Coordinator:
 
     def _directive(self, host: str) -> Directive:
         """Return the directive to the agent of `host` in the current state."""
-        state, attempt = self.state, self._attempt
+        state = self.state
+        attempt = self._attempt
         if state.status == "finished":
             assert state.stop is not None
             self._informed.add(host)
@@ -454,13 +467,15 @@ class Coordinator:
         """Let a host run the self-test, together with the other host of its group."""
         group = next(group for group in self.state.tests if host in group)
         address, port = self._attempt.test_stores[group[0]]
-        first_rank, ranks = group.index(host) * self._per_host, len(group) * self._per_host
+        first_rank = group.index(host) * self._per_host
+        ranks = len(group) * self._per_host
         grace = seconds_of_test(group, self.state.incomplete)
         return Directive("test", self.state.attempt, first_rank, ranks, address, port, grace=grace, heartbeat=0.2)
 
     def _record(self, incident: Incident | None, *, ends: bool = True) -> None:
         """Write a failure to the run's folder, in a thread. If it ends the attempt, the agents collect its evidence there."""
-        attempt, state = self._attempt, self.state
+        attempt = self._attempt
+        state = self.state
         if incident is None or not is_recorded(incident, tuple(STOP_EXIT_CODES.values())):
             return
         if ends:
@@ -470,7 +485,8 @@ class Coordinator:
                 f"; host {incident.host} runs the self-test before the next attempt" if state.suspects else ""
             )
         ranks = [replace(attempt.ranks[rank]) for rank in sorted(attempt.ranks)]
-        hosts, assignment = self._hosts(), Path(attempt.assignment or self._folder / "assignment.json")
+        hosts = self._hosts()
+        assignment = Path(attempt.assignment or self._folder / "assignment.json")
         folder = self._incidents.record(incident, state.attempt, answer, ranks, hosts, assignment, attempt.culprit)
         if ends:
             self._evidence = Evidence(state.attempt, str(folder), incident.hang)

@@ -66,7 +66,9 @@ class HeldLease:
         self, store: LeaseStore, lease: CoordinatorLease, renewed: float, before: CoordinatorLease | None
     ) -> None:
         """`renewed` is the time before the lease was written, `before` what it replaced."""
-        self._store, self._lease, self._renewed = store, lease, renewed
+        self._store = store
+        self._lease = lease
+        self._renewed = renewed
         self.lost = None if before is None or before.released else before
         """The lease before, if it ended without a release: its holder, or the holder's host, was lost."""
         self.taken: CoordinatorLease | None = None
@@ -95,9 +97,11 @@ class HeldLease:
                 self._renew()
 
     def _renew(self) -> None:
-        began, new = lease_clock(), replace(self._lease, version=self._lease.version + 1)
+        began = lease_clock()
+        new = replace(self._lease, version=self._lease.version + 1)
         if self._store.replace(self._lease, new):
-            self._lease, self._renewed = new, began
+            self._lease = new
+            self._renewed = began
             return
         newest = self._store.read()
         if newest is None:
@@ -164,7 +168,9 @@ class CoordinatorWatch:
 
     def __init__(self, store: LeaseStore, client: ControlClient) -> None:
         """`client` is the agent's; it is moved to the coordinator's address."""
-        self._store, self._client, self._watch = store, client, LeaseWatch()
+        self._store = store
+        self._client = client
+        self._watch = LeaseWatch()
         self.start: Callable[[str], StartedProcess] | None = None
         """Starts a process that waits for the lease, with the value of `SEEN_VARIABLE`; None before that is possible."""
         self.standby = False
@@ -203,7 +209,8 @@ class CoordinatorWatch:
                     self._look(late)
 
     def _look(self, late: bool) -> None:
-        lease, now = self._store.read(), lease_clock()
+        lease = self._store.read()
+        now = lease_clock()
         self._watch.see(lease, now)
         if lease is None:  # no coordinator has begun yet, or the run was deleted
             return

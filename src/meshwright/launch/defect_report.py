@@ -25,7 +25,9 @@ class DefectReporter:
     """Reports hosts that are excluded from a run (`supervision.report_command`, `report_label`). Supervision never waits for it."""
 
     def __init__(self, run: RunSpec) -> None:
-        self._run, self._command, self._label = run.name, run.supervision.report_command, run.supervision.report_label
+        self._run = run.name
+        self._command = run.supervision.report_command
+        self._label = run.supervision.report_label
         self._threads: list[threading.Thread] = []
 
     def __call__(self, host: str, cause: str) -> None:

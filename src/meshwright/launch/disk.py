@@ -34,7 +34,8 @@ def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) ->
     planned = planned_checkpoints(run.checkpoint, run.train.steps, newest_step(folder) if existing else 0, step_seconds)
     count = min(planned, max(1, run.checkpoint.keep + 1 - len(existing)))
     disk = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    checkpoint_size, free_bytes = add_reserve(checkpoint_bytes(run.model)), shutil.disk_usage(disk).free
+    checkpoint_size = add_reserve(checkpoint_bytes(run.model))
+    free_bytes = shutil.disk_usage(disk).free
     if count * checkpoint_size > free_bytes:
         need_text = (
             f"{count} checkpoints of {checkpoint_size:,} bytes need {count * checkpoint_size:,}"
@@ -50,7 +51,8 @@ def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) ->
 
 def checkpoints_line(run: RunSpec) -> str | None:
     """The first line of a start about checkpoints: times, size and number kept; None if the run writes none."""
-    spec, times = run.checkpoint, []
+    spec = run.checkpoint
+    times = []
     if spec.every == "auto":
         times.append(
             f"{AUTO_FIRST_SECONDS // 60} minutes after the first step, then at least every {AUTO_SECONDS // 60} minutes"

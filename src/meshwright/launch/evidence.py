@@ -28,8 +28,10 @@ from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState, death
 from meshwright.spec.secrets import without_secrets
 
-HANG_SECONDS, CRASH_SECONDS = 1.0, 0.3
-"""Longest time to collect after a hang, and after a crash."""
+HANG_SECONDS = 1.0
+"""Longest time to collect evidence after a hang."""
+CRASH_SECONDS = 0.3
+"""Longest time to collect evidence after a crash."""
 SILENT_SECONDS = 0.25
 """Time without more of an answer after which none is awaited: a rank answers within milliseconds, or cannot."""
 POLL_SECONDS = 0.005
@@ -126,11 +128,13 @@ def _await_answers(files: Sequence[int], deadline: float) -> None:
     A file stays empty if its rank has ended, or if another thread keeps the interpreter's lock. Where others have answers, it is
     awaited for `SILENT_SECONDS` after them.
     """
-    before, grown = [0] * len(files), deadline
+    before = [0] * len(files)
+    grown = deadline
     while (now := time.monotonic()) < min(deadline, grown + SILENT_SECONDS):
         sizes = [os.fstat(file).st_size for file in files]
         if sizes != before:
-            before, grown = sizes, now
+            before = sizes
+            grown = now
         elif all(sizes):
             return
         time.sleep(POLL_SECONDS)

@@ -26,7 +26,8 @@ def fine_tuning_lines(run: RunSpec, source: DataSource) -> list[str]:
     for name, each in source.sources.items():
         if (packing := each.packing) is None:
             continue
-        manifest, trained = each.directory.manifest, ""
+        manifest = each.directory.manifest
+        trained = ""
         if manifest is not None and manifest.trained_tokens is not None:
             share = manifest.trained_tokens / manifest.tokens
             trained = f"; {manifest.trained_tokens:,} of {manifest.tokens:,} tokens ({share:.0%}) are trained on"
@@ -46,10 +47,13 @@ def _rate_and_validation(run: RunSpec) -> list[str]:
 
 def _preference_lines(run: RunSpec, preference: PreferenceSpec, source: DataSource) -> list[str]:
     """What a step holds, the loss, and where the reference's log-probabilities are."""
-    lines, what, units = [], "pairs" if preference.paired else "answers", 0.0
+    lines = []
+    what = "pairs" if preference.paired else "answers"
+    units = 0.0
     windows = sum(each.windows for each in source.sources.values())
     for name, each in source.sources.items():
-        layout, packing = each.layout, each.packing
+        layout = each.layout
+        packing = each.packing
         if packing is None or not isinstance(layout, PreferenceWindows):
             continue
         count = packing.conversations // layout.together

@@ -96,7 +96,8 @@ def check_state(run: RunSpec, folder: Path) -> None:
     One in the mirror counts: the start takes it. Raises NewerFormat if this release cannot read the newest. The ranks
     check the contents.
     """
-    inventory, mirror = take_inventory(folder), run.checkpoint.mirror
+    inventory = take_inventory(folder)
+    mirror = run.checkpoint.mirror
     if inventory.usable() is None and inventory.had_checkpoint and mirror is not None and has_copies(mirror, folder):
         return
     inventory.check_start(lambda: describe_copies(mirror, folder))
@@ -146,9 +147,13 @@ def _batch_change(before: TrainSpec, now: TrainSpec, folder: Path) -> str | None
     stages = [stage for stage in before.batch_ramp if stage.until < done]
     stages.append(BatchStage(until=done, batch=before.batches.at(before.batches.samples_before(done - 1))))
     ramp = ", ".join(f"{{until: {stage.until}, batch: {stage.batch}}}" for stage in stages)
-    key, earlier, later = "batch_ramp", before.batch_ramp, now.batch_ramp
+    key = "batch_ramp"
+    earlier = before.batch_ramp
+    later = now.batch_ramp
     if before.global_batch != now.global_batch:
-        key, earlier, later = "global_batch", before.global_batch, now.global_batch
+        key = "global_batch"
+        earlier = before.global_batch
+        later = now.global_batch
     return (
         f"  train.{key}: {earlier!r} there, {later!r} now (the {done} steps that are done keep their batch; another one after them: "
         f"train.global_batch={now.global_batch} 'train.batch_ramp=[{ramp}]')"
@@ -157,7 +162,8 @@ def _batch_change(before: TrainSpec, now: TrainSpec, folder: Path) -> str | None
 
 def _last_step(folder: Path) -> int:
     """The last step that any start of the run has trained, as far as its folder tells."""
-    metrics, stored = folder / "metrics.jsonl", steps_in(folder / "checkpoints")
+    metrics = folder / "metrics.jsonl"
+    stored = steps_in(folder / "checkpoints")
     lines = scan_metrics(metrics)[0] if metrics.exists() else ()
     steps = [line["step"] for line in lines if line.get("kind") == "step"]
     return max([*steps, *(step_of(path.name) or 0 for path in stored)], default=0)

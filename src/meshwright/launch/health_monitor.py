@@ -49,9 +49,12 @@ class HealthMonitor:
         assert self._process.stdout is not None
         self._pipe = self._process.stdout.fileno()
         os.set_blocking(self._pipe, False)
-        self._watch, self._clock = HealthWatch(), clock
+        self._watch = HealthWatch()
+        self._clock = clock
         self._started = self._answered = clock()
-        self._incomplete, self._ended, self._read = b"", False, False
+        self._incomplete = b""
+        self._ended = False
+        self._read = False
         self._findings: tuple[HealthFinding, ...] = ()
 
     @property
@@ -100,4 +103,5 @@ class HealthMonitor:
             write_line(f"meshwright: {note}")
         readings = [HealthReading(each["part"], each["values"], tuple(each["xids"])) for each in line["readings"]]
         self._findings = self._watch.update(line["seconds"], readings)
-        self._answered, self._read = self._clock(), True
+        self._answered = self._clock()
+        self._read = True

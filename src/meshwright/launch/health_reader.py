@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from meshwright.events.parent import end_with_parent
 from meshwright.events.terminal import write_line
@@ -30,7 +29,9 @@ def readings(
 
     Memory of processes that descend from `own_pid` is not that of others; the first `count` visible GPUs are read.
     """
-    host, gpus, notes = HostReader(), None, []
+    host = HostReader()
+    gpus = None
+    notes = []
     try:
         gpus = GpuReader(None if count == ALL else count)
     except NoGpus as obstacle:
@@ -50,7 +51,7 @@ def readings(
 def main() -> None:
     end_with_parent()
     for found, notes in readings(os.getppid(), int(sys.argv[1])):
-        line = {"seconds": time.monotonic(), "notes": notes, "readings": [asdict(reading) for reading in found]}
+        line = {"seconds": time.monotonic(), "notes": notes, "readings": [vars(reading) for reading in found]}
         write_line(json.dumps(line), sys.stdout)
 
 

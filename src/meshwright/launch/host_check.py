@@ -7,10 +7,12 @@ from itertools import islice
 from typing import Any
 
 from meshwright.launch.health_reader import readings
-from meshwright.policies.host_health import HealthWatch, action_of, source_of
+from meshwright.policies.host_health import HealthFinding, HealthWatch, action_of, source_of
 
-READINGS, BETWEEN_SECONDS = 3, 1.0
-"""Readings of a check, and the seconds between them: states have to hold in up to three in a row."""
+READINGS = 3
+"""Readings of a check: a state has to hold in up to three in a row."""
+BETWEEN_SECONDS = 1.0
+"""Seconds between two readings."""
 HEALTHY, WARNED, BAD = 0, 1, 2
 """Exit codes of a check."""
 
@@ -20,10 +22,14 @@ def check_host(gpus: int) -> tuple[int, dict[str, Any]]:
 
     Findings have the action that they lead to before a job starts; a host to be drained or excluded is bad.
     """
-    watch, notes, findings, values = HealthWatch(), [], (), {}
+    watch = HealthWatch()
+    notes: list[str] = []
+    findings: tuple[HealthFinding, ...] = ()
+    values: dict[str, dict[str, float]] = {}
     for number, (found, more) in enumerate(islice(readings(0, gpus, BETWEEN_SECONDS), READINGS)):
         findings = watch.update(number * BETWEEN_SECONDS, found)
-        values = {reading.part: dict(reading.values) for reading in found}
+        for reading in found:  # only the first has all quantities
+            values[reading.part] = {**values.get(reading.part, {}), **reading.values}
         notes += more
     listed = []
     for finding in findings:

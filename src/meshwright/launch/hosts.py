@@ -86,10 +86,14 @@ LISTEN_DESCRIPTOR = "MESHWRIGHT_LISTEN_FD"
 """Environment variable with the listening socket that an agent passes to the coordinator that it starts."""
 FAREWELL_SECONDS = 8.0
 """How long a coordinator answers after the end of the job, so that all agents learn of it."""
-LOCK_SECONDS, LOCK_RETRY_SECONDS = 30.0, 0.5
-"""How long a coordinator tries to lock its folder: one of an earlier start may still answer there, or the disk be full."""
-ABANDONED_SECONDS, GIVE_UP_SECONDS = 300.0, 300.0
-"""Seconds without any agent after which a coordinator ends, and without a coordinator after which an agent does."""
+LOCK_SECONDS = 30.0
+"""How long a coordinator tries to lock its folder: an earlier one may still answer there, or the disk be full."""
+LOCK_RETRY_SECONDS = 0.5
+"""Seconds between two tries."""
+ABANDONED_SECONDS = 300.0
+"""Seconds without any agent after which a coordinator ends."""
+GIVE_UP_SECONDS = 300.0
+"""Seconds without a coordinator after which an agent ends."""
 UNANSWERED_SECONDS, STILL_SECONDS = 25.0, 10.0
 """Seconds since the last answer, and since the last progress of its ranks, after which an agent ends: the coordinator's
 host is lost. A network that is cut for 20 s is not enough for that."""
@@ -124,7 +128,8 @@ def run_coordinator(
     from meshwright.launch.prepare import prepare_run
 
     raise_file_limit()
-    token, folder = job_token(), runs / run.name
+    token = job_token()
+    folder = runs / run.name
     descriptor = os.environ.pop(LISTEN_DESCRIPTOR, None)
     listener = listen_at(address, COORDINATOR_BACKLOG) if descriptor is None else socket.socket(fileno=int(descriptor))
     reachable = socket.gethostname() if address[0] in ("", "0.0.0.0", "::") else address[0]
@@ -256,11 +261,13 @@ def dismiss_agents(
         return to_plain(exit_directive(state))
 
     handlers["POST /report"] = answer
-    asked, deadline = 0, time.monotonic() + FAREWELL_SECONDS
+    asked = 0
+    deadline = time.monotonic() + FAREWELL_SECONDS
     while time.monotonic() < deadline and not others:
         server.serve(POLL_SECONDS)
         if len(dismissed) > asked:
-            asked, deadline = len(dismissed), time.monotonic() + FAREWELL_SECONDS
+            asked = len(dismissed)
+            deadline = time.monotonic() + FAREWELL_SECONDS
     return bool(dismissed) and not others
 
 
@@ -322,12 +329,14 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
 
     `words` are run file and overrides, for a coordinator that this agent starts.
     """
-    address, token = coordinator_address(os.environ.get(COORDINATOR_VARIABLE)), job_token()
+    address = coordinator_address(os.environ.get(COORDINATOR_VARIABLE))
+    token = job_token()
     raise_file_limit()
     check_devices(run.cluster)
     end_orphans(runs / run.name)
     words = [*words, "--runs", str(runs)]
-    folder, client = runs / run.name, ControlClient(address, token, run.name)
+    folder = runs / run.name
+    client = ControlClient(address, token, run.name)
     with (
         closing(client),
         closing(CoordinatorWatch(lease_store(run.supervision.lease, run.name, folder), client)) as watch,
@@ -383,8 +392,13 @@ class _Link:
         `revive` is called regularly: it starts processes beside the agent again that have died. `observe` receives the
         states of this host's ranks, and what is wrong with the host, as often.
         """
-        self._agent, self._client, self._watch, self._revive = agent, client, watch, revive
-        self._first_address, self._command, self._observe = client.address, command, observe
+        self._agent = agent
+        self._client = client
+        self._watch = watch
+        self._revive = revive
+        self._first_address = client.address
+        self._command = command
+        self._observe = observe
         self._sent: Report | None = None
         self._number = 0
         self._due = 0.0
@@ -400,7 +414,8 @@ class _Link:
         while True:
             self._agent.poll(POLL_SECONDS)
             self._revive()
-            report, now = self._agent.report(), time.monotonic()
+            report = self._agent.report()
+            now = time.monotonic()
             self._observe(report.ranks, report.findings)
             self._look(report, now)
             if min(self._silent, self._still) > SILENT_SECONDS:
@@ -423,7 +438,8 @@ class _Link:
 
     def _look(self, report: Report, now: float) -> None:
         """Count the seconds without an answer and without progress of the ranks."""
-        seconds, self._looked = min(now - self._looked, LONGEST_LOOK), now
+        seconds = min(now - self._looked, LONGEST_LOOK)
+        self._looked = now
         progress = [(rank.rank, rank.progress_count) for rank in report.ranks]
         self._silent += seconds
         self._still = self._still + seconds if progress == self._progress else 0.0
@@ -456,7 +472,8 @@ class _Link:
             if isinstance(error, WrongProof | NoCoordinator) and first:  # later it may have taken its place
                 hint = f"{TOKEN_VARIABLE} needs the same token on all hosts" if isinstance(error, WrongProof) else ""
                 raise BadInput(f"{COORDINATOR_VARIABLE}: {error}; {hint or 'choose another port'}") from None
-            self._failures, self._error = self._failures + 1, error
+            self._failures = self._failures + 1
+            self._error = error
             if self._failures == 1:
                 then = "this agent waits" if self._sent is None else "its ranks train on"
                 write_line(f"meshwright: the coordinator at {address_text(*address)} does not answer ({error}); {then}")
@@ -470,8 +487,12 @@ class _Link:
         if self._failures:
             where = "" if address == self._first_address else f", at {address_text(*address)}"
             write_line(f"meshwright: the coordinator answers again{where}")
-        self._sent, self._failures, self._answered, self._silent = report, 0, now, 0.0
-        self._watch.unanswered, self._watch.standby = False, directive.standby
+        self._sent = report
+        self._failures = 0
+        self._answered = now
+        self._silent = 0.0
+        self._watch.unanswered = False
+        self._watch.standby = directive.standby
         self._due = now + directive.heartbeat
         return directive
 
@@ -481,7 +502,8 @@ def _reach(place: Callable[[], tuple[str, int]], start_coordinator: Callable[[],
 
     Waits until a coordinator listens, and starts it if its address is this host's.
     """
-    began, said = time.monotonic(), False
+    began = time.monotonic()
+    said = False
     while True:
         address = place()
         try:
@@ -516,7 +538,8 @@ def _start_coordinator(address: tuple[str, int], words: Sequence[str], seen: str
     Raises OSError if it cannot listen there.
     """
     with listen_at(address, COORDINATOR_BACKLOG) as listener:
-        descriptor, port = listener.fileno(), listener.getsockname()[1]
+        descriptor = listener.fileno()
+        port = listener.getsockname()[1]
         place = {COORDINATOR_VARIABLE: address_text(address[0], port), LISTEN_DESCRIPTOR: str(descriptor)}
         return subprocess.Popen(
             [sys.executable, "-m", "meshwright", "coordinate", *words],

@@ -69,7 +69,8 @@ class HttpListener(ABC):
     """Most bytes that may wait for a client that does not read."""
 
     def __init__(self, listener: socket.socket, limits: ListenerLimits) -> None:
-        self._listener, self._limits = listener, limits
+        self._listener = listener
+        self._limits = limits
         self._acceptor = Acceptor(listener)
         self._table: ConnectionTable[HttpConnection] = ConnectionTable(limits)
         self._connections: dict[HttpConnection, None] = {}

@@ -28,7 +28,8 @@ from meshwright.spec.fields import to_plain
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import Assignment
 
-FOLDER, FILE = "incidents", "incident.json"
+FOLDER = "incidents"
+FILE = "incident.json"
 KEPT = 50
 """Incidents that a run keeps; the oldest are removed."""
 LISTED_RANKS = 1024
@@ -177,21 +178,16 @@ def write_incident(
     """Write `incident.json`. `answer` says what follows; `culprit` is the finding for a hang."""
     incident = blamed(incident, ranks, hosts)
     state = next((rank for rank in ranks if rank.rank == incident.rank), None)
-    action = culprit.action if culprit else job.label(state) if job and state else incident.phase
-    action = "check of its state" if incident.corrupt else action
-    cause = (
-        "hang" if incident.hang else "corruption" if incident.corrupt else "killed" if incident.code < 0 else "failure"
-    )
     record = {
         "time": time.time(),
         "step": incident.step,
         "attempt": attempt,
-        "cause": cause,
+        "cause": _cause_of(incident),
         "code": incident.code,
         "rank": incident.rank,
         "host": incident.host,
         "phase": incident.phase,
-        "action": action,
+        "action": _action_of(incident, state, job, culprit),
         "reason": culprit.reason if culprit else incident.cause,
         "confidence": culprit.confidence if culprit else "certain",
         "answer": answer,
@@ -203,8 +199,26 @@ def write_incident(
     write_durable(folder / FILE, json.dumps(record, indent=1) + "\n")
 
 
+def _cause_of(incident: Incident) -> str:
+    if incident.hang:
+        return "hang"
+    if incident.corrupt:
+        return "corruption"
+    return "killed" if incident.code < 0 else "failure"
+
+
+def _action_of(incident: Incident, state: RankState | None, job: JobSchedule | None, culprit: Culprit | None) -> str:
+    """What the rank of an incident was doing."""
+    if incident.corrupt:
+        return "check of its state"
+    if culprit is not None:
+        return culprit.action
+    return job.label(state) if job and state else incident.phase
+
+
 def _rank_record(state: RankState, hosts: Mapping[int, str], job: JobSchedule | None) -> dict[str, Any]:
     progress = state.progress
+    action = str(progress.action) if progress else ""
     return {
         "rank": state.rank,
         "host": hosts.get(state.rank, ""),
@@ -212,7 +226,7 @@ def _rank_record(state: RankState, hosts: Mapping[int, str], job: JobSchedule | 
         "stopped": state.stopped,
         "step": progress.step if progress else None,
         "phase": progress.phase if progress else "start",
-        "action": job.label(state) if job else str(progress.action) if progress else "",
+        "action": job.label(state) if job else action,
         "pending": to_plain(state.pending) if state.pending else None,
         "failure": state.failure.message if state.failure else None,
     }

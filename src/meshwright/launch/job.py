@@ -94,7 +94,8 @@ def _supervise(agent: Agent, prepared: PreparedRun, endpoint: MetricsEndpoint) -
     """Run the attempts of a prepared run until one is done or no further one follows; returns the exit code."""
     from meshwright.launch.attempts import hang_seconds, opening_state, rules_of, write_attempt
 
-    run, folder = prepared.assignment.run, prepared.folder
+    run = prepared.assignment.run
+    folder = prepared.folder
     coordinator = Coordinator(
         folder,
         rules_of(run, others_may_join=False),

@@ -277,7 +277,8 @@ def _config_map(job: SchedulerJob, name: str) -> str:
 
 def block(key: str, text: str, depth: int) -> str:
     """An entry of a mapping as a literal block, two spaces for each level; in quotes where YAML would read other text."""
-    body, margin = text.removesuffix("\n"), " " * 2 * depth
+    body = text.removesuffix("\n")
+    margin = " " * 2 * depth
     if (
         body
         and all(line.isprintable() and (line.strip() or not line) for line in body.split("\n"))

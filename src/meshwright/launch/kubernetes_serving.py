@@ -17,8 +17,11 @@ from meshwright.launch.scheduler_job import KEPT_FILES, check_text, comment
 from meshwright.spec.deployment import Deployment, Role, deployment_name
 from meshwright.spec.errors import BadInput
 
-HTTP_PORT, TRANSFER_PORT, CACHE_PORT = 8000, 8100, 8200
-NAME_LABEL, COMPONENT_LABEL = "app.kubernetes.io/name", "app.kubernetes.io/component"
+HTTP_PORT = 8000
+TRANSFER_PORT = 8100
+CACHE_PORT = 8200
+NAME_LABEL = "app.kubernetes.io/name"
+COMPONENT_LABEL = "app.kubernetes.io/component"
 DEPLOYMENT_FILE = "deployment.yaml"
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 LONGEST_NAME = 40
@@ -120,7 +123,8 @@ def _servers(job: ServingJob, role: Role) -> Object:
         {"name": "plan", "configMap": {"name": f"{job.name}-plan"}},
         {"name": "storage", "persistentVolumeClaim": {"claimName": job.container.claim}},
     ]
-    labels, annotations = _labels(job, role), job.queue.pod_annotations if job.queue is not None else {}
+    labels = _labels(job, role)
+    annotations = job.queue.pod_annotations if job.queue is not None else {}
     template: Object = {"metadata": {"labels": labels}, "spec": _pod(container, volumes)}
     if annotations:
         template["metadata"]["annotations"] = annotations
@@ -166,7 +170,8 @@ def _deployment(
     job: ServingJob, component: str, words: list[str], port: int, limits: Object, replicas: int = 1
 ) -> Object:
     """Router or cache: pods without state that must be kept."""
-    labels, container = _labels(job, component), _container(job, words, port, limits)
+    labels = _labels(job, component)
+    container = _container(job, words, port, limits)
     if component == "cache":
         container["readinessProbe"] = {"tcpSocket": {"port": port}}
     return {

@@ -25,7 +25,8 @@ KEY = "supervision.lease"
 KEPT_VERSIONS = 8
 """Files of the newest versions that a folder keeps. A writer that saw an older one, and makes a name again that was
 deleted, finds newer files."""
-LEASE_FOLDER, LEASE_OBJECT = "coordinator", "coordinator.json"
+LEASE_FOLDER = "coordinator"
+LEASE_OBJECT = "coordinator.json"
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -122,7 +123,8 @@ class ObjectLeases:
             lease = from_checked_plain(CoordinatorLease, json.loads(content))
         except (ValueError, TypeError):
             raise BadInput(f"{self._url}: this object is no lease of a coordinator; delete it", key=KEY) from None
-        self._tag, self._version = _tag_of(answer.meta), lease.version
+        self._tag = _tag_of(answer.meta)
+        self._version = lease.version
         return lease
 
     def replace(self, seen: CoordinatorLease | None, new: CoordinatorLease) -> bool:
@@ -133,7 +135,8 @@ class ObjectLeases:
         answer = self._put(self._path, json.dumps(to_plain(new)), "create" if seen is None else self._tag)
         if answer is None:
             return False
-        self._tag, self._version = _tag_of(answer), new.version
+        self._tag = _tag_of(answer)
+        self._version = new.version
         return True
 
     def _check(self) -> None:

@@ -329,7 +329,8 @@ class Ranks:
                 if action == "kill":
                     return
                 if action == "request end":
-                    requested_at, first = now, culprit(codes)
+                    requested_at = now
+                    first = culprit(codes)
                     assert first is not None, "a rank has failed"
                     self.request_end(cause(self.states[first]))
             elif enough is not None and enough():
@@ -359,7 +360,9 @@ class Ranks:
         for state, process, reader, page in ranks:
             if page.count == state.progress_count:
                 state.stopped = is_stopped(process.pid)
-            state.progress, state.progress_count, state.pending = page.read(), page.count, page.pending_wait
+            state.progress = page.read()
+            state.progress_count = page.count
+            state.pending = page.pending_wait
             for message in reader.read():
                 if isinstance(message, StepMessage):
                     state.last_step = message.step
@@ -438,9 +441,11 @@ def _start(
     """Start a rank with pipes for its standard input and its messages; its output goes to `logs` unless that is None."""
     reading, writing = os.pipe()
     try:
-        env, passed = env | {CHANNEL: str(writing)}, [writing]
+        env = env | {CHANNEL: str(writing)}
+        passed = [writing]
         if rank == 0:
-            env, passed = env | {STORE_SOCKET: str(listener.fileno())}, [writing, listener.fileno()]
+            env = env | {STORE_SOCKET: str(listener.fileno())}
+            passed = [writing, listener.fileno()]
         command = [sys.executable, "-m", module, *arguments]
         with _output(rank, logs) as output:
             process = subprocess.Popen(

@@ -38,7 +38,8 @@ class MetricsEndpoint:
     """The metrics of one host. `update` is called by the process that supervises, `text` by the thread that serves."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._run, self._clock = folder.name, clock
+        self._run = folder.name
+        self._clock = clock
         self._figures = RunFigureReader(folder)
         self._ranks: dict[int, _RankPhase] = {}
         self._findings: Sequence[HealthFinding] = ()
@@ -68,7 +69,8 @@ class MetricsEndpoint:
         return Metric("meshwright_host_finding", "gauge", "A rule of health that a part of this host meets.", findings)
 
     def _rank_metrics(self) -> list[Metric]:
-        ranks, now = self._ranks, self._clock()
+        ranks = self._ranks
+        now = self._clock()
         labels = {rank: {"run": self._run, "rank": str(rank)} for rank in ranks}
         step = [(labels[rank], float(state.step)) for rank, state in ranks.items()]
         ages = [({**labels[rank], "phase": state.phase}, now - state.since) for rank, state in ranks.items()]

@@ -13,8 +13,10 @@ from meshwright.events.terminal import write_line
 from meshwright.launch.http_listener import HttpConnection, HttpListener, HttpReply, HttpRequest
 from meshwright.spec.listen_address import address_text
 
-POLL_SECONDS, END_SECONDS = 0.1, 1.0
-"""Time between two looks at whether the job has ended; longest time that its end waits for an answer being made."""
+POLL_SECONDS = 0.1
+"""Time between two looks at whether the job has ended."""
+END_SECONDS = 1.0
+"""Longest time that the job's end waits for an answer that is being made."""
 FRESH_SECONDS = 0.2
 """Time for which an answer is given again: a flood of requests reads the run folder no more often."""
 PAUSE_SECONDS = 1.0
@@ -28,8 +30,10 @@ class MetricsServer(HttpListener):
         """Listen at `address`; `text` returns the answer. Raises OSError if the address cannot be used."""
         listener = listen_at(address, METRICS.connections)
         super().__init__(listener, METRICS)
-        self._text, self._stop = text, threading.Event()
-        self._content, self._made = b"", float("-inf")
+        self._text = text
+        self._stop = threading.Event()
+        self._content = b""
+        self._made = float("-inf")
         host, port = listener.getsockname()[:2]
         self.url = f"http://{address_text(host, port)}/metrics"
         """URL of the metrics."""
@@ -44,7 +48,8 @@ class MetricsServer(HttpListener):
         """The metrics; 503 while they cannot be read."""
         if time.monotonic() - self._made > FRESH_SECONDS:
             try:
-                self._content, self._made = self._text().encode(), time.monotonic()
+                self._content = self._text().encode()
+                self._made = time.monotonic()
             except OSError:
                 return HttpReply(503, b"the figures of the run cannot be read\n", CONTENT_TYPE)
         return HttpReply(200, self._content, CONTENT_TYPE)

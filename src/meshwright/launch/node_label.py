@@ -14,8 +14,10 @@ from urllib.parse import quote
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where Kubernetes mounts the account's token and the certificate of its authority."""
-HOST_OF_API, PORT_OF_API = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
-"""Environment variables of every pod."""
+HOST_OF_API = "KUBERNETES_SERVICE_HOST"
+"""Environment variable of every pod with the host of the API."""
+PORT_OF_API = "KUBERNETES_SERVICE_PORT"
+"""Environment variable of every pod with its port."""
 CAUSE_ANNOTATION = "meshwright/excluded"
 """Annotation of a labelled node: run, cause and time as JSON."""
 ANSWER_SECONDS = 10.0

@@ -146,18 +146,21 @@ def with_steps(run: RunSpec, source: DataSource) -> RunSpec:
 
 def steps_of_epochs(run: RunSpec, source: DataSource, epochs: float) -> int:
     """The fewest steps that read `epochs` times as many samples as all sources together have."""
-    samples, tokens = max(math.ceil(epochs * source.windows), 1), run.train.global_batch_tokens
+    samples = max(math.ceil(epochs * source.windows), 1)
+    tokens = run.train.global_batch_tokens
     if tokens is None:
         return run.train.batches.steps_of(samples)
     steps = first = 0
     while first < samples:
-        steps, first = steps + 1, first + len(lengths_of_step(source, first, tokens))
+        steps = steps + 1
+        first = first + len(lengths_of_step(source, first, tokens))
     return steps
 
 
 def planned_epochs(run: RunSpec, source: DataSource) -> dict[str, float]:
     """Passes over each source in all steps of the run; with samples of any length, from the mean length of some samples."""
-    samples, tokens = run.train.batches.samples_before(run.train.steps), run.train.global_batch_tokens
+    samples = run.train.batches.samples_before(run.train.steps)
+    tokens = run.train.global_batch_tokens
     if tokens is not None:
         samples = round(run.train.steps * tokens / source.lengths(range(MEASURED_SAMPLES)).mean())
     return source.epochs(samples)
@@ -171,11 +174,11 @@ def data_line(run: RunSpec, source: DataSource) -> str:
     own = (
         "their own document"
         if source.document_mask
-        else "their sequence, with the documents before (data.document_mask: false)"
+        else "earlier documents of their sequence too (data.document_mask: false)"
     )
     whole = ""
     if run.train.global_batch_tokens is None:
-        whole = f" in {run.train.steps:,} steps ({steps_of_epochs(run, source, 1.0):,} read all once)"
+        whole = f" in {run.train.steps:,} steps ({steps_of_epochs(run, source, 1.0):,} steps read all once)"
     return f"data: {', '.join(shown)}{whole}; tokens see {own}"
 
 
@@ -412,7 +415,9 @@ class Readiness:
 
 def _doubts(run: RunSpec) -> Iterator[str]:
     """A sentence for each value that is valid and probably a slip."""
-    rate, ranks, cores = run.train.learning_rate, run.cluster.gpus_per_node, usable_cores()
+    rate = run.train.learning_rate
+    ranks = run.cluster.gpus_per_node
+    cores = usable_cores()
     if rate > MOST_USUAL_RATE:
         yield f"train.learning_rate is {rate:g}, above {MOST_USUAL_RATE:g}: is it a slip? Most runs use 1e-5 to 0.1"
     preference = run.preference
@@ -474,7 +479,8 @@ def _note_export(run: RunSpec, note: Note) -> None:
 
 def _check_data(run: RunSpec, attempt: CheckedWork, note: Note, *, build_stdlib: bool) -> RunSpec:
     """The run with the vocabulary of its data. Every source is located before any is opened or prepared."""
-    expected, all_exist = "prepared data", True
+    expected = "prepared data"
+    all_exist = True
     needed = ("data", "preference.loss", "rl.reward")  # what is read of a corpus follows from these
     for name in run.data.mix:
         key = f"data.mix.{name}" if len(run.data.mix) > 1 else "data.mix"
@@ -602,7 +608,8 @@ def check_init(run: RunSpec, note: Note) -> None:
 def check_host_memory(run: RunSpec, plan: Plan) -> None:
     """Raise OutOfResources if this host's memory cannot hold what its ranks offload."""
     activations, optimizer, sums = host_bytes(run.model, slot_run(run, plan).train, plan, run.cluster.nodes)
-    need, available = activations + optimizer + sums, host_memory_bytes()
+    need = activations + optimizer + sums
+    available = host_memory_bytes()
     if need > available:
         sums_text = f"plan.accumulation: gradient sums take {sums / 1e9:.1f} GB, and " if sums else ""
         raise OutOfResources(

@@ -42,8 +42,9 @@ from meshwright.spec.run import RunSpec
 
 STEPS = WARM_UP + COMPARED_STEPS
 """Steps of a probe, warm-up included."""
-ENOUGH_STEPS, LONG_SECONDS = 5, 20.0
-"""Steps after warm-up that suffice if together they take this many seconds."""
+ENOUGH_STEPS = 5
+"""Steps after warm-up that suffice if together they take `LONG_SECONDS`."""
+LONG_SECONDS = 20.0
 TOO_SLOW = 1.5
 """A probe ends early above this multiple of its predicted time, or above the 80% band if that is higher."""
 
@@ -77,7 +78,8 @@ class Probe:
     @property
     def error(self) -> float | None:
         """Measured ÷ predicted − 1."""
-        measured, predicted = self.measured_seconds, self.predicted_seconds
+        measured = self.measured_seconds
+        predicted = self.predicted_seconds
         return measured / predicted - 1 if measured and predicted else None
 
 
@@ -116,7 +118,8 @@ def check_here(cluster: ClusterSpec, detected: dict[str, object] | None = None) 
 def leading(answer: SearchResult, count: int) -> list[Candidate]:
     """The best plan, the fastest simulated plan of each other family, then the next ones.
     A prediction may be wrong about a whole family."""
-    first, families = [answer.best], {plan_family(answer.best.plan)}
+    first = [answer.best]
+    families = {plan_family(answer.best.plan)}
     alternatives = [candidate for candidate in answer.others if candidate.simulated and candidate.fits]
     for candidate in alternatives:
         if plan_family(candidate.plan) not in families:
@@ -223,7 +226,8 @@ def _brief(run: RunSpec, plan: Path) -> RunSpec:
 
 
 def _measured(measured_probes: Sequence[Probe]) -> str:
-    best, slower = measured_probes[0], measured_probes[1:]
+    best = measured_probes[0]
+    slower = measured_probes[1:]
     assert best.measured is not None and best.measured_seconds is not None
     first, last = best.measured.steps
     other_times = f" (the others {', '.join(f'{probe.measured_seconds:.3g} s' for probe in slower)})" if slower else ""

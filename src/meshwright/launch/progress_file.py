@@ -56,9 +56,13 @@ class JobProgress:
 
 def rank_snapshot(state: RankState, host: str, seconds: float) -> RankSnapshot:
     """The snapshot of a rank with `seconds` without progress."""
-    phase, step, action = ("start", 0, -1)
+    phase = "start"
+    step = 0
+    action = -1
     if (progress := state.progress) is not None:
-        phase, step, action = progress.phase, progress.step, progress.action
+        phase = progress.phase
+        step = progress.step
+        action = progress.action
     return RankSnapshot(state.rank, host, phase, step, action, seconds, state.stopped, state.code, state.pending)
 
 
@@ -68,7 +72,9 @@ class ProgressFile:
     def __init__(
         self, folder: Path, progress: Callable[[], JobProgress], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._path, self._progress, self._clock = folder / FILE, progress, clock
+        self._path = folder / FILE
+        self._progress = progress
+        self._clock = clock
         self._due = clock()
         self._latest: JobProgress | None = None
         self._changed = threading.Condition()
@@ -98,7 +104,8 @@ class ProgressFile:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._latest is not None)
-                latest, self._latest = self._latest, None
+                latest = self._latest
+                self._latest = None
             assert latest is not None, "the wait ends when there is one"
             text = json.dumps(_to_columns(latest), separators=(",", ":"))
             with suppress(OSError):  # the disk is full or gone, which other writers report

@@ -211,7 +211,8 @@ class _Stop:
     """Remembers the first stop signal of this process, which is passed on to all agents."""
 
     def __init__(self) -> None:
-        self.number, self.at = 0, 0.0
+        self.number = 0
+        self.at = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Stop:
@@ -226,7 +227,8 @@ class _Stop:
         if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.number:
-            self.number, self.at = number, time.monotonic()
+            self.number = number
+            self.at = time.monotonic()
 
 
 @contextmanager
@@ -245,7 +247,10 @@ class _Driver:
     """Starts the agents of a job, and starts them again."""
 
     def __init__(self, ray: Any, job: RayJob, folder: Path, token: str, stop: _Stop) -> None:
-        self._ray, self._job, self._folder, self._stop = ray, job, str(folder), stop
+        self._ray = ray
+        self._job = job
+        self._folder = str(folder)
+        self._stop = stop
         self._environment = {TOKEN_VARIABLE: token}
         self._agents = Agents()
         self._actors: dict[int, Any] = {}
@@ -292,7 +297,8 @@ class _Driver:
 
     def _start(self) -> Agents:
         """Run agents on all bundles that Ray can place, until all have ended; returns them."""
-        self._agents, self._told = Agents(), set()
+        self._agents = Agents()
+        self._told = set()
         self._environment.pop(COORDINATOR_VARIABLE, None)
         try:
             for bundle in range(self._job.hosts):

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from meshwright.launch.scheduler_job import SchedulerJob, comment
 
-GPU, CPU = "GPU", "CPU"
-"""Ray's names of resources."""
+GPU = "GPU"
+"""Ray's name of GPUs."""
+CPU = "CPU"
+"""Ray's name of processor cores."""
 
 
 def ray_script(job: SchedulerJob) -> str:

@@ -35,7 +35,8 @@ class Refusals:
         self.refusals: list[Mistake] = []
         self.exit_code = 0
         self._reported: set[str] = set()
-        self._reading, self._known = reading, known
+        self._reading = reading
+        self._known = known
         run = reading.sound_part()
         if run is None:
             return

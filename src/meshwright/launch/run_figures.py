@@ -79,8 +79,10 @@ class RunFigureReader:
         self.progress = read_progress(self._folder)
         job = next(reversed(self._jobs.values()), None)
         running = now - self._changed(PROGRESS_FILE if job else "metrics.jsonl") < FRESH_SECONDS
-        metrics, train = self._metrics, self._train_settings() or {}
-        steps, step = train.get("steps"), metrics.newest.get("step", 0)
+        metrics = self._metrics
+        train = self._train_settings() or {}
+        steps = train.get("steps")
+        step = metrics.newest.get("step", 0)
         running &= step != steps if job is None else job.code is None
         account = self._goodput.read()
         pace = metrics.recent_step_seconds
@@ -156,7 +158,8 @@ class _GoodputReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read_size, self._due = -1, 0.0
+        self._read_size = -1
+        self._due = 0.0
         self._account: RunGoodput | None = None
 
     def read(self) -> RunGoodput | None:
@@ -165,7 +168,8 @@ class _GoodputReader:
         try:
             size = (self._folder / WALL_TIME).stat().st_size
             if size != self._read_size and began >= self._due:
-                self._account, self._read_size = run_goodput(self._folder), size
+                self._account = run_goodput(self._folder)
+                self._read_size = size
                 self._due = time.monotonic() + 10 * (time.monotonic() - began)
         except OSError:
             self._account = None
@@ -176,13 +180,15 @@ class _Job:
     """State of a job from its records."""
 
     def __init__(self) -> None:
-        self.attempt, self.status = 0, ""
+        self.attempt = 0
+        self.status = ""
         self.code: int | None = None
         self.attempts: set[int] = set()
 
     def add(self, record: Mapping[str, Any]) -> None:
         stop = record.get("stop")
-        self.status, self.attempt = str(record.get("status")), int(record.get("attempt") or 0)
+        self.attempt = int(record.get("attempt") or 0)
+        self.status = str(record.get("status"))
         if self.status == "running":
             self.attempts.add(self.attempt)
         finished = self.status == "finished" and isinstance(stop, Mapping)
@@ -193,7 +199,8 @@ def _state(job: _Job | None, running: bool, step: int, steps: int | None) -> str
     if job is not None and job.code is not None:
         return "finished" if job.code == 0 else f"ended with code {job.code}"
     if running:
-        return "starting" if not step and (job is None or job.status == "running") else job.status if job else "running"
+        status = job.status if job else "running"
+        return "starting" if not step and status == "running" else status
     if step and step == steps:
         return "finished"
     return "not running" if job or step else "starting"

@@ -114,7 +114,8 @@ def request_stop(folder: Path) -> tuple[int, Lease]:
     It works as SIGTERM does, for a job that supervises its ranks, a coordinator, or rank 0 of another launcher. Raises BadInput if
     nothing runs, or if it runs on another host.
     """
-    lease, figures = read_lease(folder), RunFigureReader(folder).read()
+    lease = read_lease(folder)
+    figures = RunFigureReader(folder).read()
     state = run_state(folder, figures)
     if state not in ("running", "waiting") or lease is None:
         raise BadInput(
@@ -122,7 +123,8 @@ def request_stop(folder: Path) -> tuple[int, Lease]:
         )
     pid = lease.pid if owner_is_alive(lease) else _coordinator_here(folder)
     if pid is None:
-        host, coordinator = socket.gethostname(), _coordinator_lease(folder)
+        host = socket.gethostname()
+        coordinator = _coordinator_lease(folder)
         where = f"process {lease.pid} on {lease.host}" if lease.host != host else "a process that is not visible here"
         if coordinator is not None:
             where = coordinator.process
@@ -207,7 +209,8 @@ def _all_steps(figures: RunFigures) -> bool:
 
 def _runs(folder: Path, figures: RunFigures) -> bool:
     """Whether a job without an exit code runs: by its process if that is on this host, else by the age of its files."""
-    lease, supervised = read_lease(folder), figures.attempt > 0
+    lease = read_lease(folder)
+    supervised = figures.attempt > 0
     if lease is None or lease.host != socket.gethostname():
         return figures.running
     # A process that trained without supervision, as a rank of torchrun, may live on after its last step.

@@ -62,13 +62,15 @@ class SnapshotReader:
         self._times.update(READ_BYTES)
         while complete and not self.complete:
             self._times.update(READ_BYTES)
-        (steps, seconds), loads = self._times.known, self._figures.expert_loads
+        steps, seconds = self._times.known
+        loads = self._figures.expert_loads
         progress = self._figures.progress
         if progress is None or not figures.running:
             ranks = activities_of_spans(self._times.last_step.tolist())
             return RunSnapshot(figures, ranks, None, None, self._read_incidents(), steps, seconds, loads)
         age = max(0.0, time.time() - progress.time)
-        ranks, culprit = self._view.activities(progress), self._view.culprit(progress)
+        ranks = self._view.activities(progress)
+        culprit = self._view.culprit(progress)
         return RunSnapshot(figures, ranks, age, culprit, self._read_incidents(), steps, seconds, loads)
 
     def _read_incidents(self) -> Sequence[Mapping[str, Any]]:
@@ -89,7 +91,8 @@ def _modified_ns(path: Path) -> int:
 
 def snapshot_as_plain(snapshot: RunSnapshot, lines: int, columns: int) -> dict[str, Any]:
     """JSON values; the heat map has at most `lines` × `columns`, and null where no time is known."""
-    figures, heat = snapshot.figures, snapshot.heat_map(lines, columns)
+    figures = snapshot.figures
+    heat = snapshot.heat_map(lines, columns)
     ratio = [[round(value, 4) if np.isfinite(value) else None for value in row] for row in heat.ratio.tolist()]
     culprit = snapshot.culprit
     return {

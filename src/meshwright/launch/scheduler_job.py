@@ -99,7 +99,8 @@ class SchedulerJob:
 
         Their paths in the run file are those in `folder`. Raises BadInput for a file that cannot be read.
         """
-        run, contents = self.run, {}
+        run = self.run
+        contents = {}
         if isinstance(run.plan, str) and run.plan != "auto":
             contents["plan.yaml"] = _text(run.plan, "plan")
             run = replace(run, plan=f"{folder}/plan.yaml")

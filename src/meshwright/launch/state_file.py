@@ -34,7 +34,8 @@ class StateFile:
     """Appends states. While that is not possible, it knows whether and for how long the job waits for it."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._path = folder, folder / STATE_FILE
+        self._folder = folder
+        self._path = folder / STATE_FILE
         self._error: OSError | None = None
         """Why the last state could not be written."""
         self._retry_at = 0.0
@@ -55,7 +56,8 @@ class StateFile:
                     f"meshwright: {self._path}: {error.strerror or error}; ranks that run train on, a restart waits "
                     "until it can be written"
                 )
-            self._error, self._retry_at = error, now + RETRY_SECONDS
+            self._error = error
+            self._retry_at = now + RETRY_SECONDS
             return False
         if self._error is not None:
             write_line(f"meshwright: {self._path} can be written again")

@@ -72,19 +72,22 @@ class Sweep:
 
     def __init__(self, spec: SweepSpec, file: Path, runs: Path) -> None:
         """Raises BadConfig or BadInput for a run that cannot be trained or was begun with another configuration."""
-        self.spec, self.folder = spec, runs / spec.name
+        self.spec = spec
+        self.folder = runs / spec.name
         self._base = file.parent / spec.run
         self._pool = _devices()
         self.runs = [self._checked(swept, file) for swept in swept_runs(spec)]
         stopped = _read_record(self.folder)
         for run in self.runs:
             if run.name in stopped:
-                run.outcome, run.why = "stopped early", stopped[run.name]
+                run.outcome = "stopped early"
+                run.why = stopped[run.name]
             elif is_run(run.folder):
                 self._take_up(run)
 
     def _checked(self, swept: SweptRun, file: Path) -> SweepRun:
-        folder, overrides = self.folder / swept.name, swept.overrides(self.spec)
+        folder = self.folder / swept.name
+        overrides = swept.overrides(self.spec)
         try:
             spec = load_run(
                 self._base,
@@ -115,7 +118,9 @@ class Sweep:
         if state in ("running", "waiting"):
             raise BadInput(f"{run.folder} is {state}; wait for it, or: meshwright runs stop {run.folder}")
         finished = state == "finished" and figures.step >= run.spec.train.steps
-        run.outcome = "finished" if finished else "not started" if state == "failed" else "stopped"
+        run.outcome = "not started" if state == "failed" else "stopped"
+        if finished:
+            run.outcome = "finished"
 
     def train(self, note: Callable[[str], None], changed: Callable[[], object]) -> int:
         """Train the runs that have not ended; returns the exit code.
@@ -179,7 +184,8 @@ class Sweep:
         code = run.process.poll()
         if code is None:
             return False
-        run.exit_code, run.process = code, None
+        run.exit_code = code
+        run.process = None
         if code == EXIT_DONE:
             run.outcome = "finished"
         elif run.why and code == EXIT_PREEMPTED:

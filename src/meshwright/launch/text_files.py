@@ -24,7 +24,8 @@ def write_text_files(run: RunSpec, source: DataSource, folder: Path) -> TextForm
     The corpus says what begins and ends a text. The folder of the initial weights adds further tokens that end a generated text, its
     special tokens and its sampling values. The chat template is that of the corpus if it has chats, else that of the weights.
     """
-    corpus, text = source.tokenizer_file, source.text_format
+    corpus = source.tokenizer_file
+    text = source.text_format
     if corpus is None or text is None:
         return None
     write_durable(folder / TOKENIZER, read_folder_file(corpus, TOKENIZER_BYTES))

@@ -28,13 +28,18 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
         super().__init__()
         self.hooks = hooks
-        self.heads, self.kv_heads, self.head_dim, self.plain = spec.heads, spec.kv_heads, spec.head_dim, plain
+        self.heads = spec.heads
+        self.kv_heads = spec.kv_heads
+        self.head_dim = spec.head_dim
+        self.plain = plain
         width = spec.heads * spec.head_dim
         self.qkv = Linear(hidden, width + 2 * spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
         if spec.qk_norm is not None:
             self.q_norm = Norm(spec.qk_norm, width if spec.whole_norm else spec.head_dim, plain)
             self.k_norm = Norm(spec.qk_norm, spec.kv_heads * spec.head_dim if spec.whole_norm else spec.head_dim, plain)
-        self.qk_norm, self.whole_norm, self.rotated_norm = spec.qk_norm is not None, spec.whole_norm, spec.rotated_norm
+        self.qk_norm = spec.qk_norm is not None
+        self.whole_norm = spec.whole_norm
+        self.rotated_norm = spec.rotated_norm
         self.rotate = ROTATIONS["halves" if spec.rotary is None else spec.rotary.pairs]
         self.query_factor = spec.query_factor
         self.out = Linear(width, hidden, bias=spec.out_bias)
@@ -50,13 +55,16 @@ class Attention(nn.Module):
         if self.qk_norm and self.whole_norm:
             q, k = self.hooks.norm_all_heads(self, q, k)
         elif self.qk_norm and not self.rotated_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if self.query_factor != 1 and not (self.qk_norm and self.rotated_norm):
             q = q * self.query_factor
         if rope is not None:
-            q, k = self.rotate(q, rope), self.rotate(k, rope)
+            q = self.rotate(q, rope)
+            k = self.rotate(k, rope)
         if self.qk_norm and self.rotated_norm:
-            q, k = self.q_norm(q) * self.query_factor, self.k_norm(k)
+            q = self.q_norm(q) * self.query_factor
+            k = self.k_norm(k)
         if rope is not None and len(rope) > 2:
             q = q * rope[2]
         options = {"plain": self.plain} if self.sinks is None else {"sinks": self.sinks, "plain": self.plain}

@@ -47,9 +47,12 @@ class Block(nn.Module):
 
     def __init__(self, spec: BlockSpec, plain: bool) -> None:
         super().__init__()
-        self.hooks, self.attention_kind = BlockHooks(), attention_kind(spec)
-        self.parallel, self.routed = len(spec.sublayers) == 1, spec.mixture is not None
-        mixer, feed_forward = spec.mixer, spec.feed_forward
+        self.hooks = BlockHooks()
+        self.attention_kind = attention_kind(spec)
+        self.parallel = len(spec.sublayers) == 1
+        self.routed = spec.mixture is not None
+        mixer = spec.mixer
+        feed_forward = spec.feed_forward
         self.residual_factor = spec.sublayers[0].factor
         self.attention_norm = _norm(spec.sublayers[0].norm, spec.hidden, plain)
         if isinstance(mixer, LatentAttentionSpec):

@@ -87,16 +87,17 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, *, plain: bool = False, loss_chunk: int = 4096, z_loss: float = 0.0) -> None:
         super().__init__()
         check_dimensions(spec)
-        self.spec, self.plain = spec, plain
+        self.spec = spec
+        self.plain = plain
         self.embed = Embedding(_weight(spec.vocab_size, spec.hidden))
         learned = spec.positions == "learned"
         self.positions = Embedding(_weight(spec.max_seq_len, spec.hidden)) if learned else None
         self.layers = nn.ModuleDict({str(layer): Block(spec.block(layer), plain) for layer in range(spec.layers)})
         self.norm = Norm(spec.residual_norm, spec.hidden, plain)
-        self.head = (
-            ScoreHead(_weight(1, spec.hidden))
-            if spec.head == "score"
-            else Head(
+        if spec.head == "score":
+            self.head = ScoreHead(_weight(1, spec.hidden))
+        else:
+            self.head = Head(
                 None if spec.tied else _weight(spec.vocab_size, spec.hidden),
                 loss_chunk,
                 cap=spec.logit_cap,
@@ -104,7 +105,6 @@ class Decoder(nn.Module):
                 plain=plain,
                 z_loss=z_loss,
             )
-        )
         self.predictions = nn.ModuleList(
             PredictionModule(spec, plain, Block(spec.block(spec.layers), plain)) for _ in range(spec.prediction_depth)
         )
@@ -152,7 +152,8 @@ class Decoder(nn.Module):
 
     def _run_blocks(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         shared = self.shared_inputs(tokens, positions, documents, self.embed.weight.dtype)
-        x, balance = self.embed_tokens(tokens, shared.positions), torch.zeros((), device=tokens.device)
+        x = self.embed_tokens(tokens, shared.positions)
+        balance = torch.zeros((), device=tokens.device)
         for layer in self.layers.values():
             assert isinstance(layer, Block)
             x = layer(x, *shared.of(layer.attention_kind))
@@ -198,7 +199,8 @@ class Decoder(nn.Module):
 
         Masks are those of the queries at the positions `queries` in the sequence (None: all).
         """
-        kinds, dense = self.attention_kinds, self.plain or dtype == torch.float64
+        kinds = self.attention_kinds
+        dense = self.plain or dtype == torch.float64
         masks = {
             (window, cap): make_mask(
                 documents,
@@ -235,7 +237,8 @@ class Decoder(nn.Module):
         objective: OfLogProbabilities | None = None,
     ) -> Tensor | LossSums:
         """Logits of the last block's output, or with targets the sums of its losses; of an `objective` the losses that it computes."""
-        hidden, tied = self.norm(x), self._tied_weight()
+        hidden = self.norm(x)
+        tied = self._tied_weight()
         if targets is None:
             return self.head(hidden, None, tied)
         return self._sums(hidden, targets, tied, weights, objective)
@@ -250,9 +253,11 @@ class Decoder(nn.Module):
         objective: OfLogProbabilities | None = None,
     ) -> HeadLosses:
         """The losses of the last block's output: of the next tokens, and of further tokens by the prediction modules."""
-        hidden, tied = self.norm(x), self._tied_weight()
+        hidden = self.norm(x)
+        tied = self._tied_weight()
         sums = self._sums(hidden, targets, tied, weights, objective)
-        further_loss, routed = torch.zeros_like(sums.loss), []
+        further_loss = torch.zeros_like(sums.loss)
+        routed = []
         for depth, module in enumerate(self.predictions):
             assert isinstance(module, PredictionModule)
             # As in `parallel.stages`, no module hooks run. The embedding of a token has no position, its hidden state has.
@@ -334,7 +339,10 @@ class Head(nn.Module):
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
-        self.weight, self.loss_chunk, self.plain, self.z_loss = weight, loss_chunk, plain, z_loss
+        self.weight = weight
+        self.loss_chunk = loss_chunk
+        self.plain = plain
+        self.z_loss = z_loss
         self.factor = factor
         self.cap = cap
 
@@ -349,10 +357,12 @@ class Head(nn.Module):
 
         `tied` is the embedding's weight if the head has no weight.
         """
-        weight, hidden = self.matrix(tied), self.scaled(hidden)
+        weight = self.matrix(tied)
+        hidden = self.scaled(hidden)
         if targets is None:
             return capped(F.linear(hidden, weight), self.cap)
-        rows, losses = hidden.flatten(0, 1), {"cap": self.cap, "z_loss": self.z_loss, "plain": self.plain}
+        rows = hidden.flatten(0, 1)
+        losses = {"cap": self.cap, "z_loss": self.z_loss, "plain": self.plain}
         of_tokens = None if weights is None else weights.flatten()
         return linear_cross_entropy(rows, weight, targets.flatten(), self.loss_chunk, weights=of_tokens, **losses)
 

@@ -31,10 +31,16 @@ class LatentAttention(nn.Module):
     def __init__(self, spec: LatentAttentionSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
         super().__init__()
         self.hooks = hooks
-        self.heads, self.kv_heads, self.head_dim, self.plain = spec.heads, spec.heads, spec.head_dim, plain
-        self.rotated, self.value_head_dim = spec.rotary.width, spec.value_head_dim
-        self.q_rank, self.kv_rank = spec.q_rank, spec.kv_rank
-        unrotated, latent = spec.head_dim - self.rotated, spec.kv_rank + self.rotated
+        self.heads = spec.heads
+        self.kv_heads = spec.heads
+        self.head_dim = spec.head_dim
+        self.plain = plain
+        self.rotated = spec.rotary.width
+        self.value_head_dim = spec.value_head_dim
+        self.q_rank = spec.q_rank
+        self.kv_rank = spec.kv_rank
+        unrotated = spec.head_dim - self.rotated
+        latent = spec.kv_rank + self.rotated
         if spec.q_rank:
             self.down = Linear(hidden, spec.q_rank + latent, bias=False)
             self.q_norm = Norm(spec.latent_norm, spec.q_rank, plain)

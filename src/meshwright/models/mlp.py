@@ -20,7 +20,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, spec: FeedForwardSpec, hidden: int, plain: bool) -> None:
         super().__init__()
-        self.activation, self.gelu, self.plain = spec.activation, spec.activation == "geglu", plain
+        self.activation = spec.activation
+        self.gelu = spec.activation == "geglu"
+        self.plain = plain
         self.gate_up = Linear(hidden, spec.first_width, bias=spec.bias)
         self.down = Linear(spec.width, hidden, bias=spec.bias)
 

@@ -100,9 +100,15 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, spec: MixtureSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
         super().__init__()
-        self.hooks, self.plain, router = hooks, plain, spec.router
-        self.count, self.per_token, self.normalised = spec.experts, spec.per_token, router.normalised
-        self.groups, self.groups_per_token, self.scale = router.groups, router.groups_per_token, router.scale
+        self.hooks = hooks
+        self.plain = plain
+        router = spec.router
+        self.count = spec.experts
+        self.per_token = spec.per_token
+        self.normalised = router.normalised
+        self.groups = router.groups
+        self.groups_per_token = router.groups_per_token
+        self.scale = router.scale
         self.sigmoid = router.score == "sigmoid"
         self.choice_bias: nn.Parameter | None = None
         if router.choice_bias:
@@ -292,7 +298,10 @@ class Experts(nn.Module):
     def __init__(self, spec: MixtureSpec, hidden: int, plain: bool) -> None:
         super().__init__()
         expert = spec.expert
-        self.activation, self.gated, self.plain, self.biased = expert.activation, expert.gated, plain, expert.bias
+        self.activation = expert.activation
+        self.gated = expert.gated
+        self.plain = plain
+        self.biased = expert.bias
         self.adapter: ExpertAdapter | None = None
         for name, outputs, inputs in ((expert.first, expert.first_width, hidden), ("down", hidden, expert.width)):
             self.register_parameter(name, nn.Parameter(torch.empty(spec.experts, outputs, inputs)))
@@ -354,7 +363,8 @@ def _balance(probability_sums: Tensor, loads: Tensor, copies: int, *, by_token: 
     those of its sample.
     """
     choices = loads.sum(1, keepdim=True).clamp_min(1)  # 0 where no token counts
-    share, mean = loads.to(probability_sums.dtype) / choices, probability_sums
+    share = loads.to(probability_sums.dtype) / choices
+    mean = probability_sums
     if not by_token:
         mean = mean * copies / choices
     return loads.shape[1] * (share * mean).sum()

@@ -17,7 +17,9 @@ class Norm(nn.Module):
 
     def __init__(self, spec: NormSpec, width: int, plain: bool) -> None:
         super().__init__()
-        self.eps, self.plus_one, self.plain = spec.eps, spec.plus_one, plain
+        self.eps = spec.eps
+        self.plus_one = spec.plus_one
+        self.plain = plain
         self.weight = nn.Parameter(torch.zeros(width) if spec.plus_one else torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if spec.kind == "layernorm" else None
 

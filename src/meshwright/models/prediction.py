@@ -59,7 +59,9 @@ def further_tokens(
     A target counts if it is trained on and in the document of its position. Where a sequence has no token to read, its first ones are read:
     there the target does not count, and no position before them attends to it.
     """
-    inputs, shifted, of_targets = [], [], []
+    inputs = []
+    shifted = []
+    of_targets = []
     for distance in range(1, depth + 1):
         inputs.append(tokens.roll(-distance, 1))
         target = F.pad(targets[:, distance:], (0, min(distance, targets.shape[1])), value=-1)

@@ -344,7 +344,8 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _text(value: Any) -> str:
     """A value as a run file has it, cut if it is long."""
-    text = "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = "–" if value is None else text
     return text if len(text) <= LONG_VALUE else f"{text[:LONG_VALUE]}…"
 
 

@@ -56,17 +56,32 @@ def tile_list(tiles: Iterable[tuple[str, str, str]]) -> str:
 
 def table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A titled table; empty without lines."""
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in line)}</tr>" for line in lines)
-    if not body:
-        return ""
-    head = f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr></thead>" if any(heads) else ""
-    return f'<section class="card"><h2>{escape(title)}</h2><table class="facts rows">{head}<tbody>{body}</tbody></table></section>'
+    return card(title, rows(heads, lines))
 
 
 def listing(title: str, sentences: Iterable[str]) -> str:
     """A titled list; empty without sentences."""
-    items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
-    return f'<section class="card"><h2>{escape(title)}</h2><ul class="why">{items}</ul></section>' if items else ""
+    return card(title, items(sentences))
+
+
+def card(title: str, body: str) -> str:
+    """A titled card around HTML; empty without it."""
+    return f'<section class="card"><h2>{escape(title)}</h2>{body}</section>' if body else ""
+
+
+def rows(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table; empty without lines. A line may be shorter than the heads."""
+    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    if not body:
+        return ""
+    head = f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr></thead>" if any(heads) else ""
+    return f'<table class="facts rows">{head}<tbody>{body}</tbody></table>'
+
+
+def items(sentences: Iterable[str]) -> str:
+    """A list; empty without sentences."""
+    lines = "".join(f"<li>{escape(text)}</li>" for text in sentences)
+    return f'<ul class="why">{lines}</ul>' if lines else ""
 
 
 def _cell(text: str) -> str:

@@ -166,7 +166,8 @@ class StepRecorder:
         stamp = self._begin_stamp()
         outermost = not self._stack and lane != "mark"
         phase = span_phase(name) if outermost else None
-        counts = (step_phase(phase) if phase else name) if outermost else None
+        counted_name = step_phase(phase) if phase else name
+        counts = counted_name if outermost else None
         self._stack.append(OpenSpan(name, lane, counts, stamp, phase=phase))
 
     def begin_action(self, index: int, action: ScheduledAction, tokens: int = 0) -> None:

@@ -77,7 +77,7 @@ def _header(run: RunFolder) -> str:
     facts = [
         str(model) if model else None,
         f"{number_text.short(run.parameters)} parameters" if run.parameters else None,
-        f"{ranks} × {gpu}" if ranks and gpu else None,
+        f"{ranks}\u00a0×\u00a0{gpu}" if ranks and gpu else None,
         run.plan.precision.compute if run.plan else None,
     ]
     line = " · ".join(escape(fact) for fact in facts if fact)

@@ -61,7 +61,7 @@ def _loss_tile(run: RunFolder) -> Tile:
     if (mean := recent_mean(losses)) is None:
         return None
     count = min(len(losses), RECENT_VALUES)
-    context = f"of step {run.steps[-1]['step']:,}; mean of the last {count} {mean:.3f}" if count > 1 else "one step"
+    context = f"of step {run.steps[-1]['step']:,}; mean of the last {count}: {mean:.3f}" if count > 1 else "one step"
     return "Training loss", f"{losses[-1]:.3f}", context
 
 
@@ -225,7 +225,9 @@ def _device_memory(run: RunFolder) -> float | None:
 def plan_picture(run: RunFolder) -> str:
     """`plan_section` of the run's plan; empty without a plan."""
     per_node = number(run.setting("cluster", "gpus_per_node"))
-    return plan_section(run.plan, int(per_node) if per_node and per_node >= 1 else None) if run.plan else ""
+    if not run.plan:
+        return ""
+    return plan_section(run.plan, int(per_node) if per_node and per_node >= 1 else None)
 
 
 def plan_section(plan: Plan, ranks_per_node: int | None, limit: int = MOST_RANKS_DRAWN) -> str:
@@ -402,7 +404,7 @@ def _start_text(record: Mapping[str, Any]) -> str:
         else {}
         for key in ("phases", "compiler")
     )
-    return start_line(phases, compiler).removeprefix("start: ")
+    return start_line(phases, compiler).removeprefix("start took ")
 
 
 def _listing(title: str, items: Sequence[str]) -> str:

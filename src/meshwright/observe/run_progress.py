@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.events.terminal import wrapped
 from meshwright.observe import number_text
 
 FIRST_LINES = 5
@@ -42,7 +43,8 @@ class RunProgress:
     """Shows step lines as they arrive (see observe.metrics.STEP_KEYS); also a context manager.
 
     `start_step` is the number of steps already done; `samples_before` gives the samples of a number of steps, by default one each.
-    `stream` and `clock` are for tests; they default to stdout and the monotonic clock.
+    `stream` and `clock` are for tests; they default to stdout and the monotonic clock. `began` is the time on this clock at which the
+    command began, by default now.
     """
 
     def __init__(
@@ -56,14 +58,17 @@ class RunProgress:
         title: str = "",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        began: float | None = None,
     ) -> None:
         self._total, self._step, self._ranks, self._title = total_steps, start_step, ranks, title
         self._show_mfu, self._samples_before = show_mfu, samples_before
         self._clock = clock
-        self._began = clock()
-        self._printed_at, self._lines_printed = self._began, 0
+        self._began = clock() if began is None else began
+        self._printed_at, self._lines_printed = clock(), 0
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._step_printed = start_step
+        self._dropped = 0
+        """How many of `DROPPED_FIRST` step lines leave out; it never falls, so that lines have the same figures."""
         self._validation: tuple[int, float | None] | None = None
         """Step and loss of the last validation."""
         self._record: Mapping[str, Any] = {}
@@ -86,7 +91,8 @@ class RunProgress:
 
     def note(self, text: str) -> None:
         """Print a line above the live display, or a plain line in a log."""
-        self._console.print(Text(text), soft_wrap=True)
+        shown = wrapped(text, self._console.width) if self._console.is_terminal else text
+        self._console.print(Text(shown), soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal; safe to call twice."""
@@ -143,10 +149,16 @@ class RunProgress:
         def line() -> str:
             return " | ".join([step, *(f"{name} {value}" for name, value in figures)])
 
-        for dropped in DROPPED_FIRST if self._console.is_terminal else ():
+        if not self._console.is_terminal:
+            return line()
+        everything = figures
+        for dropped in range(self._dropped, len(DROPPED_FIRST) + 1):
+            figures = [
+                (name, value) for name, value in everything if name.partition("@")[0] not in DROPPED_FIRST[:dropped]
+            ]
+            self._dropped = dropped
             if len(line()) <= self._console.width:
                 break
-            figures = [(name, value) for name, value in figures if name.partition("@")[0] != dropped]
         return line()
 
     def _display(self) -> Group:
@@ -160,13 +172,19 @@ class RunProgress:
             ProgressBar(self._total, self._step, width=None, complete_style="blue", finished_style="blue"),
             Text(f"{100 * self._step / max(1, self._total):.0f}%"),
             Text(f"{number_text.clock(self._clock() - self._began)} elapsed", style="dim"),
-            Text(f"{number_text.clock(seconds_left)} left" if seconds_left is not None else "starting", style="dim"),
+            Text(self._state(seconds_left), style="dim"),
         ]
         grid = Table.grid(padding=(0, 2), expand=True)
         for cell in cells:
             grid.add_column(ratio=1 if isinstance(cell, ProgressBar) else None, no_wrap=True)
         grid.add_row(*cells)
         return grid
+
+    def _state(self, seconds_left: float | None) -> str:
+        """What the bar says last. After the last step a run still validates and writes a checkpoint."""
+        if self._step >= self._total:
+            return "finishing"
+        return "starting" if seconds_left is None else f"{number_text.clock(seconds_left)} left"
 
     def _figure_lines(self) -> list[Text]:
         """Every figure, on as many lines as the terminal's width needs."""

@@ -199,7 +199,8 @@ def _legend(chart: Chart) -> str:
             if series.shape == "marks"
             else next((value for value in reversed(series.values) if value is not None), None)
         )
-        text = series.shown if series.shown is not None else "" if newest is None else _FORMATS[chart.format](newest)
+        text = "" if newest is None else _FORMATS[chart.format](newest)
+        text = text if series.shown is None else series.shown
         value = "" if series.shape == "marks" else f' <b data-value="{index}">{escape(text)}</b>'
         items.append(f'<li class="{series.colour} {series.shape}">{escape(series.label)}{value}</li>')
     return f'<ul class="legend">{"".join(items)}</ul>'

@@ -16,7 +16,9 @@ class AdamWRule:
     collective = False
 
     def __init__(self, tensors: RuleTensors, coefficients: Coefficients, names: Sequence[str]) -> None:
-        self._tensors, self._coefficients, self._names = tensors, coefficients, list(names)
+        self._tensors = tensors
+        self._coefficients = coefficients
+        self._names = list(names)
 
     def bundles(self) -> Sequence[Sequence[str]]:
         """See `UpdateRule`: each parameter alone."""

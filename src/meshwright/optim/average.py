@@ -15,7 +15,8 @@ class WeightAverage:
     """Averages of `weights` in their dtype: average = decay × average + (1 − decay) × weight after each update."""
 
     def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        self._weights, self._decay = dict(weights), decay
+        self._weights = dict(weights)
+        self._decay = decay
         self.tensors = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         """The averages by parameter, as live memory."""
 

@@ -49,8 +49,11 @@ class ChunkMemory:
         chunks: Sequence[OptimizerChunk],
         on_device: int,
     ) -> None:
-        self._owner, self._device, self.packing = owner, device, packing
-        self.chunks, self.on_device = list(chunks), on_device
+        self._owner = owner
+        self._device = device
+        self.packing = packing
+        self.chunks = list(chunks)
+        self.on_device = on_device
         sizes = [packing.bytes(chunk.size) for chunk in chunks]
         self.positions = sum(chunk.size for chunk in chunks)
         self._starts = [chunk.start for chunk in chunks]
@@ -59,7 +62,8 @@ class ChunkMemory:
         for number, size in enumerate(sizes):
             start = self.slices[-1].stop if self.slices and number != on_device else 0
             self.slices.append(slice(start, start + size))
-        self.device_bytes, self.host_bytes = sum(sizes[:on_device]), sum(sizes[on_device:])
+        self.device_bytes = sum(sizes[:on_device])
+        self.host_bytes = sum(sizes[on_device:])
         self.device_records = torch.zeros(self.device_bytes, dtype=torch.uint8, device=device)
         self.host_records = self.allocate(self.host_bytes, "the optimizer")
 
@@ -84,12 +88,14 @@ class ChunkMemory:
 
     def overlaps(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
         """The chunk, and first and last position in it, of each piece of a range of positions."""
-        end, number = start + count, bisect_right(self._starts, start) - 1
+        end = start + count
+        number = bisect_right(self._starts, start) - 1
         while start < end:
             chunk = self.chunks[number]
             stop = min(end, chunk.start + chunk.size)
             yield number, start - chunk.start, stop - chunk.start
-            start, number = stop, number + 1
+            start = stop
+            number = number + 1
 
     def fields(self, number: int, record: Tensor, first: int, last: int) -> dict[str, Tensor]:
         """Views of elements `first` to `last` of a record by field; whole blocks if moments have 8 bits."""
@@ -135,7 +141,8 @@ class ChunkMemory:
             done += last - first
 
     def _write_moment(self, state: str, values: Tensor, fields: Mapping[str, Tensor], offset: int) -> None:
-        whole, down = moment_of(self.packing, state, fields).clone(), rounded_down_of(self.packing, fields)
+        whole = moment_of(self.packing, state, fields).clone()
+        down = rounded_down_of(self.packing, fields)
         whole[offset : offset + values.numel()] = values
         put_moment(self.packing, state, whole, fields, NEAREST.get(self.packing.moments, 0))
         if self.packing.tie_bits:

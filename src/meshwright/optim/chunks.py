@@ -43,10 +43,12 @@ def plan_chunks(groups: Sequence[tuple[float, Mapping[str, int]]], max_elements:
             while first < size:
                 if used == max_elements:
                     chunks.append(_chunk(chunks, used, weight_decay, segments))
-                    segments, used = [], 0
+                    segments = []
+                    used = 0
                 count = min(size - first, max_elements - used)
                 segments.append(ChunkSegment(name, first, count, used))
-                first, used = first + count, -(-(used + count) // ALIGNED) * ALIGNED
+                first = first + count
+                used = -(-(used + count) // ALIGNED) * ALIGNED
         if segments:
             chunks.append(_chunk(chunks, used, weight_decay, segments))
     return chunks

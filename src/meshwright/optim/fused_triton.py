@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 2048, 8
+BLOCK = 2048
+WARPS = 8
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """As many programs as fit on a multiprocessor.
 
@@ -50,7 +51,9 @@ def fused_update(
     )
     if not programs:
         return
-    entries, aligned, blocks_before = [], True, 0
+    entries = []
+    aligned = True
+    blocks_before = 0
     for count, *tensors in zip(blocks, weights, gradients, first, second, strict=True):
         assert all(tensor.is_contiguous() for tensor in tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -101,15 +104,22 @@ def _adamw(
     lanes = tl.arange(0, block)
     for number in range(active_entries):
         entry = table + number * 6
-        weights, gradients, first, second = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+        weights = tl.load(entry)
+        gradients = tl.load(entry + 1)
+        first = tl.load(entry + 2)
+        second = tl.load(entry + 3)
         if aligned:
-            weights, gradients = tl.multiple_of(weights, 16), tl.multiple_of(gradients, 16)
-            first, second = tl.multiple_of(first, 16), tl.multiple_of(second, 16)
+            weights = tl.multiple_of(weights, 16)
+            gradients = tl.multiple_of(gradients, 16)
+            first = tl.multiple_of(first, 16)
+            second = tl.multiple_of(second, 16)
         weights = weights.to(tl.pointer_type(tl.float32))
         gradients = gradients.to(tl.pointer_type(gradient_dtype))
-        first, second = first.to(tl.pointer_type(tl.float32)), second.to(tl.pointer_type(tl.float32))
+        first = first.to(tl.pointer_type(tl.float32))
+        second = second.to(tl.pointer_type(tl.float32))
         size = tl.load(entry + 4)
-        rate, root = tl.load(rates + number), tl.load(rates + entries + number)
+        rate = tl.load(rates + number)
+        root = tl.load(rates + entries + number)
         start = (tl.program_id(0) + tl.load(entry + 5)) % programs * block
         for begin in range(start, size, programs * block):
             index = begin + lanes

@@ -120,16 +120,21 @@ class HostAdamW:
         ahead: int | None = None,
     ) -> None:
         assert not release or release.keys() == parts.keys()
-        self._parts, self._release, self._coefficients = dict(parts), dict(release), coefficients
+        self._parts = dict(parts)
+        self._release = dict(release)
+        self._coefficients = coefficients
         like = next(iter(parts.values()))
-        self._device, self._dtype = like.device, like.dtype
+        self._device = like.device
+        self._dtype = like.dtype
         self._packing = ChunkPacking(bool(release), moments, like.dtype)
         default = CPU_CHUNK_ELEMENTS
         if self._device.type == "cuda":
             default = int(staged_elements(self._packing.bytes(BLOCK) / BLOCK))
         sizes = {name: part.numel() for name, part in parts.items()}
         self._chunks = plan_chunks(groups_in_order(sizes, decays), chunk or default)
-        self._ahead = (LAUNCHED_AHEAD if self._device.type == "cuda" else 0) if ahead is None else ahead
+        if ahead is None:
+            ahead = LAUNCHED_AHEAD if self._device.type == "cuda" else 0
+        self._ahead = ahead
         self._memory = ChunkMemory(
             self, self._device, self._packing, self._chunks, _chunks_on_device(self._chunks, fraction)
         )
@@ -222,7 +227,8 @@ class HostAdamW:
         pending = self._pending
         if pending is None:
             return False
-        before, chunks = pending.completed, len(self._chunks)
+        before = pending.completed
+        chunks = len(self._chunks)
         last = chunks if names is None else 1 + max((self._last_chunk.get(name, -1) for name in names), default=-1)
         self._launch(pending, last)
         if last > before:
@@ -397,11 +403,13 @@ class HostAdamW:
         """Fetch the next chunk. The send of its buffer, and of its result of the step before, was launched earlier."""
         streamed = len(self._chunks) - self._memory.on_device
         step, index = divmod(self._fetched, streamed)
-        number, buffer = self._memory.on_device + index, self._fetched % len(self._staging)
+        number = self._memory.on_device + index
+        buffer = self._fetched % len(self._staging)
         # A chunk of the step after the pending update has its result of that update where the update sends it.
         follows = self._pending is not None and step > self._steps_ended
         records = self._pending.results if self._pending is not None and follows else self._memory.host_records
-        where, staged = self._memory.slices[number], self._buffer(number, buffer)
+        where = self._memory.slices[number]
+        staged = self._buffer(number, buffer)
         source = records[where]
         with self._copy_streams.copy_in(buffer, _span(self._span, number, "fetch")):
             for piece in slices_within_parts(where.start, len(staged)):
@@ -409,7 +417,8 @@ class HostAdamW:
         self._fetched += 1
 
     def _send(self, chunk: _UpdatedChunk) -> None:
-        where, staged = self._memory.slices[chunk.number], self._buffer(chunk.number, chunk.buffer)
+        where = self._memory.slices[chunk.number]
+        staged = self._buffer(chunk.number, chunk.buffer)
         target = chunk.target[where]
         with self._copy_streams.copy_out(chunk.buffer, chunk.update, _span(chunk.span, chunk.number, "offload")):
             for piece in slices_within_parts(where.start, len(staged)):
@@ -418,7 +427,8 @@ class HostAdamW:
 
     def _run(self, number: int, pending: _PendingUpdate) -> None:
         """Update a chunk; if it is streamed, after its fetch, and before its copy to the host."""
-        chunk, streamed = self._chunks[number], number >= self._memory.on_device
+        chunk = self._chunks[number]
+        streamed = number >= self._memory.on_device
         if streamed:
             self._launch_copies(self._updated + 1)
         buffer = self._updated % max(1, len(self._staging))
@@ -439,7 +449,8 @@ class HostAdamW:
             self.launch_copies()
 
     def _update(self, number: int, pending: _PendingUpdate) -> None:
-        chunk, record = self._chunks[number], self._staged(number)
+        chunk = self._chunks[number]
+        record = self._staged(number)
         for segment in chunk.segments:
             if (gradient := pending.gradients.get(segment.name)) is None:
                 continue

@@ -33,8 +33,11 @@ class HostBuffers:
         rounded_of: RoundedOf,
         wait: Callable[[], object],
     ) -> None:
-        self._memory, self._records, self._copied = memory, records, copied
-        self._rounded_of, self._wait = rounded_of, wait
+        self._memory = memory
+        self._records = records
+        self._copied = copied
+        self._rounded_of = rounded_of
+        self._wait = wait
         self._stream: torch.cuda.Stream | None = None
         if copied is None and memory.device_records.is_cuda:
             self._stream = torch.cuda.Stream(memory.device_records.device)

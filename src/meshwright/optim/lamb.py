@@ -26,7 +26,9 @@ class LambRule:
     collective = True
 
     def __init__(self, tensors: RuleTensors, coefficients: Coefficients, ranks: SharedRanks) -> None:
-        self._tensors, self._coefficients, self._ranks = tensors, coefficients, ranks
+        self._tensors = tensors
+        self._coefficients = coefficients
+        self._ranks = ranks
         self._matrix_counts: dict[str, int] = {}
         self._pieces: dict[str, list[MatrixPiece]] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
@@ -58,7 +60,8 @@ class LambRule:
         if not names:
             return {}
         first, second = (self._tensors.of(names, moment) for moment in MOMENTS)
-        dtype, betas = first[0].dtype, self._coefficients.betas
+        dtype = first[0].dtype
+        betas = self._coefficients.betas
         usable = usable_gradients([gradients[name] for name in names], inputs, dtype)
         counts = [self._tensors.counts[name] for name in names]
         with count_updates(counts, inputs.skip):
@@ -80,9 +83,11 @@ class LambRule:
     def _scale_by_trust(self, names: Sequence[str], updates: Mapping[str, Tensor], inputs: UpdateInputs) -> None:
         """Multiply the updates of each matrix by its trust ratio, in place."""
         names = [name for name in names if name in self._pieces]
-        offsets, total = {}, 0
+        offsets = {}
+        total = 0
         for name in names:
-            offsets[name], total = total, total + self._matrix_counts[name]
+            offsets[name] = total
+            total = total + self._matrix_counts[name]
         squares = torch.zeros(2, total, dtype=torch.float64, device=inputs.skip.device)
         located = [(name, piece) for name in names if name in updates for piece in self._pieces[name]]
         counted = [(name, piece) for name, piece in located if piece.primary]

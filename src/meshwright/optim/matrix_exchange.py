@@ -34,7 +34,8 @@ def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
 
     `loads` is the work of each rank in earlier bundles; the work of this one is added.
     """
-    owners, work = [0] * len(costs), [0.0] * len(loads)
+    owners = [0] * len(costs)
+    work = [0.0] * len(loads)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         owners[index] = min(range(len(loads)), key=lambda rank: (work[rank], loads[rank]))
         work[owners[index]] += costs[index]

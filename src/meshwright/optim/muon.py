@@ -32,7 +32,8 @@ class MuonRule:
     collective = True
 
     def __init__(self, tensors: RuleTensors, spec: MuonSpec, ranks: SharedRanks) -> None:
-        self._tensors, self._spec = tensors, spec
+        self._tensors = tensors
+        self._spec = spec
         matrices = {name: parameter for name, parameter in tensors.specs.items() if uses_muon(parameter)}
         others = [name for name in tensors.weights if name not in matrices]
         self._adamw = AdamWRule(tensors, Coefficients((spec.beta1, spec.beta2), spec.epsilon), others)
@@ -81,7 +82,9 @@ class MuonRule:
 def bundles_of_blocks(parameters: Sequence[ParameterSpec], ranks: int) -> list[list[ParameterSpec]]:
     """Parameters of consecutive blocks together, so that each bundle has `ranks` times the work of its largest matrix."""
     bundles: list[list[ParameterSpec]] = []
-    work, largest, block = 0.0, 0.0, ""
+    work = 0.0
+    largest = 0.0
+    block = ""
     for parameter in parameters:
         its_block = ".".join(parameter.name.split(".")[:2])
         if its_block != block and work >= ranks * largest:
@@ -90,5 +93,6 @@ def bundles_of_blocks(parameters: Sequence[ParameterSpec], ranks: int) -> list[l
         block = its_block
         bundles[-1].append(parameter)
         costs = [newton_schulz_flops(matrix.sizes[-2:], 1) for matrix in matrices_of(parameter)]
-        work, largest = work + sum(costs), max(largest, *costs)
+        work = work + sum(costs)
+        largest = max(largest, *costs)
     return bundles

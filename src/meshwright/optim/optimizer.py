@@ -130,7 +130,8 @@ class Optimizer:
         gradients = {
             name: local(parameter.grad) for name, parameter in self._parameters.items() if parameter.grad is not None
         }
-        copies, self._copies = self._copies, None
+        copies = self._copies
+        self._copies = None
         if self._host is not None:
             offloaded = {name: gradient for name, gradient in gradients.items() if name not in self._on_device}
             self._host.step(offloaded, inputs, concurrent_span, copies)
@@ -174,7 +175,8 @@ class Optimizer:
 
     def _split(self, bundles: Sequence[Sequence[str]], limit: int) -> list[list[str]]:
         """`bundles` in their order, in at most `limit` groups of similar size."""
-        total, size = sum(map(self._elements, bundles)), 0
+        total = sum(map(self._elements, bundles))
+        size = 0
         groups: list[list[str]] = []
         for bundle in bundles:
             elements = self._elements(bundle)
@@ -233,7 +235,8 @@ class Optimizer:
         return replace(weight, local=self._host.part(MASTER, name), memory="host", encoded=self._host)
 
     def _state(self, state: str, name: str) -> StateParts:
-        weight, logical_name = self._weights[name], moment_name(state, name)
+        weight = self._weights[name]
+        logical_name = moment_name(state, name)
         if self._host is None or name in self._on_device:
             return replace(weight, name=logical_name, local=self._states[state][name])
         part = self._host.part(state, name)

@@ -35,7 +35,8 @@ class StepTable:
     def of(cls, counts: Mapping[str, Tensor], coefficients: Coefficients, inputs: UpdateInputs) -> StepTable:
         """The table of the parameters in `counts`, which include this step. At least one parameter."""
         listed = list(counts.values())
-        rates, seeds = corrected_rates(listed, coefficients, inputs), seed_of(torch.stack(listed))
+        rates = corrected_rates(listed, coefficients, inputs)
+        seeds = seed_of(torch.stack(listed))
         indices = {name: index for index, name in enumerate(counts)}
         return cls(inputs, coefficients, tuple(listed), indices, rates, seeds, inputs.factor.float())
 
@@ -59,7 +60,8 @@ def update_segment(
     if weights.is_cuda and packing.stored == torch.float32:
         from meshwright.optim.packing_triton import update_record
 
-        inputs, coefficients = table.inputs, table.coefficients
+        inputs = table.inputs
+        coefficients = table.coefficients
         update_record(
             packing,
             fields,
@@ -90,8 +92,10 @@ def _update_in_passes(
     weight_decay: float,
 ) -> None:
     """Unpack, update, and pack."""
-    count, padded = gradient.numel(), fields[MOMENTS[0]].numel()
-    states, rounded = dict(fields), None
+    count = gradient.numel()
+    padded = fields[MOMENTS[0]].numel()
+    states = dict(fields)
+    rounded = None
     if not packing.plain:
         states = {state: weights.new_empty(padded, dtype=packing.stored) for state in packing.states}
         if packing.master:

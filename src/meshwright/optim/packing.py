@@ -69,7 +69,8 @@ class ChunkPacking:
 
     def fields(self, record: Tensor, size: int) -> dict[str, Tensor]:
         """Views of a record (uint8) by field."""
-        views, start = {}, 0
+        views = {}
+        start = 0
         for name, dtype, per in self._fields:
             end = start + dtype.itemsize * size // per
             views[name] = record[start:end].view(dtype)
@@ -135,7 +136,8 @@ def split_master(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The bf16 value of fp32 weights, the remainder (int16), and whether a tie was rounded down (bool)."""
     bits = weight.view(torch.int32)
     last = (bits >> 16) & 1
-    high, low = (bits + 0x7FFF + last) >> 16, bits & 0xFFFF
+    high = (bits + 0x7FFF + last) >> 16
+    low = bits & 0xFFFF
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     high = torch.where(nan, (bits >> 16) | 0x40, high)
     low = torch.where(nan, 0, low)
@@ -150,7 +152,8 @@ def join_master(rounded: Tensor, remainder: Tensor, rounded_down: Tensor) -> Ten
 
 def moment_of(packing: ChunkPacking, name: str, fields: Mapping[str, Tensor]) -> Tensor:
     """A moment of a record in the stored dtype."""
-    field, second = fields[name], name == MOMENTS[1]
+    field = fields[name]
+    second = name == MOMENTS[1]
     if packing.moments == "int8":
         return _decode_blocks(field, fields[name + SCALE], LEVELS[name])
     if packing.moments == "bf16":
@@ -177,7 +180,8 @@ def put_moment(
     if packing.moments == "fp32":
         fields[name].copy_(values)
         return
-    below = random if isinstance(random, int) else random & (0xFFFF if packing.moments == "bf16" else 0xFFFFF)
+    mask = 0xFFFF if packing.moments == "bf16" else 0xFFFFF
+    below = random if isinstance(random, int) else random & mask
     if packing.moments == "bf16":
         bits = values.view(torch.int32)
         # A NaN stays one: random bits could carry into its sign.
@@ -225,7 +229,8 @@ def _encode_blocks(values: Tensor, levels: int, below: Tensor | int) -> tuple[Te
 
 
 def _decode_blocks(codes: Tensor, scales: Tensor, levels: int) -> Tensor:
-    code, largest = codes.to(torch.int32), scales.to(torch.int32).repeat_interleave(BLOCK)
+    code = codes.to(torch.int32)
+    largest = scales.to(torch.int32).repeat_interleave(BLOCK)
     signed = levels == LEVELS[MOMENTS[0]]
     size = code & 0x7F if signed else code
     relative = size >> 3

@@ -47,7 +47,8 @@ def update_record(
     `weights` `(count,)` are the bf16 values of master weights if the record has remainders, else fp32. `position` is that of the first
     element in the optimizer. `rates` (2, parameters) as in `fused.corrected_rates`; `seeds` (parameters,); `index` selects the parameter.
     """
-    first, second = fields[MOMENTS[0]], fields[MOMENTS[1]]
+    first = fields[MOMENTS[0]]
+    second = fields[MOMENTS[1]]
     count = gradient.numel()
     _packed_adamw[(triton.cdiv(count, TILE),)](
         _bits(first),
@@ -118,7 +119,9 @@ def _packed_adamw(
 ) -> None:
     begin = tl.program_id(0) * tile
     if tl.load(skip) == 0:
-        scale, rate, root = tl.load(factor), tl.load(rates + index), tl.load(rates + parameters + index)
+        scale = tl.load(factor)
+        rate = tl.load(rates + index)
+        root = tl.load(rates + parameters + index)
         seed = tl.load(seeds + index).to(tl.uint32)
         # Only whole tiles are loaded without a mask, in vectors.
         if begin + tile <= count:
@@ -254,7 +257,8 @@ def _update_tile(
         epsilon,
         decay_factor,
     )
-    mean, square = new_mean.to(tl.int32, bitcast=True), new_square.to(tl.int32, bitcast=True)
+    mean = new_mean.to(tl.int32, bitcast=True)
+    square = new_square.to(tl.int32, bitcast=True)
     down = tl.zeros_like(mean)
     if master:
         bits = weight.to(tl.int32, bitcast=True)

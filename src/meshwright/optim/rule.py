@@ -71,10 +71,8 @@ def subtract_updates(names: Sequence[str], updates: list[Tensor], tensors: RuleT
     """Decay the weights and subtract the updates times the learning rate. Overwrites the updates."""
     for decay in dict.fromkeys(tensors.decays[name] for name in names):
         of_decay = [index for index, name in enumerate(names) if tensors.decays[name] == decay]
-        weights, selected = (
-            [tensors.weights[names[index]] for index in of_decay],
-            [updates[index] for index in of_decay],
-        )
+        weights = [tensors.weights[names[index]] for index in of_decay]
+        selected = [updates[index] for index in of_decay]
         dtype = weights[0].dtype
         if decay:
             torch._foreach_mul_(weights, unless_skipped(1 - inputs.learning_rate * decay, 1.0, inputs, dtype))

@@ -18,7 +18,8 @@ def learning_rate(train: TrainSpec, step: int) -> float:
 def _fraction(train: TrainSpec, step: int) -> float:
     if step <= train.warmup_steps:
         return step / train.warmup_steps
-    floor, start = train.min_learning_rate, train.warmup_steps
+    floor = train.min_learning_rate
+    start = train.warmup_steps
     if train.schedule == "wsd":
         start = max(start, train.steps - round(train.decay_fraction * train.steps))
     if train.schedule == "inverse_sqrt":

@@ -31,7 +31,9 @@ class SgdRule:
     collective = False
 
     def __init__(self, tensors: RuleTensors, momentum: float, *, nesterov: bool) -> None:
-        self._tensors, self._momentum, self._nesterov = tensors, momentum, nesterov
+        self._tensors = tensors
+        self._momentum = momentum
+        self._nesterov = nesterov
 
     def bundles(self) -> Sequence[Sequence[str]]:
         """See `UpdateRule`: each parameter alone."""

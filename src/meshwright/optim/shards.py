@@ -27,7 +27,8 @@ def local_gradients(
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        part, start = local(parameter.grad), 0
+        part = local(parameter.grad)
+        start = 0
         for rows in duplicate_rows.get(name, ()):
             parts.append(part[start : rows.start])
             start = rows.stop

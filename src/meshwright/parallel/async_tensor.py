@@ -37,7 +37,8 @@ def all_gather_matmul_backward(
     peers: Peers, x: Tensor, weights: list[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Gradients of x and of the weights of `all_gather_matmul`, from its output gradients."""
-    tokens, sums = _TokenGather(peers, x), _TokenSums(peers, x.shape, x)
+    tokens = _TokenGather(peers, x)
+    sums = _TokenSums(peers, x.shape, x)
     x_grads = sum_of_products(grads, weights)  # overlaps with the gather
     for sequence, x_grad in enumerate(x_grads):
         sums.send(sequence, range(peers.ranks), x_grad)
@@ -64,7 +65,8 @@ def matmul_reduce_scatter_input_backward(
 
 def matmul_reduce_scatter(peers: Peers, xs: list[Tensor], factors: list[Tensor]) -> Tensor:
     """This rank's tokens `(batch, seq / ranks, out)` of Σ x · factor over all xs and all ranks, with factors `(in, out)`."""
-    batch, part = xs[0].shape[0], xs[0].shape[1] // peers.ranks
+    batch = xs[0].shape[0]
+    part = xs[0].shape[1] // peers.ranks
     sums = _TokenSums(peers, torch.Size((batch, part, factors[0].shape[1])), xs[0])
     own, *others = pieces(peers, part)
     for ranks in (*others, own):
@@ -112,7 +114,8 @@ class _TokenGather:
     """All-gather of the tokens x `(batch, part, width)` that overlaps with products of them."""
 
     def __init__(self, peers: Peers, x: Tensor) -> None:
-        self._peers, self._x = peers, x.contiguous()
+        self._peers = peers
+        self._x = x.contiguous()
         batch, self._part, width = x.shape
         self._pieces = pieces(peers, self._part)
         self._whole = x.new_empty((batch, peers.ranks * self._part, width))
@@ -161,7 +164,8 @@ class _TokenSums:
     """Reduce-scatter in parts: the sum over ranks, of which this rank gets its part of the sequence, `(batch, part, width)`."""
 
     def __init__(self, peers: Peers, shape: torch.Size, like: Tensor) -> None:
-        self._peers, self._part = peers, shape[1]
+        self._peers = peers
+        self._part = shape[1]
         self._own = like.new_empty(shape)
         self._sum = peers.start_sum(shape, like)
 

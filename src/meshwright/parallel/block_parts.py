@@ -73,10 +73,12 @@ def parts_of(
     """
     experts = _experts_of(block)
     assert isinstance(experts.exchange, AllToAll), "other exchanges are refused for paired micro-batches"
-    route, combine = wrap(_route), wrap(_combine)
+    route = wrap(_route)
+    combine = wrap(_combine)
     if taps:
         shared = [module for module in (block.moe.shared, block.moe.shared_gate) if module is not None]
-        route, combine = with_taps(route, [block.attention, block.moe.router]), with_taps(combine, shared)
+        route = with_taps(route, [block.attention, block.moe.router])
+        combine = with_taps(combine, shared)
     # The number of received rows changes from step to step: a compiled function would be compiled again.
     compute = recompute(partial(compute_received, experts.compute))
     return BlockParts(route, compute, combine, experts.exchange, experts.local, block.attention_kind)

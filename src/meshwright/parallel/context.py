@@ -60,7 +60,11 @@ class SplitSequences:
     """Divides micro-batches over context ranks, and gathers their logits."""
 
     def __init__(self, model: Decoder, mesh: Mesh, group: dist.ProcessGroup, ring: AxisPart, ulysses: AxisPart) -> None:
-        self._model, self._mesh, self._group, self._ring, self._ulysses = model, mesh, group, ring, ulysses
+        self._model = model
+        self._mesh = mesh
+        self._group = group
+        self._ring = ring
+        self._ulysses = ulysses
 
     def local_batch(self, batch: MicroBatch) -> MicroBatch:
         """This rank's tokens of a micro-batch of whole sequences, with their targets (already shifted by one) and positions."""
@@ -93,7 +97,8 @@ class SplitSequences:
         """
         assert batch.positions is not None
         seq = batch.tokens.shape[1] * self._ring.count * self._ulysses.count
-        device, queries = batch.tokens.device, None
+        device = batch.tokens.device
+        queries = None
         if self._ring.count > 1:
             queries = _token_positions(local_tokens(seq, self._ring), device)
         inputs = self._model.attention_inputs(
@@ -161,7 +166,8 @@ class SplitAttention:
             return self(q, k, F.pad(v, (0, k.shape[-1] - width)), mask, sinks=sinks, plain=plain)[..., :width]
         if self.ulysses is None:
             return self._over_ring(q, k, v, mask, sinks, plain)
-        group, ranks = self.ulysses.group, self.ulysses.part.count
+        group = self.ulysses.group
+        ranks = self.ulysses.part.count
         widths = [q.shape[2] // ranks, *[-(-k.shape[2] // ranks)] * 2]
         # With fewer key/value heads than ranks, neighbouring ranks get the same head. One all-to-all sends q, k and v.
         k, v = (heads.repeat_interleave(max(1, ranks // k.shape[2]), dim=2) for heads in (k, v))
@@ -176,7 +182,8 @@ class SplitAttention:
     ) -> Tensor:
         if self.ring is None:
             return attention(q, k, v, mask, sinks=sinks, plain=plain)
-        group, part = self.ring.group, self.ring.part
+        group = self.ring.group
+        part = self.ring.part
         if mask is None:
             return ring_attention(q, k, v, group, part.index, part.count, sinks=sinks, plain=plain)
 

@@ -26,7 +26,8 @@ class StackedWeight:
     """Weight of the experts in a rank's slots, `(slots, out, in)`, in place of the owner's `ShardedParameter`."""
 
     def __init__(self, owner: ShardedParameter, present: PresentExperts, group: ParameterGroup) -> None:
-        self.owner, self.present = owner, present
+        self.owner = owner
+        self.present = present
         shape = (present.slots, *owner.gathered_shape[1:])
         self.gathered = nn.Parameter(torch.empty(shape, dtype=group.gathered_dtype, device=group.device))
         """The stacked weight; its memory is allocated from a gather until it is freed."""
@@ -68,8 +69,10 @@ class StackedWeight:
 
     def take_gradient(self) -> Tensor | None:
         """Return and forget the gradient `(slots, out, in)` of all backwards since the last reduction."""
-        total, self._total = self._total, None
-        gradient, self.gathered.grad = self.gathered.grad, None
+        total = self._total
+        self._total = None
+        gradient = self.gathered.grad
+        self.gathered.grad = None
         return gradient if total is None else total
 
 
@@ -83,7 +86,10 @@ class CopiedParameterGroup:
     def __init__(
         self, owner: ParameterGroup, presents: Sequence[PresentExperts], group: dist.ProcessGroup, *, keep: bool
     ) -> None:
-        self.owner, self.kept, self._group_of_copies, device = owner, keep, group, owner.device
+        self.owner = owner
+        self.kept = keep
+        self._group_of_copies = group
+        device = owner.device
         self.parameters = [
             StackedWeight(parameter, present, owner)
             for parameter, present in zip(owner.parameters, presents, strict=True)
@@ -92,7 +98,9 @@ class CopiedParameterGroup:
         self._accumulator = GradientAccumulator.of(owner)
         is_cuda = device.type == "cuda"
         self._gathers, self._reductions = (torch.cuda.Stream(device) if is_cuda else None for _ in range(2))
-        self._is_gathered, self._works, self._sources = False, [], []
+        self._is_gathered = False
+        self._works = []
+        self._sources = []
         self._gathered_event: Any = None
         self.reduced_event: Any = None
 
@@ -187,9 +195,12 @@ class CopiedParameterGroup:
 
     def _add_copies(self, gradients: Sequence[tuple[StackedWeight, Tensor]]) -> list[Tensor]:
         """The gradients of this rank's own experts, one `(owned, out, in)` for each weight, with those of copies on other ranks."""
-        operations, totals, received = [], [], []
+        operations = []
+        totals = []
+        received = []
         for weight, gradient in gradients:
-            present, dtype = weight.present, weight.reduce_dtype or gradient.dtype
+            present = weight.present
+            dtype = weight.reduce_dtype or gradient.dtype
             if present.all_present:
                 total = gradient.new_empty((present.owned, *gradient.shape[1:]), dtype=dtype)
                 whole = gradient.to(dtype).contiguous()

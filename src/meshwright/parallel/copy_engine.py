@@ -39,7 +39,8 @@ def use_copy_engines(blocks: Iterable[ParameterGroup], ends: Iterable[ParameterG
     Raises BadInput if the shard and context ranks are on several nodes, if devices cannot map each other's memory, or if
     NCCL has no zero-CTA policy.
     """
-    blocks, ends = list(blocks), list(ends)
+    blocks = list(blocks)
+    ends = list(ends)
     group = _gather_group(mesh)
     if group is None:
         return
@@ -63,7 +64,8 @@ class CopyGather:
     """Replaces FSDP2's all-gather (`AllGather`): gathers over `group` into slots of `sizes` bytes."""
 
     def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device) -> None:
-        self._group, self._cuda = group, device.type == "cuda"
+        self._group = group
+        self._cuda = device.type == "cuda"
         aligned_sizes = [-(-size // ALIGNED) * ALIGNED for size in sorted(sizes)]
         memory, self._pool = _allocate_window(group, sum(aligned_sizes), device)
         self._slots = [WindowSlot(part) for part in memory.split(aligned_sizes)]

@@ -39,7 +39,8 @@ def gather_sequence(x: Tensor, group: str, ranks: int) -> Tensor:
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
+        ctx.group = group
+        ctx.ranks = ranks
         return scatter_heads_op(x, group, ranks)
 
     @staticmethod
@@ -51,7 +52,8 @@ class _ScatterHeads(torch.autograd.Function):
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
+        ctx.group = group
+        ctx.ranks = ranks
         return gather_heads_op(x, group, ranks)
 
     @staticmethod
@@ -63,7 +65,8 @@ class _GatherHeads(torch.autograd.Function):
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
+        ctx.group = group
+        ctx.ranks = ranks
         return gather_chunks_op(x, group, ranks)
 
     @staticmethod

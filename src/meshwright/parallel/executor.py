@@ -62,8 +62,13 @@ class Executor:
         host: HostMemory | None = None,
         sums_on_host: HostMemory | None = None,
     ) -> None:
-        self.rank_model, self.streams, self.sums = rank_model, streams, sums
-        self.scales, self.channels, self.host, self.sums_on_host = scales, channels, host, sums_on_host
+        self.rank_model = rank_model
+        self.streams = streams
+        self.sums = sums
+        self.scales = scales
+        self.channels = channels
+        self.host = host
+        self.sums_on_host = sums_on_host
         self.on_action: Callable[[int], None] = _ignore
         """Called with the index of each action, before it runs."""
         self.before_gather: Callable[[ShardedUnit | None], bool] = _nothing_left
@@ -94,14 +99,16 @@ class Executor:
         The first training step posts each message only when it is needed, because lazy kernel loading can deadlock otherwise.
         """
         if schedule.trains and not self._has_trained:
-            schedule, self._has_trained = schedule.in_turns(), True
+            schedule = schedule.in_turns()
+            self._has_trained = True
         numbers = [batch.common.number for batch in batches if batch.common is not None]
         if numbers and len(numbers) < schedule.micro_batches:
             # After `in_turns`, so that all ranks of a stage have parts of one order.
             schedule = schedule.only(numbers)
         of_batches = None if objective is None else losses_of_batches(objective, batches, self.rank_model, valid)
         step = _Step(self, schedule, batches, recorder, valid, callbacks or {}, real, of_batches)
-        loss, self.z_loss = step.run(), step.z_loss
+        loss = step.run()
+        self.z_loss = step.z_loss
         return loss
 
     def logits(self, schedule: Schedule, batches: Sequence[MicroBatch], recorder: Recorder) -> dict[int, Tensor]:
@@ -148,13 +155,17 @@ class _Step:
         real: Tensor | None = None,
         of_log_probabilities: Sequence[OfLogProbabilities] | None = None,
     ) -> None:
-        self.executor, self.rank_model, self.recorder = executor, executor.rank_model, recorder
+        self.executor = executor
+        self.rank_model = executor.rank_model
+        self.recorder = recorder
         objectives = [None] * len(batches) if of_log_probabilities is None else of_log_probabilities
         self.batches = [
             self.rank_model.local_batch(batch, trains=schedule.trains, objective=objective)
             for batch, objective in zip(batches, objectives, strict=True)
         ]
-        self.valid, self.callbacks, self.real = valid, callbacks, real
+        self.valid = valid
+        self.callbacks = callbacks
+        self.real = real
         # Log-probabilities that are compared with those of training are computed by its kernels, to the last bit: blocks run with autograd,
         # whose graph nobody keeps. Without it a compiled block keeps other values in registers, and rounds them elsewhere.
         self.as_trained = of_log_probabilities is not None
@@ -163,10 +174,8 @@ class _Step:
         self.logits: dict[int, Tensor] = {}
         device = self.rank_model.device
         self.loss, self.z_loss = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
-        self.sequences, self.seq = (
-            sum(len(batch.tokens) for batch in batches),
-            batches[0].tokens.shape[1] if batches else 1,
-        )
+        self.sequences = sum(len(batch.tokens) for batch in batches)
+        self.seq = batches[0].tokens.shape[1] if batches else 1
         self.shared: dict[int, SharedInputs] = {}
         self.forwards_left = Counter(
             part.micro_batch for action in self.rank_actions for part in action.parts if part.op in FORWARD
@@ -336,7 +345,9 @@ class _Step:
 
     def forward(self, action: Action) -> None:
         stage, number, unit_index = visit = _visit_of(action)
-        unit, batch, shared = self.unit_of(visit), self.batches[number], self.take_shared_inputs(number)
+        unit = self.unit_of(visit)
+        batch = self.batches[number]
+        shared = self.take_shared_inputs(number)
         self.wait_for_gather(action)
         trains = action.op == "forward"
         records = trains or (self.as_trained and not self.is_loss(stage, unit_index))
@@ -372,7 +383,8 @@ class _Step:
 
     def offloads(self, visit: Visit) -> bool:
         """Whether the plan offloads the visit's activations: of all micro-batches of its unit, or of its slot."""
-        unit, slot = self.unit_of(visit), self.batches[visit[1]].slot
+        unit = self.unit_of(visit)
+        slot = self.batches[visit[1]].slot
         layers = 0 if slot is None else slot.offloaded_layers
         return unit.offloads or (unit.layer is not None and unit.layer < layers)
 
@@ -398,7 +410,8 @@ class _Step:
         y, z = losses.tokens if isinstance(losses, HeadLosses) else losses
         if self.valid is not None:
             valid = self.valid.to(y.dtype)
-            y, z = y / valid, z / valid
+            y = y / valid
+            z = z / valid
         self.loss += y.detach()
         self.z_loss += z
         if isinstance(losses, HeadLosses):

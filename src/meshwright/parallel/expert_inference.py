@@ -105,7 +105,9 @@ class SharedExperts(Experts):
         nn.Module.__init__(self)
         # All that whole experts record, so that a new field needs no line here.
         vars(self).update({name: value for name, value in vars(whole).items() if not name.startswith("_")})
-        self.group, self.ranks, self.dispatch = group, ranks, dispatch
+        self.group = group
+        self.ranks = ranks
+        self.dispatch = dispatch
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)
 

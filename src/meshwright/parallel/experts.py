@@ -88,8 +88,11 @@ class DistributedExperts(Experts):
 
     def __init__(self, whole: Experts, exchange: TokenExchange) -> None:
         nn.Module.__init__(self)
-        self.activation, self.gated, self.biased = whole.activation, whole.gated, whole.biased
-        self.plain, self.exchange = whole.plain, exchange
+        self.activation = whole.activation
+        self.gated = whole.gated
+        self.biased = whole.biased
+        self.plain = whole.plain
+        self.exchange = exchange
         self.adapter = whole.adapter
         for name, weight in whole.named_parameters(recurse=False):
             self.register_parameter(name, weight)
@@ -126,7 +129,8 @@ class CopiedExperts(DistributedExperts):
         super().__init__(whole, exchange)
         stacked = copy(whole)
         stacked._parameters = {}
-        self.present, self.local = present, present.local
+        self.present = present
+        self.local = present.local
         self.stacked = (stacked,)
         """The experts in this rank's slots. In a tuple, because their weights are no parameters of the model."""
 
@@ -156,7 +160,8 @@ class AllToAll(TokenExchange):
     """The exchange by messages of NCCL or Gloo; `group` is the name of the process group of `ranks` ranks."""
 
     def __init__(self, group: str, ranks: int) -> None:
-        self.group, self.ranks = group, ranks
+        self.group = group
+        self.ranks = ranks
 
     def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute, local: Tensor | None = None) -> Tensor:
         received_loads, splits = exchange_loads(load, self.group, self.ranks, local)
@@ -180,7 +185,8 @@ def _order_by_slot(present: PresentExperts, load: Tensor, count: int) -> tuple[E
 
     Returns also the rows for each slot of each rank, `(ranks · slots,)`.
     """
-    ranks, slots = present.ranks, present.slots
+    ranks = present.ranks
+    slots = present.slots
     destinations = present.destinations(load)
     padded = F.pad(destinations, (0, 0, 0, 1))  # no rows for free slots
     sent = padded.t().gather(1, present.expert_in).flatten()

@@ -103,7 +103,8 @@ def _check_device(device: torch.device, *, mixture: bool) -> None:
     """Raise BadInput if the device has no correct fp8 products, or for a `mixture` no grouped ones."""
     if device.type == "cpu":
         return
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    capability = torch.cuda.get_device_capability(device)
     if mixture and capability[0] != GROUPED_MAJOR:
         raise BadInput(
             f"plan.linear: torch has no grouped fp8 products for experts on {name}: expected Hopper (compute capability "

@@ -84,7 +84,8 @@ class ParameterGroup:
         self._group.reshard_after_backward = False
         self.parameters = [ShardedParameter(parameter) for parameter in self._group.fsdp_params]
         self.ranks = mesh.size()
-        self.gathered_dtype, self.sum_dtype = DTYPES[precision.compute], sum_dtype
+        self.gathered_dtype = DTYPES[precision.compute]
+        self.sum_dtype = sum_dtype
         self._copy_gather: Any = None
 
     @property
@@ -245,7 +246,8 @@ class UnsharedParameterGroup(ParameterGroup):
         fsdp_parameters = self._group.fsdp_params
         sources = [parameter.gather_sources() for parameter in self.parameters]
         for parameter, pairs in zip(fsdp_parameters, sources, strict=True):
-            sizes, dtypes = [source.numel() for source, _ in pairs], [dtype for _, dtype in pairs]
+            sizes = [source.numel() for source, _ in pairs]
+            dtypes = [dtype for _, dtype in pairs]
             parameter.init_all_gather_outputs(sizes, dtypes, 1, self._group.device)
             parameter.alloc_all_gather_outputs()
         outputs = tuple(output for parameter in fsdp_parameters for output in parameter.all_gather_outputs)
@@ -332,9 +334,11 @@ class ShardedParameter:
         The layer computes with the gathered values in its `fp8_weight`. `weight` keeps its shape and receives the gradient, but has no
         memory. Both objects stay the same over all gathers. FSDP2 calls two functions that are attributes of the shard's tensor.
         """
-        self._scale, self._inverse = scale, inverse
+        self._scale = scale
+        self._inverse = inverse
         local = self._parameter._sharded_local_tensor
-        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._round_shard, self._store_gathered
+        local.fsdp_pre_all_gather = self._round_shard
+        local.fsdp_post_all_gather = self._store_gathered
         self._parameter._init_extensions()
         dtype = self._parameter.param_dtype or self._parameter.orig_dtype
         shape_only = torch.empty((), dtype=dtype, device=local.device).expand(self._parameter._orig_size)
@@ -364,7 +368,8 @@ class ShardedParameter:
         Valid once `CommunicationStreams` exist, while nothing is gathered. The parameter keeps shape and dtype, which its gradient needs,
         and has no values.
         """
-        whole, part = self._parameter._sharded_param_data, self._parameter._sharded_local_tensor
+        whole = self._parameter._sharded_param_data
+        part = self._parameter._sharded_local_tensor
         assert not part.numel() or part.data_ptr() == whole.data_ptr()
         rounded = whole.to(self._parameter.param_dtype)
         assert rounded is not whole, (
@@ -419,7 +424,9 @@ class _CollectiveInContext:
         allocating: AbstractContextManager[Any] = nullcontext(),
         calling: AbstractContextManager[Any] = nullcontext(),
     ) -> None:
-        self._collective, self._allocating, self._calling = collective, allocating, calling
+        self._collective = collective
+        self._allocating = allocating
+        self._calling = calling
 
     def allocate(self, *args: Any, **options: Any) -> Any:
         with self._allocating:

@@ -27,7 +27,9 @@ class GradientOffload:
     """The gradient sums of a step's units. `additions` has, for each of its computes, the units to whose gradients it adds."""
 
     def __init__(self, memory: HostMemory, additions: Sequence[Sequence[ShardedUnit]], span_of: SpanOf) -> None:
-        self._memory, self._additions, self._span_of = memory, additions, span_of
+        self._memory = memory
+        self._additions = additions
+        self._span_of = span_of
         self._position = -1
         self._on_host: dict[ShardedUnit, list[tuple[torch.UntypedStorage, Tensor]]] = {}
         self._fetches: dict[ShardedUnit, Any] = {}

@@ -18,7 +18,9 @@ class GradientSums:
         tied: TiedGradientSum | None = None,
         copies: TensorCopySums | None = None,
     ) -> None:
-        self._replicas, self._tied, self._copies = replicas, tied, copies
+        self._replicas = replicas
+        self._tied = tied
+        self._copies = copies
 
     @property
     def over_replicas(self) -> bool:

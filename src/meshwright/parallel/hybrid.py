@@ -67,7 +67,8 @@ class DividedSamples:
     """Builds the inputs that the blocks of a slot share; the other methods change nothing."""
 
     def __init__(self, model: Decoder, ranks: int) -> None:
-        self._model, self._ranks = model, ranks
+        self._model = model
+        self._ranks = ranks
 
     def local_batch(self, batch: MicroBatch) -> MicroBatch:
         """Return the batch unchanged: its tokens are already this rank's."""
@@ -78,7 +79,8 @@ class DividedSamples:
         if batch.documents is None:
             return self._model.shared_inputs(batch.tokens, batch.positions, None, dtype)
         part = None if batch.slot is None else batch.slot.divided
-        seq, device = batch.tokens.shape[1], batch.tokens.device
+        seq = batch.tokens.shape[1]
+        device = batch.tokens.device
         index = torch.arange(seq, device=device)[None]
         divided = index < (0 if part is None else part.tokens)
         documents = torch.where(divided, index - seq, batch.documents)

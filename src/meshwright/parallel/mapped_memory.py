@@ -50,7 +50,8 @@ def mappable(device: torch.device) -> bool:
 
 def export(tensor: Tensor) -> ExportedMemory:
     """Export the memory of a contiguous tensor, which must stay as long as anyone maps it. Raises NotMappable."""
-    base, handle = ctypes.c_uint64(), _Handle()
+    base = ctypes.c_uint64()
+    handle = _Handle()
     with torch.cuda.device(tensor.device):
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), None, ctypes.c_uint64(tensor.data_ptr()))
         _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
@@ -64,8 +65,10 @@ class MappedMemory:
         """Map `size` bytes for work on `device`. Raises NotMappable if there are fewer, and for memory of this process."""
         if len(exported.handle) != HANDLE_BYTES or exported.offset < 0:
             raise NotMappable(f"a handle of {len(exported.handle)} bytes at byte {exported.offset}")
-        self._base, self._device = ctypes.c_uint64(), device
-        handle, mapped = _Handle.from_buffer_copy(exported.handle), ctypes.c_size_t()
+        self._base = ctypes.c_uint64()
+        self._device = device
+        handle = _Handle.from_buffer_copy(exported.handle)
+        mapped = ctypes.c_size_t()
         with torch.cuda.device(device):
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(self._base), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
             try:

@@ -36,8 +36,12 @@ class HostMemory:
     """Reusable buffers in host memory for `purpose`, pinned for GPU copies, and the streams of the copies."""
 
     def __init__(self, device: torch.device, min_bytes: int | None = None, purpose: str = "activations") -> None:
-        self.device, self._purpose, cuda = device, purpose, device.type == "cuda"
-        self.min_bytes = (MIN_BYTES if cuda else 1) if min_bytes is None else min_bytes
+        self.device = device
+        self._purpose = purpose
+        cuda = device.type == "cuda"
+        if min_bytes is None:
+            min_bytes = MIN_BYTES if cuda else 1
+        self.min_bytes = min_bytes
         self.offload_stream, self.fetch_stream = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
         self.host_bytes = 0
         """Bytes of all buffers: for each size, the largest number that was in use at the same time."""
@@ -90,7 +94,8 @@ class SavedActivations:
     """Tensors that one visit saves for its backward. `excluded` are addresses of storages to keep on the device."""
 
     def __init__(self, memory: HostMemory, excluded: Collection[int]) -> None:
-        self._memory, self._excluded = memory, excluded
+        self._memory = memory
+        self._excluded = excluded
         self._storages: dict[int, _Storage] = {}
         self._offloaded: Any = None
         self._fetched: Any = None
@@ -143,7 +148,8 @@ class SavedActivations:
 
     def _pack(self, tensor: Tensor) -> Tensor | _SavedTensor:
         untyped = tensor.untyped_storage()
-        address, size = untyped.data_ptr(), untyped.nbytes()
+        address = untyped.data_ptr()
+        size = untyped.nbytes()
         can_offload = (
             tensor.is_floating_point()
             and tensor.device.type == self._memory.device.type
@@ -234,7 +240,8 @@ class ActivationOffload:
         candidates: Collection[Visit],
         concurrent_span: Callable[[str, str], AbstractContextManager[None] | None],
     ) -> None:
-        self._memory, self._span_of = memory, concurrent_span
+        self._memory = memory
+        self._span_of = concurrent_span
         self._timetable = build_timetable(tuple(computes), tuple(sizes.items()), frozenset(candidates))
         self._index = -1
         self._saved: dict[Visit, SavedActivations] = {}

@@ -72,7 +72,9 @@ class PairedBlock:
     """
 
     def __init__(self, parts: BlockParts, router_loss: RouterLoss, choose: Callable[[], None]) -> None:
-        self._parts, self._router_loss, self._choose = parts, router_loss, choose
+        self._parts = parts
+        self._router_loss = router_loss
+        self._choose = choose
         self._graphs: list[_PartGraph] = []
         """Graphs of the parts without backward yet, in the order of their forwards."""
 

@@ -71,7 +71,8 @@ class Peers(ABC):
     """Token exchange between the ranks of a group; `rank` is this rank's index in the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.ranks = group.rank(), group.size()
+        self.rank = group.rank()
+        self.ranks = group.size()
 
     @abstractmethod
     def start_gather(self, x: Tensor, whole: Tensor, order: Sequence[int]) -> PendingGather:
@@ -113,11 +114,13 @@ class MessagePeers(Peers):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self._group, self._uses = group, 0
+        self._group = group
+        self._uses = 0
 
     def start_gather(self, x: Tensor, whole: Tensor, order: Sequence[int]) -> PendingGather:
         self._uses += 1
-        part, works = x.shape[1], {}
+        part = x.shape[1]
+        works = {}
         for peer in order:
             tokens = slice(peer * part, (peer + 1) * part)
             works[peer] = [self._receive(sequence[tokens], peer) for sequence in whole]
@@ -149,7 +152,8 @@ class _GatherByMessages(PendingGather):
     """Receives by peer (`works`), and the sends with the tensors that they read."""
 
     def __init__(self, works: dict[int, list[dist.Work]], sent: list[tuple[dist.Work, Tensor]]) -> None:
-        self._works, self._sent = works, sent
+        self._works = works
+        self._sent = sent
 
     def wait(self, peer: int) -> None:
         for work in self._works.pop(peer, ()):
@@ -161,7 +165,9 @@ class _GatherByMessages(PendingGather):
 
 class _SumByMessages(PendingSum):
     def __init__(self, messages: MessagePeers, received: Tensor, works: list[dist.Work]) -> None:
-        self.received, self._messages, self._works = received, messages, works
+        self.received = received
+        self._messages = messages
+        self._works = works
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, parts: Mapping[int, Tensor], sequence: int) -> None:
@@ -185,13 +191,15 @@ class PeerMemory(Peers):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
-        self._group, self._device = group, device
+        self._group = group
+        self._device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._window: _Window | None = None
         self.uses = 0
 
     def start_gather(self, x: Tensor, whole: Tensor, order: Sequence[int]) -> PendingGather:
-        window, part = self.begin(x.nbytes * self.ranks), x.shape[1]
+        window = self.begin(x.nbytes * self.ranks)
+        part = x.shape[1]
         window.slot(self.rank, self.uses, x.shape, x.dtype).copy_(x)
         self.stream.wait_stream(torch.cuda.current_stream())
         copied: dict[int, Any] = {}
@@ -228,8 +236,10 @@ class _GatherByCopies(PendingGather):
 
 class _SumByCopies(PendingSum):
     def __init__(self, memory: PeerMemory, shape: torch.Size, like: Tensor) -> None:
-        full, self._memory = torch.Size((memory.ranks, *shape)), memory
-        self._window, self._number = memory.begin(like.element_size() * full.numel()), memory.uses
+        full = torch.Size((memory.ranks, *shape))
+        self._memory = memory
+        self._window = memory.begin(like.element_size() * full.numel())
+        self._number = memory.uses
         self.received = self._window.slot(memory.rank, self._number, full, like.dtype)
         peers = [peer for peer in range(memory.ranks) if peer != memory.rank]
         self._targets = {peer: self._window.slot(peer, self._number, full, like.dtype)[memory.rank] for peer in peers}
@@ -270,7 +280,8 @@ class _Window:
         from torch.distributed import _symmetric_memory as symmetric
 
         self.size = aligned(size)
-        self._rank, self._ranks = group.rank(), group.size()
+        self._rank = group.rank()
+        self._ranks = group.size()
         self._flag_bytes = aligned(4 * self._ranks)
         self._memory = symmetric.empty(self._flag_bytes + TOKEN_SLOTS * self.size, dtype=torch.uint8, device=device)
         self._memory[: self._flag_bytes].zero_()

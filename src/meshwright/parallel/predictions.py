@@ -22,7 +22,9 @@ class PredictionLoss:
     """
 
     def __init__(self, spec: ModelSpec, weight: float, device: torch.device) -> None:
-        self._weight, self._modules, self._first_row = weight, spec.prediction_depth, spec.layers
+        self._weight = weight
+        self._modules = spec.prediction_depth
+        self._first_row = spec.layers
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         """Sum of this rank's part of the mean loss over modules, before the weight."""
 

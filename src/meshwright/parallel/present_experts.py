@@ -49,7 +49,10 @@ class PresentExperts:
     """
 
     def __init__(self, experts: int, plan: ExpertPlan, nodes: Sequence[int], rank: int, device: torch.device) -> None:
-        self.ranks, self.experts, self.rank, self.nodes = len(nodes), experts, rank, np.array(nodes)
+        self.ranks = len(nodes)
+        self.experts = experts
+        self.rank = rank
+        self.nodes = np.array(nodes)
         self.owned = experts // self.ranks
         self.slots = min(self.owned + plan.slots, experts)
         self.always_all = plan.policy == "fixed" and self.slots == experts
@@ -79,14 +82,17 @@ class PresentExperts:
         if tables is self._tables:  # a layer that was not decided again
             return
         self._tables = tables
-        self.present, self.transfers, self.all_present = tables.present, tables.transfers, bool(tables.present.all())
+        self.present = tables.present
+        self.transfers = tables.transfers
+        self.all_present = bool(tables.present.all())
         self.local[0] = self.all_present
         for target in ("slot_of", "expert_in", "position"):
             _upload(getattr(tables, target), getattr(self, target))
 
     def tables(self, present: np.ndarray) -> Tables:
         """The tables of a set `present` `(R, E)`."""
-        present, experts = present | self.own, np.arange(self.experts)
+        present = present | self.own
+        experts = np.arange(self.experts)
         assert (present.sum(1) <= self.slots).all(), "a policy keeps to the slots"
         slot_of = np.where(present, self._slot_numbers(present), self.slots)
         expert_in = np.full((self.ranks, self.slots + 1), self.experts)
@@ -109,14 +115,17 @@ class PresentExperts:
         """How many of this rank's `load` `(E,)` rows go to each rank, `(E, R)`, as `policies.expert_routing.route` says."""
         takes = self.position < self.ranks
         number = takes.sum(1, keepdim=True)
-        part, remainder = load[:, None] // number, load[:, None] % number
+        part = load[:, None] // number
+        remainder = load[:, None] % number
         return takes * (part + (self.position < remainder))
 
     def _transfers(self, present: np.ndarray, slot_of: np.ndarray) -> tuple[ExpertTransfer, ...]:
         expert, target = np.nonzero((present & ~self.own).T)
         source = expert // self.owned
         involved = (source == self.rank) | (target == self.rank)
-        expert, target, sends = expert[involved], target[involved], source[involved] == self.rank
+        expert = expert[involved]
+        target = target[involved]
+        sends = source[involved] == self.rank
         columns = sends, np.where(sends, target, source[involved]), slot_of[self.rank, expert]
         return tuple(map(ExpertTransfer, *(column.tolist() for column in columns)))
 

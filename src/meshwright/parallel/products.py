@@ -48,7 +48,9 @@ class GroupedLinear(Linear):
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(linear, name))
         self.adapter = linear.adapter
-        self.group, self.tokens_per_input_token, self.peers = group, ranks, peers
+        self.group = group
+        self.tokens_per_input_token = ranks
+        self.peers = peers
 
 
 class GatheredLinear(GroupedLinear):
@@ -76,9 +78,11 @@ def gather_and_multiply(linears: Sequence[GroupedLinear], x: Tensor) -> Sequence
     Adapters reduce this rank's own tokens and all-gather the result, of their rank's width: so the gradient of A, which every rank has
     whole, is that of its own tokens.
     """
-    group, ranks = linears[0].group, linears[0].tokens_per_input_token
+    group = linears[0].group
+    ranks = linears[0].tokens_per_input_token
     if not torch.is_grad_enabled():
-        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        weights = [linear.weight for linear in linears]
+        biases = [linear.bias for linear in linears]
         outputs = all_gather_matmul(x, weights, biases, group, ranks)
     else:
         parts = ((linear.weight, linear.bias, *(linear.taps or (None, None))) for linear in linears)
@@ -97,7 +101,8 @@ def multiply_and_scatter(linears: Sequence[GroupedLinear], xs: Sequence[Tensor])
     The input of layer i is xs[i] `(batch, seq, in)`. Adapters reduce all tokens' part of the features and reduce-scatter the result, of
     their rank's width: so the gradient of B, which every rank has whole, is that of its own tokens.
     """
-    group, ranks = linears[0].group, linears[0].tokens_per_input_token
+    group = linears[0].group
+    ranks = linears[0].tokens_per_input_token
     if torch.is_grad_enabled():
         parts = ((x, linear.weight, *(linear.taps or (None, None))) for linear, x in zip(linears, xs, strict=True))
         y = _MatmulReduceScatter.apply(group, ranks, *chain.from_iterable(parts))
@@ -123,7 +128,8 @@ def scatter_tokens(x: Tensor, group: str, ranks: int) -> Tensor:
 class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
+        ctx.group = group
+        ctx.ranks = ranks
         return reduce_scatter_tokens(x, group, ranks)
 
     @staticmethod
@@ -135,7 +141,8 @@ class _ScatterTokens(torch.autograd.Function):
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
+        ctx.group = group
+        ctx.ranks = ranks
         return all_gather_tokens(x, group, ranks)
 
     @staticmethod
@@ -153,9 +160,13 @@ class _AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, ranks: int, *parts: Any) -> tuple[Tensor, ...]:
-        weights, biases = parts[::4], parts[1::4]
+        weights = parts[::4]
+        biases = parts[1::4]
         ctx.save_for_backward(x, *weights)
-        ctx.tapped, ctx.biased, ctx.group, ctx.ranks = parts[2] is not None, biases[0] is not None, group, ranks
+        ctx.tapped = parts[2] is not None
+        ctx.biased = biases[0] is not None
+        ctx.group = group
+        ctx.ranks = ranks
         return tuple(all_gather_matmul(x, list(weights), list(biases), group, ranks))
 
     @staticmethod
@@ -179,16 +190,20 @@ class _MatmulReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: str, ranks: int, *parts: Any) -> Tensor:
-        xs, weights = parts[::4], parts[1::4]
+        xs = parts[::4]
+        weights = parts[1::4]
         ctx.save_for_backward(*chain.from_iterable(zip(xs, weights, strict=True)))
-        ctx.tapped, ctx.group, ctx.ranks = parts[2] is not None, group, ranks
+        ctx.tapped = parts[2] is not None
+        ctx.group = group
+        ctx.ranks = ranks
         return matmul_reduce_scatter(list(xs), list(weights), group, ranks)
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: activation checkpointing returns a recomputed tensor only once
-        xs, weights = saved[::2], saved[1::2]
+        xs = saved[::2]
+        weights = saved[1::2]
         x_grads, whole_grad = matmul_reduce_scatter_input_backward(grad, list(weights), ctx.group, ctx.ranks)
         if ctx.tapped:
             parts = [(x_grad, None, whole_grad, x) for x_grad, x in zip(x_grads, xs, strict=True)]

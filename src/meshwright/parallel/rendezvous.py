@@ -14,8 +14,10 @@ from datetime import timedelta
 from meshwright.spec.errors import CommunicationFailure, OutOfResources
 from meshwright.spec.rank_environment import RankEnvironment
 
-BASE_FILES, FILES_PER_RANK = 64, 2
-"""File descriptors of a rank: for libraries, data and logs; and for its Gloo connections to each other rank."""
+BASE_FILES = 64
+"""File descriptors of a rank for libraries, data and logs."""
+FILES_PER_RANK = 2
+"""File descriptors of a rank for its Gloo connections to each other rank."""
 RETRY_SECONDS = 0.2
 """Time between two attempts to connect."""
 

@@ -57,7 +57,8 @@ class ReplayedRouting:
         mesh: Mesh,
         seq: int,
     ) -> None:
-        self._mixtures, self._routed = mixtures, {layer: index for index, layer in enumerate(routed)}
+        self._mixtures = mixtures
+        self._routed = {layer: index for index, layer in enumerate(routed)}
         self._tokens = plan.batch.global_batch * seq
         self._per_token = next(iter(mixtures.values())).per_token if mixtures else 1
         self._loads = _scaled(loads, self._tokens * self._per_token) if mixtures else loads
@@ -67,11 +68,15 @@ class ReplayedRouting:
                 f"--replay-routing: an expert would get {largest:,} rows of {self._tokens:,} tokens; a token goes to "
                 f"{self._per_token} different experts, so no expert may have more than 1/{self._per_token} of a layer's load"
             )
-        part, parts = mesh.data_rank, mesh.data_ranks
+        part = mesh.data_rank
+        parts = mesh.data_ranks
         for axis in (*CONTEXT_AXES, "tensor"):
-            part, parts = part * mesh.axis_size(axis) + mesh.coordinate(axis), parts * mesh.axis_size(axis)
-        self._first_block, self._blocks = part * plan.batch.accumulate, parts * plan.batch.accumulate
-        self._stride, self._device = _stride(self._tokens), mesh.device
+            part = part * mesh.axis_size(axis) + mesh.coordinate(axis)
+            parts = parts * mesh.axis_size(axis)
+        self._first_block = part * plan.batch.accumulate
+        self._blocks = parts * plan.batch.accumulate
+        self._stride = _stride(self._tokens)
+        self._device = mesh.device
         self._ends = torch.zeros(0)
         self.positions: torch.Tensor | None = None
         """Position of each expert in the model, `(routed layers, experts)`, where experts move; None: their numbers."""

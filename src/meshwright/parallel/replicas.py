@@ -23,7 +23,8 @@ class ReplicaSums:
     """
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None, device: torch.device) -> None:
-        self._group, self._dtype = group, dtype
+        self._group = group
+        self._dtype = dtype
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers_in_use: list[tuple[torch.Tensor, torch.Tensor]] = []
 

@@ -68,7 +68,8 @@ def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries, and the log-sum-exps of their scores `(batch, heads, seq / ranks)`."""
-    ring, combined = _RingGroup(group, rank, ranks), None
+    ring = _RingGroup(group, rank, ranks)
+    combined = None
     keys_values = torch.stack((k, v))
     for turn in range(ranks):
         next_keys_values = ring.start_exchange(keys_values) if turn + 1 < ranks else None
@@ -107,8 +108,10 @@ def ring_backward(
     plain: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v. They are summed and sent in the dtype of the log-sum-exps."""
-    ring, wide = _RingGroup(group, rank, ranks), logsumexp.dtype
-    keys_values, grad = torch.stack((k, v)), grad.contiguous()
+    ring = _RingGroup(group, rank, ranks)
+    wide = logsumexp.dtype
+    keys_values = torch.stack((k, v))
+    grad = grad.contiguous()
     q_sum = torch.zeros(q.shape, dtype=wide, device=q.device)
     pending_sums: PendingExchange | None = None
     for turn in range(ranks):
@@ -190,5 +193,6 @@ class _RingGroup:
 
     def start_exchange(self, tensor: Tensor) -> PendingExchange:
         """Start to send `tensor` to the next rank and to receive a tensor of the same shape from the previous rank."""
-        next_rank, previous_rank = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        next_rank = (self.rank + 1) % self.ranks
+        previous_rank = (self.rank - 1) % self.ranks
         return start_exchange(tensor, torch.empty_like(tensor), self.group, next_rank, previous_rank)

@@ -36,11 +36,14 @@ class RoutingStatistics:
         z_loss: float = 0.0,
     ) -> None:
         layers = spec.layers + spec.prediction_depth
-        self._weight, self._z_loss = weight, z_loss
+        self._weight = weight
+        self._z_loss = z_loss
         self._sequences: int | torch.Tensor = 1
         self._tokens: int | torch.Tensor = 1
         self._routed_layers = sum(spec.routed(layer) for layer in range(layers))
-        self._data_ranks, self._biases, self._bias_step = data_ranks, biases, bias_step
+        self._data_ranks = data_ranks
+        self._biases = biases
+        self._bias_step = bias_step
         self.choose: Callable[[int, int | None], None] | None = None
         """Called before a block's forward with its layer and micro-batch, or None outside of training (`ReplayedRouting`)."""
         self.sums = torch.zeros(layers, 2 + spec.experts, dtype=torch.float64, device=device)

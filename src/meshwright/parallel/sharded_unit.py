@@ -66,7 +66,8 @@ class GradientAccumulator:
     def add_product(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add a @ b to the gradient of a gathered weight, in the dtype of the sum, without a separate pass of `accumulate`."""
         parameter = self._by_gathered_weight[id(weight)]
-        total, dtype = self._sums.get(parameter), parameter.reduce_dtype or weight.dtype
+        total = self._sums.get(parameter)
+        dtype = parameter.reduce_dtype or weight.dtype
         if dtype == weight.dtype or (self.skip_accumulate and total is None):
             add_to_gradient(weight, a, b)
         elif total is None:
@@ -80,7 +81,8 @@ class GradientAccumulator:
             return
         for parameter in self.group.parameters:
             self._add_to_sum(parameter)
-            gradient, dtype = parameter.gathered.grad, parameter.reduce_dtype
+            gradient = parameter.gathered.grad
+            dtype = parameter.reduce_dtype
             if gradient is not None and dtype not in (None, gradient.dtype):
                 parameter.gathered.grad = None
                 self._sums[parameter] = torch.empty_like(gradient, dtype=dtype)
@@ -111,7 +113,8 @@ class GradientAccumulator:
 
     def _add_to_sum(self, parameter: Weight) -> None:
         """Add the gathered weight's `.grad` to the sum, if a sum exists."""
-        total, gradient = self._sums.get(parameter), parameter.gathered.grad
+        total = self._sums.get(parameter)
+        gradient = parameter.gathered.grad
         if total is not None and gradient is not None:
             add(total, gradient)
             parameter.gathered.grad = None
@@ -126,7 +129,8 @@ class UnsharedGradientAccumulator(GradientAccumulator):
 
     def __init__(self, group: UnsharedParameterGroup, *, final: bool) -> None:
         super().__init__(group)
-        self._unshared_group, self._final = group, final
+        self._unshared_group = group
+        self._final = final
 
     def add_product(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add a @ b to the shard's gradient once a reduction has set it, else as in the base class."""
@@ -144,9 +148,11 @@ class UnsharedGradientAccumulator(GradientAccumulator):
         sources: list[torch.Tensor] = []
         for parameter in self._unshared_group.parameters:
             self._add_to_sum(parameter)
-            total, latest = self._sums.pop(parameter, None), parameter.gathered.grad
+            total = self._sums.pop(parameter, None)
+            latest = parameter.gathered.grad
             parameter.gathered.grad = None
-            gradient, shard_gradient = latest if total is None else total, parameter.shard_gradient
+            gradient = latest if total is None else total
+            shard_gradient = parameter.shard_gradient
             if gradient is None:
                 continue
             if shard_gradient is not None:
@@ -173,7 +179,8 @@ class ShardedUnit:
     """
 
     def __init__(self, groups: Sequence[Group], *, uses: int = 1, final: bool = False) -> None:
-        self.groups, self.uses = tuple(groups), uses
+        self.groups = tuple(groups)
+        self.uses = uses
         self._accumulators = [GradientAccumulator.of(group, final=final) for group in groups]
         self._sharded_groups = [group for group in groups if group.ranks > 1]
         self._current_users = 0

@@ -41,7 +41,8 @@ class _Span(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, span: Tensor, group: str, plain: bool) -> Tensor:
         out, logsumexp = span_forward(q, k, v, span, group, plain)
         ctx.save_for_backward(q, k, v, out, logsumexp, span)
-        ctx.group, ctx.plain = group, plain
+        ctx.group = group
+        ctx.plain = plain
         return out
 
     @staticmethod
@@ -57,7 +58,8 @@ def span_forward(q: Tensor, k: Tensor, v: Tensor, span: Tensor, group: str, plai
     own = SpanPart.decode(span)
     if own is None:
         return out.zero_(), logsumexp.zero_()
-    tokens, forward = own.tokens, heads_forward if own.by_heads else ring_forward
+    tokens = own.tokens
+    forward = heads_forward if own.by_heads else ring_forward
     part, part_logsumexp = forward(q[:, :tokens], k[:, :tokens], v[:, :tokens], own, group, plain=plain)
     for result, of_part in ((out, part), (logsumexp.mT, part_logsumexp.mT)):
         result[:, :tokens] = of_part
@@ -79,7 +81,8 @@ def span_backward(
     own = SpanPart.decode(span)
     if own is None:
         return q_grad, k_grad, v_grad
-    tokens, backward = own.tokens, heads_backward if own.by_heads else ring_backward
+    tokens = own.tokens
+    backward = heads_backward if own.by_heads else ring_backward
     grad, q, k, v, out = (tensor[:, :tokens] for tensor in (grad.contiguous(), q, k, v, out))
     totals = backward(grad, q, k, v, out, logsumexp[..., :tokens], own, group, plain=plain)
     for gradient, total in zip((q_grad, k_grad, v_grad), totals, strict=True):

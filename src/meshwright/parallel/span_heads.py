@@ -63,7 +63,8 @@ def tokens_to_heads(tensors: Sequence[Tensor], own: SpanPart, group: str) -> lis
 
 def heads_to_tokens(tensors: Sequence[Tensor], own: SpanPart, group: str) -> tuple[Tensor, ...]:
     """The inverse of `tokens_to_heads`."""
-    widths, joined = [tensor.shape[2] for tensor in tensors], torch.cat(list(tensors), dim=2)
+    widths = [tensor.shape[2] for tensor in tensors]
+    joined = torch.cat(list(tensors), dim=2)
     sent = list(joined[:, own.positions(joined.device)].split(own.sizes, dim=1))
     received = [torch.empty_like(sent[own.part]) for _ in own.ranks]
     by_rank = [part.split(widths, dim=2) for part in exchange_with_ranks(sent, received, own, group)]

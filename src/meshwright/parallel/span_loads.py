@@ -15,7 +15,8 @@ def sum_span_loads(loads: Tensor, span: Tensor, group: str) -> Tensor:
 
     `span` is a tensor of `SpanPart.encode`: the sample that its ranks divide is number 0. Collective over these ranks.
     """
-    total, own = loads.clone(), SpanPart.decode(span)
+    total = loads.clone()
+    own = SpanPart.decode(span)
     if own is not None:
         received = [torch.empty_like(total[0]) for _ in own.ranks]
         total[0] = torch.stack(exchange_with_ranks([loads[0]] * len(own.ranks), received, own, group)).sum(0)

@@ -26,7 +26,8 @@ from meshwright.parallel.span_part import SpanPart
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, plain: bool) -> tuple[Tensor, Tensor]:
     """Attention of the part's tokens over the whole sample, and the log-sum-exps `(1, heads, n)` of their scores. Collective."""
-    combined, keys_values = None, torch.stack((k, v))
+    combined = None
+    keys_values = torch.stack((k, v))
     for turn in _turns(own):
         pending = turn.start_exchange(keys_values, group) if not turn.is_last else None
         queries, keys, causal = turn.visible
@@ -59,7 +60,8 @@ def ring_backward(
 
     They are summed and sent in the dtype of the log-sum-exps.
     """
-    wide, keys_values = logsumexp.dtype, torch.stack((k, v))
+    wide = logsumexp.dtype
+    keys_values = torch.stack((k, v))
     q_sum = torch.zeros(q.shape, dtype=wide, device=q.device)
     pending_sums: PendingExchange | None = None
     for turn in _turns(own):
@@ -124,7 +126,8 @@ class _Turn:
 
     def start_exchange(self, sent: Tensor, group: str) -> PendingExchange:
         """Start to send a tensor of part `source` on to the next rank, and to receive one of the next turn's part."""
-        ranks, part = self.own.ranks, self.own.part
+        ranks = self.own.ranks
+        part = self.own.part
         tokens = self.own.size((self.source - 1) % len(ranks))[1]
         received = sent.new_empty((*sent.shape[:2], tokens, *sent.shape[3:]))
         return start_exchange(sent, received, group, ranks[(part + 1) % len(ranks)], ranks[part - 1])

@@ -95,7 +95,8 @@ class StageModel:
         self, batch: MicroBatch, *, trains: bool = False, objective: OfLogProbabilities | None = None
     ) -> LocalBatch:
         """This context rank's tokens of a micro-batch of whole sequences; further ones if it `trains` prediction modules."""
-        further, depth = None, len(predictions_of(self.model))
+        further = None
+        depth = len(predictions_of(self.model))
         if trains and depth and batch.targets is not None:
             further = further_tokens(batch.tokens, batch.targets, batch.documents, depth, batch.weights)
         if self.context is not None:
@@ -123,10 +124,12 @@ class StageModel:
         sequences, seq = batch.tokens.shape
         if batch.slot is not None:
             assert batch.documents is not None and batch.targets is not None, "a slot's samples are documents"
-            sample, samples = batch.documents.masked_fill(batch.targets < 0, -1), seq
+            sample = batch.documents.masked_fill(batch.targets < 0, -1)
+            samples = seq
         elif batch.real is not None:
             sequence = torch.arange(sequences, device=batch.real.device)[:, None]
-            sample, samples = torch.where(batch.real, sequence, -1), sequences
+            sample = torch.where(batch.real, sequence, -1)
+            samples = sequences
         else:
             return None
         return CountedTokens(sample.chunk(self.tensor.count, dim=1)[self.tensor.index], samples)
@@ -195,7 +198,8 @@ def make_units(
         mesh.expert_copies if expert_shards is not None and plan.experts and plan.experts.policy != "none" else None
     )
 
-    kept, strategies = saved_elements_by_layer(model.spec, plan), plan.strategies(model.spec.layers)
+    kept = saved_elements_by_layer(model.spec, plan)
+    strategies = plan.strategies(model.spec.layers)
 
     def shard(modules: Sequence[nn.Module], layers: Sequence[int], uses: int = 1) -> ShardedUnit:
         rounds_sums = plan.accumulation == "bf16" and all(plan.sums_shards(strategies[layer]) for layer in layers)

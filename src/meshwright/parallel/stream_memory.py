@@ -12,7 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_WAIT, _WRITE = 1, 2
+_WAIT = 1
+_WRITE = 2
 
 
 def write(word: Tensor, value: int) -> None:
@@ -42,7 +43,8 @@ class _Operation(ctypes.Structure):
 
 
 def _launch(operations: Sequence[_Operation]) -> None:
-    count, stream = len(operations), torch.cuda.current_stream().cuda_stream
+    count = len(operations)
+    stream = torch.cuda.current_stream().cuda_stream
     error = _driver().cuStreamBatchMemOp_v2(
         ctypes.c_void_p(stream), ctypes.c_uint(count), (_Operation * count)(*operations), ctypes.c_uint(0)
     )

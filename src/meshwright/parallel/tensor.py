@@ -62,12 +62,14 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, transport: Transport = 
     The model is on the meta device. `transport` tells whether kernels or copy engines transfer the tokens of the blocks'
     products. Raises BadInput if the ranks cannot divide the model, or devices cannot map each other's memory.
     """
-    group, part = mesh.group("tensor"), mesh.part("tensor")
+    group = mesh.group("tensor")
+    part = mesh.part("tensor")
     if group is None:
         return
     if expected := check_tensor(model.spec, part.count):
         raise BadInput(f"plan.tensor: expected {expected}, got {part.count}")
-    spec, name = model.spec, group.group_name
+    spec = model.spec
+    name = group.group_name
     close_peers(name)
     peers = open_peers(mesh, "tensor", "plan.tensor_transport = copy_engine") if transport == "copy_engine" else None
     for _, block in numbered_blocks(model):
@@ -110,7 +112,8 @@ def _divide_adapters(model: Decoder, division: Division) -> None:
 
 def _sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
     """`models.hooks.sum_of_branches` of this rank's tokens, with one all-gather and one reduce-scatter for both branches."""
-    attention, mlp = block.attention, block.mlp
+    attention = block.attention
+    mlp = block.mlp
     assert isinstance(attention, Attention), "parallel blocks have no latent attention"
     first = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
     assert isinstance(attention.qkv, GatheredLinear) and isinstance(first, GatheredLinear)
@@ -134,7 +137,8 @@ class TensorCopySums:
     """
 
     def __init__(self, model: Decoder, boxes: Mapping[str, Sequence[Box]], mesh: Mesh) -> None:
-        ranks, kv_heads = mesh.axis_size("tensor"), model.spec.kv_heads
+        ranks = mesh.axis_size("tensor")
+        kv_heads = model.spec.kv_heads
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._replicated: dict[int, list[tuple[nn.Parameter, range]]] = {}
         # Creating a group is collective over all ranks of the job, also those without such parameters.

@@ -39,7 +39,8 @@ def divide_for_inference(model: Decoder, part: AxisPart, group: dist.ProcessGrou
     copies = max(1, part.count // spec.kv_heads)
     for block in model.layers.values():
         assert isinstance(block, Block)
-        block.attention.heads, block.attention.kv_heads = model.spec.heads, model.spec.kv_heads
+        block.attention.heads = model.spec.heads
+        block.attention.kv_heads = model.spec.kv_heads
         block.hooks.sum_ranks = sum_ranks
         if isinstance(block.attention, Attention) and block.attention.whole_norm:
             name = group.group_name
@@ -54,11 +55,13 @@ class DividedEmbedding(Embedding):
 
     def __init__(self, weight: nn.Parameter, first: int, group: dist.ProcessGroup) -> None:
         super().__init__(weight)
-        self.first, self.group = first, group
+        self.first = first
+        self.group = group
 
     def forward(self, indices: Tensor) -> Tensor:
         """Vectors `(…, hidden)` of tokens `(…)`: one rank has the token's row and the others add zeros."""
-        rows, count = indices - self.first, self.weight.shape[0]
+        rows = indices - self.first
+        count = self.weight.shape[0]
         embedded = F.embedding(rows.clamp(0, count - 1), self.weight)
         embedded = embedded.masked_fill(((rows < 0) | (rows >= count))[..., None], 0.0)
         dist.all_reduce(embedded, group=self.group)
@@ -70,7 +73,8 @@ class DividedHead(Head):
 
     def __init__(self, whole: Head, sizes: list[int], group: dist.ProcessGroup) -> None:
         super().__init__(whole.weight, loss_chunk=0, factor=whole.factor, cap=whole.cap)
-        self.sizes, self.group = sizes, group
+        self.sizes = sizes
+        self.group = group
 
     def forward(
         self,

@@ -20,7 +20,8 @@ class TiedGradientSum:
     """
 
     def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup, in_norm: bool) -> None:
-        self._weight, self._group = weight, group
+        self._weight = weight
+        self._group = group
         self.in_norm = in_norm
 
     def sum(self) -> None:

@@ -52,7 +52,8 @@ def build_timetable(
     """
     if not candidates:
         return Timetable({}, {}, candidates)
-    size, length = dict(sizes), len(computes)
+    size = dict(sizes)
+    length = len(computes)
     last = {visit: position for position, visits in enumerate(computes) for visit in visits}
     first = {visit: length - 1 - position for position, visits in enumerate(reversed(computes)) for visit in visits}
     freeable = sorted((visit for visit in candidates if first[visit] + 2 < last[visit] - 1), key=last.__getitem__)

@@ -44,7 +44,8 @@ class PeerTokenExchange(TokenExchange):
     """The exchange by kernels that write into the other ranks' memory; `group` names the ranks of the experts."""
 
     def __init__(self, group: str, peers: PeerExchange) -> None:
-        self._group, self._peers = group, peers
+        self._group = group
+        self._peers = peers
         _peers_by_group[group] = peers
 
     def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute, local: Tensor | None = None) -> Tensor:
@@ -62,7 +63,8 @@ def open_peer_exchange(mesh: Mesh, plan: ExpertPlan) -> PeerTokenExchange:
 
     Raises BadInput if the ranks are not GPUs of one node that map each other's memory.
     """
-    option, group = "plan.expert_exchange = peer", mesh.experts
+    option = "plan.expert_exchange = peer"
+    group = mesh.experts
     assert group is not None, "experts on one rank need no exchange"
     if mesh.device.type == "cpu":
         raise BadInput(f"{option}: expected GPUs; CPU ranks exchange tokens by all_to_all")
@@ -148,7 +150,8 @@ def move_tokens(
 
     Returns the activations that arrive, `(rows sent or most rows received, width)`. Those beyond the rows received are undefined.
     """
-    peers, route = _peers_by_group[group], Route(sent, received, totals)
+    peers = _peers_by_group[group]
+    route = Route(sent, received, totals)
     peers.start_move(activations, route, back, fp8)
     return peers.finish_move(
         route, back, activations.new_empty((sent if back else received).shape[0], activations.shape[1]), fp8

@@ -54,8 +54,11 @@ class PeerExchange:
     def __init__(
         self, rank: int, ranks: int, bound: float, fp8: bool, open_window: Callable[[int], MappedWindow]
     ) -> None:
-        self.rank, self.ranks, self.fp8 = rank, ranks, fp8
-        self._bound, self._open = min(bound, float(ranks)), open_window
+        self.rank = rank
+        self.ranks = ranks
+        self.fp8 = fp8
+        self._bound = min(bound, float(ranks))
+        self._open = open_window
         self._areas = _Areas(ranks, 0, 0, 0)
         self._routes = self._moves = 0
         self._exceeded = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())

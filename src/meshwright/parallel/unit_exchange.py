@@ -33,7 +33,9 @@ class UnitExchange:
     def __init__(
         self, rank_model: StageModel, rank_of: Sequence[int], channels: Channels | None, recorder: Recorder
     ) -> None:
-        self._rank_model, self._rank_of, self._recorder = rank_model, rank_of, recorder
+        self._rank_model = rank_model
+        self._rank_of = rank_of
+        self._recorder = recorder
         self._channels = channels
         self._local: dict[Message, Tensor] = {}
         self._to_send: dict[Message, Tensor] = {}

@@ -27,11 +27,14 @@ class VocabularyEmbedding(Embedding):
 
     def __init__(self, weight: nn.Parameter, first: int, group: str, ranks: int) -> None:
         super().__init__(weight)
-        self.first, self.group, self.ranks = first, group, ranks
+        self.first = first
+        self.group = group
+        self.ranks = ranks
 
     def forward(self, indices: Tensor) -> Tensor:
         """Embeddings `(batch, seq / ranks, hidden)` of this rank's part of the sequence, for tokens `(batch, seq)`."""
-        rows, local_rows = indices - self.first, self.weight.shape[0]
+        rows = indices - self.first
+        local_rows = self.weight.shape[0]
         not_local = (rows < 0) | (rows >= local_rows)
         # Tokens of other ranks need some row; their gradient is zero. `remainder` selects different rows, because atomic adds
         # of many gradients to one row would be serialised.
@@ -45,7 +48,8 @@ class PositionEmbedding(Embedding):
 
     def __init__(self, weight: nn.Parameter, rank: int, ranks: int) -> None:
         super().__init__(weight)
-        self.rank, self.ranks = rank, ranks
+        self.rank = rank
+        self.ranks = ranks
 
     def forward(self, indices: Tensor) -> Tensor:
         """`(…, seq / ranks, hidden)` of positions `(…, seq)`."""
@@ -60,7 +64,9 @@ class VocabularyHead(Head):
 
     def __init__(self, whole: Head, sizes: tuple[int, ...], rank: int, group: str) -> None:
         super().__init__(whole.weight, whole.loss_chunk, factor=whole.factor, cap=whole.cap, z_loss=whole.z_loss)
-        self.sizes, self.rank, self.group = sizes, rank, group
+        self.sizes = sizes
+        self.rank = rank
+        self.group = group
 
     def forward(
         self,
@@ -73,7 +79,8 @@ class VocabularyHead(Head):
 
         `targets` and `weights` `(batch, seq)` are those of all ranks' tokens, and equal on all.
         """
-        weight, hidden = self.matrix(tied), self.scaled(hidden)
+        weight = self.matrix(tied)
+        hidden = self.scaled(hidden)
         if targets is None:
             return self._logits(hidden, weight)
         sums = _LinearCrossEntropy.apply(
@@ -95,8 +102,12 @@ class VocabularyHead(Head):
     def log_probabilities(self, hidden: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
         """As `Head.log_probabilities`, of all ranks' tokens: hidden `(batch, seq / ranks, hidden)`, targets `(batch, seq)`."""
         weight = self.matrix(tied)
-        rows, ranked, ranks, parts = self.scaled(hidden).flatten(0, 1), self._ranked(targets), len(self.sizes), []
-        part, first = max(1, self.loss_chunk // ranks), sum(self.sizes[: self.rank])
+        rows = self.scaled(hidden).flatten(0, 1)
+        ranked = self._ranked(targets)
+        ranks = len(self.sizes)
+        parts = []
+        part = max(1, self.loss_chunk // ranks)
+        first = sum(self.sizes[: self.rank])
         for h, target in zip(rows.split(part), ranked.split(part, dim=1), strict=True):
             logits = all_gather_tokens(h[None], self.group, ranks)[0] @ weight.t()
             cap_in_place(logits, self.cap)
@@ -110,7 +121,8 @@ class VocabularyHead(Head):
         return whole.unflatten(1, (len(self.sizes), -1)).transpose(0, 1).flatten(1)
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        ranks, longest = len(self.sizes), max(self.sizes)
+        ranks = len(self.sizes)
+        longest = max(self.sizes)
         logits = capped(F.linear(all_gather_tokens(hidden, self.group, ranks), weight), self.cap)
         logits = F.pad(logits, (0, longest - weight.shape[0]))
         parts = [torch.empty_like(logits) for _ in range(ranks)]
@@ -123,7 +135,9 @@ class DividedScoreHead(ScoreHead):
 
     def __init__(self, whole: ScoreHead, rank: int, ranks: int, group: str) -> None:
         super().__init__(whole.score)
-        self.rank, self.ranks, self.group = rank, ranks, group
+        self.rank = rank
+        self.ranks = ranks
+        self.group = group
 
     def forward(
         self,
@@ -147,7 +161,8 @@ class DividedScoreHead(ScoreHead):
 class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
+        ctx.group = group
+        ctx.ranks = ranks
         return reduce_scatter_tokens(x, group, ranks)
 
     @staticmethod
@@ -177,7 +192,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         trains: bool,
     ) -> tuple[Tensor, Tensor]:
-        wide, ranks, first = accumulate_dtype(hidden.dtype), len(sizes), sum(sizes[:rank])
+        wide = accumulate_dtype(hidden.dtype)
+        ranks = len(sizes)
+        first = sum(sizes[:rank])
         loss, squares = (torch.zeros((), dtype=wide, device=hidden.device) for _ in range(2))
         hidden_grad = torch.empty_like(hidden) if trains else None
         weight_grad: Tensor | None = None
@@ -218,7 +235,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        loss_grad, dtype = grad_outputs[0], hidden_grad.dtype
+        loss_grad = grad_outputs[0]
+        dtype = hidden_grad.dtype
         scaled_weight = None if weight_grad is None else scale(weight_grad, loss_grad, dtype)
         return scale(hidden_grad, loss_grad, dtype), scaled_weight, *[None] * 9
 

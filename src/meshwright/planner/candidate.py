@@ -315,6 +315,11 @@ def least_fitting(most: Sequence[int], excess: Callable[[list[int]], list[float]
 
     `excess` takes a number for each rank and returns by how many bytes each rank is too full. A larger number takes less memory, nearly in
     proportion: guesses are interpolated, and every third is the middle.
+
+    Two ranks are 100 and 0 bytes too full, and each offloaded layer takes 30 bytes less:
+
+    >>> least_fitting([10, 10], lambda layers: [100 - 30 * layers[0], -30 * layers[1]])
+    [4, 0]
     """
     too_few, before = [0] * len(most), excess([0] * len(most))
     enough = [0 if value <= 0 else number for value, number in zip(before, most, strict=True)]

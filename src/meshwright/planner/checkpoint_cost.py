@@ -292,4 +292,11 @@ def _host_memory_left(run: RunSpec, plan: Plan) -> float:
 
 
 def _gigabytes(count: float) -> str:
+    """Bytes as text.
+
+    1.5 · 10⁹ bytes:
+
+    >>> _gigabytes(1.5e9)
+    '1.5 GB'
+    """
     return f"{count / 1e9:,.1f} GB"

@@ -9,7 +9,8 @@ from meshwright.planner.money import Expense, expense
 from meshwright.planner.objectives import Point, point_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.errors import BadInput
+from meshwright.spec.named_values import values_listed
 from meshwright.spec.run import RunSpec
 
 
@@ -23,20 +24,14 @@ class ChipPoint:
 
 
 def chips_named(text: str) -> tuple[str, ...]:
-    """The chips of a list such as `H100,B200`. Raises BadInput for an unknown chip, with the nearest."""
-    known = {name.upper(): name for name in CHIPS}
-    chips = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        if word.upper() not in known:
-            near = nearest(word.upper(), tuple(known))
-            raise BadInput(
-                f"--chips: {word} is not in the chip table"
-                + (f"; did you mean {known[near]}?" if near else f"; known: {', '.join(CHIPS)}")
-            )
-        chips.append(known[word.upper()])
-    if not chips:
-        raise BadInput("--chips: expected chips of the table, such as --chips H100,H200,B200")
-    return tuple(dict.fromkeys(chips))
+    """The chips of a list such as `H100,B200`. Raises BadInput for an unknown chip, with the nearest.
+
+    Case and blanks do not matter:
+
+    >>> chips_named("h100, B200")
+    ('H100', 'B200')
+    """
+    return values_listed(text, {name: name for name in CHIPS}, "--chips")
 
 
 def compare_chips(

@@ -171,7 +171,14 @@ def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
 
 
 def select(columns: T, indices: np.ndarray) -> T:
-    """A dataclass of arrays, whose last axis are points, at the points `indices`; numbers are the same for all points."""
+    """A dataclass of arrays, whose last axis are points, at the points `indices`; numbers are the same for all points.
+
+    The second of three points:
+
+    >>> from meshwright.costs.compute import ForwardBackward
+    >>> select(ForwardBackward(np.array([1.0, 2.0, 3.0]), np.array([4.0])), np.array([1]))
+    ForwardBackward(forward=array([2.]), backward=array([4.]))
+    """
     return _mapped(columns, lambda column: column[..., indices] if column.shape[-1] > 1 else column)
 
 

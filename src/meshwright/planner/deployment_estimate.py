@@ -245,6 +245,13 @@ class _Instances:
 
 
 def _chunks(prompt: int, shared: int, budget: int) -> list[PromptChunk]:
+    """The parts in which steps of `budget` tokens compute a prompt after its `shared` tokens.
+
+    A prompt of 1,200 tokens of which 128 are cached, in steps of 512:
+
+    >>> _chunks(prompt=1200, shared=128, budget=512)
+    [PromptChunk(start=128, count=512), PromptChunk(start=640, count=512), PromptChunk(start=1152, count=48)]
+    """
     return [PromptChunk(start, min(budget, prompt - start)) for start in range(shared, prompt, budget)]
 
 

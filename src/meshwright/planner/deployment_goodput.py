@@ -88,6 +88,14 @@ class RequestSample:
 
 
 def _mean_gap(requests: Sequence[TimedRequest]) -> float:
+    """Mean seconds between two arrivals.
+
+    Three requests within 4 seconds have two gaps:
+
+    >>> from meshwright.spec.deployment import TimedRequest
+    >>> _mean_gap([TimedRequest(second, 10, 10) for second in (0.0, 1.0, 4.0)])
+    2.0
+    """
     return requests[-1].arrival_seconds / max(1, len(requests) - 1)
 
 

@@ -23,7 +23,7 @@ from meshwright.spec.deployment import (
     DeploymentPrediction,
     Quantisation,
     ServeLimits,
-    Software,
+    ServingSoftwareName,
     TimedRequest,
 )
 from meshwright.spec.model import ModelSpec
@@ -106,7 +106,7 @@ def plan_deployment(
     limits: ServeLimits,
     quantisation: Quantisation,
     *,
-    software: Software | None = None,
+    software: ServingSoftwareName | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> DeploymentAnswer:
     """The deployment of the cluster with the highest goodput, among those that this release serves if it serves any.
@@ -341,6 +341,13 @@ def _band(
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:
+    """The value below which the share `share` of all lies, interpolated between neighbours.
+
+    Position 0.9 · 3 = 2.7 is between the third and the fourth value: 3 + 0.7 · 2.
+
+    >>> _quantile([1.0, 2.0, 3.0, 5.0], 0.9)
+    4.4
+    """
     position = share * (len(ascending) - 1)
     index = min(int(position), len(ascending) - 2)
     return ascending[index] + (position - index) * (ascending[index + 1] - ascending[index])

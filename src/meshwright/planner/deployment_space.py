@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation, Software
+from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation, ServingSoftwareName
 from meshwright.spec.divisors import divisors
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.inference_layout import split_error
@@ -52,7 +52,7 @@ def deployment_space(
     quantisation: Quantisation,
     check: Callable[[InstanceSpec], object],
     *,
-    software: Software | None = None,
+    software: ServingSoftwareName | None = None,
 ) -> DeploymentSpace:
     """All deployments of a unit; `check` raises OutOfResources for an instance that does not fit.
 
@@ -109,6 +109,15 @@ def _budgets_of(
 
 
 def _colocated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[InstanceSpec, ...]]:
+    """Instances that compute prompts and answers, as many as `devices` hold; `budgets` are tokens a step by tensor ranks.
+
+    One device holds the model with 2,048 tokens a step, two hold it with 4,096; of 4 devices:
+
+    >>> for instances in _colocated({1: [2048], 2: [4096]}, devices=4):
+    ...     print(instances)
+    (InstanceSpec(role='both', count=4, tensor=1, expert=1, token_budget=2048),)
+    (InstanceSpec(role='both', count=2, tensor=2, expert=1, token_budget=4096),)
+    """
     for tensor in (tensor for tensor in budgets if tensor <= devices):
         for budget in budgets[tensor]:
             yield (InstanceSpec(count=devices // tensor, tensor=tensor, token_budget=budget),)

@@ -112,7 +112,15 @@ def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: 
 
 
 def describe_nodes(ranks_by_node: Sequence[int]) -> str:
-    """Devices of each node as text: "6, 6 and 4 on 3 nodes", "8 on each of 64 nodes"."""
+    """Devices of each node as text: "6, 6 and 4 on 3 nodes", "8 on each of 64 nodes".
+
+    By the function:
+
+    >>> describe_nodes([6, 6, 4])
+    '6, 6 and 4 on 3 nodes'
+    >>> describe_nodes([8] * 64)
+    '8 on each of 64 nodes'
+    """
     nodes = len(ranks_by_node)
     if len(set(ranks_by_node)) == 1:
         return f"{ranks_by_node[0]} on each of {nodes:,} nodes" if nodes > 1 else "on one node"

@@ -212,7 +212,13 @@ def effective_sentence(prediction: EffectiveTime) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration in the unit that suits it."""
+    """A duration in the unit that suits it.
+
+    A unit is used from two of it on:
+
+    >>> duration_text(5400), duration_text(100_000)
+    ('90.0 minutes', '27.8 hours')
+    """
     for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"

@@ -40,6 +40,8 @@ class Feature:
     present: Callable[[Pricing], bool]
     recompute: Recompute | None = None
     """The recomputation of every layer with it; none leaves that of the plan."""
+    products: str | None = None
+    """The format of its linear layers' matmuls; clusters of which a chip has none cannot have the feature."""
 
 
 def _layout(**fields: float) -> Changed:
@@ -102,7 +104,10 @@ FEATURES = (
     Feature("no tensor ranks, by moments in bf16", _no_tensor_ranks, _at("tensor", 1.0)),
     Feature("recomputing norms and up-projections only", lambda priced: priced, lambda priced: False, recompute="none"),
     Feature(
-        "products in fp8 blocks", _fp8_blocks, lambda priced: bool(number(priced.machine.product_format) == BLOCKWISE)
+        "products in fp8 blocks",
+        _fp8_blocks,
+        lambda priced: bool(number(priced.machine.product_format) == BLOCKWISE),
+        products="fp8",
     ),
     Feature(
         "DualPipe's schedule",
@@ -114,16 +119,22 @@ FEATURES = (
 
 @dataclass(frozen=True)
 class FeatureSeconds:
-    """Seconds of a step with a feature: alone, and with all before it."""
+    """Seconds of a step with a feature: alone, and with all before it.
+
+    `alone_products` and `together_products` are the formats of the linear layers' matmuls then, None for those of the plan.
+    """
 
     feature: str
     present: bool
     alone: float
     together: float
+    alone_products: str | None = None
+    together_products: str | None = None
 
 
 def feature_steps(run: RunSpec, plan: Plan) -> tuple[FeatureSeconds, ...]:
-    """The plan's step with each feature; empty for a model without experts, on one expert rank, and without a step time.
+    """The plan's step with each feature that the chips can have; empty for a model without experts, on one expert rank, and without a
+    step time.
 
     The closed form gives the ratios; the plan's predicted step is their base.
     """
@@ -144,12 +155,26 @@ def feature_steps(run: RunSpec, plan: Plan) -> tuple[FeatureSeconds, ...]:
     scale = plan.predicted.step_seconds / seconds(())
     steps, together = [], list[Feature]()
     for feature in FEATURES:
+        if feature.products and run.cluster.peak_flops(feature.products) is None:
+            continue
         present = feature.present(priced)
-        if not present:
-            together.append(feature)
-        alone = scale * seconds(() if present else (feature,))
-        steps.append(FeatureSeconds(feature.name, present, alone, scale * seconds(together)))
+        added = [] if present else [feature]
+        together += added
+        steps.append(
+            FeatureSeconds(
+                feature.name,
+                present,
+                scale * seconds(added),
+                scale * seconds(together),
+                _products(added),
+                _products(together),
+            )
+        )
     return tuple(steps)
+
+
+def _products(features: Sequence[Feature]) -> str | None:
+    return next((feature.products for feature in features if feature.products), None)
 
 
 def _with(priced: Pricing, feature: Feature) -> Pricing:

@@ -182,7 +182,13 @@ def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> st
 
 
 def on_layers(layers: Sequence[LayerStrategy], total: int) -> str:
-    """Text that names the layers of these strategies: up to two ranges, else the number of layers out of `total`."""
+    """Text that names the layers of these strategies: up to two ranges, else the number of layers out of `total`.
+
+    Two ranges are named, more are counted:
+
+    >>> on_layers([LayerStrategy(range="0-7"), LayerStrategy(range="31")], total=32)
+    'layers 0-7 and 31'
+    """
     count = sum(len(layer_range(layer.range, total)) for layer in layers)
     if count == total:
         return "all layers"

@@ -277,7 +277,13 @@ class Ranking:
 
 
 def _number_by_first_appearance(values: Sequence[object]) -> np.ndarray:
-    """For each value the number of its first appearance among the distinct values."""
+    """For each value the number of its first appearance among the distinct values.
+
+    Equal values have equal numbers:
+
+    >>> _number_by_first_appearance(["tensor", "shard", "tensor"])
+    array([0, 1, 0])
+    """
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
     return np.array([numbers[value] for value in values], dtype=np.int64)
 

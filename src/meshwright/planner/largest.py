@@ -52,6 +52,14 @@ def family(model: ModelSection, most_parameters: float) -> list[ModelSection]:
     """The models of the family of `model` with at most so many parameters, the smallest first.
 
     Raises BadInput for mixtures of experts, latent attention, and layers that are listed or differ in width.
+
+    Of GPT-3-like models heads, hidden size and layers grow together:
+
+    >>> from meshwright.config.presets import MODEL_PRESETS
+    >>> from meshwright.spec.fields import from_plain
+    >>> gpt = from_plain(ModelSection, MODEL_PRESETS["gpt3-13b"])
+    >>> [(each.heads, each.hidden, each.layers) for each in family(gpt, 60e6)]
+    [(1, 128, 1), (2, 256, 2), (3, 384, 3), (4, 512, 3), (4, 512, 4), (4, 512, 5), (5, 640, 4), (5, 640, 5)]
     """
     if model.sequence or model.first or any(kind.ffn_hidden for kind in model.blocks.values()):
         raise BadInput(

@@ -170,7 +170,13 @@ def _with_all_freed(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, .
 
 
 def _joined(layers: Iterable[LayerStrategy]) -> tuple[LayerStrategy, ...]:
-    """The layers as one range where they are all alike."""
+    """The layers as one range where they are all alike.
+
+    Two ranges that are alike are one:
+
+    >>> len(_joined([LayerStrategy(range="0-15"), LayerStrategy(range="16-31")]))
+    1
+    """
     ranges = tuple(layers)
     alike = {replace(layer, range="all") for layer in ranges}
     return tuple(alike) if len(alike) == 1 else ranges

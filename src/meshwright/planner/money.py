@@ -33,6 +33,8 @@ class Rate:
 class Expense:
     """What a training takes; money is in the currency of the price."""
 
+    gpus: int
+    """Devices that train and are counted; idle devices are not."""
     price_per_gpu_hour: Rate
     watts_per_gpu: Rate
     training_share: float
@@ -99,7 +101,14 @@ def expense_of(
     price: float | None = None,
     share: float = 1.0,
 ) -> Expense:
-    """What `gpus` devices take that train on `tokens_per_second` in the mean, interruptions included."""
+    """What `gpus` devices take that train on `tokens_per_second` in the mean, interruptions included.
+
+    100 devices at 2 dollars an hour train on 10⁶ tokens a second. 10¹⁰ tokens take 10,000 seconds, or 278 GPU-hours:
+
+    >>> spent = expense_of(ClusterSpec(gpu="H100"), 100, 1e6, tokens=1e10, price=2.0)
+    >>> round(spent.gpu_hours), round(spent.money)
+    (278, 556)
+    """
     rate, watts = price_of(cluster, price), watts_of(cluster)
     hours_per_token = gpus / tokens_per_second / 3600
     hours = None if tokens is None else tokens * hours_per_token
@@ -109,6 +118,7 @@ def expense_of(
 
     kilowatts = None if watts.value is None else watts.value / 1000
     return Expense(
+        gpus=gpus,
         price_per_gpu_hour=rate,
         watts_per_gpu=watts,
         training_share=share,

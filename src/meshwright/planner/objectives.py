@@ -89,13 +89,8 @@ def at_size(run: RunSpec, gpus: int) -> RunSpec:
     """
     cluster = run.cluster
     if cluster.is_cpu or cluster.groups or cluster.emulate_nodes > 1:
-        cluster_type = (
-            "ranks on a CPU"
-            if cluster.is_cpu
-            else "unlike nodes (cluster.groups)"
-            if cluster.groups
-            else "emulated nodes"
-        )
+        cluster_type = "unlike nodes (cluster.groups)" if cluster.groups else "emulated nodes"
+        cluster_type = "ranks on a CPU" if cluster.is_cpu else cluster_type
         raise BadInput(
             f"--gpus needs a cluster of like GPUs, and this cluster has {cluster_type}; leave --gpus out, or set cluster.gpu=H100"
         )
@@ -142,6 +137,11 @@ def shortest_training(
     A batch of B tokens needs S = S_min (1 + B_crit / B) steps (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11 solved for steps);
     S_min follows from the run's batch. `sizes` are numbers of GPUs; without them the run's cluster is used.
     Raises OutOfResources when no batch has a plan.
+
+    With S_min = 1,000 and B_crit = 4 · 10⁶ tokens, batches of 10⁶ and 4 · 10⁶ tokens take 5,000 and 2,000 steps:
+
+    >>> [round(1_000 * (1 + 4e6 / batch)) for batch in (1e6, 4e6)]
+    [5000, 2000]
     """
     own_tokens = run.train.global_batch * run.train.seq_len
     least_steps = tokens / own_tokens / (1 + critical_batch_tokens / own_tokens)

@@ -69,6 +69,13 @@ class OptionGrid:
 
 
 def _without_constant_axes(column: np.ndarray) -> np.ndarray:
+    """`column` with one value along each axis on which it does not depend.
+
+    A column that does not depend on the second option has one value along it:
+
+    >>> _without_constant_axes(np.array([[1, 1, 1], [2, 2, 2]])).shape
+    (2, 1)
+    """
     for axis in range(column.ndim):
         first = column.take([0], axis)
         column = first if (column == first).all() else column

@@ -85,6 +85,14 @@ def _members(layout: Layout, axis: str, level: float) -> float:
     """Members of a group along `axis` among `level` neighbouring ranks, which set its bandwidth.
 
     Used in the same way by costs.collective_costs and simulator.links.
+
+    Neighbouring ranks are tensor ranks. Within 4 neighbours are 2 shard ranks and both tensor ranks:
+
+    >>> from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
+    >>> batch = BatchPlan(global_batch=4, micro_batch=1, accumulate=1)
+    >>> plan = Plan(mesh=(MeshAxis(axis="shard", size=4), MeshAxis(axis="tensor", size=2)), batch=batch)
+    >>> [_members(Layout.of(plan, 8), axis, level=4) for axis in ("shard", "tensor")]
+    [2.0, 2]
     """
     return min(layout.size(axis), max(1.0, level / layout.stride(axis)))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from meshwright.costs.device_rates import BLOCKWISE, FOUR_BIT, ROWWISE, TENSORWISE, Machine
 from meshwright.costs.machine_rates import FORMATS, chip_of, machine_of
 from meshwright.costs.plan_costs import Pricing, as_nodes, mean_cost, number, pricing
-from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.named_values import value_named
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
@@ -84,15 +84,14 @@ class FormatPrice:
 
 
 def format_named(name: str) -> MatmulFormat:
-    """The format of this name. Raises BadInput with the nearest."""
-    names = [entry.name for entry in PRODUCT_FORMATS]
-    found = next((entry for entry in PRODUCT_FORMATS if entry.name == name.lower()), None)
-    if found is None:
-        near = nearest(name.lower(), tuple(names))
-        raise BadInput(
-            f"--precision {name}: expected one of {', '.join(names)}" + (f" (nearest: {near})" if near else "")
-        )
-    return found
+    """The format of this name. Raises BadInput with the nearest.
+
+    Case does not matter:
+
+    >>> format_named("FP8-Row").name
+    'fp8-row'
+    """
+    return value_named(name, {entry.name: entry for entry in PRODUCT_FORMATS}, "--precision")
 
 
 def priced_formats(run: RunSpec, plan: Plan, narrowest: MatmulFormat) -> tuple[FormatPrice, ...]:

@@ -96,11 +96,8 @@ def _compare_values(
         for other_value, other in compared
         if not why_not_distinguished(best, other)
     ]
-    texts = (
-        [", ".join(f"{setting} {'' if index else 'takes '}{gap} longer" for index, (setting, gap) in enumerate(slower))]
-        if slower
-        else []
-    )
+    gaps = [f"{setting} {'' if index else 'takes '}{gap} longer" for index, (setting, gap) in enumerate(slower)]
+    texts = [", ".join(gaps)] if gaps else []
     undecided: dict[str, list[str]] = {}
     for other_value, other in compared:
         if why := why_not_distinguished(best, other):
@@ -127,6 +124,13 @@ def _transport_reasons(best: Candidate, others: Sequence[Candidate], run: RunSpe
 
 
 def _value_text(name: str, value: object) -> str:
+    """The value of a setting, for a sentence.
+
+    A setting and its value:
+
+    >>> _value_text("tensor", 2)
+    'tensor 2'
+    """
     if name == "gradients":
         return f"gradients {GRADIENTS[str(value)]}"
     if name in TRANSFERS:

@@ -44,7 +44,14 @@ def slowdown_function(run: RunSpec, current_seconds: Callable[[Plan], float] | N
 
 
 def with_slower_network(cluster: ClusterSpec, share: float = SLOWER_NETWORK_SHARE) -> ClusterSpec:
-    """The cluster with the bandwidth of every port between nodes multiplied by `share`."""
+    """The cluster with the bandwidth of every port between nodes multiplied by `share`.
+
+    Ports of 50 GB/s keep 40:
+
+    >>> slower = with_slower_network(ClusterSpec(gpu="H100", nodes=2, network=NetworkSpec(port_gb_per_s=50.0)))
+    >>> slower.network.port_gb_per_s
+    40.0
+    """
     network = cluster.network or NetworkSpec()
     chip = chip_of(cluster)
     node_network = as_nodes(cluster).network or network

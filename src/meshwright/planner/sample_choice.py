@@ -154,7 +154,13 @@ def _heads_divide(run: RunSpec, ulysses: int) -> bool:
 
 
 def _capacity(longest: int, size: int) -> int:
-    """Tokens of each of `size` ranks that hold a sample of `longest` tokens, rounded up."""
+    """Tokens of each of `size` ranks that hold a sample of `longest` tokens, rounded up.
+
+    A sample of 10,000 tokens on 4 ranks takes 2,500 of each, rounded up to whole granules:
+
+    >>> _capacity(longest=10_000, size=4)
+    2560
+    """
     granule = GRANULE if longest // size >= GRANULE else 2
     return granule * ceil(longest / (size * granule))
 

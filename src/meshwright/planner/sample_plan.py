@@ -62,7 +62,13 @@ def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanKeys) -> RunSpec:
 
 
 def _capacity(ranks: int, tensor: int, longest: int) -> int:
-    """Tokens of the smallest slots that hold the longest sample, in whole tiles of products where they are long enough."""
+    """Tokens of the smallest slots that hold the longest sample, in whole tiles of products where they are long enough.
+
+    A sample of 10,000 tokens takes 2,500 of each of 4 ranks, rounded up to whole tiles:
+
+    >>> _capacity(ranks=4, tensor=1, longest=10_000)
+    2560
+    """
     least = least_capacity(ranks, tensor, longest)
     return least if least < TILE else -(-least // math.lcm(TILE, tensor)) * math.lcm(TILE, tensor)
 

@@ -30,7 +30,13 @@ SEVERAL = 2
 
 
 def offloaded_layers(capacity: int, longer: int, layers: int) -> int | None:
-    """Fewest of `layers` blocks to offload so that `longer` tokens need the memory of `capacity`; None if all are too few."""
+    """Fewest of `layers` blocks to offload so that `longer` tokens need the memory of `capacity`; None if all are too few.
+
+    Twice as many tokens: half of the layers are offloaded, and two layers stay on the device for the copies.
+
+    >>> offloaded_layers(capacity=4096, longer=8192, layers=32)
+    18
+    """
     needed = ceil(layers * (1 - capacity / longer) + DEVICE_LAYERS - 1e-9)
     return needed if needed <= layers else None
 

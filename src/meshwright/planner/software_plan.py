@@ -18,7 +18,7 @@ from meshwright.costs.constants import OWN, at_release, constants, known_softwar
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.machine_rates import chip_of, machine_of
 from meshwright.costs.plan_costs import as_nodes
-from meshwright.costs.software import IMBALANCE, SOFTWARE, TrainingSoftware, software_named
+from meshwright.costs.software import IMBALANCE, SOFTWARE, TrainingSoftware
 from meshwright.costs.stack_footprint import FITTING_SHARE, footprint, memory_constants
 from meshwright.costs.step import step_cost
 from meshwright.planner.candidate import linear_dtypes
@@ -26,6 +26,7 @@ from meshwright.planner.precision_choice import PRODUCT_FORMATS, MatmulFormat
 from meshwright.spec.chips import Chip
 from meshwright.spec.divisors import divisors
 from meshwright.spec.errors import BadInput
+from meshwright.spec.named_values import values_listed
 from meshwright.spec.plan import RECOMPUTE_MODES
 from meshwright.spec.run import RunSpec
 from meshwright.workload.layouts import FULL, SELECTIVE, Layouts
@@ -60,20 +61,12 @@ class SoftwarePlan:
 
 def software_listed(text: str) -> tuple[TrainingSoftware, ...]:
     """The software of a list such as `torchtitan,megatron-bridge`, or all of it. Raises BadInput for an unknown one."""
+    others = {software.name: software for software in SOFTWARE if software.constants != OWN}
     if text == "all":
-        return tuple(software for software in SOFTWARE if software.constants != OWN)
-    chosen = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        try:
-            software = software_named(word)
-        except KeyError as error:
-            raise BadInput(f"--software {error.args[0]}") from None
-        if software.constants == OWN:
-            raise BadInput(f"--software {word}: that is this program, whose plan the answer has in any case")
-        chosen.append(software)
-    if not chosen:
-        raise BadInput(f"--software: expected names, such as --software torchtitan,megatron-bridge; known: {_names()}")
-    return tuple({software.name: software for software in chosen}.values())
+        return tuple(others.values())
+    if OWN in (name.strip().lower() for name in text.split(",")):
+        raise BadInput(f"--software {OWN}: that is this program, whose plan the answer has in any case")
+    return values_listed(text, others, "--software")
 
 
 def best_with(run: RunSpec, software: TrainingSoftware, narrowest: MatmulFormat | None = None) -> SoftwarePlan:
@@ -90,7 +83,8 @@ def best_with(run: RunSpec, software: TrainingSoftware, narrowest: MatmulFormat 
         return replace(answer, refused=f"{cluster.gpu} has no bf16 products in the chip table")
     if run.model.adapter is not None:
         return replace(answer, refused="adapters are priced for this program only")
-    bits = narrowest.bits if narrowest else min(16 if linear == "compute" else 8 for linear in linear_dtypes(run))
+    own_bits = min(16 if linear == "compute" else 8 for linear in linear_dtypes(run))
+    bits = narrowest.bits if narrowest else own_bits
     priced = [
         _best_layout(run, software, answer, chip, entry)
         for entry in PRODUCT_FORMATS
@@ -211,7 +205,13 @@ def _powers(most: int) -> list[int]:
 
 
 def _virtual_stages(layers: int, pipeline: int) -> list[int]:
-    """Stages that one pipeline rank may have."""
+    """Stages that one pipeline rank may have.
+
+    A rank of 4 has at most 8 of 32 layers, and so at most 8 stages:
+
+    >>> _virtual_stages(layers=32, pipeline=4)
+    [1, 2, 3, 4, 5, 6, 7, 8]
+    """
     if pipeline == 1:
         return [1]
     return [count for count in range(1, MOST_VIRTUAL + 1) if pipeline * count <= layers]
@@ -245,7 +245,3 @@ def _words(sizes: dict[str, float]) -> str:
     if sizes["recompute"]:
         parts.append(f"recompute {RECOMPUTE_MODES[int(sizes['recompute'])]}")
     return ", ".join(parts)
-
-
-def _names() -> str:
-    return ", ".join(software.name for software in SOFTWARE if software.constants != OWN)

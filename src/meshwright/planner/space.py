@@ -409,6 +409,13 @@ def _virtual_stage_counts(name: str, pipeline: int, layers: int, stages: Stages 
 
 
 def _micro_batches(sequences: int, pinned: int | None) -> list[int]:
+    """Micro-batch sizes that divide so many sequences; of many sequences powers of two only.
+
+    The divisors of the 12 sequences of a data rank:
+
+    >>> _micro_batches(sequences=12, pinned=None)
+    [1, 2, 3, 4, 6, 12]
+    """
     sizes = divisors(sequences)
     if pinned is not None:
         return [size for size in sizes if size == pinned]

@@ -53,7 +53,13 @@ def simulated_by_units(run: RunSpec, plan: Plan, timing: Timing | None = None) -
 
 
 def most_played(ranks: int) -> int:
-    """Most micro-batches that are simulated unit by unit for `ranks` pipeline ranks."""
+    """Most micro-batches that are simulated unit by unit for `ranks` pipeline ranks.
+
+    A shallow pipeline plays this many micro-batches, 7 for each rank:
+
+    >>> most_played(4)
+    28
+    """
     return (STAGES[0] if ranks >= DEEP else sum(UNITS)) * ranks
 
 

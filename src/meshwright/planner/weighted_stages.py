@@ -24,6 +24,11 @@ def balanced_by_weight(
 
     `weights` are times of the layers, 1 on average, and `head` that of the head after the last, on a rank of speed 1. The cut is the best
     if every rank has one stage, else within a layer's time of it.
+
+    Eight equal layers and a head that takes as long as two: 5 layers, and 3 with the head.
+
+    >>> balanced_by_weight(((range(0, 4),), (range(4, 8),)), weights=(1.0,) * 8, head=2.0, speeds=(1.0, 1.0))
+    ((range(0, 5),), (range(5, 8),))
     """
     stages = sorted((stage.start, len(stage), rank) for rank, of_rank in enumerate(table) for stage in of_rank)
     times = _Times(weights, head, speeds, tuple(rank for *_, rank in stages))

@@ -22,7 +22,7 @@ from meshwright.planner.search import search
 from meshwright.planner.space import AXES, points
 from meshwright.planner.sweep import strategies_in
 from meshwright.simulator.step_simulation import require_cost_inputs
-from meshwright.spec.chips import CHIPS, GiB
+from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fp8_limits import supports_fp8
 from meshwright.spec.network import NetworkSpec
@@ -55,6 +55,16 @@ class Change:
     """Fields of the plan that the change adapts, or a remark; may be empty."""
 
 
+@dataclass(frozen=True)
+class _Changed:
+    """A changed run, and the plan that its variants start from."""
+
+    name: str
+    run: RunSpec
+    start: Plan
+    remark: str = ""
+
+
 def what_if(
     run: RunSpec, plan: Plan, *, search_seconds: float = math.inf, trainable: bool = True
 ) -> tuple[Change, ...]:
@@ -62,77 +72,73 @@ def what_if(
     if plan.predicted is None or plan.predicted.step_seconds is None or plan.axis_size("hybrid") > 1:
         return ()
     run = replace(run, cluster=as_nodes(run.cluster))
-    best = min((candidate for candidate in (reprice(run, plan), _fastest(run, plan)) if candidate), key=_seconds)
-    # The gain of better settings on the present cluster must not be credited to a change.
-    plan = replace(plan, predicted=best.predicted)
-    changes = [change for make in CHANGES if (change := make(run, plan))]
-    if larger_cluster := _more_nodes(run, plan, search_seconds <= MAX_SEARCH_SECONDS, trainable):
+    # Every change starts from the plan's fastest variant on the present cluster, and its gain is relative to that: better settings are not
+    # credited to a change, and a change that only helps cannot end in a slower variant.
+    fastest = min((variant for variant in (reprice(run, plan), _fastest(run, plan)) if variant), key=_seconds)
+    changes = [
+        change
+        for make in CHANGES
+        if (changed := make(run, fastest)) and (change := _priced(run, plan, fastest, changed))
+    ]
+    if larger_cluster := _more_nodes(run, fastest, search_seconds <= MAX_SEARCH_SECONDS, trainable):
         changes.append(larger_cluster)
     return tuple(sorted(changes, key=lambda change: -change.gain))
 
 
-def _twice_the_network(run: RunSpec, plan: Plan) -> Change | None:
+def _twice_the_network(run: RunSpec, plan: Plan) -> _Changed | None:
     if run.cluster.nodes == 1:
         return None
     rate = 2 * number(machine_of(run.cluster, plan.precision.compute).nic) / 1e9
-    return _changed(
-        f"twice the network ({rate:.4g} GB/s a GPU)",
-        run,
-        _with_network(run, replace(_network(run), port_gb_per_s=rate)),
-        plan,
-    )
+    faster = _with_network(run, replace(_network(run), port_gb_per_s=rate))
+    return _Changed(f"twice the network ({rate:.4g} GB/s a GPU)", faster, plan)
 
 
-def _twice_the_links(run: RunSpec, plan: Plan) -> Change | None:
+def _twice_the_links(run: RunSpec, plan: Plan) -> _Changed | None:
     if run.cluster.gpus_per_node == 1:
         return None
     rate = 2 * number(machine_of(run.cluster, plan.precision.compute).link) / 1e9
-    return _changed(
-        f"twice the links in a node ({rate:.4g} GB/s a GPU)",
-        run,
-        _with_network(run, replace(_network(run), link_gb_per_s=rate)),
-        plan,
-    )
+    faster = _with_network(run, replace(_network(run), link_gb_per_s=rate))
+    return _Changed(f"twice the links in a node ({rate:.4g} GB/s a GPU)", faster, plan)
 
 
-def _twice_the_batch(run: RunSpec, plan: Plan) -> Change | None:
+def _twice_the_batch(run: RunSpec, plan: Plan) -> _Changed | None:
     batch = 2 * run.train.global_batch
     larger = replace(run, train=replace(run.train, global_batch=batch))
     doubled = replace(plan.batch, global_batch=batch, accumulate=2 * plan.batch.accumulate)
-    return _changed(f"twice the batch ({batch} sequences)", run, larger, plan, replace(plan, batch=doubled))
+    return _Changed(f"twice the batch ({batch} sequences)", larger, replace(plan, batch=doubled))
 
 
-def _twice_the_memory(run: RunSpec, plan: Plan) -> Change | None:
+def _twice_the_memory(run: RunSpec, plan: Plan) -> _Changed | None:
     memory = run.cluster.memory_bytes()
     if memory is None:
         return None
     roomy = replace(run, cluster=replace(run.cluster, memory_gib=2 * memory / GiB))
-    return _changed(f"twice the memory ({2 * memory / 1e9:.0f} GB)", run, roomy, plan)
+    return _Changed(f"twice the memory ({2 * memory / 1e9:.0f} GB)", roomy, plan)
 
 
-def _bf16_replica_sums(run: RunSpec, plan: Plan) -> Change | None:
+def _bf16_replica_sums(run: RunSpec, plan: Plan) -> _Changed | None:
     crossing = any(axis.axis == "replicate" and axis.crosses == "node" and axis.size > 1 for axis in plan.mesh)
     wide = (plan.precision.reduce_replicas or plan.precision.stored) == "fp32"
     if not (crossing and wide) or pins_of(run).reduce_replicas:
         return None
     narrow = replace(plan, precision=replace(plan.precision, reduce_replicas="bf16"))
-    return _changed("plan.reduce_replicas=bf16", run, run, plan, narrow, note="sums over replicas lose precision")
+    return _Changed("plan.reduce_replicas=bf16", run, narrow, "sums over replicas lose precision")
 
 
-def _fp8_products(run: RunSpec, plan: Plan) -> Change | None:
+def _fp8_products(run: RunSpec, plan: Plan) -> _Changed | None:
     precision = plan.precision
-    known = "fp8" in CHIPS[run.cluster.gpu].peak_flops if run.cluster.gpu in CHIPS and not run.cluster.groups else False
+    known = run.cluster.peak_flops("fp8") is not None
     follow = any(layer.linear is None for layer in plan.layers)
     if not known or precision.compute != "bf16" or precision.linear != "compute" or not follow:
         return None
     low = replace(plan, precision=replace(precision, linear="fp8_tensorwise", gather="fp8"))
     if untrainable(low) or not supports_fp8(run.model, run.train.seq_len, context_size(plan)):
         return None
-    note = "linear layers round to fp8: compare the loss with that of a bf16 run"
-    return _changed("plan.linear=fp8_tensorwise", run, run, plan, low, note=note)
+    remark = "linear layers round to fp8: compare the loss with that of a bf16 run"
+    return _Changed("plan.linear=fp8_tensorwise", run, low, remark)
 
 
-CHANGES: tuple[Callable[[RunSpec, Plan], Change | None], ...] = (
+CHANGES: tuple[Callable[[RunSpec, Plan], _Changed | None], ...] = (
     _twice_the_network,
     _twice_the_links,
     _twice_the_batch,
@@ -140,6 +146,15 @@ CHANGES: tuple[Callable[[RunSpec, Plan], Change | None], ...] = (
     _bf16_replica_sums,
     _fp8_products,
 )
+
+
+def _priced(run: RunSpec, plan: Plan, fastest: Plan, changed: _Changed) -> Change | None:
+    """A change with its gain over `fastest`; the note names the settings that differ from those of `plan`."""
+    later = _fastest(changed.run, changed.start)
+    if later is None:
+        return None
+    settings = [f"{key} {now}" for key, now, before in _settings(plan, later) if now != before]
+    return _change(changed.name, run, fastest, changed.run, later, ", ".join(filter(None, (*settings, changed.remark))))
 
 
 def _more_nodes(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> Change | None:
@@ -152,11 +167,8 @@ def _more_nodes(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> Ch
         larger_plan = _search_plan(larger, trainable) if searched else _with_more_data_ranks(larger, plan)
         if larger_plan is None:
             continue
-        skipped_sizes = (
-            f"; {nodes + 1} nodes {'have no plan' if searched else 'do not divide this mesh'}"
-            if more > nodes + 1
-            else ""
-        )
+        why_skipped = "have no plan" if searched else "do not divide this mesh"
+        skipped_sizes = f"; {nodes + 1} nodes {why_skipped}" if more > nodes + 1 else ""
         added = "one more node" if more == nodes + 1 else f"{more - nodes} more nodes"
         return _change(
             f"{added} ({more} × {run.cluster.gpus_per_node} GPUs)",
@@ -203,27 +215,14 @@ def _with_more_data_ranks(run: RunSpec, plan: Plan) -> Plan | None:
         return None
 
 
-def _changed(
-    name: str, run: RunSpec, later: RunSpec, plan: Plan, start: Plan | None = None, note: str = ""
-) -> Change | None:
-    changed_plan = _fastest(later, start or plan)
-    changed_settings = [f"{key} {now}" for key, now, before in _settings(start or plan, changed_plan) if now != before]
-    return (
-        _change(name, run, plan, later, changed_plan, ", ".join([*changed_settings, *([note] if note else [])]))
-        if changed_plan
-        else None
-    )
-
-
 def _change(name: str, run: RunSpec, plan: Plan, later: RunSpec, changed_plan: Plan, note: str) -> Change:
-    before, seconds = _seconds(plan), _seconds(changed_plan)
+    before = _seconds(plan)
+    seconds = _seconds(changed_plan)
     tokens = later.train.global_batch * later.train.seq_len / seconds
     return Change(name, seconds, tokens, tokens * before / (run.train.global_batch * run.train.seq_len) - 1, note)
 
 
-def _settings(before: Plan, after: Plan | None) -> Iterator[tuple[str, object, object]]:
-    if after is None:
-        return
+def _settings(before: Plan, after: Plan) -> Iterator[tuple[str, object, object]]:
     yield "micro-batches of", after.batch.micro_batch, before.batch.micro_batch
     yield "gradients", after.layers[0].gradients, before.layers[0].gradients
     yield "recompute", _values_over_layers(after, "recompute"), _values_over_layers(before, "recompute")
@@ -231,7 +230,17 @@ def _settings(before: Plan, after: Plan | None) -> Iterator[tuple[str, object, o
 
 
 def _values_over_layers(plan: Plan, field: str) -> str:
-    """The values of a field over the layer strategies, in words."""
+    """The values of a field over the layer strategies, in words.
+
+    The first 8 layers keep their gathered weights:
+
+    >>> from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis
+    >>> layers = (LayerStrategy(range="0-7", reshard=False), LayerStrategy(range="8-31"))
+    >>> axes = (MeshAxis(axis="shard", size=2),)
+    >>> batch = BatchPlan(global_batch=2, micro_batch=1, accumulate=1)
+    >>> _values_over_layers(Plan(mesh=axes, batch=batch, layers=layers), "reshard")
+    'no and yes'
+    """
     words = {True: "yes", False: "no"}
     return " and ".join(
         dict.fromkeys(str(words.get(value, value)) for value in (getattr(layer, field) for layer in plan.layers))

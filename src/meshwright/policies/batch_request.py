@@ -114,8 +114,9 @@ class RequestProgress:
     )
 
     def __init__(self, request: Request, key: tuple[float, int], groups: int, salt: str | None) -> None:
-        self.request, self.key = request, key
-        """`key` orders requests: the smallest goes first."""
+        self.request = request
+        self.key = key
+        """Orders requests: the smallest goes first."""
         self.salt, self.shares = salt or f"/{request.number}", salt is not None
         """Salt of its digests, and whether its full blocks are entered in the prefix cache.
 
@@ -172,8 +173,11 @@ class RequestPart:
     __slots__ = ("computation", "count", "limit", "progress", "request", "samples", "start", "tables", "tokens")
 
     def __init__(self, progress: RequestProgress, start: int, count: int, samples: bool) -> None:
-        self.progress, self.start, self.count, self.samples = progress, start, count, samples
-        """`samples`: whether the logits of the last position give a new token."""
+        self.progress = progress
+        self.start = start
+        self.count = count
+        self.samples = samples
+        """Whether the logits of the last position give a new token."""
         self.request = progress.request
         self.tokens = progress.tokens
         """The request's tokens so far. In a decode that is planned ahead, the token at `start` is not known yet."""

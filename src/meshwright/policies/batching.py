@@ -37,7 +37,8 @@ class BatchPolicy(Generic[Cache]):
     """Plans the steps of one model replica, which takes the blocks of its requests from `cache`."""
 
     def __init__(self, limits: BatchLimits, cache: Cache) -> None:
-        self.limits, self.cache = limits, cache
+        self.limits = limits
+        self.cache = cache
         self._progress: dict[int, RequestProgress] = {}
         self._queue = RequestQueue()
         self._batch = RunningBatch(limits, cache, self._queue)
@@ -105,7 +106,9 @@ class BatchPolicy(Generic[Cache]):
             self._queue.push(progress)
             return
         if not self.limits.prefix_cache:
-            progress.salt, progress.shares, leader.shares = leader.salt, True, True
+            progress.salt = leader.salt
+            progress.shares = True
+            leader.shares = True
         if len(leader.tokens) > len(leader.request.prompt):
             self._queue.push(progress)
         else:
@@ -128,7 +131,8 @@ class BatchPolicy(Generic[Cache]):
 
     def drain_ended(self) -> list[RequestEnded]:
         """Requests that ended since the last call, in order."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def prompt_digests(
@@ -186,7 +190,8 @@ class BatchPolicy(Generic[Cache]):
         step.parts = step.sampling = decodes
         if chunks:
             step.tokens += sum([part.count for part in chunks])
-            step.parts, step.sampling = decodes + chunks, decodes + [part for part in chunks if part.samples]
+            step.parts = decodes + chunks
+            step.sampling = decodes + [part for part in chunks if part.samples]
         if drafts:
             self._add_drafts(step, decodes, drafts)
         step.unchanged = step.parts is self._last_parts and not step.drafts
@@ -201,14 +206,16 @@ class BatchPolicy(Generic[Cache]):
 
     def _plan_decodes(self, step: EngineStep) -> None:
         """Move every decode to its next position and take the blocks that this needs."""
-        decodes, reached = self._batch.current_decodes(), []
+        decodes = self._batch.current_decodes()
+        reached = []
         for index, part in enumerate(decodes):
             part.start = start = part.start + 1
             if start >= part.limit:
                 reached.append(index)
         for index in reached:
             part = decodes[index]
-            progress, start = part.progress, part.start
+            progress = part.progress
+            start = part.start
             if progress.part is not part:
                 continue
             full = start >= len(part.tables[0]) * self.cache.tokens_per_block
@@ -225,7 +232,9 @@ class BatchPolicy(Generic[Cache]):
             wanted = min(drafts.get(part.request.number, 0), allowed)
             wanted = min(wanted, self.cache.room(part.tables) - part.start - 1) if wanted > 0 else 0
             if wanted > 0:
-                part.count, step.tokens, step.drafts = 1 + wanted, step.tokens + wanted, True
+                part.count = 1 + wanted
+                step.tokens = step.tokens + wanted
+                step.drafts = True
                 self.cache.grow(part.tables, part.start + part.count)
                 step.grown.append(index)
                 self._batch.set_limit(part)
@@ -235,8 +244,10 @@ class BatchPolicy(Generic[Cache]):
         self, step: EngineStep, chunks: list[RequestPart], joining: list[RequestPart], preemptions: int
     ) -> None:
         """Fill the token budget with prompts in order; admit requests in their turn, unless this step has preempted any."""
-        batch, index = self._batch, 0
-        budget, admitting = self.limits.tokens, True
+        batch = self._batch
+        index = 0
+        budget = self.limits.tokens
+        admitting = True
         while budget > 0:
             head = batch.next_head() if admitting and batch.preemptions == preemptions else None
             admitting = head is not None
@@ -308,7 +319,8 @@ class BatchPolicy(Generic[Cache]):
                 raise ValueError(f"request {part.request.number}: {len(new)} new tokens from a part of {part.count}")
             self._deliver(part.progress, new)
             if part.progress.part is part:
-                part.start, part.count = part.start + len(new) - 1, 1
+                part.start = part.start + len(new) - 1
+                part.count = 1
                 if part.start >= part.progress.final and part.progress not in step.final:
                     step.final.append(part.progress)
         self._drafts_in_flight = False

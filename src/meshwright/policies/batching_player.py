@@ -47,7 +47,9 @@ def play(
     """The times of all requests, in order of arrival. `policy` has no other requests."""
     arrivals = sorted(requests, key=lambda request: request.arrival)
     served = {request.number: ServedRequest(request) for request in arrivals}
-    now, added, context = 0.0, 0, 0
+    now = 0.0
+    added = 0
+    context = 0
     while True:
         while added < len(arrivals) and arrivals[added].arrival <= now:
             policy.add(arrivals[added])
@@ -65,7 +67,8 @@ def play(
         until = next_arrival if deadline is None else min(next_arrival, deadline)
         ends = _step_ends(step, context, now, until, cost, longest_repeat)
         repeat = policy.extend(step, len(ends))
-        now, context = ends[repeat - 1], context + step.decodes * (repeat - 1)
+        now = ends[repeat - 1]
+        context = context + step.decodes * (repeat - 1)
         for part in step.parts[step.decodes :]:
             if part.samples and served[part.request.number].first_token is None:
                 served[part.request.number].first_token = now
@@ -89,4 +92,6 @@ def _step_ends(step: EngineStep, context: int, now: float, until: float, cost: S
 def _note_ends(policy: BatchPolicy[Any], served: dict[int, ServedRequest], now: float) -> None:
     for ended in policy.drain_ended():
         record = served[ended.number]
-        record.end, record.reason, record.new_tokens = now, ended.reason, ended.new_tokens
+        record.end = now
+        record.reason = ended.reason
+        record.new_tokens = ended.new_tokens

@@ -53,7 +53,14 @@ class BlockCounts:
 
 
 class BlockPool(BlockCounts):
-    """The blocks of one group. A block without references stays in the prefix cache until it is needed (LRU)."""
+    """The blocks of one group. A block without references stays in the prefix cache until it is needed (LRU).
+
+    Of 4 blocks block 0 is never used; two are taken, one is left:
+
+    >>> pool = BlockPool(4)
+    >>> pool.take_all(2), pool.free
+    ([1, 2], 1)
+    """
 
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks)
@@ -78,7 +85,8 @@ class BlockPool(BlockCounts):
         """`count` free blocks with one reference each; empty blocks go first. Raises IndexError if there are not so many."""
         if count > self.free:
             raise IndexError("no free cache block")
-        empty, references = self._empty, self.references
+        empty = self._empty
+        references = self.references
         kept = max(0, len(empty) - count)
         taken = empty[kept:][::-1]
         del empty[kept:]
@@ -102,7 +110,10 @@ class BlockPool(BlockCounts):
 
     def release_all(self, blocks: Iterable[int]) -> None:
         """Remove a reference from blocks, in this order; `UNUSED_BLOCK` has none."""
-        references, digest_of, idle, empty = self.references, self._digest_of, self._idle, self._empty
+        references = self.references
+        digest_of = self._digest_of
+        idle = self._idle
+        empty = self._empty
         before = len(idle) + len(empty)
         self.releases += 1
         for block in blocks:
@@ -127,12 +138,14 @@ class BlockPool(BlockCounts):
 
     def idle_of(self, digests: Iterable[bytes]) -> int:
         """How many of the cached blocks of these digests have no references."""
-        references, block_of = self.references, self.block_of
+        references = self.references
+        block_of = self.block_of
         return sum([not references[block_of[digest]] for digest in digests])
 
     def register_all(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
         """Enter computed blocks in the prefix cache, unless equal ones are there already; not `UNUSED_BLOCK`."""
-        block_of, digest_of = self.block_of, self._digest_of
+        block_of = self.block_of
+        digest_of = self._digest_of
         for block, digest in zip(blocks, digests, strict=True):
             if block != UNUSED_BLOCK and digest not in block_of and block not in digest_of:
                 block_of[digest] = block
@@ -162,8 +175,11 @@ class BlockTables(ABC):
     """Whether blocks are only counted, so that requests may take them in any order."""
 
     def __init__(self, counts: Sequence[BlockCounts], windows: Sequence[int | None], tokens_per_block: int) -> None:
-        self.counts, self.windows, self.tokens_per_block = counts, windows, tokens_per_block
-        """`counts`: the numbers of the blocks of each group; `windows`: the tokens that a query attends to, None: all."""
+        self.counts = counts
+        """Number of blocks of each group."""
+        self.windows = windows
+        """Tokens that a query of each group attends to; None: all."""
+        self.tokens_per_block = tokens_per_block
         self.smallest_window = min((window for window in windows if window is not None), default=None)
 
     def first_block(self, group: int, position: int) -> int:
@@ -177,7 +193,8 @@ class BlockTables(ABC):
 
     def most_held(self, group: int, tokens: int, chunk: int = 1) -> int:
         """Blocks of a group that a request of `tokens` holds at most, computed `chunk` tokens at a time."""
-        size, window = self.tokens_per_block, self.windows[group]
+        size = self.tokens_per_block
+        window = self.windows[group]
         whole = -(-tokens // size)
         return whole if window is None else min(whole, -(-(window + chunk - 2) // size) + 1)
 
@@ -246,7 +263,8 @@ class CacheBlocks(BlockTables):
         super().__init__(self.pools, [group.window for group in groups], tokens_per_block)
 
     def matching(self, digests: Sequence[bytes]) -> int:
-        longest, consecutive = 0, [0] * len(self.pools)
+        longest = 0
+        consecutive = [0] * len(self.pools)
         if None in self.windows:  # such a group needs all blocks of the prefix
             pool = self.pools[self.windows.index(None)]
             digests = list(takewhile(pool.block_of.__contains__, digests))

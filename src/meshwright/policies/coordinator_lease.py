@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RENEW_SECONDS = 1.0
-ACTING_SECONDS, LEASE_SECONDS = 4.5, 6.0
+ACTING_SECONDS = 4.5
+LEASE_SECONDS = 6.0
 CONTEND_SECONDS = 2.5
 """Seconds without a renewal after which an agent starts a process that waits for the lease: it loads its program meanwhile."""
 
@@ -46,7 +47,8 @@ class LeaseWatch:
     def __init__(self, version: int | None = None, since: float = 0.0) -> None:
         """Continue the watch of another process of this host, which has seen `version` since the time `since`."""
         self.lease: CoordinatorLease | None = None
-        self.version, self.since = version, since
+        self.version = version
+        self.since = since
         self.renewed = False
         """Whether the lease was renewed while it was watched, so that its holder is alive."""
 
@@ -56,7 +58,8 @@ class LeaseWatch:
         self.lease = lease
         if version != self.version:
             self.renewed = lease is not None and not lease.released and self.version is not None
-            self.version, self.since = version, now
+            self.version = version
+            self.since = now
 
     def silent(self, now: float) -> float:
         """Seconds for which the lease has not been renewed."""

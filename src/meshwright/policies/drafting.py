@@ -6,8 +6,10 @@ import heapq
 
 TRIAL = 8
 """Steps after which the accepted drafts of a request are judged."""
-FIRST_PAUSE, LONGEST_PAUSE = 32, 512
-"""Steps of a request's first pause, which doubles from trial to trial, and of its longest."""
+FIRST_PAUSE = 32
+"""Steps of a request's first pause. They double from trial to trial."""
+LONGEST_PAUSE = 512
+"""Steps of its longest pause."""
 DRAFTED_TOKENS = 256
 """Tokens of a step with drafts at most. More take a GPU longer than reading the weights, so each draft costs time."""
 GPU_STEP_COST, CPU_STEP_COST = 0.3, 1.0
@@ -26,7 +28,8 @@ class DraftPauses:
     """
 
     def __init__(self, least: float) -> None:
-        self._least, self._step = least, 0
+        self._least = least
+        self._step = 0
         self.drafting: set[int] = set()
         """Unfinished requests that do not pause."""
         self._trials: dict[int, _Trial] = {}

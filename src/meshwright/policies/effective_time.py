@@ -128,7 +128,8 @@ def host_factor(model: FailureModel) -> float:
 
 def poisson_cdf(largest: int, mean: float) -> float:
     """Probability that a Poisson variable is at most `most`, 0 if that is negative."""
-    term, total = exp(-mean), 0.0
+    term = exp(-mean)
+    total = 0.0
     for count in range(largest + 1):
         total += term
         term *= mean / (count + 1)
@@ -182,7 +183,8 @@ def scale_measured(
     """
     if abs(sum(shares.values()) - 1) > 1e-9:
         raise ValueError(f"shares of failure classes must sum to 1, got {shares}")
-    terms, total = [], 0.0
+    terms = []
+    total = 0.0
     for name, share in shares.items():
         measured = [failure for failure in failures if failure.name == name]
         if not measured:

@@ -25,8 +25,10 @@ def spread_copies(
     on_rank, expert = np.divmod(np.flatnonzero(base), experts)
     rank_loads = np.bincount(on_rank, part[on_rank // ranks, expert], layers * ranks).reshape(layers, ranks)
     scale = 1 / np.maximum(loads.sum(1, keepdims=True) + 1, 1)
-    present, offset = base.copy(), np.zeros(layers, dtype=np.int64)
-    layer, turn_index = np.arange(layers)[:, None], np.arange(ranks)
+    present = base.copy()
+    offset = np.zeros(layers, dtype=np.int64)
+    layer = np.arange(layers)[:, None]
+    turn_index = np.arange(ranks)
     for turn in range(int(free.max())):
         is_free = free > turn
         by_node = np.where(is_free, rank_loads, np.inf).reshape(layers, -1, ranks_per_node)

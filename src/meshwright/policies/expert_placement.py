@@ -114,7 +114,8 @@ def _hecate(problem: PlacementProblem, base: np.ndarray) -> list[np.ndarray]:
     loads of all nodes, which change less from step to step than its own.
     """
     layers, ranks, experts = base.shape
-    hidden, slots = int(min(overlap_degree(problem.costs, ranks), experts)), min(problem.slots, experts)
+    hidden = int(min(overlap_degree(problem.costs, ranks), experts))
+    slots = min(problem.slots, experts)
     if not min(hidden, slots):
         return []
     order = np.argsort(-problem.loads, axis=1, kind="stable")

@@ -15,8 +15,10 @@ GPU_SECONDS, CPU_SECONDS = 30.0, 5.0
 """Least limit of a training rank."""
 PHASE_SECONDS = {"start": 1800.0, "compile": 1800.0, "validate": 600.0, "save": 1800.0, "end": 600.0}
 """Limits of the phases other than `train`, whose duration a run cannot learn before."""
-COUNTED_STEPS, FEWEST_STEPS = 64, 3
-"""Steps whose median counts as the step time: the last of all ranks at most, and at least."""
+COUNTED_STEPS = 64
+"""Most steps of all ranks whose median counts as the step time."""
+FEWEST_STEPS = 3
+"""Fewest such steps."""
 
 
 @dataclass
@@ -63,7 +65,8 @@ class HangWatch:
                 began = now
             self._ranks[rank] = RankProgress(phase, step, action, count, now, began)
         since = last.stopped if last is not None else None
-        self._ranks[rank].stopped = (now if since is None else since) if stopped else None
+        begin = now if since is None else since
+        self._ranks[rank].stopped = begin if stopped else None
 
     def _learn(self, phase: str, seconds: float) -> None:
         """Record the duration of a step; that of a step with compilation is an upper limit until others are known."""
@@ -79,7 +82,8 @@ class HangWatch:
     def resume(self, now: float) -> None:
         """Restart all ranks' times at `now`: the process of the watch was stopped, and did not see their progress meanwhile."""
         for progress in self._ranks.values():
-            progress.changed, progress.step_began = now, None
+            progress.changed = now
+            progress.step_began = None
             progress.stopped = None if progress.stopped is None else now
 
     def seconds(self, now: float) -> dict[int, float]:

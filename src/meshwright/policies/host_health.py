@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
     Rule("nvlink-crc", "nvlink_crc_errors", "rises", 6000, "warn", "warn", "drain", "checksum errors of NVLinks, 100 a second", DCGM,
          seconds=60.0),
     Rule("pcie-width", "pcie_lanes_missing", "above", 0, "warn", "warn", "warn", "PCIe lanes that the GPU and its slot have and do not use",
-         "DCGM, diagnostic of PCIe width", readings=20),
+         "DCGM, diagnostic of PCIe width", readings=3),
     Rule("pcie-replays", "pcie_replays", "rises", 8, "warn", "warn", "warn", "PCIe packets sent again within a minute", DCGM, seconds=60.0),
     Rule("thermal", "thermal_slowdown", "above", 0, "drain", "drain", "drain", "the hardware has lowered the clocks, as the GPU is too hot",
          NVML, readings=2),
@@ -148,7 +148,7 @@ class HealthReading:
     part: str
     """Name for people, e.g. `GPU 3`."""
     values: Mapping[str, float]
-    """Quantities that could be read; a part without an entry has no such thing, or hides it."""
+    """Quantities that were read. One that is missing was not read this time, or the part lacks or hides it."""
     xids: tuple[int, ...] = ()
     """XID events since the reading before."""
 
@@ -190,6 +190,8 @@ class HealthWatch:
 
     _series: dict[tuple[str, str], deque[tuple[float, float]]] = field(default_factory=dict)
     """Times and values of each part and quantity, as far back as a rule looks."""
+    _states: dict[tuple[str, str], list[HealthFinding]] = field(default_factory=dict)
+    """Findings from the newest values of each part and quantity. They stay until the quantity is read again."""
     _events: dict[tuple[str, str], HealthFinding] = field(default_factory=dict)
     """Findings from XIDs. They are never removed, because most XIDs are valid until the GPU is reset."""
     _rises: dict[tuple[str, str], tuple[float, HealthFinding]] = field(default_factory=dict)
@@ -197,14 +199,14 @@ class HealthWatch:
 
     def update(self, now: float, readings: Sequence[HealthReading]) -> tuple[HealthFinding, ...]:
         """The findings after the readings of the time `now`, in seconds of any monotonic clock."""
-        states: list[HealthFinding] = []
         for reading in readings:
             self._take_events(reading)
             for quantity, value in reading.values.items():
                 self._take_value(now, reading.part, quantity, value)
-            states += self._states(reading)
+            self._take_states(reading)
             self._take_rises(now, reading)
         rises = [finding for until, finding in self._rises.values() if now <= until]
+        states = [finding for found in self._states.values() for finding in found]
         return (*self._events.values(), *rises, *states)
 
     def _take_events(self, reading: HealthReading) -> None:
@@ -226,16 +228,15 @@ class HealthWatch:
         while counts and now - series[0][0] > _LONGEST_SECONDS:
             series.popleft()
 
-    def _states(self, reading: HealthReading) -> list[HealthFinding]:
-        """Findings from the newest values."""
-        found = []
+    def _take_states(self, reading: HealthReading) -> None:
         for quantity, value in reading.values.items():
             newest = [earlier for _, earlier in self._series[reading.part, quantity]]
+            found = []
             for rule in _BY_QUANTITY.get(quantity, ()):
                 row = newest[-rule.readings :]
                 if len(row) == rule.readings and _meets(rule, row):
                     found.append(_finding(rule, reading.part, value))
-        return found
+            self._states[reading.part, quantity] = found
 
     def _take_rises(self, now: float, reading: HealthReading) -> None:
         for quantity, value in reading.values.items():

@@ -27,8 +27,10 @@ HARDWARE_SIGNALS = tuple(
 Programs, users and the kernel's out-of-memory killer send the others."""
 DEVICE_ERRORS = re.compile(r"CUDA error|CUBLAS_STATUS_|CUDNN_STATUS_|NCCL.*unhandled|ECC error|HIP error")
 """Texts of internal errors that a broken device may have caused."""
-TEST_SECONDS, REPEATED_TEST_SECONDS = 60.0, 180.0
-"""Seconds that a host's self-test may take, start of its processes included; and one after a test that did not end."""
+TEST_SECONDS = 60.0
+"""Seconds that a host's self-test may take, with the start of its processes."""
+REPEATED_TEST_SECONDS = 180.0
+"""Seconds for a test after one that did not end."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def suspects_after(incidents: Sequence[Incident], members: Sequence[str]) -> tup
     peer, do so only if the same host or the same failure was involved before. Non-finite values end the job only if
     they persist: then any host may have produced them. The host of a rank whose state was corrupt is tested.
     """
-    last, earlier = incidents[-1], incidents[:-1]
+    last = incidents[-1]
+    earlier = incidents[:-1]
     if last.corrupt:
         return (Suspect(last.host),) if last.host in members else ()
     if last.code == EXIT_NUMERICAL:

@@ -40,7 +40,8 @@ class LaneOrder:
     """The windows of each lane. `parts` `(groups,)` are the parts of each group; `identity` names the contents of the source."""
 
     def __init__(self, parts: np.ndarray, lanes: int, seed: int, identity: str) -> None:
-        self._parts, self.lanes = np.asarray(parts, dtype=np.int32), lanes
+        self._parts = np.asarray(parts, dtype=np.int32)
+        self.lanes = lanes
         self._key = f"{seed}/{identity}"
         self._total = int(self._parts.sum(dtype=np.int64))
         self._epoch = lru_cache(maxsize=KEPT_EPOCHS)(self._make_epoch)

@@ -18,7 +18,8 @@ class ReservedBlocks:
 
     def __init__(self, cache: CacheBlocks, digests: Sequence[bytes], tokens: int | None = None) -> None:
         """Count the blocks; `take` reserves them. The last block ends with the prompt's `tokens`; None: it is full."""
-        self._cache, self._digests = cache, digests
+        self._cache = cache
+        self._digests = digests
         self.cached = cache.matching(digests)
         """Blocks of the prompt that are cached."""
         full = len(digests) if tokens is None else tokens // cache.tokens_per_block
@@ -68,14 +69,16 @@ class ReservedBlocks:
         """Return all references; blocks that were filled stay in the prefix cache."""
         for group, pool in enumerate(self._cache.pools):
             pool.release_all([table[group] for table in self._tables.values()] + self._shared[group][::-1])
-        self._tables, self._shared = {}, [[] for _ in self._cache.pools]
+        self._tables = {}
+        self._shared = [[] for _ in self._cache.pools]
 
 
 class UnsentBlocks:
     """References on the computed blocks of a prompt, of the sender: each from its computation until it is copied."""
 
     def __init__(self, cache: CacheBlocks, digests: Sequence[bytes], first: int) -> None:
-        self._cache, self._digests = cache, digests
+        self._cache = cache
+        self._digests = digests
         self.next = first
         """Index of the first block that is not copied."""
         self._tables: list[list[int]] = []
@@ -85,7 +88,8 @@ class UnsentBlocks:
 
     def extend(self) -> int:
         """Take references on the blocks that follow in the prompt, as far as they are cached; returns their number."""
-        pools, following = self._cache.pools, self._digests[self.next + len(self._tables) :]
+        pools = self._cache.pools
+        following = self._digests[self.next + len(self._tables) :]
         for pool in pools:
             following = list(takewhile(pool.block_of.__contains__, following))
         blocks = [[pool.block_of[digest] for digest in following] for pool in pools]
@@ -101,7 +105,8 @@ class UnsentBlocks:
     def split(self, count: int) -> UnsentBlocks:
         """Move the references on the next `count` blocks into an object of their own."""
         first = UnsentBlocks(self._cache, self._digests[: self.next + count], self.next)
-        first._tables, self._tables = self._tables[:count], self._tables[count:]
+        first._tables = self._tables[:count]
+        self._tables = self._tables[count:]
         self.next += count
         return first
 

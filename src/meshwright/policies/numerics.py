@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-WINDOW_STEPS, FEWEST_STEPS = 128, 20
-"""Good steps whose median counts: at most, and at least; with fewer nothing is a spike."""
+WINDOW_STEPS = 128
+"""Most good steps whose median counts."""
+FEWEST_STEPS = 20
+"""Fewest such steps: with fewer nothing is a spike."""
 LAG_STEPS = 2
 """A step's limits follow from the steps up to this many before it."""
-MOST_SKIPS, MOST_ROLLBACKS = 10, 3
-"""Skipped updates in a row, and rollbacks to one step, after which the run ends."""
+MOST_SKIPS = 10
+"""Skipped updates in a row after which the run ends."""
+MOST_ROLLBACKS = 3
+"""Rollbacks to one step after which the run ends."""
 
 Verdict = Literal["good", "nonfinite", "spike"]
 

@@ -42,7 +42,8 @@ class RecordedPool(BlockPool):
         self._record("release_all", released)
 
     def register_all(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
-        registered, names = list(blocks), list(digests)
+        registered = list(blocks)
+        names = list(digests)
         super().register_all(registered, names)
         self._record("register_all", registered, [name.hex() for name in names])
 

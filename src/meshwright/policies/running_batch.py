@@ -15,7 +15,9 @@ class RunningBatch:
     """Requests that have been admitted and have not ended, with their blocks."""
 
     def __init__(self, limits: BatchLimits, cache: BlockTables, queue: RequestQueue) -> None:
-        self.limits, self.cache, self.queue = limits, cache, queue
+        self.limits = limits
+        self.cache = cache
+        self.queue = queue
         self.requests: dict[int, RequestProgress] = {}
         self.decodes: list[RequestPart] = []
         """Decode parts in the order of their first decode. Replaced, never changed, so a step can keep it."""
@@ -62,7 +64,9 @@ class RunningBatch:
         progress = self.queue.head()
         assert progress is not None
         if progress.generation != self.generation:
-            progress.digests, progress.tail, progress.generation = [], None, self.generation
+            progress.digests = []
+            progress.tail = None
+            progress.generation = self.generation
         digests = progress.digests
         if progress.request.computes_all:
             digests = []
@@ -80,9 +84,11 @@ class RunningBatch:
             matched = self.cache.matching(digests)
         self.queue.pop()
         self.cache.share(progress.tables, digests, matched)
-        progress.live, progress.registered = True, matched
+        progress.live = True
+        progress.registered = matched
         progress.computed = progress.confirmed = matched * self.cache.tokens_per_block
-        known, prompt = len(progress.tokens), len(progress.request.prompt)
+        known = len(progress.tokens)
+        prompt = len(progress.request.prompt)
         if known > prompt > progress.computed and self._claim_tail(progress, matched):
             progress.computed = progress.confirmed = prompt
         if progress.cached is None:
@@ -169,7 +175,8 @@ class RunningBatch:
 
     def plan_chunk(self, progress: RequestProgress, budget: int, chunks: list[RequestPart]) -> int:
         """Plan the next tokens of a prompt; returns their number, 0 if there are no blocks for them."""
-        start, known = progress.computed, len(progress.tokens)
+        start = progress.computed
+        known = len(progress.tokens)
         count = min(budget, known - start, self.room_for_prefill(progress) - start)
         if count > 0:
             progress.computed = start + count
@@ -213,7 +220,9 @@ class RunningBatch:
         """Take all blocks of these parts, if there are enough and it does not matter which request takes which block when."""
         if not self.cache.alike:
             return False
-        size, grown, wanted = self.cache.tokens_per_block, [], []
+        size = self.cache.tokens_per_block
+        grown = []
+        wanted = []
         for index in reached:
             part = step.parts[index]
             more = -(-(part.start + most) // size) - len(part.tables[0])
@@ -245,7 +254,8 @@ class RunningBatch:
 
     def set_limit(self, part: RequestPart) -> None:
         """Note the position at which a decode needs a block or is at its last token."""
-        covered, final = len(part.tables[0]) * self.cache.tokens_per_block, part.progress.final
+        covered = len(part.tables[0]) * self.cache.tokens_per_block
+        final = part.progress.final
         part.limit = covered if covered < final else final
 
     def _last(self) -> RequestProgress:
@@ -274,7 +284,8 @@ class RunningBatch:
         self.cache.release(progress.tables)
         del self.requests[progress.request.number]
         if progress.part is not None:
-            progress.part, self.stale = None, True
+            progress.part = None
+            self.stale = True
         elif progress in self.prefills:
             self.prefills.remove(progress)
         progress.live = False
@@ -288,7 +299,8 @@ class RunningBatch:
         """Note that the last part of a request is planned."""
         progress.draining = True
         if progress.part is not None:
-            progress.part, self.stale = None, True
+            progress.part = None
+            self.stale = True
 
     def leave_window(self, progress: RequestProgress, position: int) -> None:
         """Release blocks that the positions from `position` on do not attend to."""
@@ -314,7 +326,8 @@ class RunningBatch:
 
     def _register_tail(self, progress: RequestProgress, full: int) -> None:
         """Enter the block behind the `full` ones of a computed prompt, which is not full, in the prefix cache."""
-        size, prompt = self.cache.tokens_per_block, progress.request.prompt
+        size = self.cache.tokens_per_block
+        prompt = progress.request.prompt
         if progress.registered == full == len(prompt) // size and len(prompt) > full * size:
             self._extend_digests(progress, full)
             digests = [*progress.digests[:full], self._tail_digest(progress)]

@@ -196,7 +196,8 @@ def balance_samples(lengths: np.ndarray, pool: RankPool, shares: np.ndarray | No
     _check_sizes(lengths, least, pool)
     batch = _Batch(lengths, shares, _memory_tokens(lengths, shares, pool), least, pool.time.shared(lengths))
     order = np.lexsort((-lengths, -least))
-    long, short = order[least[order] > 1], order[least[order] == 1]
+    long = order[least[order] > 1]
+    short = order[least[order] == 1]
     best: Balance | None = None
     for share in END_SHARES if pool.stages == 1 and pool.ranks <= MOST_RETRIED else END_SHARES[:1]:
         balance = _with_repacks(short, _place_long(long, short, batch, pool, share), batch, pool)
@@ -242,18 +243,24 @@ def _short_slot(short: np.ndarray, batch: _Batch, pool: RankPool) -> float:
 
 def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPool, share: float) -> Spans:
     """The placement of the `long` samples after which all ranks can end first; they should by `share` of the mean work."""
-    fixed, bubbles = pool.time.fixed, pool.stages - 1
-    least, shared, lengths = batch.least[long], batch.shared[long], batch.lengths[long]
+    fixed = pool.time.fixed
+    bubbles = pool.stages - 1
+    least = batch.least[long]
+    shared = batch.shared[long]
+    lengths = batch.lengths[long]
     finest = np.minimum(lengths * FINEST_PART // pool.capacity, lengths // 2)
     most = np.clip(finest, least, pool.ranks)
-    attention, ring, exchange = pool.time.attention(lengths), pool.time.ring * lengths, pool.time.exchange * lengths
+    attention = pool.time.attention(lengths)
+    ring = pool.time.ring * lengths
+    exchange = pool.time.exchange * lengths
     fewest_seconds = pool.time.parts(lengths, least, pool.heads)[0]
     short_slot = _short_slot(short, batch, pool)
     short_work = short_slot * int(batch.memory_tokens[short].sum()) / pool.capacity
     mean = (short_work + _total((fewest_seconds + fixed) * least)) / pool.ranks
     longest = float(fewest_seconds.max()) if len(long) else 0.0
     stacks = [mean + bubbles * (short_slot + share * max(longest - short_slot, 0.0)) for share in STACK_LIMITS]
-    best, best_end = None, np.inf
+    best = None
+    best_end = np.inf
     for fewest in _allotments(least, pool.ranks):
         arrays = (long, fewest, most, shared, attention, ring, exchange)
         samples = [LongSample(*values) for values in zip(*(array.tolist() for array in arrays), strict=True)]
@@ -263,7 +270,8 @@ def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPo
             ready = spans.busy + bubbles * np.maximum(spans.longest, short_slot)
             last = max(level(ready, short_work), float(ready.max()))
             if best is None or last < best_end:
-                best, best_end = spans, last
+                best = spans
+                best_end = last
         if best_end <= mean * GOOD_END:
             break
         stacks = stacks[-1:]
@@ -324,7 +332,8 @@ def _span_parts(spans: Spans, lengths: np.ndarray, pool_ranks: int) -> _Parts:
     """The parts of the samples in `spans`, in their order; a rank's take its first slots."""
     ranks = np.array(spans.ranks, np.int64)
     part = np.arange(int(ranks.sum())) - np.repeat(np.cumsum(ranks) - ranks, ranks)
-    sample, parts = np.repeat(np.array(spans.samples, np.int64), ranks), np.repeat(ranks, ranks)
+    sample = np.repeat(np.array(spans.samples, np.int64), ranks)
+    parts = np.repeat(ranks, ranks)
     rank = np.repeat(np.array(spans.first, np.int64), ranks) + part
     by_rank = np.argsort(rank, kind="stable")
     counts = np.bincount(rank, minlength=pool_ranks)
@@ -342,7 +351,8 @@ def _end_seconds(parts: _Parts, seconds: np.ndarray, slots: np.ndarray, spans: S
     first = np.cumsum(slots) - slots
     durations = np.bincount(first[parts.rank] + parts.slot, seconds, int(slots.sum())) + pool.time.fixed
     owner = np.repeat(np.arange(pool.ranks), slots)
-    ready, count = [0.0] * pool.ranks, sum(spans.ranks)
+    ready = [0.0] * pool.ranks
+    count = sum(spans.ranks)
     entries = first[parts.rank[:count]] + parts.slot[:count]
     if count:
         numbers = np.array(spans.ranks, np.int64)

@@ -91,7 +91,8 @@ class Mixture:
     def _within_sources(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if len(self.names) == 1:
             return np.zeros_like(indices), indices
-        source, index = np.empty_like(indices), np.empty_like(indices)
+        source = np.empty_like(indices)
+        index = np.empty_like(indices)
         blocks, offsets = np.divmod(indices, BLOCK)
         for block in np.unique(blocks):
             in_block = blocks == block
@@ -175,8 +176,10 @@ def permute(values: np.ndarray, size: int, key: str) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = values >> shift, values & mask
+    shift = np.uint64(half_bits)
+    mask = np.uint64((1 << half_bits) - 1)
+    left = values >> shift
+    right = values & mask
     for key in keys:
         left, right = right, left ^ (_scramble(right + key) & mask)
     return (left << shift) | right

@@ -70,7 +70,8 @@ def pack_samples(
         filled = _room_work(busy, work, open_tokens * per_token, delay)
     else:
         delay = 0.0
-    busy, work = busy + filled, work - float(np.cumsum(filled)[-1])
+    busy = busy + filled
+    work = work - float(np.cumsum(filled)[-1])
     wanted = (filled + np.maximum(level(busy, work) - busy, 0.0)) / per_token - open_tokens
     excess = delay * level(busy, work)
     for added in _new_slots(np.maximum(wanted, 0.0) / capacity):
@@ -115,7 +116,8 @@ def _within(busy: np.ndarray, work: float, most: np.ndarray) -> np.ndarray:
 
     If the slots of all ranks are too few, the budgets exceed `most`, and `_deal` opens further ones.
     """
-    budgets, free = np.zeros_like(busy), np.ones(len(busy), dtype=bool)
+    budgets = np.zeros_like(busy)
+    free = np.ones(len(busy), dtype=bool)
     while free.any():
         budgets[free] = np.maximum(level(busy[free], work) - busy[free], 0.0)
         full = free & (budgets > most)
@@ -142,7 +144,8 @@ def _deal(
     has no room for it, is put aside until samples are smaller. If all are, the rank with least room opens a slot, so that ranks open
     equally many.
     """
-    chosen_rank, chosen_slot = [], []
+    chosen_rank = []
+    chosen_slot = []
     missing = budgets.tolist()
     scale = [-1 / budget if budget > 0 else 0.0 for budget in missing]
     ranks = [(-1.0 if budget > 0 else 0.0, rank) for rank, budget in enumerate(missing)]
@@ -152,7 +155,8 @@ def _deal(
     least_room: list[tuple[int, int]] = []  # the same ranks and others, from the least room on
     waits = [False] * len(missing)  # which ranks are in `little_room`
     for length, work in zip(tokens.tolist(), seconds.tolist(), strict=True):
-        half, needed = work / 2, -length << SLOT_BITS
+        half = work / 2
+        needed = -length << SLOT_BITS
         while little_work and -little_work[0][0] >= half:
             rank = heappop(little_work)[1]
             heappush(ranks, (missing[rank] * scale[rank], rank))

@@ -95,7 +95,9 @@ class RankSegment(NamedTuple):
 def place_spans(samples: Sequence[LongSample], limits: SpanLimits) -> Spans:
     """Place `samples` in their order, by falling least ranks."""
     segments = _Segments(limits)
-    indices, first, ranks = [], [], []
+    indices = []
+    first = []
+    ranks = []
     for sample in samples:
         start, number = segments.take(sample)
         indices.append(sample.number)
@@ -126,7 +128,9 @@ class _Segments:
 
     def take(self, sample: LongSample) -> tuple[int, int]:
         """First rank and number of ranks for a sample; they are busy with it from now on."""
-        limits, least, seconds = self.limits, sample.least, sample.seconds(sample.least, self.limits)
+        limits = self.limits
+        least = sample.least
+        seconds = sample.seconds(sample.least, self.limits)
         while self._narrow and -self._narrow[0][0] >= least:
             self._add(heappop(self._narrow)[1])
         while self._late and -self._late[0][0] >= seconds:
@@ -162,16 +166,24 @@ class _Segments:
 
     def _take_late(self, sample: LongSample) -> tuple[int, int]:
         """Ranks for a sample that ends too late on the fewest ranks, so that it ends as soon as possible."""
-        limits, ordered, least, most = self.limits, self.in_order(), sample.least, sample.most
-        best_end, best, number = math.inf, range(0), least
+        limits = self.limits
+        ordered = self.in_order()
+        least = sample.least
+        most = sample.most
+        best_end = math.inf
+        best = range(0)
+        number = least
         for index, (_, width, busy, longest) in enumerate(ordered):
             for ranks in (least, min(width, most)):
                 end = limits.ends(busy, longest, sample.seconds(ranks, limits))
                 if width >= least and end < best_end:
-                    best_end, best, number = end, range(index, index + 1), ranks
+                    best_end = end
+                    best = range(index, index + 1)
+                    number = ranks
         run, end = self._best_run(ordered, sample)
         if end < best_end:
-            best, number = run, min(sum(ordered[index].width for index in run), most)
+            best = run
+            number = min(sum(ordered[index].width for index in run), most)
         chosen = [ordered[index] for index in best]
         joined = RankSegment(
             chosen[0].start,
@@ -180,21 +192,28 @@ class _Segments:
             max(segment.longest for segment in chosen),
         )
         others = ordered[: best.start] + ordered[best.stop :]
-        self._narrow, self._late = [], []
+        self._narrow = []
+        self._late = []
         self._open = [(segment.busy if limits.stages == 1 else -segment.busy, segment) for segment in others]
         heapify(self._open)
         return self._give(joined, number, sample.seconds(number, limits))
 
     def _best_run(self, ordered: list[RankSegment], sample: LongSample) -> tuple[range, float]:
         """Neighbours to join for a sample, and when it would end; ranks that wait delay the end of all."""
-        limits, best_end, best = self.limits, math.inf, range(0)
+        limits = self.limits
+        best_end = math.inf
+        best = range(0)
         for first in range(len(ordered)):
-            width, work, ready, longest = 0, 0.0, 0.0, 0.0
+            width = 0
+            work = 0.0
+            ready = 0.0
+            longest = 0.0
             for last in range(first, len(ordered)):
                 segment = ordered[last]
                 width += segment.width
                 work += segment.busy * segment.width
-                ready, longest = max(ready, segment.busy), max(longest, segment.longest)
+                ready = max(ready, segment.busy)
+                longest = max(longest, segment.longest)
                 if width >= sample.least and last > first:
                     end = limits.ends(ready, longest, sample.seconds(min(width, sample.most), limits))
                     end = max(end, limits.end + (ready * width - work) / limits.ranks)

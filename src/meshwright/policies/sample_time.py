@@ -49,7 +49,8 @@ class SampleTime:
 
         They do if their number divides the `heads` key/value heads, and if that takes no longer than the ring or with `always_exchange`.
         """
-        tokens, shared = lengths.astype(np.float64), self.shared(lengths) / ranks
+        tokens = lengths.astype(np.float64)
+        shared = self.shared(lengths) / ranks
         exposed = np.maximum(self.ring * tokens - self.attention(lengths) / ranks, 0.0)
         ring = np.where(ranks > 1, shared + exposed, shared)
         exchanged = shared + self.exchange * tokens / ranks

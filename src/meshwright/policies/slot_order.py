@@ -54,7 +54,8 @@ def _numbers_of_divided(balance: Balance) -> list[list[int]]:
     samples: list[list[int]] = [[] for _ in range(balance.pool.ranks)]
     ranks_of: dict[int, list[int]] = defaultdict(list)
     for index in np.flatnonzero(balance.parts > 1).tolist():
-        rank, sample = int(balance.rank[index]), int(balance.sample[index])
+        rank = int(balance.rank[index])
+        sample = int(balance.sample[index])
         samples[rank].append(sample)
         ranks_of[sample].append(rank)
     numbers: list[list[int]] = [[] for _ in samples]

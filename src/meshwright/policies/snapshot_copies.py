@@ -58,19 +58,24 @@ def plan_device_copies(
     """
     if copy_seconds is None:
         copy_seconds = sum(group_bytes) / times.copy_bytes_per_second
-    size, groups = 0.0, 0
+    size = 0.0
+    groups = 0
     stall = _stall(group_bytes, 0, copy_seconds, times)
     for number, count in enumerate(group_bytes):
         if stall < NEGLIGIBLE_SECONDS or size + count > room:
             break
-        size, groups = size + count, number + 1
+        size = size + count
+        groups = number + 1
         stall = _stall(group_bytes, groups, copy_seconds, times)
     return DeviceCopies(groups, int(size), stall)
 
 
 def _stall(group_bytes: Sequence[float], first: int, copy_seconds: float, times: PassTimes) -> float:
     """Seconds that an update waits for copies to the host if only the groups from `first` on are copied, in its order."""
-    total, copied, updated, stall = sum(group_bytes), 0.0, 0.0, 0.0
+    total = sum(group_bytes)
+    copied = 0.0
+    updated = 0.0
+    stall = 0.0
     for number, count in enumerate(group_bytes):
         if number >= first and total:
             copied += count

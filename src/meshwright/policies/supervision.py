@@ -434,7 +434,8 @@ def _is_replaceable(state: State, host: str, rules: Rules) -> bool:
 
 def _leave_out_drained(state: State, rules: Rules) -> Answer:
     """Exclude drained hosts. A spare host may be lost since: those that none can replace any more stay."""
-    left, notes = replace(state, draining=()), []
+    left = replace(state, draining=())
+    notes = []
     for draining in state.draining:
         if _is_replaceable(left, draining.host, rules):
             left = _without_excluded(left, (draining,))
@@ -445,7 +446,8 @@ def _leave_out_drained(state: State, rules: Rules) -> Answer:
 
 def _exclude_unhealthy(state: State, exclusion: Exclusion, now: float, rules: Rules) -> Answer:
     """Go on without a host at once. An attempt in which it trains fails; one that has not begun is prepared anew."""
-    host, note = exclusion.host, _note_of(exclusion)
+    host = exclusion.host
+    note = _note_of(exclusion)
     if host in state.members and state.status == "preparing":
         return _exclude(state, exclusion, now, rules)
     state = _without_excluded(state, (exclusion,))
@@ -528,7 +530,8 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
     if isinstance(decision, Stop):
         state = replace(state, stop=decision)
     else:
-        skip, skipped = decision.skip_step, state.skipped
+        skip = decision.skip_step
+        skipped = state.skipped
         batches = BatchSizes(rules.global_batch, rules.batch_ramp)
         skipped = skip_step(skip, batches, skipped) if skip is not None else skipped
         state = replace(state, restart=decision, not_before=now + decision.delay, skipped=skipped)

@@ -54,7 +54,9 @@ def calls_of(team: Team, case: Case) -> tuple[Call, Call]:
         tensor = torch.randn(tokens // seq, seq, count, head_dim, device=team.device, dtype=dtype)
         return tensor.requires_grad_()
 
-    q, k, v = random(heads), random(kv_heads), random(kv_heads)
+    q = random(heads)
+    k = random(kv_heads)
+    v = random(kv_heads)
     mask = make_mask(None, window, seq, team.device, head_dim=head_dim, dtype=dtype)
     output = attention(q, k, v, mask)
     output_gradient = torch.randn_like(output)

@@ -46,7 +46,8 @@ def collective_times(team: Team, clock: TeamClock, budget: float) -> list[Collec
     layouts = group_layouts(team.ranks, team.ranks_per_node)
     times: list[CollectiveTime] = []
     for position, layout in enumerate(layouts):
-        start, layout_budget = time.perf_counter(), budget / len(layouts)
+        start = time.perf_counter()
+        layout_budget = budget / len(layouts)
         group = team.group(layout.groups)
         for op in get_args(Operation):
             if op == "p2p" and layout.ranks != 2:

@@ -19,8 +19,10 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Correction, MachineProfile
 from meshwright.spec.run import RunSpec
 
-SMALLEST_FACTOR, LARGEST_FACTOR = 0.1, 10.0
-"""Range of factors that are considered."""
+SMALLEST_FACTOR = 0.1
+"""Smallest factor that is considered."""
+LARGEST_FACTOR = 10.0
+"""Largest factor that is considered."""
 HALVINGS = 20
 """Steps of the bisection: they reduce the range of the logarithm, 4.6, to 4e-6."""
 
@@ -59,7 +61,8 @@ def predicted_seconds(profile: MachineProfile, run: RunSpec, plan: Plan, factor:
 
 def _factor(profile: MachineProfile, run: RunSpec, plan: Plan, measured_seconds: float) -> float:
     """The factor, by bisection of its logarithm; the step time increases with it."""
-    low, high = math.log(SMALLEST_FACTOR), math.log(LARGEST_FACTOR)
+    low = math.log(SMALLEST_FACTOR)
+    high = math.log(LARGEST_FACTOR)
     range_ends = [predicted_seconds(profile, run, plan, math.exp(bound)) for bound in (low, high)]
     if not range_ends[0] <= measured_seconds <= range_ends[1]:
         raise BadInput(

@@ -13,13 +13,15 @@ from meshwright.spec.profile import HostLink
 
 COPY_BYTES = 256 << 20
 """Bytes of one copy: enough for the full rate of a link."""
-LAUNCHES, ROUNDS = 400, 9
-"""Launches per round, fewer than a device's queue holds so that the host never waits, and rounds."""
+LAUNCHES = 400
+"""Launches per round: fewer than a device's queue holds, so that the host never waits."""
+ROUNDS = 9
 
 
 def launch_seconds(team: Team) -> float:
     """Host seconds to launch a small kernel (on a CPU: to dispatch and run it), on the slowest rank."""
-    operand, rounds = torch.zeros(1, device=team.device), []
+    operand = torch.zeros(1, device=team.device)
+    rounds = []
     for _ in range(ROUNDS):
         team.finish()
         start = time.perf_counter()

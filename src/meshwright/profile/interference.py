@@ -66,7 +66,9 @@ def _time_case(team: Team, clock: TeamClock, case: InterferenceCase, budget: flo
     rounds = min(
         MAX_ROUNDS, max(MIN_ROUNDS, int(budget / (3 * PRODUCT_RATIO * other_seconds + 2 * count * product_seconds)))
     )
-    product_times, overlapped, other_alone = [], [], []
+    product_times = []
+    overlapped = []
+    other_alone = []
     for _ in range(rounds):
         product_times.append(_compute_seconds(team, product, count, None))
         overlapped.append(_compute_seconds(team, product, count, begin))
@@ -89,7 +91,8 @@ def _compute_seconds(team: Team, call: Callable[[], object], count: int, begin: 
     """Seconds of `count` calls from a common start of all ranks, while the operation of `begin` runs, which is not timed."""
     team.meet()
     if team.cuda:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         wait = begin() if begin else None
         for _ in range(count):

@@ -49,7 +49,8 @@ def measure(
     Each part has a share of the time; with less time it repeats less, down to the fewest repeats for a median. With `work`, only what
     pricing it needs is measured: its products and attention in the mix of a step, device memory, the optimizer and collectives.
     """
-    total, clock = seconds or SECONDS[team.device.type], TeamClock(team)
+    total = seconds or SECONDS[team.device.type]
+    clock = TeamClock(team)
     profile = machine_properties(team, cluster, versions or {})
 
     def time_part(name: str, measure_part: Callable[[float], T], share: float) -> T:
@@ -103,16 +104,23 @@ def cases_of(work: Work) -> tuple[list[products.Case], list[attention.Case]]:
     """Products and attention to measure so that `work` can be priced; in fp8 each of a layer's three products separately."""
     product_cases: list[products.Case] = []
     for linear in work.linears:
-        m, k, n = linear.m, linear.k, linear.n
-        number_format: products.Format = (
-            "fp8" if linear.format == "fp8" else "bf16" if linear.format == "bf16" else "fp32"
-        )
+        m = linear.m
+        k = linear.k
+        n = linear.n
+        number_format = _product_format(linear.format)
         shapes = ((m, k, n), (m, n, k), (n, m, k)) if number_format == "fp8" else ((m, k, n),)
         product_cases += [(shape, number_format) for shape in shapes]
     attention_cases = [
         (one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens, one.window) for one in work.attention
     ]
     return list(dict.fromkeys(product_cases)), attention_cases
+
+
+def _product_format(name: str) -> products.Format:
+    """The format in which a linear layer's products are measured."""
+    if name == "fp8":
+        return "fp8"
+    return "bf16" if name == "bf16" else "fp32"
 
 
 def machine_properties(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> MachineProfile:

@@ -22,13 +22,16 @@ PARAMETERS = {"cuda": (1 << 24, 16), "cpu": (1 << 21, 8)}
 
 def copy_rate(team: Team, clock: TeamClock, budget: float) -> float:
     """Bytes per second read and written by a copy, on the slowest device."""
-    source, target = _large_tensor(team), _large_tensor(team)
+    source = _large_tensor(team)
+    target = _large_tensor(team)
     return 2 * source.nbytes / clock.seconds(lambda: target.copy_(source), budget)
 
 
 def pass_rate(team: Team, clock: TeamClock, budget: float) -> float:
     """Bytes per second read and written by the addition of two tensors, on the slowest device."""
-    first, second, total = _large_tensor(team), _large_tensor(team), _large_tensor(team)
+    first = _large_tensor(team)
+    second = _large_tensor(team)
+    total = _large_tensor(team)
     return 3 * first.nbytes / clock.seconds(lambda: torch.add(first, second, out=total), budget)
 
 

@@ -108,7 +108,9 @@ def linear(shape: Shape, number_format: Literal["bf16", "fp32"], device: torch.d
         device,
         lambda: (torch.randn(m, k, **options), torch.randn(n, k, **options), torch.randn(m, n, **options)),
     )
-    y, dx, dw = torch.empty(m, n, **options), torch.empty(m, k, **options), torch.empty(n, k, **options)
+    y = torch.empty(m, n, **options)
+    dx = torch.empty(m, k, **options)
+    dw = torch.empty(n, k, **options)
 
     def call() -> None:
         x, w, dy = next(operands)

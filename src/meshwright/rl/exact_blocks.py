@@ -58,7 +58,9 @@ class ExactRun:
     """`BlockHooks.run` of the block of a layer; `run` is the trainer's, which the backward differentiates."""
 
     def __init__(self, passes: _Passes, layer: int, run: Run) -> None:
-        self._passes, self._layer, self._run = passes, layer, run
+        self._passes = passes
+        self._layer = layer
+        self._run = run
 
     def __call__(self, block: Block, x: Tensor, *inputs: Any) -> Tensor:
         """The block's output, shaped like x `(batch, seq, hidden)`; `inputs` are the others of `Block.forward`."""
@@ -83,7 +85,9 @@ class _ExactBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: ExactRun, block: Block, inputs: tuple[Any, ...]) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.exact_run, ctx.block, ctx.inputs = run, block, inputs
+        ctx.exact_run = run
+        ctx.block = block
+        ctx.inputs = inputs
         return run.forward(block, x, inputs[1])
 
     @staticmethod
@@ -102,7 +106,8 @@ def _attending(block: Block, attend: CachedAttention) -> Iterator[None]:
     """Let a block's attention be `attend` meanwhile, and its feed-forward network one without tiles."""
     attention = cast("Attention", block.attention)
     before = block.hooks.attend, attention.qk_norm, attention.query_factor, block.mlp.tile
-    block.hooks.attend, block.mlp.tile = attend, 0
+    block.hooks.attend = attend
+    block.mlp.tile = 0
     leave_to(attend, attention)
     try:
         yield
@@ -117,7 +122,9 @@ class _Passes:
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, context: int) -> None:
-        self._spec, self._dtype, self._context = spec, dtype, context
+        self._spec = spec
+        self._dtype = dtype
+        self._context = context
         self._rows: tuple[torch.Size, Tensor | None] | None = None
         self._step: tuple[CurrentStep, KVCache]
         self._tables: list[RotaryTables | None] | None = None
@@ -125,10 +132,12 @@ class _Passes:
 
     def step(self, x: Tensor, mask: AttentionMask | None) -> tuple[CurrentStep, KVCache]:
         """The engine's step of the tokens of x `(batch, seq, hidden)`, whose documents are those of the mask; without one, its rows."""
-        rows, documents = x.shape[:2], None if mask is None else mask.documents
+        rows = x.shape[:2]
+        documents = None if mask is None else mask.documents
         if self._rows is None or self._rows[0] != rows or self._rows[1] is not documents:
             lengths = [rows[1]] * rows[0] if documents is None else _document_lengths(documents)
-            self._step, self._rows = self._made(torch.tensor(lengths), x.device), (rows, documents)
+            self._step = self._made(torch.tensor(lengths), x.device)
+            self._rows = (rows, documents)
         return self._step
 
     def zeros(self, like: Tensor) -> Tensor:
@@ -140,7 +149,9 @@ class _Passes:
     def _made(self, lengths: Tensor, device: torch.device) -> tuple[CurrentStep, KVCache]:
         """The step of documents of these lengths, one behind the other, each with blocks of its own."""
         blocks = -(-lengths // TOKENS_PER_BLOCK)
-        firsts, count, zero = blocks.cumsum(0) - blocks, int(blocks.sum()), lengths.new_zeros(1)
+        firsts = blocks.cumsum(0) - blocks
+        count = int(blocks.sum())
+        zero = lengths.new_zeros(1)
         groups = len(layer_groups(self._spec))
         sizes = {"tokens_per_block": TOKENS_PER_BLOCK, "device": device, "dtype": self._dtype}
         cache = KVCache(self._spec, [count] * groups, **sizes, one_layer=True)

@@ -30,7 +30,11 @@ class WeightHandover:
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
     ) -> None:
-        self._spec, self._weights, self._ranks, self._group, self._dtype = spec, weights, ranks, group, dtype
+        self._spec = spec
+        self._weights = weights
+        self._ranks = ranks
+        self._group = group
+        self._dtype = dtype
         self._shapes = {parameter.name: parameter.shape for parameter in parameters(spec)}
         held = ranks.run_on_all("hand over weights", lambda: {name: parts.boxes for name, parts in weights.items()})
         self._senders = {name: _senders(name, held) for name in self._shapes}

@@ -135,7 +135,8 @@ class PolicyObjective:
     def loss(self, log_probabilities: Tensor, batch: MicroBatch) -> Tensor:
         """The summed loss of a micro-batch."""
         assert batch.targets is not None
-        values, rl = log_probabilities, self.rl
+        values = log_probabilities
+        rl = self.rl
         sampled, advantages, factors = (
             batch.columns[name].to(values.dtype) for name in ("sampled", "advantages", "factors")
         )
@@ -143,12 +144,16 @@ class PolicyObjective:
         before = values.detach() if rl.correction != "none" else sampled
         ratio = (values - before).exp()
         below, above = CLIPS[rl.policy]
-        below, above = rl.clip_below or below, rl.clip_above or above
-        rises, falls = ratio > 1 + above, ratio < 1 - below
+        below = rl.clip_below or below
+        above = rl.clip_above or above
+        rises = ratio > 1 + above
+        falls = ratio < 1 - below
         if rl.policy == "cispo":
-            losses, clipped = factored_loss(values, ratio, advantages, 1 + above), rises
+            losses = factored_loss(values, ratio, advantages, 1 + above)
+            clipped = rises
         else:
-            losses, clipped = clipped_loss(ratio, advantages, below, above), torch.where(advantages > 0, rises, falls)
+            losses = clipped_loss(ratio, advantages, below, above)
+            clipped = torch.where(advantages > 0, rises, falls)
         trained = batch.targets >= 0
         self.agreement.add(values.detach(), sampled, trained, clipped)
         if rl.correction != "none":

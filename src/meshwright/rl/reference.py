@@ -36,8 +36,10 @@ class ReferenceModel:
     @torch.no_grad()
     def add_to(self, batch: MicroBatch, temperature: float) -> MicroBatch:
         """The micro-batch with the column `reference`: log-probabilities of its targets, of logits divided by `temperature`."""
-        model, device = self._model, self._model.embed.weight.device
-        tokens, targets = batch.tokens.to(device), batch.targets
+        model = self._model
+        device = self._model.embed.weight.device
+        tokens = batch.tokens.to(device)
+        targets = batch.targets
         assert targets is not None and batch.positions is not None and batch.documents is not None
         hidden = model.hidden(tokens, batch.positions.to(device), batch.documents.to(device))
         weight = model.embed.weight if model.head.weight is None else model.head.weight

@@ -25,7 +25,8 @@ class RewardModel:
         assert run.rl is not None and run.rl.reward.model is not None
         folder = Path(run.rl.reward.model)
         self._scorer = open_scorer(folder, device, dtype)
-        spec, digest = self._scorer.spec, self._scorer.tokenizer_digest
+        spec = self._scorer.spec
+        digest = self._scorer.tokenizer_digest
         if digest not in (None, text.tokenizer) or spec.vocab_size != run.model.vocab_size:
             raise BadInput(
                 f"rl.reward.model: expected a model with the tokenizer of the data, whose answers it reads; {folder} has another",
@@ -52,6 +53,7 @@ class RewardModel:
         texts = [[*answer.prompt, *answer.tokens, *end] for answer, end in zip(judged, ends, strict=True)]
         for answer, score in zip(judged, self._scorer.score(texts), strict=True):
             if math.isfinite(score):
-                answer.outcome, answer.reward = "reward", score
+                answer.outcome = "reward"
+                answer.reward = score
             else:
                 answer.outcome = "error"

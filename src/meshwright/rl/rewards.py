@@ -169,7 +169,9 @@ class _Process:
     def answer(self, seconds: float) -> dict[str, Any]:
         """The answer to the latest call; empty if none comes within `seconds`, or another line. Then the process does not work any more."""
         assert self._process.stdout is not None
-        file, deadline, line = self._process.stdout.fileno(), time.monotonic() + seconds, b""
+        file = self._process.stdout.fileno()
+        deadline = time.monotonic() + seconds
+        line = b""
         while not line.endswith(b"\n") and len(line) < LONGEST_ANSWER:
             if not select.select([file], [], [], max(deadline - time.monotonic(), 0))[0]:
                 break

@@ -81,8 +81,12 @@ class Rollouts:
     ) -> None:
         assert run.rl is not None
         self._rl: RlSpec = run.rl
-        self._run, self._mesh, self._data, self._ranks = run, mesh, data, ranks
-        self._micro_batch, self._prompts = plan.batch.micro_batch, run.train.global_batch
+        self._run = run
+        self._mesh = mesh
+        self._data = data
+        self._ranks = ranks
+        self._micro_batch = plan.batch.micro_batch
+        self._prompts = run.train.global_batch
         self.objective = PolicyObjective(run.rl, Agreement(mesh.device))
         if data.tokenizer_file is None or data.text_format is None:
             raise BadInput("rl: expected data with a tokenizer, whose texts the reward function reads")
@@ -113,7 +117,8 @@ class Rollouts:
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> LoadedStep:
         """This rank's micro-batches of the step that begins at `sample`. Collective."""
         del skipped  # whole steps
-        first, end = self._batch_of(sample), sample + self._prompts
+        first = self._batch_of(sample)
+        end = sample + self._prompts
         self._compares = first not in self._sampled
         seconds = dict.fromkeys(("handover_seconds", "rollout_seconds", "rewards_seconds"), 0.0)
         if self._compares:
@@ -171,7 +176,8 @@ class Rollouts:
         begin = self._time()
         self._engine.replace_weights(self._handover.tensors())
         handed_over = self._time()
-        prompts, ranks = self._rl.updates * self._prompts, self._ranks
+        prompts = self._rl.updates * self._prompts
+        ranks = self._ranks
         self._data.begin_step(range(first, first + prompts))
         own = range(*(first + prompts * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)))
         sampled = ranks.run_on_all("sample answers", lambda: self._answers(own))
@@ -206,7 +212,8 @@ class Rollouts:
         if head is None:
             yield
             return
-        factor, head.factor = head.factor, head.factor / self._rl.temperature
+        factor = head.factor
+        head.factor = head.factor / self._rl.temperature
         try:
             yield
         finally:

@@ -160,8 +160,10 @@ def _packed(trained: Sequence[tuple[SampledAnswer, float]], rl: RlSpec, seq_len:
     documents = np.zeros(count, dtype=np.int64)
     for (answer, value), length, row in zip(trained, lengths.tolist(), row_of.tolist(), strict=True):
         start = int(used[row])
-        here, answered = slice(start, start + length), slice(start + len(answer.prompt) - 1, start + length)
-        whole, size = np.array([*answer.prompt, *answer.tokens], dtype=np.int64), len(answer.tokens)
+        here = slice(start, start + length)
+        answered = slice(start + len(answer.prompt) - 1, start + length)
+        whole = np.array([*answer.prompt, *answer.tokens], dtype=np.int64)
+        size = len(answer.tokens)
         rows["tokens"][row, here], rows["positions"][row, here] = whole[:-1], np.arange(length)
         rows["documents"][row, here] = documents[row]
         rows["targets"][row, answered] = answer.tokens

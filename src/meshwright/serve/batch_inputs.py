@@ -1,7 +1,11 @@
 """The tensors of one step, made from the policy's plan and copied to the device in one piece.
 
-Each running request has a row in the block tables and in the vector of newest tokens, both on the device. A decode reads its token and its
-block table there; the host copies only blocks that were added to the request since.
+Each running request has a row in two tensors on the device: the block tables and the newest tokens. A decode reads its token and its block
+table there. The host copies a block number only once, when the block is added to the request.
+
+Words: a decode computes the token after the newest one. A chunk is a piece of a prompt. A draft is a token that the drafter proposes
+after the newest one; it is computed in the same step. Example: a decode with drafts 7 and 9 after the newest token 5 has the tokens
+5, 7, 9 and needs the logits of all three.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from meshwright.serve.copy_buffer import CopyBuffer
 from meshwright.serve.packed_drafts import PackedDrafts, sample_arrays
 
 PROMPT_UNIT = 1024
-"""On a GPU cuDNN computes this many tokens of a prompt, or a multiple, without the cache.
+"""On a GPU cuDNN computes the attention of this many tokens of a prompt, or of a multiple, without reading the cache.
 
-It is a quarter faster than the kernel of the cache, but prepares a plan for each number of tokens, about 50 ms.
+cuDNN is a quarter faster than the kernel that reads the cache. It takes about 50 ms to plan each new number of tokens, so the numbers are
+multiples of this one.
 """
 Array = np.ndarray
 NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
@@ -30,7 +35,10 @@ NO_SCORES: Mapping[int, int] = MappingProxyType({})
 
 
 class StepInputs(NamedTuple):
-    """The tensors of one step, int32. Its sequences are decodes, then chunks that read the cache, then other chunks."""
+    """The tensors of one step, all int32.
+
+    Its sequences are in this order: decodes, chunks that read the cache, chunks that do not.
+    """
 
     tokens: Tensor
     """`(tokens,)`."""
@@ -47,7 +55,7 @@ class StepInputs(NamedTuple):
     decodes: int
     """Sequences at the front that have `decode_queries` tokens each."""
     prompts: tuple[int, ...]
-    """Tokens of each sequence at the end that begins at position 0 and attends to the keys and values of this step alone."""
+    """Tokens of each of the last sequences, which do not read the cache: they begin at position 0, and attend to this step only."""
     sampled: Tensor | None
     """`(samples,)`: indices of the tokens whose logits are needed; None for all."""
     decode_queries: int = 1
@@ -56,10 +64,10 @@ class StepInputs(NamedTuple):
 
 
 class PackedScores(NamedTuple):
-    """The tokens of a step whose logits give log probabilities of the prompt's next tokens."""
+    """The tokens of a step whose logits give the log probability of the prompt's next token."""
 
     counts: Sequence[tuple[int, int]]
-    """Number of each request, and how many of the tokens are its own, in their order."""
+    """Number of each request, and how many of the tokens belong to it, in the order of the tokens."""
     indices: Tensor
     """`(tokens,)` int32: indices of the tokens in the step."""
     targets: Tensor
@@ -67,14 +75,14 @@ class PackedScores(NamedTuple):
 
 
 class PackedStep(NamedTuple):
-    """A step on the device. Tokens that the host does not know yet are placeholders, which `resolve` fills in."""
+    """A step on the device. A token that the host does not know yet is a placeholder; `resolve` puts the token in."""
 
     decode_size: int | None
-    """Sequences of a step of decodes only, with padding; None for a mixed step."""
+    """Number of sequences, padding included, of a step that has only decodes; None for a mixed step."""
     decodes: int
-    """Sequences at the front that are decodes, without padding."""
+    """Number of decodes, without padding. They are the first sequences."""
     sampled_rows: Tensor
-    """`(samples,)`: table rows of the requests that get a token; one with drafts has a sample for each of its tokens."""
+    """`(samples,)`: table rows of the requests that get a token. A request with drafts has a sample for each of its tokens."""
     sampled_positions: Tensor
     """`(samples,)`: positions of their new tokens."""
     sampled_parts: Sequence[RequestPart]
@@ -85,21 +93,25 @@ class PackedStep(NamedTuple):
     """The inputs of a mixed step."""
     drafts: PackedDrafts | None = None
     decode_queries: int = 1
-    """Tokens of each sequence of a step of decodes only: more than one if a decode has drafts."""
+    """Tokens of each sequence of a step that has only decodes: more than one if a decode has drafts."""
     sampled_tokens: Tensor | None = None
-    """`(samples,)` int32: tokens of a step of decodes with drafts whose logits are needed; None for a token of each decode."""
+    """`(samples,)` int32: indices of the tokens whose logits are needed, in a step of decodes with drafts; None if it has no drafts."""
     following: Tensor | None = None
-    """`(predictions, sequences)`: the tokens after each sequence of a mixed step, arbitrary where the host does not know them."""
+    """`(predictions, sequences)`: the tokens that follow each sequence of a mixed step; arbitrary where the host does not know them."""
     scores: PackedScores | None = None
 
 
 class BatchInputs:
     """Makes the inputs of steps; holds the block tables and the newest token of each table row.
 
-    `table_rows` is the number of rows of the tables, `blocks` the most blocks of a request, `step_tokens` the most tokens of a step.
-    `groups` is the number of groups of layers that share a block table. Of a chunk that begins at position 0, the largest multiple
-    of `prompt_unit` tokens attends to itself without the cache; 0 means none. `drafts` is the most draft tokens of a decode. Mixed steps
-    have `PackedStep.following` for so many `predictions`.
+    - `table_rows`: rows of the tables.
+    - `blocks`: most blocks of a request.
+    - `groups`: groups of layers that share a block table.
+    - `step_tokens`: most tokens of a step.
+    - `prompt_unit`: a chunk that begins at position 0 computes the largest multiple of so many tokens without the cache; 0 if none.
+      With 1,024 a first chunk of 2,500 tokens is two sequences: 2,048 tokens without the cache, and 452 that read it.
+    - `drafts`: most draft tokens of a decode.
+    - `predictions`: rows of `PackedStep.following` in mixed steps.
     """
 
     def __init__(
@@ -115,13 +127,14 @@ class BatchInputs:
         drafts: int = 0,
         predictions: int = 0,
     ) -> None:
-        self.prompt_unit, self.step_tokens, self.drafts, self.predictions = (
-            prompt_unit,
-            step_tokens,
-            drafts,
-            predictions,
-        )
-        self.padding_row, self.groups, self.tokens_per_block, self.device = table_rows, groups, tokens_per_block, device
+        self.prompt_unit = prompt_unit
+        self.step_tokens = step_tokens
+        self.drafts = drafts
+        self.predictions = predictions
+        self.padding_row = table_rows
+        self.groups = groups
+        self.tokens_per_block = tokens_per_block
+        self.device = device
         self._on_host = device.type != "cuda"
         self._host_tables = np.zeros((groups, table_rows + 1, blocks), np.int32)
         tables = torch.from_numpy(self._host_tables)
@@ -130,12 +143,13 @@ class BatchInputs:
         self.newest = torch.zeros(table_rows + 1, dtype=torch.int32, device=device)
         """The newest token of each table row."""
         self._known: list[tuple[int, int]] = [(-1, 0)] * table_rows
+        """For each table row the computation (`RequestPart.computation`) and the number of its blocks that are in the tables."""
         self._starts = torch.arange(max(table_rows, drafts) + 1, dtype=torch.int32, device=device)
         # Tokens, positions, slots, two arrays of scores, and five of samples, of which drafts need one for each token of a step.
         capacity = (9 + groups) * step_tokens + (8 + groups + 2 * drafts + predictions) * (table_rows + 1)
         self._buffer = CopyBuffer(capacity, device)
         self._decodes: _Decodes | None = None
-        """Packed decodes of the last step; None if it also had other parts."""
+        """The last step if it had only decodes without drafts; else None."""
 
     @property
     def blocks(self) -> int:
@@ -143,7 +157,7 @@ class BatchInputs:
         return self.tables.shape[2]
 
     def forget_row(self, table_row: int) -> None:
-        """Mark the table of a row as not copied, before the row gets another request."""
+        """Mark a table row as empty, before it is given to another request."""
         self._known[table_row] = (-1, 0)
 
     def pack(
@@ -156,29 +170,31 @@ class BatchInputs:
         uniform: bool = True,
         scored: Mapping[int, int] = NO_SCORES,
     ) -> PackedStep:
-        """Copy what the step needs to the device; `row_of` has the table row of each request number.
+        """Copy what the step needs to the device. The tensors are valid until the next call.
 
-        A step of decodes only is padded to the next of `decode_sizes`, if there is one. `drafts` has draft tokens by request
-        number; they follow the known tokens of the part. Decodes with them have as many tokens as most drafts take, if all decodes
-        are `uniform` and the step has no other parts. `scored` has the requests whose prompts get log probabilities, each with the first
-        position whose logits are needed. The tensors are valid until the next call.
+        - `row_of`: the table row of each request number.
+        - `decode_sizes`: a step that has only decodes is padded to the next of these sizes, if there is one.
+        - `drafts`: draft tokens by request number. They follow the known tokens of the request's part.
+        - `uniform`: in a step that has only decodes, give each as many tokens as the most drafts take.
+        - `scored`: requests whose prompts get log probabilities, each with the first position whose logits are needed.
         """
         if step.unchanged and self._decodes is not None:
             if step.grown:
                 self._update_tables([(step.parts[index], int(self._decodes.numbers[0, index])) for index in step.grown])
             return self._next_decodes(self._decodes)
-        changed = [(part, row_of[part.request.number]) for part in step.parts]
-        self._update_tables(changed)
+        parts_with_rows = [(part, row_of[part.request.number]) for part in step.parts]
+        self._update_tables(parts_with_rows)
         self._decodes = None
-        if len(step.parts) == step.decodes and not step.drafts:
-            self._decodes = self._pack_decodes(changed, step.parts, decode_sizes)
+        only_decodes = len(step.parts) == step.decodes
+        if only_decodes and not step.drafts:
+            self._decodes = self._pack_decodes(parts_with_rows, step.parts, decode_sizes)
             return self._decodes.packed
-        if len(step.parts) == step.decodes and uniform:
-            return self._pack_drafted(changed, decode_sizes, drafts)
-        return self._pack_mixed(step, changed, drafts, scored)
+        if only_decodes and uniform:
+            return self._pack_drafted(parts_with_rows, decode_sizes, drafts)
+        return self._pack_mixed(step, parts_with_rows, drafts, scored)
 
     def pack_padding(self, size: int, queries: int = 1) -> PackedStep:
-        """A step of `size` decodes of `queries` tokens that are all padding, to capture it: it writes nothing into the cache."""
+        """A step for the capture of a graph: `size` decodes of `queries` tokens, all padding. It writes nothing into the cache."""
         values = (self.padding_row, 0, *[-1] * self.groups) if queries == 1 else (self.padding_row, -1, 0)
         arrays = [np.full(size, value, np.int32) for value in values]
         if queries > 1:
@@ -189,7 +205,7 @@ class BatchInputs:
     def resolve(self, packed: PackedStep) -> StepInputs:
         """The step's inputs with all tokens, by operations on the device that a CUDA graph can repeat."""
         if packed.mixed is not None:
-            tokens = packed.mixed.tokens
+            tokens = packed.mixed.tokens  # -1 - table_row where the newest token of that row belongs
             newest = self.newest[(-1 - tokens).clamp_(min=0)]
             return packed.mixed._replace(tokens=torch.where(tokens < 0, newest, tokens))
         assert packed.decode_size is not None
@@ -210,9 +226,10 @@ class BatchInputs:
         )
 
     def drafted(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Table rows, positions of newest tokens, numbers of drafts, and drafts `(size, drafts)` of a step of decodes with drafts.
+        """Four views of a step of `size` decodes with drafts; drafts that are drawn on the device are written there.
 
-        `size` is its number of requests. Padding has position -1 and no drafts. Drafts that are drawn on the device are written there.
+        Table rows `(size,)`, positions of the newest tokens `(size,)`, numbers of drafts `(size,)`, and drafts `(size, drafts)`. Padding
+        has position -1 and no drafts.
         """
         rows, positions, lengths, drafts = self._buffer.views([size] * 3 + [size * self.drafts])[:4]
         return rows, positions, lengths, drafts.view(size, self.drafts)
@@ -220,17 +237,26 @@ class BatchInputs:
     def decodes(
         self, tokens: Tensor, table_rows: Tensor, positions: Tensor, written: Tensor, blocks: int
     ) -> StepInputs:
-        """Inputs, made on the device, of one token for each of some table rows, all `(sequences,)` int32.
+        """Inputs of one token for each table row, made on the device. All arguments are `(sequences,)`, int32 but for `written`.
 
-        A negative position is padding. Only `written` tokens `(sequences,)` are written into the cache. `blocks` is the number of
-        columns of the block tables that they read.
+        A negative position is padding. Only tokens that are `written` go into the cache. `blocks` is the number of columns of the
+        block tables that the sequences read.
         """
         tables, slots = self._device_slots(table_rows, positions[:, None], written[:, None], blocks)
-        starts, count = self._starts[: len(tokens) + 1], len(tokens)
-        return StepInputs(tokens, positions.clamp(min=0), slots, tuple(tables), positions + 1, starts, count, (), None)
+        return StepInputs(
+            tokens=tokens,
+            positions=positions.clamp(min=0),
+            slots=slots,
+            block_tables=tuple(tables),
+            context_lengths=positions + 1,
+            query_starts=self._starts[: len(tokens) + 1],
+            decodes=len(tokens),
+            prompts=(),
+            sampled=None,
+        )
 
     def _resolve_drafted(self, size: int, blocks: int) -> StepInputs:
-        """Inputs of a step of decodes with drafts. One with fewer drafts than most has padding before its newest token."""
+        """Inputs of `size` decodes of 1 + `drafts` tokens. A decode with fewer drafts has padding before its newest token."""
         rows, starts, lengths, drafts = self.drafted(size)
         queries = 1 + self.drafts
         places = self._starts[:queries] - (self.drafts - lengths)[:, None]
@@ -255,20 +281,23 @@ class BatchInputs:
     ) -> tuple[Tensor, Tensor]:
         """Block tables `(groups, sequences, blocks)`, and slots `(groups, tokens)` of tokens at `positions` `(sequences, count)`.
 
+        A slot is block · tokens_per_block + place in the block: with 16 tokens a block, position 20 of a table [3, 8] has slot 132.
         Tokens that are not `written` have slot -1.
         """
-        tables, size = self.tables[:, table_rows.long(), :blocks], self.tokens_per_block
-        columns = (positions // size).clamp(min=0).long().expand(self.groups, *positions.shape)
-        slots = tables.gather(2, columns) * size + positions % size
+        tables = self.tables[:, table_rows.long(), :blocks]
+        columns = (positions // self.tokens_per_block).clamp(min=0).long().expand(self.groups, *positions.shape)
+        slots = tables.gather(2, columns) * self.tokens_per_block + positions % self.tokens_per_block
         return tables, torch.where(written & (positions >= 0), slots, -1).flatten(1)
 
     def _pack_decodes(
         self, pairs: Sequence[tuple[RequestPart, int]], parts: Sequence[RequestPart], decode_sizes: Sequence[int]
     ) -> _Decodes:
+        """A step that has only decodes without drafts."""
         count = len(parts)
         size = next((size for size in decode_sizes if size >= count), count)
         numbers = np.full((2 + self.groups, size), -1, np.int32)
-        numbers[0], numbers[1] = self.padding_row, 0
+        numbers[0] = self.padding_row
+        numbers[1] = 0
         numbers[0, :count] = [row for _, row in pairs]
         numbers[1, :count] = [part.start + 1 for part in parts]
         rows, context_lengths, *_ = self._buffer.views([size] * len(numbers))
@@ -278,11 +307,12 @@ class BatchInputs:
         return decodes
 
     def _next_decodes(self, decodes: _Decodes) -> PackedStep:
-        """The step in which all decodes are one token further."""
-        numbers, count = decodes.numbers, decodes.packed.decodes
+        """The step after `decodes`, for the same requests: each is one token further."""
+        numbers = decodes.numbers
+        count = decodes.packed.decodes
         if decodes.in_block:
             decodes.in_block -= 1
-            numbers[1:, :count] += 1
+            numbers[1:, :count] += 1  # context lengths and slots
             self._buffer.copy(numbers)
         else:
             numbers[1, :count] += 1
@@ -290,8 +320,10 @@ class BatchInputs:
         return decodes.packed
 
     def _copy_decodes(self, decodes: _Decodes) -> None:
-        """Find the slots of decodes and copy all their numbers to the device."""
-        numbers, count, size = decodes.numbers, decodes.packed.decodes, self.tokens_per_block
+        """Compute the slots of decodes and copy all their numbers to the device."""
+        numbers = decodes.numbers
+        count = decodes.packed.decodes
+        size = self.tokens_per_block
         positions = numbers[1, :count] - 1
         numbers[2:, :count] = self._slots(numbers[0, :count], positions)
         decodes.in_block = size - 1 - int((positions % size).max())
@@ -302,39 +334,55 @@ class BatchInputs:
     def _pack_drafted(
         self, parts: Sequence[tuple[RequestPart, int]], decode_sizes: Sequence[int], drafts: Mapping[int, Sequence[int]]
     ) -> PackedStep:
-        """A step of decodes of which some have drafts: these are the first, and all have the same number of tokens."""
+        """A step that has only decodes, some with drafts. Those with drafts come first; all have 1 + `self.drafts` tokens."""
         parts = sorted(parts, key=lambda pair: pair[0].count == 1)
-        columns = zip(*((row, part.start, part.count) for part, row in parts), strict=True)
-        rows, starts, counts = (np.array(column, np.int32) for column in columns)
-        count, lengths = len(parts), counts - 1
-        size = next((size for size in decode_sizes if size >= count), count)
+        rows = np.array([row for _, row in parts], np.int32)
+        starts = np.array([part.start for part, _ in parts], np.int32)
+        counts = np.array([part.count for part, _ in parts], np.int32)
+        lengths = counts - 1
+        with_drafts = int((lengths > 0).sum())
+        size = next((size for size in decode_sizes if size >= len(parts)), len(parts))
+        padding = size - len(parts)
         tokens = np.zeros((size, self.drafts), np.int32)
         for line, (part, _), length in zip(tokens, parts, lengths.tolist(), strict=False):
             line[:length] = drafts[part.request.number][:length] if length else ()
+        # Place of each token behind the newest one of its decode, (decodes, 1 + drafts); padding is below 0.
         places = np.arange(1 + self.drafts, dtype=np.int32) - (self.drafts - lengths)[:, None]
-        sampled, padding, drafted = np.flatnonzero(places >= 0), size - count, int((lengths > 0).sum())
-        arrays = [_padded(rows, padding, self.padding_row), _padded(starts, padding, -1), _padded(lengths, padding, 0)]
-        arrays += [tokens.ravel(), sampled, np.repeat(rows, counts), (starts[:, None] + places).ravel()[sampled] + 1]
-        tensors = self._buffer.copy([*arrays, *sample_arrays(counts[:drafted], 1 + self.drafts)])
+        sampled = np.flatnonzero(places >= 0)
+        samples, sample_indices = sample_arrays(counts[:with_drafts], 1 + self.drafts)
+        # The first four are what `drafted` finds in the buffer.
+        copied = self._copy(
+            {
+                "rows": _padded(rows, padding, self.padding_row),
+                "starts": _padded(starts, padding, -1),
+                "lengths": _padded(lengths, padding, 0),
+                "tokens": tokens.ravel(),
+                "sampled": sampled,
+                "sampled rows": np.repeat(rows, counts),
+                "sampled positions": (starts[:, None] + places).ravel()[sampled] + 1,
+                "samples": samples,
+                "sample indices": sample_indices,
+            }
+        )
         return PackedStep(
             decode_size=size,
-            decodes=count,
-            sampled_rows=tensors[5],
-            sampled_positions=tensors[6],
+            decodes=len(parts),
+            sampled_rows=copied["sampled rows"],
+            sampled_positions=copied["sampled positions"],
             sampled_parts=[part for part, _ in parts],
             blocks=self.blocks if decode_sizes else int((starts + lengths).max()) // self.tokens_per_block + 1,
             mixed=None,
             drafts=PackedDrafts(
-                counts=tuple(counts[:drafted].tolist()),
-                table_rows=tensors[0][:drafted],
-                positions=tensors[1][:drafted],
-                lengths=tensors[2][:drafted],
-                tokens=tensors[3].view(size, self.drafts)[:drafted],
-                samples=tensors[7].view(drafted, -1),
-                indices=tensors[8],
+                counts=tuple(counts[:with_drafts].tolist()),
+                table_rows=copied["rows"][:with_drafts],
+                positions=copied["starts"][:with_drafts],
+                lengths=copied["lengths"][:with_drafts],
+                tokens=copied["tokens"].view(size, self.drafts)[:with_drafts],
+                samples=copied["samples"].view(with_drafts, -1),
+                indices=copied["sample indices"],
             ),
             decode_queries=1 + self.drafts,
-            sampled_tokens=tensors[4],
+            sampled_tokens=copied["sampled"],
         )
 
     def _pack_mixed(
@@ -344,88 +392,119 @@ class BatchInputs:
         drafts: Mapping[int, Sequence[int]],
         scored: Mapping[int, int],
     ) -> PackedStep:
+        """A step with chunks of prompts, or with decodes of unequal numbers of tokens.
+
+        Its pieces are in this order: decodes without drafts, decodes with drafts, chunks that read the cache, chunks that do not.
+        """
         decodes = sorted((_Piece.of(*pair) for pair in parts[: step.decodes]), key=lambda piece: piece.count > 1)
         singles = sum(piece.count == 1 for piece in decodes)
-        chunks = [self._divide(*pair) for pair in parts[step.decodes :]]
-        cached, alone = ([piece for pair in chunks if (piece := pair[index]).count] for index in (0, 1))
+        divided = [self._divide(*pair) for pair in parts[step.decodes :]]
+        cached = [piece for piece, _ in divided if piece.count]
+        alone = [piece for _, piece in divided if piece.count]
         pieces = [*decodes, *cached, *alone]
-        columns = zip(*((piece.start, piece.count, piece.table_row) for piece in pieces), strict=True)
-        starts, counts, rows = (np.array(column, np.int32) for column in columns)
+        starts = np.array([piece.start for piece in pieces], np.int32)
+        counts = np.array([piece.count for piece in pieces], np.int32)
+        rows = np.array([piece.table_row for piece in pieces], np.int32)
+        ends = starts + counts
         query_starts = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
         positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
         known = (token for piece in pieces for token in _known_tokens(piece, drafts))
-        tokens = np.fromiter(known, np.int32, query_starts[-1])
         token_rows = np.repeat(rows, counts)
-        drafted, first = slice(singles, step.decodes), query_starts[singles]
-        samples = np.array([piece.samples for piece in pieces])
-        samples[drafted] = False
-        sampled = np.arange(first, query_starts[step.decodes], dtype=np.int32)
-        sampled = np.concatenate((sampled, query_starts[1:][samples] - 1))
-        arrays = [tokens, positions, rows, starts + counts, query_starts]
-        arrays += [sampled, token_rows[sampled], positions[sampled] + 1, *self._slots(token_rows, positions)]
-        arrays += [_following(pieces, ahead) for ahead in range(self.predictions)]
+        # Samples: all tokens of decodes with drafts, then the last token of each other piece that samples.
+        with_drafts = slice(singles, step.decodes)
+        first_drafted = query_starts[singles]
+        at_end = np.array([piece.samples for piece in pieces])
+        at_end[with_drafts] = False
+        sampled = np.arange(first_drafted, query_starts[step.decodes], dtype=np.int32)
+        sampled = np.concatenate((sampled, query_starts[1:][at_end] - 1))
+        arrays: dict[str, Array] = {
+            "tokens": np.fromiter(known, np.int32, query_starts[-1]),
+            "positions": positions,
+            "rows": rows,
+            "context lengths": ends,
+            "query starts": query_starts,
+            "sampled": sampled,
+            "sampled rows": token_rows[sampled],
+            "sampled positions": positions[sampled] + 1,
+        }
+        arrays |= {f"slots {group}": slots for group, slots in enumerate(self._slots(token_rows, positions))}
+        arrays |= {f"following {ahead}": _following(pieces, ahead) for ahead in range(self.predictions)}
         scores = _scores(pieces, query_starts, scored) if scored else ()
         if scores:
-            arrays += [
-                np.concatenate([score.indices for score in scores]),
-                np.concatenate([score.targets for score in scores]),
-            ]
-        if drafted_counts := tuple(counts[drafted].tolist()):
-            arrays += sample_arrays(drafted_counts, max(drafted_counts))
-        tensors = self._buffer.copy(arrays)
-        blocks = int((starts + counts).max() - 1) // self.tokens_per_block + 1
+            arrays["score indices"] = np.concatenate([score.indices for score in scores])
+            arrays["score targets"] = np.concatenate([score.targets for score in scores])
+        draft_counts = tuple(counts[with_drafts].tolist())
+        if draft_counts:
+            arrays["samples"], arrays["sample indices"] = sample_arrays(draft_counts, max(draft_counts))
+        copied = self._copy(arrays)
+        slots = [copied[f"slots {group}"] for group in range(self.groups)]
+        blocks = int(ends.max() - 1) // self.tokens_per_block + 1
         inputs = StepInputs(
-            tokens=tensors[0],
-            positions=tensors[1],
-            slots=torch.stack(tensors[8 : 8 + self.groups]) if self.groups > 1 else tensors[8][None],
-            block_tables=tuple(table[tensors[2]] for table in self.tables[:, :, :blocks]),
-            context_lengths=tensors[3],
-            query_starts=tensors[4],
+            tokens=copied["tokens"],
+            positions=copied["positions"],
+            slots=torch.stack(slots) if self.groups > 1 else slots[0][None],
+            block_tables=tuple(table[copied["rows"]] for table in self.tables[:, :, :blocks]),
+            context_lengths=copied["context lengths"],
+            query_starts=copied["query starts"],
             decodes=singles,
             prompts=tuple(piece.count for piece in alone),
-            sampled=tensors[5],
+            sampled=copied["sampled"],
             scored=bool(scores),
         )
-        in_order = [*decodes[singles:], *decodes[:singles], *cached, *alone]
-        sampled_parts = [piece.part for piece in in_order if piece.samples]
-        packed = PackedStep(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
+        in_sample_order = [*decodes[singles:], *decodes[:singles], *cached, *alone]
+        packed = PackedStep(
+            decode_size=None,
+            decodes=step.decodes,
+            sampled_rows=copied["sampled rows"],
+            sampled_positions=copied["sampled positions"],
+            sampled_parts=[piece.part for piece in in_sample_order if piece.samples],
+            blocks=blocks,
+            mixed=inputs,
+        )
         if self.predictions:
-            packed = packed._replace(following=torch.stack(tensors[8 + self.groups :][: self.predictions]))
+            following = torch.stack([copied[f"following {ahead}"] for ahead in range(self.predictions)])
+            packed = packed._replace(following=following)
         if scores:
-            counts = [(score.number, len(score.indices)) for score in scores]
-            indices, targets = tensors[8 + self.groups + self.predictions :][:2]
-            packed = packed._replace(scores=PackedScores(counts, indices, targets))
-        if not drafted_counts:
+            score_counts = [(score.number, len(score.indices)) for score in scores]
+            packed_scores = PackedScores(score_counts, copied["score indices"], copied["score targets"])
+            packed = packed._replace(scores=packed_scores)
+        if not draft_counts:
             return packed
-        lengths = tensors[4].diff()[drafted] - 1
-        samples, indices = tensors[-2].view(len(drafted_counts), -1), tensors[-1]
+        lengths = inputs.query_starts.diff()[with_drafts] - 1
+        samples = copied["samples"].view(len(draft_counts), -1)
         packed_drafts = PackedDrafts(
-            counts=drafted_counts,
-            table_rows=tensors[2][drafted],
-            positions=tensors[3][drafted] - 1 - lengths,
+            counts=draft_counts,
+            table_rows=copied["rows"][with_drafts],
+            positions=inputs.context_lengths[with_drafts] - 1 - lengths,
             lengths=lengths,
-            tokens=tensors[0][first:][samples[:, 1:]],
+            tokens=inputs.tokens[first_drafted:][samples[:, 1:]],
             samples=samples,
-            indices=indices,
+            indices=copied["sample indices"],
         )
         return packed._replace(drafts=packed_drafts)
 
+    def _copy(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+        """The arrays on the device, which lie in the buffer in this order."""
+        return dict(zip(arrays, self._buffer.copy([*arrays.values()]), strict=True))
+
     def _divide(self, part: RequestPart, table_row: int) -> tuple[_Piece, _Piece]:
-        """The tokens of a chunk that attend to the cache, and those before them that need none; one of both may be empty."""
-        count = part.count - part.count % self.prompt_unit if self.prompt_unit and part.start == 0 else 0
-        rest = part.count - count
+        """Divide a chunk into the tokens that read the cache and the tokens before them that do not; one of both may be empty."""
+        alone = 0
+        if self.prompt_unit and part.start == 0:
+            alone = part.count - part.count % self.prompt_unit
+        cached = part.count - alone
         return (
-            _Piece(part, table_row, part.start + count, rest, part.samples and rest > 0),
-            _Piece(part, table_row, part.start, count, part.samples and rest == 0),
+            _Piece(part, table_row, part.start + alone, cached, part.samples and cached > 0),
+            _Piece(part, table_row, part.start, alone, part.samples and cached == 0),
         )
 
     def _slots(self, table_rows: Array, positions: Array) -> Array:
-        """`(groups, tokens)`: the places in the cache of tokens of these table rows at these positions."""
+        """Slots `(groups, tokens)` of tokens of these table rows at these positions, as `_device_slots` computes them."""
         blocks = self._host_tables[:, table_rows, positions // self.tokens_per_block]
         return blocks * self.tokens_per_block + positions % self.tokens_per_block
 
     def _update_tables(self, parts: Sequence[tuple[RequestPart, int]]) -> None:
-        """Copy blocks that requests have got to the block tables."""
+        """Write the blocks that requests have got since the last step into the block tables."""
         changes = []
         for part, row in parts:
             computation, known = self._known[row]
@@ -448,22 +527,22 @@ class BatchInputs:
             [np.arange(row * columns + first, row * columns + last) for row, first, last in changes]
         )
         places = np.concatenate([places + group * rows * columns for group in range(self.groups)])
-        pairs = torch.from_numpy(np.stack((places, self._host_tables.reshape(-1)[places]))).pin_memory()
-        places_here, blocks_here = pairs.to(self.device, non_blocking=True)
-        self.tables.view(-1)[places_here] = blocks_here.to(torch.int32)
+        changes_here = torch.from_numpy(np.stack((places, self._host_tables.reshape(-1)[places]))).pin_memory()
+        device_places, device_blocks = changes_here.to(self.device, non_blocking=True)
+        self.tables.view(-1)[device_places] = device_blocks.to(torch.int32)
 
 
 @dataclass(slots=True)
 class _Decodes:
-    """A step of decodes only."""
+    """A step that has only decodes without drafts."""
 
     numbers: Array
     """`(2 + groups, sequences)`: table rows, context lengths and slots; padding at the end."""
     packed: PackedStep
     padded: bool
-    """Whether its batch size is one of those with graphs, which read all columns of the block tables."""
+    """Whether the step runs as a CUDA graph, which reads all columns of the block tables."""
     in_block: int = 0
-    """Steps from here on in which no decode begins a block."""
+    """Number of next steps in which no decode begins a new block."""
 
 
 def _padded(array: Array, count: int, value: int) -> Array:
@@ -488,7 +567,7 @@ class _Piece(NamedTuple):
 
 
 def _known_tokens(piece: _Piece, drafts: Mapping[int, Sequence[int]]) -> Sequence[int]:
-    """Return the piece's tokens; -1 - table_row stands for the newest one if it is on the device only (`resolve`)."""
+    """The piece's tokens; -1 - table_row stands for the newest token if only the device has it (see `resolve`)."""
     known = piece.part.tokens[piece.start : piece.start + piece.count]
     missing = piece.count - len(known)
     if not missing:
@@ -509,7 +588,7 @@ class _Score(NamedTuple):
 
 
 def _scores(pieces: Sequence[_Piece], query_starts: Array, scored: Mapping[int, int]) -> list[_Score]:
-    """The tokens of these pieces whose logits give log probabilities of a prompt, in the order of requests and positions."""
+    """The tokens whose logits give log probabilities of prompts, in the order of requests and positions."""
     found = []
     for piece, first in zip(pieces, query_starts.tolist(), strict=False):
         request = piece.part.request

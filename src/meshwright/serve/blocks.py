@@ -1,8 +1,8 @@
 """The trainer's blocks with each residual addition fused into the next norm.
 
-The residual stream between two halves of a block is a pair `(x, delta)`: `delta` is the output of the last half, and the next norm adds it
-to x. The roundings are those of `models.decoder.Block`. All tensors are `(1, tokens, hidden)`. A norm before layers with weights in 8 bits
-(`serve.formats`) also rounds its result to that format.
+Between attention and feed-forward network, and between blocks, the residual stream is a pair `(x, delta)`: `delta` is the newest output,
+which the next norm adds to x. Results are rounded at the same places as in `models.decoder.Block`. All tensors are `(1, tokens, hidden)`. A
+norm before layers with weights in 8 bits (`serve.formats`) also rounds its result to that format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.spec.weight_scheme import LayerFormat
 
 
 class CopyOutputs(NamedTuple):
-    """The output of a mixture as its summands, which the next norm adds: experts' outputs, and the shared expert's if there is one."""
+    """The output of an MoE layer before its sum, which the next norm computes: outputs of experts, and of a shared expert if any."""
 
     copies: Tensor
     """`(tokens, copies, hidden)`."""
@@ -40,8 +40,9 @@ Delta = Tensor | CopyOutputs
 
 
 def residual_stream(model: Decoder, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Delta | None]:
-    """Return `(x, delta)` behind the last block, for tokens and positions `(tokens,)`."""
-    x, delta = model.embed_tokens(tokens[None], positions[None]), None
+    """`(x, delta)` after the last block, for tokens and positions `(tokens,)`."""
+    x = model.embed_tokens(tokens[None], positions[None])
+    delta = None
     for layer in cast("Iterable[Block]", model.layers.values()):
         x, delta = block_forward(layer, x, delta)
     return x, delta
@@ -56,7 +57,7 @@ def selected(x: Tensor, delta: Delta | None, tokens: Tensor) -> tuple[Tensor, De
 
 
 def block_forward(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Delta]:
-    """Return `(x, delta)` behind the block, whose attention rotates and masks by itself; the first block has no delta."""
+    """`(x, delta)` after the block. Its attention rotates and masks by itself. The first block gets no delta."""
     if block.routed:
         x, normed = mixture_input(block, x, delta)
         return x, mixture_output(block, normed)
@@ -68,7 +69,7 @@ def block_forward(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor,
 
 
 def mixture_output(block: Block, normed: Tensor) -> Delta:
-    """The output of a block's mixture: as summands where nothing sums, norms or scales it before it is added."""
+    """The output of a block's MoE layer: as `CopyOutputs`, unless ranks sum it or a norm or a factor follows."""
     mixture = block.moe
     alone = block.hooks.sum_ranks is unchanged and block.mlp_output_norm is None and block.residual_factor == 1
     if alone and (copies := mixture.copy_outputs(normed)) is not None:
@@ -77,7 +78,7 @@ def mixture_output(block: Block, normed: Tensor) -> Delta:
 
 
 def mixture_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Tensor]:
-    """The residual stream behind the attention of a routed block, and what its mixture gets."""
+    """The residual stream after the attention of a block with experts, and the input of its MoE layer."""
     rounded = None if block.parallel else input_format(block.attention)
     x, normed = add_and_norm(x, delta, block.attention_norm, rounded)
     attended = block.attended(normed, None, None)
@@ -90,9 +91,10 @@ def mixture_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor,
 def add_and_norm(
     x: Tensor, delta: Delta | None, norm: Norm | None, rounded: LayerFormat | None = None
 ) -> tuple[Tensor, Tensor | RoundedMatrix]:
-    """Return `x + delta`, or x without a delta, and its norm, which may be `rounded` to a format; without a norm the sum itself."""
+    """x + delta (x if there is no delta), and its norm, `rounded` to a format if that is given; the sum itself if there is no norm."""
     if norm is None:
-        x = x if delta is None else x + (delta.sum() if isinstance(delta, CopyOutputs) else delta)
+        if delta is not None:
+            x = x + (delta.sum() if isinstance(delta, CopyOutputs) else delta)
         return x, x
     if delta is None:
         return x, norm(x)

@@ -1,8 +1,7 @@
-"""Attention over the paged cache, in the place of the trainer's attention.
+"""Attention over the paged cache, in place of the trainer's attention.
 
-The blocks of a decoder call `attend` with q, k and v of all tokens of a step, `(1, tokens, heads, head_dim)`, after their norm. They are
-called without rotary tables, because the rotation is fused with the write into the cache. `attend_latents` of latent attention is replaced
-in the same way.
+A decoder's block calls its hook `attend` with q, k and v of all tokens of a step, `(1, tokens, heads, head_dim)`, after their norm and
+before their rotation: the rotation is fused with the write into the cache. Latent attention calls its hook `attend_latents` instead.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.workload.cache_size import LayerGroup
 
 INVARIANT_QUERIES = 2048
-"""Tokens whose attention an invariant step computes at a time: the parts of their contexts take memory."""
+"""Tokens whose attention an invariant step computes at a time: the partial results of their contexts take memory."""
 
 
 Rotation = Callable[[Tensor, RotaryTables], Tensor]
@@ -53,23 +52,24 @@ class CurrentStep:
 
     def __init__(self, tables: Sequence[RotaryTables | None], cache: KVCache, *, invariant: bool = False) -> None:
         on_host = cache.tensors[0].device.type == "cpu"
-        self.tables, self._cache = tables, cache
+        self.tables = tables
         """`whole_tables` of each group of layers."""
+        self._cache = cache
         pairs = zip(cache.groups, tables, strict=True)
         self.ropes = [_written(group, rope, on_cuda=not on_host) for group, rope in pairs]
-        """Cosines and sines `(context, ·)` with which the keys of each group are rotated as they are written; None: they are not."""
+        """Cosines and sines `(context, ·)` of each group, for the rotation of keys as they are written; None where none is fused."""
         self.scales = cache.scales
         """Scales of an fp8 cache."""
         self.invariant = invariant
         """Whether the bits of a token's attention do not depend on the other tokens of the step."""
         self.exact = False
-        """Whether attention has the bits of the trainer's exact forward (`kernels.exact_attention`): on a CPU."""
+        """Whether attention has the same bits as the trainer's exact forward (`kernels.exact_attention`). Only on a CPU."""
         self.absorbs = True
-        """Whether decodes attend to latents; if not, to keys and values that are expanded from them."""
+        """Whether decodes attend to latents (the absorbed form), or else to keys and values that are expanded from latents."""
         self.at_attention: Callable[[Tensor, int, AttentionCall], Tensor] | None = None
-        """If set, called instead of attention with the queries, the width of the results, and the attention itself.
+        """If set, called instead of attention, with the queries, the width of the results, and the attention itself.
 
-        It returns the memory that the attention will fill before the rest of the pass runs (`serve.prompt_graphs`).
+        It returns memory for the results, which the attention fills later (`serve.prompt_graphs`).
         """
         self._host_ropes = [signed_tables(rope) if on_host and rope is not None else None for rope in self.ropes]
         self._host_decodes_work = on_host and cache.scales is None
@@ -89,17 +89,18 @@ class CurrentStep:
         self._lone_tokens = None
 
     def host_decodes(self, group: int) -> HostDecodes | None:
-        """Return the data that a group's layers share in a step of decodes on a CPU; None for other steps."""
+        """What the layers of a group share in a step on a CPU that has only decodes; None for other steps."""
         step = self._inputs
         if self.exact or not self._host_decodes_work or step.decodes != len(step.tokens):
             return None
         if group not in self._host_decodes:
-            window, size = self._cache.groups[group].window, self._cache.tokens_per_block
+            window = self._cache.groups[group].window
+            size = self._cache.tokens_per_block
             self._host_decodes[group] = prepare_decodes(step, group, window, self._host_ropes[group], size)
         return self._host_decodes[group]
 
     def lone_tokens(self) -> LoneTokens:
-        """The step's tokens as decodes of one token each; all layers share them."""
+        """The step with each token as a decode of its own. All layers share it."""
         if self._lone_tokens is None:
             self._lone_tokens = _split_into_tokens(self._inputs)
         return self._lone_tokens
@@ -128,10 +129,13 @@ def _split_into_tokens(step: StepInputs) -> LoneTokens:
 class CachedAttention:
     """`attend` of one layer: writes keys and values into the cache and attends to all tokens of each request.
 
-    `norms` are those of queries and keys, and `query_factor` multiplies the queries, if the layer has left them to this object. `rotation`
-    is one that is computed before the write into the cache, with its tables `(context, ·)`; `neighbours` is for the one that is not, as in
-    `rotate_and_write`; `query_growth` `(context, 1)` has the factors of queries
-    by position; `cap` is that of the scores; `rotated_norms` are norms of queries and keys behind `rotation`.
+    - `norms`: norms of queries and keys, if the layer leaves them to this object.
+    - `query_factor`: multiplies the queries, if the layer leaves that to this object.
+    - `rotation`: a rotation before the write into the cache, and its tables `(context, ·)`; None if the write rotates, or nothing does.
+    - `neighbours`: whether the write rotates pairs of neighbours, see `rotate_and_write`.
+    - `query_growth` `(context, 1)`: factors of queries by position.
+    - `cap`: bound of the scores.
+    - `rotated_norms`: norms of queries and keys after `rotation`.
     """
 
     def __init__(
@@ -148,24 +152,34 @@ class CachedAttention:
         cap: float | None = None,
         rotated_norms: tuple[Norm, Norm] | None = None,
     ) -> None:
-        self._cap, self.rotated_norms = cap, rotated_norms
-        self._step, self._cache, self._group, self._window = step, cache_layer, group, window
-        self.norms, self._query_factor = norms, query_factor
-        self._rotation, self._neighbours, self._query_growth = rotation, neighbours, query_growth
+        self._cap = cap
+        self.rotated_norms = rotated_norms
+        self._step = step
+        self._cache = cache_layer
+        self._group = group
+        self._window = window
+        self.norms = norms
+        self._query_factor = query_factor
+        self._rotation = rotation
+        self._neighbours = neighbours
+        self._query_growth = query_growth
 
     @classmethod
     def of(cls, attention: Attention, step: CurrentStep, cache: KVCache, layer: int) -> CachedAttention:
-        """`attend` of an attention module, which is that of `layer`; then `leave_to` must be called."""
+        """`attend` for the attention module of `layer`. The caller then calls `leave_to`."""
         group, cache_layer = cache.layer(layer)
-        norms, query_factor, rope = None, 1.0, step.tables[group]
+        norms = None
+        query_factor = 1.0
+        rope = step.tables[group]
         rotated_norms = (attention.q_norm, attention.k_norm) if attention.rotated_norm else None
         growth = rope[2] if rope is not None and len(rope) > 2 else None
         rotation = None if rope is None or step.ropes[group] is not None else (attention.rotate, rope[:2])
         fused = cache_layer.is_cuda and not attention.whole_norm and growth is None
         if rotated_norms is not None:
             query_factor = attention.query_factor
-        elif attention.qk_norm and fused:  # one kernel norms, rotates and writes; the factor follows the norm
-            norms, query_factor = _head_norms(attention), attention.query_factor
+        elif attention.qk_norm and fused:  # one kernel norms, rotates and writes; the factor is applied after the norm
+            norms = _head_norms(attention)
+            query_factor = attention.query_factor
         return cls(
             step,
             cache_layer,
@@ -191,27 +205,32 @@ class CachedAttention:
         plain: bool,
     ) -> Tensor:
         """Attention output of q `(1, tokens, heads, head_dim)`, shaped like q; k and v are `(1, tokens, kv_heads, head_dim)`."""
-        q, k, v = q[0], k[0], v[0]
+        q = q[0]
+        k = k[0]
+        v = v[0]
         positions = self._step.inputs.positions
         if self._rotation is not None:
             rotate, whole_tables = self._rotation
             tables = tuple(table[positions][:, None] for table in whole_tables)
-            q, k = rotate(q, tables), rotate(k, tables)
+            q = rotate(q, tables)
+            k = rotate(k, tables)
         if self.rotated_norms is not None:
             query_norm, key_norm = self.rotated_norms
-            q, k = query_norm(q) * self._query_factor, key_norm(k)
+            q = query_norm(q) * self._query_factor
+            k = key_norm(k)
         if self._query_growth is not None:
             q = q * self._query_growth[positions][:, None]
         if not plain and (decodes := self._step.host_decodes(self._group)) is not None:
             return decodes.attend(q, k, v, self._cache, sinks, self._cap)[None]
         step = self._step.inputs
-        # With an fp8 cache and in invariant steps all keys are read from the cache, so results do not depend on where chunks begin.
-        # So are those of scores with sinks or a cap on CUDA: of its kernels for prompts, those of the cache have them with a window too.
+        # With an fp8 cache and in invariant steps all keys are read from the cache, so that results do not depend on where chunks begin.
+        # With sinks or a cap on CUDA too: only the kernels that read the cache have them together with a window.
         from_cache = self._step.scales is not None or self._step.invariant
         from_cache = from_cache or (k.is_cuda and (sinks is not None or self._cap is not None))
         keys = torch.empty_like(k) if step.prompts and not from_cache else None
         slots = step.slots[self._group]
-        rope, scales = self._step.ropes[self._group], self._step.scales
+        rope = self._step.ropes[self._group]
+        scales = self._step.scales
         q = rotate_and_write(
             q,
             k,
@@ -237,7 +256,8 @@ class CachedAttention:
         if keys is None:
             return self._attend_all(sinks, plain, q)[None]
         count = step.context_lengths.shape[0] - len(step.prompts)
-        cut, out = q.shape[0] - sum(step.prompts), torch.empty_like(q)
+        cut = q.shape[0] - sum(step.prompts)
+        out = torch.empty_like(q)
         if cut:
             tables = step.block_tables[self._group][:count]
             sequences = tables, step.context_lengths[:count], step.query_starts[: count + 1]
@@ -247,7 +267,7 @@ class CachedAttention:
         return out[None]
 
     def _attend_all(self, sinks: Tensor | None, plain: bool, q: Tensor, out: Tensor | None = None) -> Tensor:
-        """All sequences of the step attend to the cache."""
+        """Attention of all sequences of the step, with keys and values from the cache."""
         step = self._step.inputs
         sequences = step.block_tables[self._group], step.context_lengths, step.query_starts
         return self._attend_to_cache(q, sequences, sinks, plain, out)
@@ -260,7 +280,7 @@ class CachedAttention:
         plain: bool,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attention of sequences with these block tables, context lengths and starts of queries."""
+        """Attention with keys and values from the cache. `sequences` has block tables, context lengths and starts of queries."""
         step = self._step.inputs
         return paged_attention(
             q,
@@ -277,13 +297,17 @@ class CachedAttention:
         )
 
     def _attend_exactly(self, q: Tensor) -> Tensor:
-        """Attention with the bits of the trainer's exact forward; 0 for tokens of padding, which are the last of q."""
-        step, out = self._step.inputs, torch.zeros_like(q)
-        starts, lengths = step.query_starts.tolist(), step.context_lengths.tolist()
-        table, end = step.block_tables[self._group], 0
+        """Attention with the same bits as the trainer's exact forward; 0 for padding, which is at the end of q."""
+        step = self._step.inputs
+        out = torch.zeros_like(q)
+        starts = step.query_starts.tolist()
+        lengths = step.context_lengths.tolist()
+        table = step.block_tables[self._group]
+        end = 0
         for count, equal in groupby(stop - start for start, stop in pairwise(starts)):
-            # Sequences with equally many tokens in this step are computed together.
-            first, end = end, end + sum(1 for _ in equal)
+            # Neighbouring sequences with the same number of tokens in this step are computed together.
+            first = end
+            end = end + sum(1 for _ in equal)
             tokens = slice(starts[first], starts[end])
             longest = max(lengths[first:end])
             if longest == 0:
@@ -299,7 +323,7 @@ class CachedAttention:
         return out
 
     def _stored(self, table: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `(sequences, longest, kv_heads, head_dim)` of sequences with these block tables; 0 behind their lengths."""
+        """Cached keys and values `(sequences, longest, kv_heads, head_dim)` by block tables; 0 after the length of each sequence."""
         blocks = table[:, : -(-longest // self._cache.shape[3])].long()
         # (sequences, blocks, 2, kv_heads, tokens, head_dim)
         stored = self._cache[blocks].permute(2, 0, 1, 4, 3, 5).flatten(2, 3)[:, :, :longest]
@@ -308,9 +332,10 @@ class CachedAttention:
         return keys, values
 
     def _attend_alone(self, q: Tensor, sinks: Tensor | None, plain: bool) -> Tensor:
-        """Attention of each token by the kernel for decodes, in the order of addition that it has for this token alone."""
+        """Attention of each token by the kernel for decodes, which adds in the same order as if the token were alone in the step."""
         lone = self._step.lone_tokens()
-        tables, parts = lone.block_tables[self._group], []
+        tables = lone.block_tables[self._group]
+        parts = []
         for begin in range(0, len(q), INVARIANT_QUERIES):
             part = slice(begin, begin + INVARIANT_QUERIES)
             count = len(q[part])
@@ -323,12 +348,18 @@ class CachedAttention:
 class CachedLatents:
     """`attend_latents` of one layer: writes latents and rotated keys into the cache and attends to all tokens of each request.
 
-    Without graphs and fp8 cache, prompts that begin in this step take the training form, which computes about a third of the scores'
-    products. Other tokens take the absorbed form, decodes of an engine that does not absorb an expanded one.
+    It has three forms:
+
+    - Expanded from this step: prompts that begin in this step, without graphs and with a cache that is not fp8. As in training, keys and
+      values of each head are expanded from the latents. It needs about a third of the multiplications of the absorbed form.
+    - Absorbed: all other tokens attend to the latents themselves.
+    - Expanded from the cache: decodes of an engine with `absorb: false`.
     """
 
     def __init__(self, step: CurrentStep, cache_layer: Tensor, group: int) -> None:
-        self._step, self._cache, self._group = step, cache_layer, group
+        self._step = step
+        self._cache = cache_layer
+        self._group = group
 
     def __call__(
         self,
@@ -340,7 +371,9 @@ class CachedLatents:
         mask: AttentionMask | None,
     ) -> Tensor:
         """Attention output `(1, tokens, heads · value_head_dim)`; see `models.latent_attention.expand_and_attend`."""
-        step, plain, latent = self._step.inputs, attention.plain, latent[0]
+        step = self._step.inputs
+        plain = attention.plain
+        latent = latent[0]
         tables = self._step.ropes[self._group]
         assert tables is not None, "latent attention has rotary positions"
         q_plain, q_rotary = attention.split_queries(q[0])
@@ -351,11 +384,12 @@ class CachedLatents:
             return attention.expand_values(
                 self._step.at_attention(q, attention.kv_rank, partial(self._absorb_all, attention))
             )[None]
-        # As with other attention, an fp8 cache gives the same results wherever chunks begin.
+        # With an fp8 cache all latents are read from the cache, so that results do not depend on where chunks begin.
         prompts = step.prompts if self._step.scales is None else ()
         if not prompts:
             return self._attend_to_cache(attention, q_plain, q_rotated)[None]
-        cut, parts = len(q_plain) - sum(prompts), []
+        cut = len(q_plain) - sum(prompts)
+        parts = []
         if cut:
             parts.append(self._attend_to_cache(attention, q_plain[:cut], q_rotated[:cut]))
         whole, keys, values = attention.expand(q_plain[cut:], q_rotated[cut:], latent[cut:], key[cut:])
@@ -365,7 +399,7 @@ class CachedLatents:
         return torch.cat(parts)[None]
 
     def _attend_to_cache(self, attention: LatentAttention, q_plain: Tensor, q_rotated: Tensor) -> Tensor:
-        """The absorbed form for the first tokens of the step, `(tokens, heads · value_head_dim)`."""
+        """Attention of the first tokens of the step to the cache, `(tokens, heads · value_head_dim)`."""
         step = self._step.inputs
         if not self._step.absorbs and step.decode_queries == 1 and step.decodes == len(step.tokens):
             return self._attend_expanded(attention, q_plain, q_rotated)
@@ -378,14 +412,14 @@ class CachedLatents:
         return attention.expand_values(self._absorbed(attention, q, q_rotated, sequences))
 
     def _absorb_all(self, attention: LatentAttention, q: Tensor, out: Tensor) -> Tensor:
-        """Sums of latents `(tokens, heads, kv_rank)` of all queries, whose absorbed and rotated parts are joined."""
+        """Sums of latents `(tokens, heads, kv_rank)` of all queries; q has their absorbed and rotated parts, joined."""
         absorbed, rotated = q.split((attention.kv_rank, attention.rotated), dim=-1)
         return self._absorbed(attention, absorbed, rotated, None, out)
 
     def _absorbed(
         self, attention: LatentAttention, q: Tensor, q_rotated: Tensor, sequences: int | None, out: Tensor | None = None
     ) -> Tensor:
-        """Sums of latents of the first `sequences`, None for all, `(tokens, heads, kv_rank)`."""
+        """Sums of latents `(tokens, heads, kv_rank)` of the first `sequences`; None for all."""
         step = self._step.inputs
         return latent_attention(
             q,
@@ -401,9 +435,10 @@ class CachedLatents:
         )
 
     def _attend_expanded(self, attention: LatentAttention, q_plain: Tensor, q_rotated: Tensor) -> Tensor:
-        """A step of decodes in the training form: keys and values of each head for all tokens of the contexts."""
-        step, size = self._step.inputs, self._cache.shape[1]
-        lengths = step.context_lengths.clamp(min=1)  # padding has none, and a softmax over nothing is NaN
+        """A step that has only decodes: expands keys and values of each head for all tokens of the contexts, as in training."""
+        step = self._step.inputs
+        size = self._cache.shape[1]
+        lengths = step.context_lengths.clamp(min=1)  # padding has length 0, and a softmax over nothing is NaN
         tables = step.block_tables[self._group][:, : -(-int(lengths.max()) // size)]
         source = self._cache.view(torch.uint8) if is_fp8(self._cache) else self._cache
         cached = source[tables.long()].view(self._cache.dtype).flatten(1, 2).to(q_plain.dtype)
@@ -421,7 +456,7 @@ def use_cached_attention(
 ) -> CurrentStep:
     """Let all layers of `model` and its first `predictions` modules attend to the cache.
 
-    `context` is the length of a text at most. The model then computes only steps whose inputs are set in the result.
+    `context` is the longest sequence. The model then computes only steps whose inputs are set in the result.
     """
     weight = model.embed.weight
     ropes = whole_tables(cache, context, weight.dtype)
@@ -429,7 +464,8 @@ def use_cached_attention(
     modules = cast("Iterable[PredictionModule]", model.predictions[:predictions])
     blocks = [*model.layers.values(), *(module.block for module in modules)]
     for number, block in enumerate(blocks):
-        attention, hooks = cast("Block", block).attention, cast("Block", block).hooks
+        attention = cast("Block", block).attention
+        hooks = cast("Block", block).hooks
         if isinstance(attention, LatentAttention):
             group, cache_layer = cache.layer(number)
             hooks.attend_latents = CachedLatents(step, cache_layer, group)
@@ -447,15 +483,16 @@ def whole_tables(cache: KVCache, context: int, dtype: torch.dtype) -> list[Rotar
 
 
 def leave_to(attend: CachedAttention, attention: Attention) -> None:
-    """Let a module leave to `attend` what it computes itself."""
+    """Switch off in an attention module what `attend` does instead: norms of queries and keys, and the factor of queries."""
     if attend.norms is not None or attend.rotated_norms is not None:
-        attention.qk_norm, attention.query_factor = False, 1.0
+        attention.qk_norm = False
+        attention.query_factor = 1.0
 
 
 def _written(group: LayerGroup, rope: RotaryTables | None, *, on_cuda: bool) -> RotaryTables | None:
-    """Cosines and sines with which a group's keys are rotated as they are written; None where the layers rotate them before.
+    """Cosines and sines for the rotation of a group's keys as they are written; None where the layers rotate before the write.
 
-    On a CPU the kernels of decodes rotate whole heads by halves only.
+    On a CPU the kernels of decodes can rotate whole heads only, by halves.
     """
     mixer = group.mixer
     rotates_before = isinstance(mixer, AttentionSpec) and not mixer.rotates_as_written(on_cuda=on_cuda)

@@ -1,7 +1,7 @@
-"""Draft tokens of an engine's requests: their sources, and the check of a step that has computed them.
+"""Draft tokens of an engine's requests: where they come from, and the check of a step that has computed them.
 
-Requests with penalties, bad words of several tokens or a grammar get no drafts: which tokens they may draw depends on all tokens before,
-those of drafts included.
+Requests with penalties, with bad words of several tokens or with a grammar get no drafts: which token they may draw depends on all earlier
+tokens, so also on drafts that are not checked yet.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from meshwright.serve.speculation import (
 from meshwright.spec.engine import Speculation
 
 OwnWork = Callable[..., Any]
-"""Calls a function, given behind the number of a request, for that request alone: if it raises, only the request fails."""
+"""`own_work(number, function, *arguments)` calls the function for one request. If it raises, only that request fails."""
 
 
 class CheckedStep(NamedTuple):
     """The new tokens of a step, int32 on the device."""
 
     tokens: Tensor
-    """`(samples,)`; of the samples of a part with drafts, those of the accepted drafts and the next one count."""
+    """`(samples,)`. Of a part with drafts only the samples of its accepted drafts, and the one after them, are used."""
     accepted: Tensor | None
     """`(drafted,)`: numbers of accepted drafts; None in a step without drafts."""
     newest: Tensor
@@ -50,13 +50,14 @@ class CheckedStep(NamedTuple):
 
 
 class Drafter:
-    """Interface through which an engine gets draft tokens; a subclass has their source."""
+    """Gives an engine draft tokens. A subclass for each source of them."""
 
     def __init__(self, longest: int, pauses: DraftPauses) -> None:
-        self.longest, self._pauses = longest, pauses
-        """`longest`: draft tokens of a request in a step at most."""
+        self.longest = longest
+        """Most draft tokens of a request in a step."""
+        self._pauses = pauses
         self.proposed = self.accepted = 0
-        """Draft tokens that were checked and accepted so far."""
+        """Draft tokens so far: those that were checked, and those that were accepted."""
 
     def capture_graphs(self) -> None:
         """Capture the CUDA graphs of a draft model."""
@@ -70,9 +71,9 @@ class Drafter:
         self._pauses.end(number)
 
     def begin_step(self, decodes: int) -> bool:
-        """Whether a request may get drafts in the next step. Then it is planned when all tokens of the one before are known.
+        """Whether requests may get drafts in the next step. `decodes` is the number of requests that decode.
 
-        `decodes` is the number of requests that decode.
+        A step with drafts is planned only when all tokens of the step before it are known.
         """
         self._pauses.next_step()
         return bool(self._pauses.drafting) and decodes <= most_drafting(self.longest)
@@ -82,16 +83,16 @@ class Drafter:
         return NO_DRAFTS
 
     def follow(self, packed: PackedStep) -> None:
-        """Run the draft model on a step, before the model computes it."""
+        """Run the draft model on a step, before the main model computes it."""
 
     def check(self, packed: PackedStep, logits: Tensor, drawn: Tensor) -> CheckedStep:
-        """Check the drafts of a step, if any, by its logits `(samples, vocab)` and the tokens `(samples,)` drawn from them."""
+        """Check the drafts of a step, if it has any, by its logits `(samples, vocab)` and the tokens `(samples,)` drawn from them."""
         if packed.drafts is None:
             return CheckedStep(drawn, None, drawn, packed.sampled_rows)
         return _checked_step(packed.drafts, packed, drawn, self._accepted(packed.drafts, packed, logits, drawn))
 
     def _accepted(self, drafts: PackedDrafts, packed: PackedStep, logits: Tensor, drawn: Tensor) -> Checked:
-        """Accept drafts that equal the drawn tokens, so texts are those without drafts."""
+        """Accept the drafts that equal the drawn tokens, so that texts are the same as without drafts."""
         del packed, logits
         return accept_equal(drafts.tokens, drafts.lengths, drawn[drafts.samples])
 
@@ -99,7 +100,7 @@ class Drafter:
         """Draw the drafts of the next step, if they come from a step that has been checked."""
 
     def record(self, launched: LaunchedStep, new: Sequence[int]) -> None:
-        """Note the numbers of new tokens of the parts of a step with drafts."""
+        """Count the drafts of a step. `new` has the number of new tokens of each part."""
         for part, count, tokens in zip(launched.parts, launched.draft_counts, new, strict=False):
             self.proposed += count - 1
             self.accepted += tokens - 1
@@ -154,16 +155,17 @@ class LookupDrafter(Drafter):
 class SampledDrafter(Drafter):
     """Drafts are drawn from a distribution on the device, and accepted by rejection sampling.
 
-    The host plans them as placeholders.
+    The host plans a step with placeholders; `follow` replaces them by the drawn tokens on the device.
     """
 
     def __init__(self, longest: int, pauses: DraftPauses, inputs: BatchInputs, sampler: Sampler) -> None:
         super().__init__(longest, pauses)
-        self._inputs, self._sampler = inputs, sampler
+        self._inputs = inputs
+        self._sampler = sampler
         self._unknown = (0,) * longest
-        """Drafts that are not known when the step is planned; `follow` puts the drawn ones in their place on the device."""
+        """The placeholders."""
         self._drafts: Drafts | None = None
-        """Draft tokens of the current step with their distributions; None if all requests take the likeliest tokens."""
+        """Draft tokens and distributions of the current step; None if all requests take the likeliest tokens."""
         self._graphs = Graphs()
 
     def propose(self, decodes: Sequence[RequestPart], own_work: OwnWork) -> Mapping[int, Sequence[int]]:
@@ -174,14 +176,16 @@ class SampledDrafter(Drafter):
         """Put drawn drafts `(drafted, longest)` into a packed step."""
         drafts.tokens.copy_(drawn)
         if packed.mixed is not None:
-            first, tokens = packed.mixed.decodes, torch.cat((self._inputs.newest[drafts.table_rows, None], drawn), 1)
+            first = packed.mixed.decodes
+            tokens = torch.cat((self._inputs.newest[drafts.table_rows, None], drawn), 1)
             packed.mixed.tokens[first : first + drafts.total] = tokens.flatten()[drafts.indices].to(torch.int32)
 
     def _accepted(self, drafts: PackedDrafts, packed: PackedStep, logits: Tensor, drawn: Tensor) -> Checked:
         """Accept drafts by rejection sampling."""
         if self._drafts is None:
             return super()._accepted(drafts, packed, logits, drawn)
-        rows, new = packed.sampled_rows[: drafts.total], packed.sampled_positions[: drafts.total]
+        rows = packed.sampled_rows[: drafts.total]
+        new = packed.sampled_positions[: drafts.total]
         scores = self._sampler.scores(logits[: drafts.total], rows, new)
         draws, seeds = self._sampler.draws(drafts.table_rows)
         positions = drafts.positions + 1
@@ -191,8 +195,8 @@ class SampledDrafter(Drafter):
 class ModelDrafter(SampledDrafter):
     """Drafts are drawn from a draft model.
 
-    The draft model computes every step too, so its cache has the same tokens in the same blocks as the model's. All drafts of a step of
-    decodes are one CUDA graph, for each batch size one that takes the likeliest tokens and one that draws.
+    The draft model computes every step too, so its cache has the same tokens in the same blocks as the main model's. In a step that has
+    only decodes, one CUDA graph draws all drafts. Each batch size has two graphs: one takes the likeliest tokens, the other draws.
     """
 
     def __init__(
@@ -201,7 +205,7 @@ class ModelDrafter(SampledDrafter):
         super().__init__(options.tokens, pauses, inputs, sampler)
         self._runner = runner
         self._probabilities = torch.empty(0)
-        """`(sequences, longest, vocab)`: distributions of a step of decodes; graphs write them there."""
+        """`(sequences, longest, vocab)`: distributions of a step that has only decodes; its graph writes them here."""
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
@@ -216,9 +220,11 @@ class ModelDrafter(SampledDrafter):
             self._graphs.capture(size, partial(self._runner.fill_cache, packed))
 
     def follow(self, packed: PackedStep) -> None:
-        """Draw the drafts of a packed step, and write the draft model's keys and values of its tokens."""
-        drafts, size = packed.drafts, packed.decode_size
-        drawn, self._drafts = not self._sampler.greedy, None
+        """Draw the drafts of a packed step, and write the draft model's keys and values for the step's tokens."""
+        drafts = packed.drafts
+        size = packed.decode_size
+        drawn = not self._sampler.greedy
+        self._drafts = None
         if drafts is not None:
             self._sampler.copy_options()  # a graph only reads them
             if size is not None:
@@ -241,7 +247,8 @@ class ModelDrafter(SampledDrafter):
 
     def _draw_beside_chunks(self, packed: PackedStep, drafts: PackedDrafts, drawn: bool) -> None:
         """Draw the drafts of a step with chunks of prompts."""
-        rows, longest = drafts.table_rows, drafts.tokens.shape[1]
+        rows = drafts.table_rows
+        longest = drafts.tokens.shape[1]
         new = self._draw(rows, drafts.positions, drafts.lengths, longest, packed.blocks, drawn)
         self._place_drafts(packed, drafts, new.tokens)
         self._drafts = new if drawn else None
@@ -249,16 +256,17 @@ class ModelDrafter(SampledDrafter):
     def _draw(
         self, table_rows: Tensor, positions: Tensor, lengths: Tensor, longest: int, blocks: int, drawn: bool
     ) -> Drafts:
-        """`longest` drafts of each request, with distributions if `drawn`; those beyond `lengths` are arbitrary.
+        """`longest` drafts of each request; with distributions if `drawn`. Drafts beyond a request's length are arbitrary.
 
-        `table_rows`, `positions` and `lengths` `(sequences,)` are those of `BatchInputs.drafted`. Writes keys and values of all drafts.
+        `table_rows`, `positions` and `lengths` `(sequences,)` are as in `BatchInputs.drafted`. Writes keys and values of all drafts.
         """
 
         def newest(tokens: Tensor) -> StepInputs:
             count = tokens.shape[1]
             last = tokens[:, -1].to(torch.int32) if count else self._inputs.newest[table_rows]
             # A request with fewer drafts has no blocks for more.
-            here, written = positions + lengths.clamp(max=count), lengths >= count
+            here = positions + lengths.clamp(max=count)
+            written = lengths >= count
             return self._inputs.decodes(last, table_rows, here, written, blocks)
 
         def next_scores(tokens: Tensor) -> Tensor:
@@ -274,8 +282,9 @@ class ModelDrafter(SampledDrafter):
 
 
 def _checked_step(drafts: PackedDrafts, packed: PackedStep, drawn: Tensor, checked: Checked) -> CheckedStep:
-    """The outcome for all parts of a step, from that for the parts with drafts; the others keep their `drawn` tokens."""
-    tokens, others = checked.tokens.to(torch.int32), drawn[drafts.total :]
+    """The new tokens of all parts of a step: those of parts with drafts from `checked`, those of the others from `drawn`."""
+    tokens = checked.tokens.to(torch.int32)
+    others = drawn[drafts.total :]
     last = tokens.gather(1, checked.accepted[:, None])[:, 0]
     return CheckedStep(
         torch.cat((tokens.flatten()[drafts.indices], others)),

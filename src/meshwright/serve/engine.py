@@ -1,7 +1,10 @@
 """The inference engine: requests go in, tokens and text come out, step by step.
 
-On a GPU step n + 1 is launched before the tokens of step n are read, so the device does not wait for the host. The newest tokens stay on
-the device. If step n has ended a request, step n + 1 still computes one token for it, which is discarded.
+On a GPU the host launches step n + 1 before it reads the tokens of step n, so the device does not wait for the host. The newest tokens
+stay on the device. If step n has ended a request, step n + 1 still computes one token for it; the engine discards that token.
+
+A step: `_launch` plans it, runs the model and draws tokens; `_complete` reads the tokens, finds which requests have ended, and tells the
+policy.
 """
 
 from __future__ import annotations
@@ -52,11 +55,11 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Continues texts with one model on one device. Not for several threads at once.
+    """Continues texts with one model on one device. It may be used by one thread at a time.
 
-    The engine replaces the model's attention: afterwards the model works only in the engine's steps. `tokenizer` is needed for prompts
-    given as text, for texts in the updates, for stop strings and for grammars. A `draft_model` proposes tokens for `options.speculation`
-    (without it by its defaults).
+    The engine replaces the model's attention. From then on the model works in the engine's steps only. Prompts given as text, texts in
+    the updates, stop strings and grammars need a `tokenizer`. With a `draft_model` decoding is speculative, by `options.speculation` or
+    its defaults.
     """
 
     runner_class: type[ModelRunner] = ModelRunner
@@ -72,9 +75,12 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options = options or EngineOptions()
-        self.spec, self._tokenizer, self._clock = model.spec, tokenizer, clock
+        self.spec = model.spec
+        self._tokenizer = tokenizer
+        self._clock = clock
         self._texts = None if tokenizer is None or not options.texts else TokenBytes(tokenizer)
-        self._model, self._weights_whole = model, True
+        self._model = model
+        self._weights_whole = True
         self.context = context_of(model, options)
         speculation = options.speculation or (None if draft_model is None else Speculation())
         check_speculation(options, model.spec, draft_model)
@@ -153,11 +159,11 @@ class Engine:
         self._grammar_requests = 0
         """Unfinished requests with a grammar."""
         self._scored: dict[int, int] = {}
-        """Likeliest tokens for each token of the prompt, by the requests whose prompts get log probabilities."""
+        """Requests whose prompts get log probabilities, and how many of the likeliest tokens each wants at a position."""
         self._grammars: GrammarTokens | None = None
-        """The vocabulary prepared for grammars, once it is needed."""
+        """The vocabulary as grammars need it; None until the first request with a grammar."""
         self._failures: dict[int, RequestFailure] = {}
-        """Requests whose own work on the host has failed, until their end is reported."""
+        """Failures of single requests on the host (`_own_work`), until their end is reported."""
         if graphs:
             with without_garbage_collection():  # one collection for all captures
                 self._runner.capture_graphs()
@@ -176,10 +182,11 @@ class Engine:
         return len(self._generations)
 
     def submit(self, prompt: str | Sequence[int], *, new_tokens: int, **options: Any) -> int:
-        """Queue a request for at most `new_tokens` tokens after a prompt. Returns its number, which its updates carry.
+        """Queue a request for at most `new_tokens` tokens after a prompt. Returns the request's number, which its updates have.
 
-        `options` are the other fields of `TextRequest`. The text ends with the reason "length" after `new_tokens` or at the end of the
-        context. Raises BadInput for a prompt that the model or the cache cannot hold, and BadGrammar for a grammar.
+        `options` are the other fields of `TextRequest`. The request ends with the reason "length" after `new_tokens`, or when the
+        context is full. Raises BadInput for a prompt that the model or the cache cannot hold, and BadGrammar for a grammar that cannot be
+        followed.
         """
         ids = prompt_ids(prompt, self._tokenizer)
         return self._queue(TextRequest(prompt=ids, new_tokens=new_tokens, **options))
@@ -199,7 +206,9 @@ class Engine:
 
     def _prepare(self, request: TextRequest) -> tuple[Generation, Request]:
         """Return the generation of a request, and the policy's request; raises as `submit`."""
-        ids, sampling, grammar = tuple(request.prompt), request.sampling, request.grammar
+        ids = tuple(request.prompt)
+        sampling = request.sampling
+        grammar = request.grammar
         check_request(ids, request.new_tokens, context=self.context, vocab=self.spec.vocab_size)
         if request.stop_strings and self._texts is None:
             raise BadInput("stop strings need an engine with a tokenizer that gives texts; give stop ids")
@@ -230,9 +239,9 @@ class Engine:
     def submit_samples(
         self, prompt: str | Sequence[int], count: int, *, sampling: SamplingOptions, **options: Any
     ) -> list[int]:
-        """Queue `count` requests with one prompt, which is computed once. Returns their numbers.
+        """Queue `count` requests with the same prompt. Returns their numbers. The prompt is computed once.
 
-        Sample i is the text of a single request with the options `sampling.sample(i)`. `options` are those of `submit`.
+        Request i gives the same text as a single request with the sampling options `sampling.sample(i)`. `options` are those of `submit`.
         """
         if count < 1:
             raise BadInput(f"samples: expected at least 1, got {count}")
@@ -249,18 +258,17 @@ class Engine:
         return numbers
 
     def abort(self, number: int) -> None:
-        """End a request; the next step reports it. A number that is unknown or has ended is ignored."""
+        """End a request; the next step reports its end. A number that is unknown, or whose request has ended, is ignored."""
         self._policy.abort(number)
 
     def load_weights(self, folder: Path) -> None:
-        """Use the weights of the same model in `folder` from the next step on: of a run, a checkpoint or a Hugging Face folder.
+        """From the next step on, use the weights in `folder`: a run, a checkpoint or a Hugging Face folder of the same model.
 
-        They are copied into the existing parameters, so that CUDA graphs stay valid. The prefix cache is emptied. Running
-        requests keep their text and compute its keys and values again: each later token is that of the new weights alone,
-        whenever they came.
+        The weights are copied into the existing parameters, so CUDA graphs stay valid. The prefix cache is emptied. Running requests keep
+        their text and compute its keys and values again, so their next tokens depend on the new weights only.
 
-        All files are verified before the first parameter changes. Raises BadInput for another model and Damaged for damaged
-        files; the engine then goes on with its weights. If reading fails after that, `step` raises until weights are loaded.
+        All files are verified before the first parameter changes. Raises BadInput for another model and Damaged for damaged files; the
+        engine then keeps its weights. If reading fails after that, `step` raises until weights are loaded.
         """
         device = self._model.embed.weight.device
         with open_newer(folder, predictions=self.spec.prediction_depth, device=device) as stored:
@@ -269,7 +277,7 @@ class Engine:
             self.replace_weights(stored.tensors(formats=rounded_parameters(self._model)))
 
     def replace_weights(self, tensors: Iterable[tuple[str, Tensor | RoundedMatrix]]) -> None:
-        """Use these values of the model's parameters from the next step on, as `load_weights` does: name and whole tensor of each.
+        """From the next step on, use these parameters, as `load_weights` does. `tensors` has the name and the whole tensor of each.
 
         If `tensors` raises, `step` raises until weights are replaced.
         """
@@ -280,7 +288,7 @@ class Engine:
         self._weights_whole = True
 
     def prefix_blocks(self) -> PrefixBlocks:
-        """The prefix cache for other processes. Blocks belong to the current weights, until `load_weights`."""
+        """The prefix cache, for other processes. Its blocks are valid until `load_weights`."""
         return PrefixBlocks(self._model, self._policy, self._cache)
 
     def figures(self) -> EngineFigures:
@@ -299,22 +307,22 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Compute one step; returns the updates of requests that got tokens or have ended.
+        """Compute one step. Returns the updates of requests that got tokens or have ended.
 
-        With overlap these are the tokens of the step that the call before has launched; if a prompt waits and they have come already,
-        the call only reads them. If a step raises, its requests end with the reason "failed"; an error in the work for one request on the
-        host ends that one only.
+        With overlap the call launches a step and returns the tokens of the step that the call before it has launched. If a prompt waits
+        and these tokens are there already, the call launches nothing. If a step raises, its requests end with the reason "failed". An
+        error in the host's work for one request ends that request only.
         """
         if not self._weights_whole:
             raise RuntimeError("the weights were replaced in part only; load weights again")
         updates: list[Update] = []
-        # A grammar allows the next tokens, and drafts are proposed, only once the newest is known.
+        # The newest token must be known before a grammar allows the next one, and before drafts are proposed.
         drafting = self._drafter.begin_step(len(self._policy.decodes))
         overlap = self._overlap and not self._grammar_requests and not drafting
         if not overlap:
             self._complete_in_flight(updates)
         elif self._policy.prompts_wait and self._tokens_have_come():
-            # The launch of a prompt takes longer than most steps: these tokens do not wait for it.
+            # To launch a prompt takes the host longer than most steps take the device: report these tokens first.
             self._complete_in_flight(updates)
             return updates
         launched = self._launch(updates, drafting)
@@ -327,7 +335,7 @@ class Engine:
         return updates
 
     def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
-        """Plan a step and start it, with drafts if `drafting`; None if there is none, or if it raised."""
+        """Plan a step and start it, with drafts if `drafting`. None if there is nothing to compute, or if the step raised."""
         drafts = self._drafter.propose(self._policy.decodes, self._own_work) if drafting else NO_DRAFTS
         self._end_failed()
         step = self._policy.next_step(self._clock(), {number: len(tokens) for number, tokens in drafts.items()})
@@ -352,7 +360,7 @@ class Engine:
             logprobs = self._sampler.logprobs(logits, checked.tokens) if self._sampler.wants_logprobs else None
             marked = mark_not_finite(checked.tokens, logits)
             launched = self._readback.start(step, packed, marked, logprobs, scores, checked.accepted)
-            # The host need not wait for the next drafts.
+            # After the readback has begun, so that the host does not wait for the next drafts.
             self._drafter.draw_next(packed, checked)
             return launched
         except Exception as error:
@@ -361,14 +369,14 @@ class Engine:
             return None
 
     def _compute_scores(self, packed: PackedScores) -> StepScores:
-        """The log probabilities of the prompts' tokens in the step that the runner has just computed."""
+        """The log probabilities of prompts' tokens, from the step that the runner has just computed."""
         most = max(self._scored[number] for number, _ in packed.counts)
         for number, count in packed.counts:
             self._generations[number].scored += count
         return compute_scores(self._runner, self._sampler, packed, most)
 
     def _assign_rows(self, step: EngineStep) -> None:
-        """Give table rows to the requests that have none; such a request begins with a chunk, or a decode of a known token."""
+        """Give a table row to each request that has none. Such a request begins with a chunk, or with a decode of a known token."""
         if step.unchanged:
             return
         rows = self._table_rows.row_of
@@ -390,11 +398,12 @@ class Engine:
                 self._inputs.newest[row] = part.tokens[part.start]
 
     def _assign_options(self, row: int, part: RequestPart) -> None:
-        generation, prompt_tokens = self._generations[part.request.number], len(part.request.prompt)
+        generation = self._generations[part.request.number]
+        prompt_tokens = len(part.request.prompt)
         self._sampler.assign(row, generation.sampling, part.tokens, prompt_tokens, generation.stop_ids)
 
     def _own_work(self, number: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that works for one request alone: if it raises, only that request fails, and None is returned."""
+        """Call a function that works for one request only. If it raises, that request fails, and the result is None."""
         try:
             return call(*arguments)
         except Exception as error:
@@ -402,7 +411,7 @@ class Engine:
             return None
 
     def _end_failed(self) -> None:
-        """End the requests whose own work has failed."""
+        """End the requests for which `_own_work` has failed."""
         for number, failure in self._failures.items():
             self._policy.fail_request(number, poisoned=failure.poisoned)
 
@@ -411,12 +420,13 @@ class Engine:
         return self._in_flight is not None and self._in_flight.has_come()
 
     def _complete_in_flight(self, updates: list[Update]) -> None:
-        launched, self._in_flight = self._in_flight, None
+        launched = self._in_flight
+        self._in_flight = None
         if launched is not None:
             self._complete(launched, updates)
 
     def _complete(self, launched: LaunchedStep, updates: list[Update]) -> None:
-        """Read the tokens of a launched step and pass them on."""
+        """Read the tokens of a launched step, give them to the requests, and complete the step in the policy."""
         step = launched.step
         try:
             scored = self._take_in_scores(launched)
@@ -424,7 +434,7 @@ class Engine:
         except Exception as error:
             self._fail(step, error, updates)
             return
-        self._end_failed()  # before what they have computed enters the prefix cache
+        self._end_failed()  # before `complete`, so that blocks of failed requests do not enter the prefix cache
         complete()
         self._report_ended(updates)
         for number in dict.fromkeys([*scored, *(part.request.number for part in launched.parts)]):
@@ -436,7 +446,7 @@ class Engine:
             self._report_ended(updates)
 
     def _take_in_scores(self, launched: LaunchedStep) -> Sequence[int]:
-        """Add the log probabilities of prompts to the generations; returns their requests. They come before a step's tokens."""
+        """Add the log probabilities of prompts to the generations. Returns the numbers of their requests. Called before `_take_in`."""
         if launched.scores is None:
             return ()
         launched.read()
@@ -447,8 +457,9 @@ class Engine:
         return [*most]
 
     def _take_in(self, launched: LaunchedStep) -> Callable[[], None]:
-        """Add the tokens of a launched step to the generations; returns the call that completes the step in the policy."""
-        tokens, step = launched.read(), launched.step
+        """Add the tokens of a launched step to the generations. Returns a function that completes the step in the policy."""
+        tokens = launched.read()
+        step = launched.step
         logprobs = launched.token_logprobs(len(tokens))
         token_of = {part.request.number: token for part, token in zip(launched.parts, tokens, strict=True)}
         stopped = {
@@ -460,13 +471,17 @@ class Engine:
         return partial(self._policy.complete, step, [token_of[part.request.number] for part in step.sampling], stopped)
 
     def _take_in_drafts(self, launched: LaunchedStep) -> Callable[[], None]:
-        """`_take_in` for a step with drafts: an accepted draft may end the request."""
-        new, step, new_of, stopped = launched.read_drafted(), launched.step, {}, set()
+        """As `_take_in`, for a step with drafts: a request gets several tokens, and any of them may end it."""
+        new = launched.read_drafted()
+        step = launched.step
+        new_of = {}
+        stopped = set()
         self._drafter.record(launched, [len(pairs) for pairs in new])
         for part, pairs in zip(launched.parts, new, strict=True):
-            number, generation = part.request.number, self._generations.get(part.request.number)
+            number = part.request.number
+            generation = self._generations.get(part.request.number)
             taken = None if generation is None else self._own_work(number, generation.add_drafted, pairs)
-            # Of a request that has ended, any tokens will do.
+            # The policy ignores the tokens of a request that has ended.
             new_of[number], ended = ([token for token, _ in pairs], False) if taken is None else taken
             if ended:
                 stopped.add(number)
@@ -479,7 +494,7 @@ class Engine:
         self._report_ended(updates, RequestFailure(f"{type(error).__name__}: {error}", ENGINE_FAILED))
 
     def _report_ended(self, updates: list[Update], failed_step: RequestFailure | None = None) -> None:
-        """Add the last update of each request that has ended, be it by a failed step."""
+        """Add the last update of each request that has ended. `failed_step` is the failure of requests that a failed step has ended."""
         for ended in self._policy.drain_ended():
             generation = self._generations.pop(ended.number)
             self._drafter.end(ended.number)
@@ -494,7 +509,7 @@ class Engine:
             updates.append(update)
 
     def grammars(self) -> GrammarTokens:
-        """The vocabulary prepared for grammars; the first call takes seconds. Raises BadGrammar if the engine cannot follow any."""
+        """The vocabulary as grammars need it. The first call takes seconds. Raises BadGrammar if the engine has no tokenizer."""
         if self._tokenizer is None:
             raise BadGrammar("a grammar needs an engine with a tokenizer")
         if self._grammars is None:
@@ -502,10 +517,10 @@ class Engine:
         return self._grammars
 
     def _allowed(self, packed: PackedStep) -> Tensor | None:
-        """The bitmask of the tokens that grammars allow next, on the device; None without grammars."""
+        """The bitmask of the tokens that grammars allow next, on the device; None if no request has a grammar."""
         if not self._grammar_requests:
             return None
-        # Requests with a grammar have one sample each; the drafts of others go before.
+        # A request with a grammar has one sample. Parts with drafts come first and have several samples each.
         before = packed.drafts.total - len(packed.drafts.counts) if packed.drafts is not None else 0
         device = self._inputs.device
         bitmask = unconstrained(len(packed.sampled_rows), self.spec.vocab_size, pin_memory=device.type == "cuda")

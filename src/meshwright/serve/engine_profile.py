@@ -1,11 +1,12 @@
 """Measures the engine's steps by shape on this machine, with random weights, for the cost model of deployments.
 
-Requests are made so that a few steps of each wanted shape follow one another; each step's time is that from the end of the
-one before it, or from its own launch if that was later. On a GPU it is taken by events on the device.
+Requests are made so that a few steps of each wanted shape follow one another. A step's time runs from the end of the step before it, or
+from its own launch if that was later. On a GPU it is measured by events on the device.
 
-Prompts one behind another take a GPU to its power limit, where it lowers its clock: on an H200 such prompts of Llama-3-8B took up to 14%
-longer than those of a load of 40% of the capacity, and 5% longer than at 110%. Prompts for a third of the time took 2 to 5% less than under
-these loads, as decodes of one text take little power. So measured prompts take six tenths of the time, and decodes or waiting the rest.
+If a GPU computes prompts without a pause, it reaches its power limit and lowers its clock. On an H200 such prompts of Llama-3-8B took up to
+14% longer than under a load of 40% of the capacity, and 5% longer than at 110%. Prompts for a third of the time took 2 to 5% less than
+under these loads, because decodes of one sequence take little power. So prompts get six tenths of the time here, and decodes or waiting get
+the rest.
 """
 
 from __future__ import annotations
@@ -37,28 +38,32 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.serve_profile import EngineProfile, StepTime
 
 DECODES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-"""Decodes of the measured steps, up to the batch of the engine."""
+"""Numbers of decodes of the measured steps, up to the engine's batch size."""
 PROMPTS = 16, 64, *(size << doublings for doublings in range(13) for size in (256, 384))
-"""Tokens of the measured prompts, up to the budget of a step: 16, 64, 256, 384, 512, 768, and so on."""
+"""Tokens of the measured prompts, up to the most tokens of a step: 16, 64, 256, 384, 512, 768, and so on."""
 BESIDE = (16, 64)
-"""Decodes beside a prompt of such a size. With one decode the step as a whole has that size, or that of a graph."""
-BETWEEN, SHARE = 24, 0.6
-"""Steps of decodes after each prompt, at most, and the share of the time that prompts take."""
+"""Numbers of decodes in steps that also have a prompt."""
+BETWEEN = 24
+"""Most steps of decodes after each prompt."""
+SHARE = 0.6
+"""Share of the time that prompts take."""
 BESIDE_TOKENS = 256
-"""Tokens of the texts of these decodes."""
-SHORT, MEAN = 32, 1024
-"""Tokens of the texts that are decoded: equal ones, and means of different ones."""
+"""Tokens of the sequences of these decodes."""
+SHORT = 32
+"""Tokens of each sequence where all have the same length."""
+MEAN = 1024
+"""Mean tokens of a sequence where lengths differ."""
 MOST_EVEN = 64
-"""Decodes of the largest batch that is measured both with exponential and with even lengths.
+"""Most decodes of a batch that is measured twice, with exponential and with even lengths.
 
-Their longest texts differ at equal means, so the fit can tell the cost of the longest text from that of all positions.
+Both have the same mean and different longest sequences, so the fit can separate the cost of the longest one from the cost of all positions.
 """
 PIECES = 4
-"""Prompts of a step with several ones."""
+"""Number of prompts in steps with several prompts."""
 CACHE_SHARE = 0.8
-"""Share of the cache that the texts of one measurement take at most."""
+"""Largest share of the cache that the sequences of one measurement take."""
 REPEATS = 10
-"""Steps of one shape, besides the first two, which are not counted: what ran before them delays their launch."""
+"""Counted steps of one shape. Two steps before them are not counted, because earlier work delays their launch."""
 LEAST_REPEATS = 3
 """Fewest steps of one shape whose median counts."""
 
@@ -88,7 +93,7 @@ def measure_engine(
         spec, weights=options.weights, item=dtype.itemsize, cache_item=1 if options.kv_cache else dtype.itemsize
     )
     start = replace(
-        usual_constants(_machine(cluster, options), options.weights),
+        usual_constants(_machine(cluster, options), options.weights, kv_cache=options.kv_cache),
         whole_tokens=engine.whole_tokens,
         prompt_sizes=engine.prompt_sizes,
         decode_programs=engine.decode_programs,
@@ -146,7 +151,8 @@ class _Measurement:
     """Runs requests until each wanted shape was seen."""
 
     def __init__(self, engine: TimedEngine, deadline: float) -> None:
-        self._engine, self._deadline = engine, deadline
+        self._engine = engine
+        self._deadline = deadline
         self._draw = random.Random(0)
         sizes = engine.options
         pool = engine._policy.cache.pools[0]
@@ -166,9 +172,11 @@ class _Measurement:
 
     def _plan(self) -> list[Callable[[], list[StepTime]]]:
         """Measurements, those with the fewest tokens first: a slow machine leaves out the largest shapes."""
-        most, context = self._engine.options.sequences, self._engine.context
+        most = self._engine.options.sequences
+        context = self._engine.context
         counts = [*(count for count in DECODES if count < most), most]
-        short, mean = min(SHORT, context // 4), min(MEAN, context // 8)
+        short = min(SHORT, context // 4)
+        mean = min(MEAN, context // 8)
         sizes = [*(size for size in PROMPTS if size < self._budget), self._budget]
         exact = sorted({*sizes, *(size for size in self._engine.prompt_sizes if size < self._budget)})
         prompts = [(size, beside) for size, beside in product(sizes, BESIDE) if beside < most]
@@ -207,7 +215,7 @@ class _Measurement:
         return REPEATS + 3 + -(-sum(lengths) // self._budget)
 
     def _prompt(self, size: int, beside: int) -> list[StepTime]:
-        """Steps with a whole prompt of `size` tokens beside so many decodes, which go on alone in between as in most loads."""
+        """Measure steps with a whole prompt of `size` tokens and `beside` decodes. Between two prompts the decodes go on alone."""
         engine = self._engine
         length, new_tokens = self._text_beside(beside)
         numbers = self._submit([length] * beside, new_tokens)
@@ -222,7 +230,7 @@ class _Measurement:
         return self._finish(lambda step: step.decodes == beside and [chunk.count for chunk in step.chunks] == [size])
 
     def _decode_until_cool(self, most: int) -> None:
-        """Launch one to `most` steps of decodes, until the newest prompt has had no more than its share of the time."""
+        """Launch steps of decodes, at least one and at most `most`, until the newest prompt has taken no more than `SHARE` of the time."""
         steps = self._engine.steps
         for _ in range(max(1, most)):
             self._step()

@@ -19,7 +19,8 @@ def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder
 
     Raises OutOfResources if not even one request fits.
     """
-    weight, speculation = model.embed.weight, options.speculation or (None if draft_model is None else Speculation())
+    weight = model.embed.weight
+    speculation = options.speculation or (None if draft_model is None else Speculation())
     return options.cache_blocks or fitting_blocks(
         model.spec,
         weight.device,

@@ -65,7 +65,8 @@ class ExcludedTokens:
             scores = exclude(scores, ~listed(allowed, vocab) & (allowed[:, :1] < vocab))
         if self._words.rows:
             words = self._words.values[table_rows].unflatten(1, (-1, LONGEST_BAD_WORD))
-            begins, last = words[:, :, :-1], words[:, :, -1]
+            begins = words[:, :, :-1]
+            last = words[:, :, -1]
             follows = ((begins == self._newest[table_rows][:, None]) | (begins < 0)).all(2) & (last >= 0)
             scores = exclude(scores, listed(torch.where(follows, last, vocab), vocab))
         if self._stops.rows:

@@ -1,8 +1,8 @@
-"""The inference engine on a group of expert ranks: each has requests and a cache of its own, and all share the experts.
+"""The inference engine on a group of expert ranks: each rank has its own requests and cache, and some of the experts.
 
-Attention is data-parallel; mixtures exchange tokens (CloudMatrix-Infer, arXiv 2506.12708, §4.2). Rank 0 gives each request to the rank
-with the fewest requests, sends calls and clock before a step, and collects the ranks' updates after it. All ranks compute their steps
-together, because the exchanges of a mixture need all of them; a rank without work computes the others' rows.
+Attention is data-parallel; MoE layers exchange tokens between ranks (CloudMatrix-Infer, arXiv 2506.12708, §4.2). Rank 0 gives each request
+to the rank with the fewest requests. It sends calls and its clock before a step, and collects the ranks' updates after it. All ranks
+compute their steps at the same time, because every exchange needs all ranks. A rank without requests computes its experts for the others.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class ExpertEngine(RankEngine):
-    """The engine of a rank that has some experts of each mixture. Sizes of the options are those of each rank.
+    """The engine of a rank that has some experts of each MoE layer. The sizes in the options are for each rank.
 
-    Steps have no CUDA graphs: the host reads how many tokens an exchange moves. With several `micro_batches` a step's decodes are computed
-    in turn, so that tokens of one travel while another is computed. Raises BadInput for speculation.
+    Steps have no CUDA graphs, because the host must read how many tokens an exchange moves. With several `micro_batches` the decodes of a
+    step are divided: the tokens of one micro-batch travel while another is computed. Raises BadInput for speculation.
     """
 
     runner_class = MicroBatchRunner
@@ -72,15 +72,17 @@ class ExpertEngine(RankEngine):
             self._give({"now": time.monotonic(), "rank": rank, "number": number, "abort": number})
 
     def _queue(self, request: TextRequest) -> int:
-        self._now, number = time.monotonic(), self._next_number
+        self._now = time.monotonic()
+        number = self._next_number
         self._prepare(request)  # raises here what its rank would raise
         rank = self._rank_for(request)
         self._give({"now": self._now, "rank": rank, "number": number, "submit": request.to_plain()})
-        self._next_number, self._rank_of[number] = number + 1, rank
+        self._next_number = number + 1
+        self._rank_of[number] = rank
         return number
 
     def _rank_for(self, request: TextRequest) -> int:
-        """The rank of the prompt's other samples, or that with the fewest requests."""
+        """The rank that has the prompt's other samples, or else the rank with the fewest requests."""
         if request.samples_of in self._rank_of:
             return self._rank_of[request.samples_of]
         requests = [0] * self._world.ranks
@@ -89,7 +91,7 @@ class ExpertEngine(RankEngine):
         return requests.index(min(requests))
 
     def _give(self, call: dict[str, Any]) -> None:
-        """Apply a call here or, before the next step, on its rank."""
+        """Apply a call on this rank, or send it to its rank before the next step."""
         if call["rank"] == self._world.rank:
             self._apply(call)
         else:
@@ -105,7 +107,8 @@ class ExpertEngine(RankEngine):
         return super()._apply(call)
 
     def _compute_step(self) -> list[Update]:
-        updates, leads = super()._compute_step(), self._world.leads
+        updates = super()._compute_step()
+        leads = self._world.leads
         reports: list[Any] | None = [None] * self._world.ranks if leads else None
         dist.gather_object((updates, Engine.figures(self)), reports, dst=0, group=self._world.control)
         if reports is None:

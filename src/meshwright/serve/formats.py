@@ -1,8 +1,10 @@
-"""Number formats of the engine's products: weights in 8 bits, and products whose bits do not depend on the batch.
+"""Number formats of the engine's matmuls: weights in 8 bits, and matmuls whose bits do not depend on the batch.
 
-The layers of the model are replaced by layers of this module and of `quantized_layers`, which keep the names of parameters. Embedding,
-norms, router and head keep their dtype; so does `kv_up` of latent attention, whose parts are multiplied with queries and results, and so
-do with fp8 experts that ranks share or that a GPU other than Hopper has.
+Layers of the model are replaced by layers of this module and of `quantized_layers`. The names of parameters stay. These keep their dtype:
+
+- embedding, norms, router and head;
+- `kv_up` of latent attention, whose parts are multiplied with queries and results;
+- with fp8, experts that several ranks share, and experts on a GPU other than Hopper.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from meshwright.spec.serving_limits import NOT_ROUNDED, fp8_sizes_error, invaria
 from meshwright.spec.weight_scheme import NUMBERS_OF, LayerFormat
 
 CAPABILITIES: dict[WeightFormat, tuple[int, int]] = {"fp8": (8, 9), "int8": (8, 0)}
-"""The first GPUs that multiply a format here: Ada and Hopper fp8, Ampere int8."""
+"""The lowest compute capability for each format: Ada (8.9) for fp8, Ampere (8.0) for int8."""
 
 
 HOPPER = 9
@@ -51,14 +53,15 @@ class InvariantLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         return fixed_linear(x, self.weight, self.bias)
 
 
 class InvariantHead(Head):
-    """The head `whole` with the product of `InvariantLinear`."""
+    """The head `whole`, computed as `InvariantLinear` computes."""
 
     def __init__(self, whole: Head) -> None:
         super().__init__(whole.weight, loss_chunk=0, factor=whole.factor, cap=whole.cap)
@@ -84,11 +87,10 @@ def use_formats(
     ranks: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Replace the products of the model's blocks, and with `invariant` the head; the memory of rounded weights is freed.
+    """Replace the linear layers of the model's blocks, and with `invariant` the head. The memory of rounded weights is freed.
 
-    Layers that are replaced already stay. `ranks` is the group of tensor ranks that divide the model, if any; then this is collective.
-    `device` is the one that a model on the meta device will be on. Raises BadInput for a device or a model that these formats do not
-    support.
+    Layers that are replaced already stay. `ranks` is the group of tensor ranks that divide the model, if any; the call is then collective.
+    `device` is where a model on the meta device will be. Raises BadInput for a device or a model that does not support the formats.
     """
     if weights is None and not invariant:
         return
@@ -117,11 +119,11 @@ def use_stored_formats(
     invariant: bool = False,
     ranks: dist.ProcessGroup | None = None,
 ) -> None:
-    """Replace layers of a model on the meta device by layers that multiply the numbers in which a folder stores them.
+    """Replace layers of a model on the meta device by layers that compute with the 8-bit numbers that a folder stores.
 
-    `stored` gives the format of a parameter in the folder. Attention, a feed-forward network and a layer's experts are replaced if all
-    their weights are stored so, in numbers of the format `weights` if that is given; without it only on a GPU that multiplies the format.
-    Experts in blocks are not replaced. `ranks` as in `use_formats`.
+    `stored` returns the format of a parameter in the folder. Attention, a feed-forward network or a layer's experts are replaced if all
+    their weights are stored in one 8-bit format: in the format `weights` if that is given, else in one that the GPU can multiply. Experts
+    with scales for blocks are not replaced. `ranks` is as in `use_formats`.
     """
     if all(weights_error(model.spec, each) for each in get_args(WeightFormat)):
         return
@@ -157,7 +159,7 @@ def _usable(
     weights: WeightFormat | None,
     device: torch.device,
 ) -> LayerFormat | None:
-    """The format of all these parameters in the folder, if the engine is to use it."""
+    """The common format of these parameters in the folder; None if the engine does not compute in it."""
     formats = {stored(name) for name in names}
     found = formats.pop() if len(formats) == 1 else None
     if found is None or weights not in (None, NUMBERS_OF[found]):
@@ -171,7 +173,7 @@ def _usable(
 
 
 def rounded_parameters(model: Decoder) -> dict[str, LayerFormat]:
-    """The parameters that the model has in 8 bits, and their format."""
+    """Names of the parameters that the model has in 8 bits, and their formats."""
     modules = ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedWeight))
     return {
         f"{name}.weight" if isinstance(module, QuantizedLinear) else name: module.number_format
@@ -203,9 +205,9 @@ def _replace(
 
 
 def _rounds_experts(experts: nn.Module, weights: WeightFormat, device: torch.device) -> bool:
-    """Whether these experts are replaced: not those that expert ranks share, nor those that are replaced already.
+    """Whether these experts are replaced. Not if expert ranks share them, or if they are replaced already.
 
-    Of GPUs only Hopper has grouped fp8 products for prompts.
+    Fp8 experts are replaced only on Hopper: torch has grouped fp8 matmuls for prompts on no other GPU.
     """
     if not isinstance(experts, Experts) or isinstance(experts, SharedExperts):
         return False
@@ -221,7 +223,7 @@ def input_format(layer: nn.Module) -> LayerFormat | None:
 
 @torch.no_grad()
 def assign_parameter(model: Decoder, name: str, value: Tensor | RoundedMatrix) -> None:
-    """Copy a value into the parameter `name` of the model, in the format that it has here; its memory stays in place."""
+    """Copy a value into the parameter `name` of the model, in the parameter's format. The parameter's memory stays the same."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     target = module if leaf == "weight" else getattr(module, leaf)
@@ -283,5 +285,5 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool, device
 
 
 def _is_odd(weight: Tensor) -> bool:
-    """Whether fp8 products do not support the sizes of a weight."""
+    """Whether the sizes of a weight are not supported by fp8 matmuls."""
     return any(size % FP8_MULTIPLE for size in weight.shape[-2:])

@@ -1,4 +1,4 @@
-"""The output of unfinished requests: their stops, and the tokens and text that are not reported yet."""
+"""The output of unfinished requests: what stops them, and the tokens and text that are not reported yet."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Update(NamedTuple):
     tokens: tuple[int, ...]
     """New tokens; a stop token is not among them."""
     text: str
-    """Their text, as far as it is certain; empty without a tokenizer."""
+    """The new text, as far as later tokens cannot change it; empty without a tokenizer."""
     reason: Reason | None
     """Reason why the request has ended; None while it goes on."""
     error: str | None = None
@@ -38,8 +38,8 @@ class Update(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     """Log probability of each of `tokens`, if `SamplingOptions.logprobs` is set."""
     code: str | None = None
-    """Kind of the error, with the reason "failed": "engine_failed" for a step of the device; for the request alone "grammar", "not_finite"
-    (logits) or "request_failed"."""
+    """Kind of the error, with the reason "failed": "engine_failed" if a step on the device failed. If only this request failed, "grammar",
+    "not_finite" (its logits) or "request_failed"."""
     stop_token: int | None = None
     """Token of `stop_ids` that ended the text, with the reason "stop"."""
     cached_tokens: int = 0
@@ -47,11 +47,11 @@ class Update(NamedTuple):
     stop_logprob: float | None = None
     """Log probability of `stop_token`, if `SamplingOptions.logprobs` is set."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Those of the prompt's next tokens, from its second token on, if `SamplingOptions.prompt_logprobs` is set."""
+    """Log probabilities of the next tokens of the prompt, from its second token on, if `SamplingOptions.prompt_logprobs` is set."""
 
     @property
     def details(self) -> dict[str, Any]:
-        """The fields beside number, tokens and text that servers pass on and that have a value, for messages between processes."""
+        """The fields that have a value, without number, tokens and text, for messages between processes of a server."""
         fields = {
             "reason": self.reason,
             "error": self.error,
@@ -77,8 +77,10 @@ class Generation:
         *,
         reports_steps: bool = True,
     ) -> None:
-        self.sampling, self.matcher, self.reports_steps = sampling, matcher, reports_steps
-        """`matcher` follows the text if it has a grammar."""
+        self.sampling = sampling
+        self.matcher = matcher
+        """Follows the text, if the request has a grammar."""
+        self.reports_steps = reports_steps
         self.stop_ids = frozenset(stop_ids)
         self._stream = stream
         self._stops = StopStrings(StringSearch(stop_strings))
@@ -86,12 +88,12 @@ class Generation:
         self._text = ""
         self._logprobs: list[TokenLogprob] = []
         self._early = sampling.min_tokens
-        """Further tokens in which no stop string ends the text."""
+        """Number of next tokens in which no stop string ends the text (`SamplingOptions.min_tokens`)."""
         self._stop_token: int | None = None
         self._stop_logprob: float | None = None
         self._prompt_logprobs: PromptLogprobs | None = None
         self.scored = 0
-        """Positions of the prompt whose logits have given log probabilities, in launched steps."""
+        """Positions of the prompt whose logits have given log probabilities, counted when a step is launched."""
         self._cached: int | None = None
         """Cached tokens of the prompt; 0 once they are reported, None before they are known."""
 
@@ -130,10 +132,12 @@ class Generation:
         return self._stops.complete
 
     def begin_after(self, tokens: Sequence[int]) -> None:
-        """Add tokens that are reported already, with the prompt's cached ones. Raises BadInput if they end the text."""
+        """Add tokens that were reported before. Raises BadInput if they end the text."""
         if any(self.add(token) for token in tokens):
             raise BadInput("the new tokens that are given end the text")
-        self._tokens, self._text, self._logprobs = [], "", []
+        self._tokens = []
+        self._text = ""
+        self._logprobs = []
         if tokens:
             self._cached = 0
 
@@ -147,7 +151,7 @@ class Generation:
         return taken, False
 
     def update(self, number: int, reason: Reason | None = None, failure: RequestFailure | None = None) -> Update:
-        """Return the output since the last update; with a reason also the text that was held back."""
+        """The output since the last update. With a reason the request has ended, so text that waited for later tokens is included."""
         if reason is not None and self._stream is not None and not self._stops.complete:
             self._text += self._stops.add(self._stream.finish(), may_stop=self._early < 0) + self._stops.finish()
         error, code = (None, None) if failure is None else failure
@@ -164,5 +168,9 @@ class Generation:
             stop_logprob=self._stop_logprob if reason == "stop" else None,
             prompt_logprobs=self._prompt_logprobs,
         )
-        self._tokens, self._text, self._logprobs, self._cached, self._prompt_logprobs = [], "", [], 0, None
+        self._tokens = []
+        self._text = ""
+        self._logprobs = []
+        self._cached = 0
+        self._prompt_logprobs = None
         return update

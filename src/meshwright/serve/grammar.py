@@ -44,7 +44,8 @@ class GrammarTokens:
         own.add_special_tokens([END])
         end = own.token_to_id(END)
         assert end is not None
-        self.end, self.vocab = end, vocab
+        self.end = end
+        self.vocab = vocab
         try:
             self._tokens = self._library.LLTokenizer(
                 own.to_str(), n_vocab=max(vocab, self.end + 1), eos_token=[self.end]
@@ -112,7 +113,8 @@ class GrammarMatcher:
     """Follows the text of one request, which ends with one of `end_tokens`."""
 
     def __init__(self, matcher: Any, tokens: GrammarTokens, end_tokens: Collection[int]) -> None:
-        self._matcher, self._tokens = matcher, tokens
+        self._matcher = matcher
+        self._tokens = tokens
         bits = np.zeros_like(tokens.mask)
         for token in (token for token in end_tokens if 0 <= token < tokens.vocab):
             bits[token // 32] |= np.uint32(1 << token % 32).view(np.int32)
@@ -134,7 +136,9 @@ class GrammarMatcher:
 
         Raises BadGrammar if that exceeds a limit, or if no token may come.
         """
-        row, mask, end = bitmask[index].numpy(), self._tokens.mask, self._tokens.end
+        row = bitmask[index].numpy()
+        mask = self._tokens.mask
+        end = self._tokens.end
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
             raise BadGrammar(exceeded(self._matcher))

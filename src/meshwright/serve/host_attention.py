@@ -52,7 +52,8 @@ class HostDecodes(NamedTuple):
         if self.rope is not None:
             both = torch.cat((q, k), dim=1)
             both = torch.addcmul(both * self.rope[0], both.roll(width // 2, -1), self.rope[1])
-            q, k = both[:, :heads], both[:, heads:]
+            q = both[:, :heads]
+            k = both[:, heads:]
         torch.ops.aten.index_put_(cache_layer, [self.blocks, None, None, self.offsets], torch.stack((k, v), dim=1))
         stored = cache_layer.index_select(0, self.table)
         _, _, kv_heads, block_tokens, _ = stored.shape
@@ -82,14 +83,18 @@ def prepare_decodes(
 ) -> HostDecodes:
     """Return the data that a group's layers share in a step of decodes; `rope` has the tables of `signed_tables`."""
     # Tokens without a slot go to block 0, which is never read.
-    positions, slots = step.positions.long(), step.slots[group].long().clamp(min=0)
+    positions = step.positions.long()
+    slots = step.slots[group].long().clamp(min=0)
     table = step.block_tables[group].long()
-    first, length, mask = 0, int(step.context_lengths[0]), None
+    first = 0
+    length = int(step.context_lengths[0])
+    mask = None
     if len(slots) == 1:
         if window is not None and length > window:
             first_block = (length - window) // tokens_per_block
             table = table[:, first_block:]
-            first, length = length - window - first_block * tokens_per_block, length - first_block * tokens_per_block
+            first = length - window - first_block * tokens_per_block
+            length = length - first_block * tokens_per_block
     else:
         length = table.shape[1] * tokens_per_block
         token = torch.arange(length)

@@ -1,9 +1,9 @@
-"""The step of a single decode on a CPU: the forward pass of a dense model in as few operators as possible.
+"""A step with one decode on a CPU: the forward pass of a dense model in as few operators as possible.
 
-With one token a small model's products take less time than the calls of modules and operators around them. So this step writes into fixed
-buffers, whose views are made once, and joins operators: a residual addition is part of its product, and a rotation is one product. Keys
-and values of the text are also kept outside of the paged cache, where those of a head are contiguous. The modules themselves take 2.3 times
-as long for a token of llama-nano.
+For one token the matmuls of a small model take less time than the calls of modules and operators around them. So this step writes into
+fixed buffers, whose views are made once. It also joins operators: a matmul adds the residual, and one matmul is a rotation. Keys and
+values of the text are kept a second time outside of the paged cache, where those of a head are contiguous. With the modules a token of
+llama-nano takes 2.3 times as long.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright.spec.serving_limits import single_decode_obstacle
 
 
 class _Layer(NamedTuple):
-    """Weights of one layer; those of products are transposed views, `(in, out)`."""
+    """Weights of one layer. Matrices are transposed views, `(in, out)`."""
 
     attention_norm: Tensor
     qkv: Tensor
@@ -43,12 +43,12 @@ class _Layer(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """Keys and values of a text from some block on."""
+    """A copy of keys and values of a request's tokens, from the first visible block on."""
 
     part: RequestPart
-    """Decode of the text: another request may have the same blocks with other content."""
+    """The decode for which the copy was made: another request may have the same blocks with other content."""
     blocks: list[int]
-    """Cache blocks of the text when it was copied."""
+    """Cache blocks that were copied."""
     first: int
     """Position of the first token."""
     stored: Tensor
@@ -56,42 +56,49 @@ class _Text(NamedTuple):
 
 
 ROOM = 256
-"""The copy of a text has room for a multiple of so many tokens."""
+"""A copy has room for a multiple of so many tokens."""
 
 
 class HostDecode:
-    """Computes the logits of steps of one decode. `supports` says for which models."""
+    """Computes the logits of steps that are one decode, for the models that `supports` names."""
 
     def __init__(self, model: Decoder, cache: KVCache, context: int) -> None:
-        weight, blocks = model.embed.weight, _blocks(model)
+        weight = model.embed.weight
+        blocks = _blocks(model)
         attention = cast("Attention", blocks[0].attention)
-        self._heads, self._kv_heads, self._head_dim = attention.heads, attention.kv_heads, attention.head_dim
+        self._heads = attention.heads
+        self._kv_heads = attention.kv_heads
+        self._head_dim = attention.head_dim
         self._eps = model.norm.eps
-        (group,), (self._cache,) = cache.groups, cache.tensors
-        self._window, self._block_tokens = group.window, cache.tokens_per_block
+        (group,) = cache.groups
+        (self._cache,) = cache.tensors
+        self._window = group.window
+        self._block_tokens = cache.tokens_per_block
         for parameter in model.parameters():
             _store_transposed(parameter)
-        self._embed, self._norm = weight, model.norm.weight
+        self._embed = weight
+        self._norm = model.norm.weight
         self._head = (weight if model.head.weight is None else model.head.weight).t()
         self._layers = [_weights(block) for block in blocks]
         rope = tables_of(blocks[0].attention_kind.rotary, torch.arange(context), weight.dtype, context)
         assert rope is not None
         cos, sin = signed_tables((rope[0][0, :, 0], rope[1][0, :, 0]))
         self._rotations = torch.cat((cos[:, 0], sin[:, 0]), dim=1)
-        """`(context, 2 · head_dim)`: diagonal elements of `_rotation`, and its elements between the two halves of a head."""
+        """`(context, 2 · head_dim)`: elements of `_rotation` by position: its diagonal, then those between the halves of a head."""
         self._rotation = weight.new_zeros(self._head_dim, self._head_dim)
-        """Row vectors times this matrix are rotated to the step's position."""
-        half, columns = self._head_dim // 2, torch.arange(self._head_dim)
+        """A row vector `(head_dim,)` times this matrix is the vector rotated to the step's position."""
+        half = self._head_dim // 2
+        columns = torch.arange(self._head_dim)
         rows = torch.cat((columns, (columns + half) % self._head_dim))
         self._rotation_places = rows * self._head_dim + columns.repeat(2)
         self._text: _Text | None = None
         self._next = 0
-        """The position that follows those of the text."""
+        """The position of the token after the copy."""
         self._make_buffers(weight, self._layers[0].down.shape[0])
 
     @staticmethod
     def supports(model: Decoder, cache: KVCache) -> bool:
-        """Whether this is a model on a CPU in fp32 or fp64 whose layers are alike and have the modules that this file computes."""
+        """Whether the model is on a CPU in fp32 or fp64, its layers are alike, and they have only modules that this file computes."""
         weight = model.embed.weight
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64) or model.plain:
             return False
@@ -106,12 +113,16 @@ class HostDecode:
         """
         position = int(packed.sampled_positions) - 1
         table = inputs.tables[0, int(packed.sampled_rows)].tolist()
-        x, normed, qkv, attended = self._x, self._normed, self._qkv, self._attended
+        x = self._x
+        normed = self._normed
+        qkv = self._qkv
+        attended = self._attended
         self._rotation.view(-1).index_copy_(0, self._rotation_places, self._rotations[position])
         text = self._text_before(packed.sampled_parts[0], table, position)
         here = position - text.first
         first = 0 if self._window is None else max(0, here + 1 - self._window)
-        new, visible = text.stored[:, :, :, here], text.stored[:, :, :, first : here + 1]
+        new = text.stored[:, :, :, here]
+        visible = text.stored[:, :, :, first : here + 1]
         layers = zip(
             self._layers, new.unbind(), visible[:, 0].transpose(2, 3).unbind(), visible[:, 1].unbind(), strict=True
         )
@@ -134,18 +145,21 @@ class HostDecode:
             torch.mm(normed, layer.gate_up, out=self._gate_up)
             torch.mul(nn.functional.silu(self._gate), self._up, out=self._activated)
             torch.addmm(x, self._activated, layer.down, out=x)
-        block, offset = table[position // self._block_tokens], position % self._block_tokens
+        block = table[position // self._block_tokens]
+        offset = position % self._block_tokens
         self._cache.select(0, block).select(3, offset).copy_(new)
         self._next = position + 1
         self._normalise(self._norm)
         return torch.mm(normed, self._head, out=self._logits)
 
     def forget_text(self) -> None:
-        """Read the text from the cache again, since another step may have changed it."""
+        """Drop the copy: another kind of step may have changed the cache."""
         self._text = None
 
     def _make_buffers(self, weight: Tensor, ffn_hidden: int) -> None:
-        heads, kv_heads, head_dim = self._heads, self._kv_heads, self._head_dim
+        heads = self._heads
+        kv_heads = self._kv_heads
+        head_dim = self._head_dim
         self._width = weight.shape[1]
         self._x, self._normed = weight.new_empty(1, self._width), weight.new_empty(1, self._width)
         self._flat = self._x[0]
@@ -161,7 +175,9 @@ class HostDecode:
         self._gate, self._up = self._gate_up.chunk(2, dim=1)
         self._activated = weight.new_empty(1, ffn_hidden)
         self._logits = weight.new_empty(1, self._head.shape[1])
-        self._zero, self._none, self._scale = weight.new_zeros(1), weight.new_empty(1, 1, 1), head_dim**-0.5
+        self._zero = weight.new_zeros(1)
+        self._none = weight.new_empty(1, 1, 1)
+        self._scale = head_dim**-0.5
 
     def _normalise(self, weight: Tensor) -> None:
         """Write the RMSNorm of the residual stream."""
@@ -174,15 +190,17 @@ class HostDecode:
             part.copy_(nn.functional.rms_norm(part, width, weight, self._eps))
 
     def _text_before(self, part: RequestPart, table: list[int], position: int) -> _Text:
-        """The text of a decode by its block table up to `position`, which has room for the token there."""
-        size, text = self._block_tokens, self._text
+        """The copy for a decode with this block table, up to `position`, with room for the token there."""
+        size = self._block_tokens
+        text = self._text
         if text is not None and text.part is part and position == self._next:
             start = text.first // size
             has_room = position - text.first < text.stored.shape[3]
             if has_room and table[start : start + len(text.blocks)] == text.blocks:
                 return text
         start = 0 if self._window is None else max(0, position + 1 - self._window) // size
-        blocks, first = table[start : position // size + 1], start * size
+        blocks = table[start : position // size + 1]
+        first = start * size
         stored = self._cache.index_select(0, torch.tensor(blocks)).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         room = (position - first) // ROOM * ROOM + ROOM
         self._text = text = _Text(part, blocks, first, stored.new_empty(*stored.shape[:3], room, self._head_dim))
@@ -191,7 +209,8 @@ class HostDecode:
 
 
 def _weights(block: Block) -> _Layer:
-    attention, mlp = cast("Attention", block.attention), cast("GatedMLP", block.mlp)
+    attention = cast("Attention", block.attention)
+    mlp = cast("GatedMLP", block.mlp)
     return _Layer(
         attention_norm=cast("Norm", block.attention_norm).weight,
         qkv=attention.qkv.weight.t(),
@@ -209,13 +228,13 @@ def _blocks(model: Decoder) -> list[Block]:
 
 
 def _store_transposed(parameter: nn.Parameter) -> None:
-    """Store a matrix in column-major order: a product of one token with it then takes about two thirds of the time."""
+    """Store a matrix in column-major order: its matmul with one token then takes about two thirds of the time."""
     if parameter.dim() == 2:
         parameter.data = parameter.data.t().contiguous().t()
 
 
 def _is_computed(module: nn.Module) -> bool:
-    """Whether a module of a model of the right kind is the trainer's own, and whole."""
+    """Whether the module is one that this file computes: the trainer's own class without hooks, with all heads, not in fp8."""
     if type(module) not in _MODULES or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return False
     if isinstance(module, Block):

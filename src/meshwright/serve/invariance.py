@@ -1,9 +1,12 @@
 """Batch-invariant inference: parts of the engine whose results do not depend on the batch, bit for bit.
 
-Libraries choose the order of additions by the size of a batch. On a GPU the products have a fixed order (`kernels.fixed_product`), and all
-attention is that of single tokens with a fixed number of parts (`serve.cached_attention`). On a CPU a step of a usual dense model is padded
-to a number of rows from which on each row has the same bits (`kernels.exact_attention`), which are also those of the trainer's exact
-forward; other models, and CPUs where rows differ, compute each token by itself.
+Libraries choose the order of additions by the size of a batch. Here:
+
+- On a GPU matmuls add in a fixed order (`kernels.fixed_product`). The attention of each token is computed as if it were alone, with a
+  number of parts that its context alone decides (`serve.cached_attention`).
+- On a CPU a step of a usual dense model is padded to so many rows that each row has the same bits at any larger number
+  (`kernels.exact_attention`). These are also the bits of the trainer's exact forward.
+- For other models, and on CPUs where rows differ, each token is computed by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from meshwright.spec.exact_forward import ROWS, inexact_reason
 
 
 class RowRunner(ModelRunner):
-    """Computes the rows of a step with the bits of the trainer's exact forward, on a CPU: of models without `inexact`."""
+    """Computes a step on a CPU with the same bits as the trainer's exact forward, for models that have no `inexact` reason."""
 
     uniform_drafts = False
 
@@ -48,7 +51,7 @@ class RowRunner(ModelRunner):
 
 
 def _padded_step(step: StepInputs) -> StepInputs:
-    """The step with tokens behind its own that write nothing."""
+    """The step with padding after its tokens; padding writes nothing into the cache."""
     missing = -len(step.tokens) % ROWS
     tokens, positions = (padded(x, 0, ROWS) for x in (step.tokens, step.positions))
     return step._replace(tokens=tokens, positions=positions, slots=F.pad(step.slots, (0, missing), value=-1))
@@ -61,8 +64,10 @@ class TokenRunner(ModelRunner):
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""
-        size, parent = self._inputs.tokens_per_block, super()
-        logits, normed = [], []
+        size = self._inputs.tokens_per_block
+        parent = super()
+        logits = []
+        normed = []
         for step in single_tokens(inputs, size):
             logits.append(parent.forward(step))
             normed.append(self.normed)
@@ -79,12 +84,14 @@ class TokenRunner(ModelRunner):
 
 def single_tokens(step: StepInputs, tokens_per_block: int) -> Iterator[StepInputs]:
     """A step for each token, with the blocks that it reads; the head runs for sampled tokens only."""
-    starts, positions = step.query_starts.tolist(), step.positions.tolist()
+    starts = step.query_starts.tolist()
+    positions = step.positions.tolist()
     sampled = range(len(positions)) if step.sampled is None else set(step.sampled.tolist())
     ends = torch.arange(2, dtype=torch.int32)
     for sequence, (start, stop) in enumerate(pairwise(starts)):
         for index in range(start, stop):
-            token, blocks = slice(index, index + 1), positions[index] // tokens_per_block + 1
+            token = slice(index, index + 1)
+            blocks = positions[index] // tokens_per_block + 1
             yield StepInputs(
                 tokens=step.tokens[token],
                 positions=step.positions[token],
@@ -108,7 +115,7 @@ class InvariantSampler(Sampler):
         """See `Sampler.sample`."""
         if logits.is_cuda or not len(logits):
             return super().sample(logits, table_rows, positions, allowed)
-        # One row at a time: torch's operators round the last numbers of a tensor by other instructions.
+        # One row at a time: torch computes the last numbers of a tensor by other instructions, which round differently.
         parts = [
             super(InvariantSampler, self).sample(row, table_row, position, bits)
             for row, table_row, position, bits in zip(
@@ -145,7 +152,8 @@ class RowSampler(InvariantSampler):
 
     def logprobs(self, logits: Tensor, tokens: Tensor, most: int | None = None) -> TokenLogprobs:
         """See `Sampler.logprobs`."""
-        rows, targets = padded(logits, 0, ROWS), padded(tokens.long(), 0, ROWS)
+        rows = padded(logits, 0, ROWS)
+        targets = padded(tokens.long(), 0, ROWS)
         chosen = finite(log_probabilities_of_logits(rows, targets))
         columns = with_chosen(Sampler.logprobs(self, rows, targets, most), chosen, targets)
         return TokenLogprobs(*(column[: len(tokens)] for column in columns))
@@ -155,7 +163,8 @@ def classes_for(model: Decoder, options: EngineOptions) -> tuple[type[ModelRunne
     """The runner and the sampler of an invariant engine."""
     if model.embed.weight.is_cuda:
         return ModelRunner, InvariantSampler
-    weight, usual = model.embed.weight, options.weights is None and options.kv_cache is None
+    weight = model.embed.weight
+    usual = options.weights is None and options.kv_cache is None
     if usual and inexact_reason(model.spec) is None and rows_are_alike(model.spec.hidden, weight.dtype):
         return RowRunner, RowSampler
     return TokenRunner, InvariantSampler

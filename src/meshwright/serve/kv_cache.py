@@ -49,11 +49,11 @@ def fitting_blocks(
     predictions: int = 0,
     cache_dtype: torch.dtype | None = None,
 ) -> int:
-    """Blocks of each group that attends to whole texts, as many as fit the memory of `device` beside the weights.
+    """The number of blocks of each group without a window that fit into the memory of `device` together with the weights.
 
-    `dtype` is that of activations and, unless `cache_dtype` says otherwise, of the cache. A `draft` model has as many blocks in a cache
-    of its own. `drafts` is the number of draft tokens of a request in a step; so many `predictions` modules of the model propose them.
-    Raises OutOfResources if not even one request of `room.context` tokens fits.
+    `dtype` is the dtype of activations, and of the cache unless `cache_dtype` is given. A `draft` model has a cache of its own with the
+    same number of blocks. `drafts` is the number of draft tokens of a request in a step, `predictions` the number of the model's modules
+    that propose them. Raises OutOfResources if not even one request of `room.context` tokens fits.
     """
     groups = layer_groups(spec, predictions)
     size = room.tokens_per_block
@@ -83,9 +83,9 @@ def fitting_blocks(
 
 
 class KVCache:
-    """The cache tensors of all groups, filled with zeros; so many prediction modules are further layers.
+    """The cache tensors of all groups, filled with zeros. Each of the `predictions` modules has a layer of the cache too.
 
-    `one_layer`: all layers of a group have the same memory, for a step that needs the keys and values of a layer in this layer only.
+    With `one_layer` all layers of a group share the memory of one, for a step whose keys and values no later step reads.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class KVCache:
         predictions: int = 0,
         one_layer: bool = False,
     ) -> None:
-        self.groups, self.tokens_per_block = layer_groups(spec, predictions), tokens_per_block
+        self.groups = layer_groups(spec, predictions)
+        self.tokens_per_block = tokens_per_block
         self._one_layer = one_layer
         fp8 = dtype.itemsize == 1
         self.scales = torch.ones(2, spec.kv_heads, device=device) if fp8 else None

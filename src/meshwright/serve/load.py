@@ -1,7 +1,7 @@
-"""Loads a model for the engine: layers that have 8 bits are made so before memory is taken, so that no weight is there in two formats.
+"""Loads a model for the engine. Layers in 8 bits are made before memory is taken, so no weight is in memory in two formats.
 
-A folder with quantised weights is computed as stored where the engine can, else expanded to the model's dtype, or rounded to 8 bits if that
-does not fit the device. One sentence says which, with bytes, before weights are read.
+Where the engine can, it computes with quantised weights as the folder stores them. Else they are expanded to the model's dtype; if that
+does not fit the device, they are rounded to 8 bits. Before weights are read, one sentence says which, with the bytes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _empty(
 
 @torch.no_grad()
 def fill(model: Decoder, stored: StoredModel, part: AxisPart = WHOLE, experts: AxisPart = WHOLE) -> None:
-    """Read the weights into the model, or of its part of tensor or expert ranks; rounded ones are those of weights in its dtype."""
+    """Read the weights into the model, or into a rank's part of it. Weights in 8 bits are rounded from values in the model's dtype."""
     dtype = model.embed.weight.dtype
     for name, value in stored.tensors(part, experts, rounded_parameters(model)):
         assign_parameter(model, name, value.to(dtype) if isinstance(value, torch.Tensor) else value)

@@ -1,8 +1,8 @@
 """Cache blocks that one engine copies out of the memory of another one, without a staging buffer in between.
 
-The owner exports the tensors of its cache, and keeps blocks unchanged until they are copied. The other engine maps them, and one kernel
-copies blocks into its own cache and computes their checksums, which the owner has computed too: each byte is read and written once.
-Block tables are int arrays `(blocks, groups)` with the block of each group of layers.
+The owner exports the tensors of its cache, and does not change blocks until they are copied. The other engine maps these tensors. One
+kernel copies blocks into its own cache and computes their checksums, so each byte is read and written once. The owner computes the
+checksums too. Block tables are int arrays `(blocks, groups)` with the block of each group of layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class OwnBlocks:
 
     def __init__(self, contents: Sequence[Tensor]) -> None:
         """`contents` are the bytes of all blocks of each group, `(blocks, bytes)`."""
-        self._contents, self._device = contents, contents[0].device
+        self._contents = contents
+        self._device = contents[0].device
         self.sizes = np.array([content.shape[1] for content in contents])
         """Bytes of a block of each group."""
         self._starts = np.array([content.data_ptr() for content in contents])
@@ -86,7 +87,8 @@ class MappedBlocks:
 
     def __init__(self, offer: Sequence[Mapping[str, Any]], sizes: Sequence[int], device: torch.device) -> None:
         """`sizes` are bytes of a block of each group. Raises as `OwnBlocks.map`."""
-        self._sizes, self._counts = np.array(sizes), [int(group["blocks"]) for group in offer]
+        self._sizes = np.array(sizes)
+        self._counts = [int(group["blocks"]) for group in offer]
         self._memories: list[MappedMemory] = []
         try:
             for group, size, count in zip(offer, sizes, self._counts, strict=True):

@@ -89,7 +89,8 @@ def _decodes_between(step: StepInputs, first: int, last: int) -> StepInputs:
 
 def _stream(model: Decoder, inputs: StepInputs) -> Stream:
     """`serve.blocks.residual_stream` that yields during exchanges."""
-    x, delta = model.embed_tokens(inputs.tokens[None], inputs.positions[None]), None
+    x = model.embed_tokens(inputs.tokens[None], inputs.positions[None])
+    delta = None
     for module in model.layers.values():
         block = cast("Block", module)
         if block.routed:

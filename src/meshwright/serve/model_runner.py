@@ -1,8 +1,8 @@
-"""The forward pass of one step: logits of the tokens after which a new one is drawn.
+"""The forward pass of one step: the logits from which new tokens are drawn.
 
-On CUDA, steps of decodes only are repeated from CUDA graphs, one for each of some batch sizes, because a decode is shorter than the launch
-of its kernels by the host. Decodes with drafts have graphs of their own. Steps with prompts have graphs between their attention
-(`serve.prompt_graphs`).
+On CUDA a step that has only decodes is replayed from a CUDA graph, because the host launches its kernels more slowly than the device runs
+them. There is a graph for some batch sizes; steps are padded to the next. Decodes with drafts have graphs of their own. In steps with
+prompts, attention is launched and the rest is graphs (`serve.prompt_graphs`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("meshwright.server")
 
 
 class ModelRunner:
-    """Runs the model on steps. It changes the model's attention, so the model is then the engine's."""
+    """Runs the model on steps. It replaces the model's attention, so the model can be used by the engine only."""
 
     uniform_drafts = True
     """Whether decodes with drafts may be padded to one number of tokens."""
@@ -55,7 +55,9 @@ class ModelRunner:
         invariant: bool = False,
         predictions: int = 0,
     ) -> None:
-        self._model, self._inputs, self._predictions = model, inputs, predictions
+        self._model = model
+        self._inputs = inputs
+        self._predictions = predictions
         self._step = use_cached_attention(model, cache, context, invariant=invariant, predictions=predictions)
         usual = not invariant and not predictions and not prompt_sizes and HostDecode.supports(model, cache)
         self._host_decode = HostDecode(model, cache, context) if usual else None
@@ -69,17 +71,18 @@ class ModelRunner:
         self._graphs = Graphs()
         self._graph_logits = torch.empty(0)
         self.normed = self._graph_normed = torch.empty(0)
-        """`(1, tokens, hidden)`: the normed output of the last step, if there are prediction modules or prompts' tokens need logits."""
+        """`(1, tokens, hidden)`: the normed output of the last step. Kept for prediction modules and for log probabilities of prompts."""
 
     def expand_latents(self) -> None:
-        """Let decodes expand keys and values from cached latents. Raises BadInput for a model without latents."""
+        """Let decodes expand keys and values from the cached latents. Raises BadInput for a model without latent attention."""
         if not any(isinstance(module, LatentAttention) for module in self._model.modules()):
             raise BadInput("absorb: only latent attention has a form that does not absorb", key="absorb")
         self._step.absorbs = False
 
     def logits(self, packed: PackedStep) -> Tensor:
         """Logits `(samples, vocab)` of a packed step, valid until the next call."""
-        size, queries = packed.decode_size, packed.decode_queries
+        size = packed.decode_size
+        queries = packed.decode_queries
         if size is not None and self._graphs.replay((size, queries)):
             logits = self._graph_logits[: size * queries]
             if self._predictions:
@@ -91,21 +94,22 @@ class ModelRunner:
         return logits[: len(packed.sampled_rows)] if packed.sampled_tokens is None else logits[packed.sampled_tokens]
 
     def fill_cache(self, packed: PackedStep) -> None:
-        """Write keys and values of a packed step into the cache, without logits."""
+        """Write keys and values of a packed step into the cache; compute no logits."""
         self.write_cache(self._inputs.resolve(packed))
 
     def write_cache(self, inputs: StepInputs) -> None:
-        """Write keys and values of a step's tokens into the cache, without logits."""
+        """Write keys and values of a step's tokens into the cache; compute no logits."""
         self._residual(inputs)
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
-        """Capture the graphs of steps with prompts, and one for each batch size, without and with drafts.
+        """Capture the graphs: of steps with prompts, and of decodes without and with drafts for each batch size.
 
-        The steps captured are all padding: they write nothing into the cache.
+        The captured steps have only padding, so they write nothing into the cache.
         """
         self._capture_prompts()
-        shapes, drafts = [(size, 1) for size in self.decode_sizes], self._inputs.drafts
+        shapes = [(size, 1) for size in self.decode_sizes]
+        drafts = self._inputs.drafts
         if drafts:
             shapes += [(size, 1 + drafts) for size in drafted_sizes(self.decode_sizes, drafts)]
         for size, queries in sorted(shapes, key=math.prod, reverse=True):
@@ -114,11 +118,11 @@ class ModelRunner:
                 self._graph_logits = torch.empty_like(self.forward(self._inputs.resolve(packed)))
                 if self._predictions:
                     self._graph_normed = torch.empty_like(self.normed)
-            # Into one tensor for all graphs: the logits of each would stay allocated.
+            # All graphs write into one tensor. If each had its own logits, they would stay allocated.
             self._graphs.capture((size, queries), partial(self._compute_into_graph_logits, packed, size * queries))
 
     def _capture_prompts(self) -> None:
-        """Capture the graphs of steps with prompts. If an engine of one rank fails to, it goes on without them and says why."""
+        """Capture the graphs of steps with prompts. If that fails, an engine of one rank works without them and says why."""
         try:
             self._prompt_graphs.capture(self._graphs)
         except RuntimeError as error:  # of CUDA, or out of memory
@@ -134,17 +138,20 @@ class ModelRunner:
             self._graph_normed[:, :count].copy_(self.normed)
 
     def graph_normed(self, count: int) -> Tensor:
-        """Return the memory to which the graph of a step of `count` tokens writes `normed`; there are prediction modules."""
+        """The memory where the graph of a step of `count` tokens writes `normed`, for a model with prediction modules."""
         return self._graph_normed[:, :count]
 
     def release_graphs(self) -> None:
-        """Free the graphs. NCCL waits for those with its collectives when a process group is destroyed."""
+        """Free the graphs. When a process group is destroyed, NCCL waits for the graphs that have its collectives."""
         self._prompt_graphs.clear()
         self._graphs.clear()
 
     @property
     def few_tokens(self) -> tuple[int, ...]:
-        """Numbers of tokens for which mixtures have kernels of their own on a GPU: up to each, other than the one before."""
+        """Numbers of tokens at which the kernel of MoE layers for few tokens changes, on a GPU.
+
+        With at most 24 tokens: 1, 2, 4, 8, 16, 24. Up to each of them another kernel runs than up to the one before. Empty without one.
+        """
         mixtures = [module for module in self._model.modules() if isinstance(module, MixtureOfExperts)]
         if not self._model.embed.weight.is_cuda or not mixtures:
             return ()
@@ -153,11 +160,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_prompt(self, tokens: int) -> None:
-        """Run the first block, and the first with experts, on a prompt of padding without the cache.
+        """Run the first block, and the first block with experts, on a prompt of so many tokens of padding, without the cache.
 
-        Kernels are compiled and cuDNN prepares its plan for this number of tokens.
+        This compiles kernels and lets cuDNN plan for this number of tokens, before a request needs them.
         """
-        inputs, device = self._inputs, self._model.embed.weight.device
+        inputs = self._inputs
+        device = self._model.embed.weight.device
         positions = torch.arange(tokens, dtype=torch.int32, device=device)
         ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         self._step.inputs = StepInputs(
@@ -179,7 +187,7 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""
-        # Steps of decodes only have all tokens sampled.
+        # A step without `sampled` has only decodes: all its tokens need logits.
         normed = None if inputs.sampled is None else self._prompt_graphs.run(inputs)
         if normed is not None:
             self.normed = normed
@@ -188,8 +196,11 @@ class ModelRunner:
         keeps = bool(self._predictions) or inputs.scored
         if inputs.sampled is not None and not keeps:
             x, delta = selected(x, delta, inputs.sampled)
-        if self._step.invariant:  # the last norm is the trainer's operator, so that its exact forward has the same bits
-            x, delta = add_and_norm(x, delta, None)[0], None
+        if (
+            self._step.invariant
+        ):  # the last norm is the trainer's operator, so that the trainer's exact forward has the same bits
+            x = add_and_norm(x, delta, None)[0]
+            delta = None
         normed = cast("Tensor", add_and_norm(x, delta, self._model.norm)[1])
         if keeps:
             self.normed = normed
@@ -202,9 +213,10 @@ class ModelRunner:
         return self._model.head(normed, None, tied)[0]
 
     def predict(self, inputs: StepInputs, depth: int, normed: Tensor, following: Tensor) -> Tensor:
-        """The normed output of prediction module `depth`, from 0, `(1, tokens, hidden)`; writes its keys and values.
+        """The normed output of prediction module `depth` (from 0), `(1, tokens, hidden)`. Writes the module's keys and values.
 
-        `normed` is that of the model or of the module before, `following` `(tokens,)` the token `depth + 1` after each of the step.
+        `normed` is the output of the model, or of the module before. `following` `(tokens,)` has for each token of the step the token
+        `depth + 1` places after it.
         """
         self._step.inputs = inputs
         module = cast("PredictionModule", self._model.predictions[depth])
@@ -216,7 +228,7 @@ class ModelRunner:
         return cast("Tensor", add_and_norm(*self._residual(inputs), self._model.norm)[1])
 
     def _residual(self, inputs: StepInputs) -> tuple[Tensor, Delta | None]:
-        """Return the residual stream after all layers, `(1, tokens, hidden)`, and the last output, not added to it yet."""
+        """The residual stream after all layers, `(1, tokens, hidden)`, and the last layer's output, which is not added to it yet."""
         self._step.inputs = inputs
         if self._host_decode is not None:
             self._host_decode.forget_text()
@@ -224,11 +236,11 @@ class ModelRunner:
 
 
 def graph_sizes(sequences: int) -> tuple[int, ...]:
-    """Batch sizes for CUDA graphs: 1, 2, 4, steps of 8 up to 256, then steps of 32, up to `sequences` and that itself."""
+    """Batch sizes of CUDA graphs up to `sequences`: 1, 2, 4, every 8 up to 256, every 32 above, and `sequences` itself."""
     sizes = {1, 2, 4, *range(8, 257, 8), *range(288, sequences + 1, 32), sequences}
     return tuple(sorted(size for size in sizes if size <= sequences))
 
 
 def drafted_sizes(sizes: Sequence[int], drafts: int) -> tuple[int, ...]:
-    """Return the batch sizes to which decodes are padded if each may have so many drafts."""
+    """The batch sizes to which decodes are padded if each may have `drafts` drafts."""
     return tuple(sizes[: bisect_left(sizes, most_drafting(drafts)) + 1])

@@ -1,10 +1,11 @@
 """Drafts by the model's own modules for multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, §2.2).
 
-Once a step is checked, the modules compute all its tokens and draw the next step's drafts, one each. Their layers of the cache follow the
-model's, in the same blocks. All they read is on the device: the number of accepted drafts selects the position behind which they draw.
+Once a step is checked, the modules compute all its tokens, and each draws one draft for the next step. Their cache layers come after the
+model's, in the same blocks. They read only from the device: the number of accepted drafts selects the position after which they draw.
 
-Two kinds of cache entries may have been computed from other tokens than the text's: the last one of a cached prefix, from the token that
-followed it in another text, and, for modules after the first, one from a rejected draft. They change what is proposed, never the text.
+Two kinds of a module's cache entries may come from tokens that are not in the text. The last entry of a cached prefix comes from the token
+that followed the prefix in another text. For modules after the first, an entry may come from a rejected draft. Such entries change the
+drafts, never the text.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class ModuleInputs(NamedTuple):
 
 
 class PredictionDrafter(SampledDrafter):
-    """Each module draws one draft, in a step without drafts too, as the plan of the next step decides which are used.
+    """Each module draws one draft after every step, even if the step had none: the plan of the next step decides which are used.
 
-    On CUDA the modules are one graph for each shape of a step of decodes, like the model.
+    On CUDA the modules have one graph for each shape of a step that has only decodes, like the model.
     """
 
     def __init__(
@@ -71,10 +72,12 @@ class PredictionDrafter(SampledDrafter):
 
     def follow(self, packed: PackedStep) -> None:
         """Put the drafts that the step before has drawn into a packed step."""
-        drafts, self._drafts = packed.drafts, None
+        drafts = packed.drafts
+        self._drafts = None
         if drafts is None:
             return
-        rows, longest = drafts.table_rows.long(), drafts.tokens.shape[1]
+        rows = drafts.table_rows.long()
+        longest = drafts.tokens.shape[1]
         tokens = self._tokens[rows, :longest]
         self._place_drafts(packed, drafts, tokens)
         if not self._sampler.greedy and self._probabilities.numel():
@@ -83,7 +86,8 @@ class PredictionDrafter(SampledDrafter):
 
     def draw_next(self, packed: PackedStep, checked: CheckedStep) -> None:
         """Compute the modules for the tokens of a checked step, and draw the drafts of the next one."""
-        inputs, drawn = _module_inputs(packed, checked), not self._sampler.greedy and bool(len(checked.newest))
+        inputs = _module_inputs(packed, checked)
+        drawn = not self._sampler.greedy and bool(len(checked.newest))
         self._sampler.copy_options()  # a graph only reads them
         if packed.decode_size is None:
             self._draw(packed, self._runner.normed, inputs, drawn)
@@ -105,14 +109,17 @@ class PredictionDrafter(SampledDrafter):
     def _call_of_graph(self, packed: PackedStep, drawn: bool) -> partial[None]:
         """The call that a graph captures: it reads and writes the same memory each time."""
         assert packed.decode_size is not None
-        size, tokens = packed.decode_size, packed.decode_size * packed.decode_queries
+        size = packed.decode_size
+        tokens = packed.decode_size * packed.decode_queries
         following, *others = self._graph_inputs
         inputs = ModuleInputs(following[:tokens], *(values[:size] for values in others))
         return partial(self._draw, packed, self._runner.graph_normed(tokens), inputs, drawn)
 
     def _draw(self, packed: PackedStep, normed: Tensor, inputs: ModuleInputs, drawn: bool) -> None:
         """Draw the next drafts from the model's output `(1, tokens, hidden)`; with distributions if `drawn`."""
-        step, following, rows = self._inputs.resolve(packed), inputs.following, inputs.table_rows
+        step = self._inputs.resolve(packed)
+        following = inputs.following
+        rows = inputs.table_rows
         ends = step.query_starts[1:].long() - 1
 
         def next_scores(tokens: Tensor) -> Tensor:
@@ -132,7 +139,8 @@ class PredictionDrafter(SampledDrafter):
         drafts = draft_tokens(next_scores, self.longest, *self._sampler.draws(rows), inputs.positions)
         if not self._probabilities.numel():
             self._probabilities = drafts.probabilities.new_zeros(len(self._tokens), *drafts.probabilities.shape[1:])
-        self._tokens[rows], self._probabilities[rows] = drafts.tokens, drafts.probabilities
+        self._tokens[rows] = drafts.tokens
+        self._probabilities[rows] = drafts.probabilities
 
 
 def _module_inputs(packed: PackedStep, checked: CheckedStep) -> ModuleInputs:

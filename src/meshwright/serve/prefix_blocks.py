@@ -26,7 +26,9 @@ class PrefixBlocks:
     """Reserves, holds, reads and writes blocks of one engine's cache, between its steps."""
 
     def __init__(self, model: Decoder, policy: BatchPolicy[CacheBlocks], cache: KVCache) -> None:
-        self._model, self._policy, self._cache = model, policy, policy.cache
+        self._model = model
+        self._policy = policy
+        self._cache = policy.cache
         self.limits = policy.limits
         self._contents = [tensor.view(torch.uint8).view(len(tensor), -1) for tensor in cache.tensors]
         """Bytes of all blocks of each group, `(blocks, bytes)`."""
@@ -65,7 +67,8 @@ class PrefixBlocks:
         `reserved` is the number of reservations that are not released. Each counts as a request of the batch, so that its prompt is
         admitted once it is there. `tokens` as in `ReservedBlocks`. The caller makes sure that the cache can hold the prompt.
         """
-        policy, blocks = self._policy, ReservedBlocks(self._cache, digests, tokens)
+        policy = self._policy
+        blocks = ReservedBlocks(self._cache, digests, tokens)
         busy = policy.unfinished + reserved
         if busy >= policy.limits.sequences or not blocks.fit(policy.limits.reserve if busy else 0):
             return None
@@ -100,7 +103,8 @@ class PrefixBlocks:
 
     def _parts(self, buffer: Tensor, tables: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor, Tensor]]:
         """For each group its columns of `buffer`, the content of its blocks, and the indices of those in `tables`."""
-        parts, start = [], 0
+        parts = []
+        start = 0
         for group, content in enumerate(self._contents):
             end = start + content.shape[1]
             parts.append((buffer[:, start:end], content, torch.tensor([table[group] for table in tables])))

@@ -8,7 +8,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-_FLOAT, _INTEGER = "f", "I"
+_FLOAT = "f"
+_INTEGER = "I"
 
 
 class PromptToken(NamedTuple):

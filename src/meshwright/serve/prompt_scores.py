@@ -28,7 +28,8 @@ class StepScores(NamedTuple):
 
     def by_request(self, most: dict[int, int]) -> list[tuple[int, PromptLogprobs]]:
         """The log probabilities of each request, with so many likeliest tokens by its number; the values are on the host."""
-        found, start = [], 0
+        found = []
+        start = 0
         for number, count in self.counts:
             chosen, ranks, *top = (value[start : start + count] for value in self.values)
             columns = (chosen, ranks, *(values[:, : most[number]] for values in top))
@@ -44,7 +45,8 @@ def compute_scores(runner: ModelRunner, sampler: Sampler, scored: PackedScores, 
     """
     vocabulary = sampler.vocab
     rows = max(MOST_LOGITS // vocabulary // ROWS, 1) * ROWS
-    normed, parts = runner.normed, []
+    normed = runner.normed
+    parts = []
     for indices, targets in zip(scored.indices.split(rows), scored.targets.split(rows), strict=True):
         logits = runner.head(normed[:, indices])
         chosen, top_tokens, top = sampler.logprobs(logits, targets, most)

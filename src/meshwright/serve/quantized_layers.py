@@ -1,7 +1,7 @@
-"""Linear layers and routed experts with weights in 8 bits, in the place of the trainer's modules.
+"""Linear layers and routed experts with weights in 8 bits, in place of the trainer's modules.
 
-Activations are rounded with one scale per token, or per 128 numbers of it, where possible by the kernel that computes them. The weights of
-a layer are replaced in their memory by `assign`, so that CUDA graphs stay valid.
+Activations are rounded with one scale per token, or one per 128 numbers of a token. Where possible the kernel that computes an activation
+also rounds it. `assign` writes new weights into the same memory, so CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from meshwright.spec.weight_scheme import LayerFormat
 class QuantizedWeight(nn.Module):
     """A weight `(…, out, in)` in 8 bits, with one scale per output, or, in the format `fp8 blocks`, per block of 128 × 128.
 
-    `ranks` are the tensor ranks that have the other columns of the weight, if tensor ranks divide its inputs: scales of outputs are those
-    of whole outputs, and creating and assigning are collective. Of a weight on the meta device it has no values yet. Raises BadInput for
-    an int8 weight with so many inputs that sums may exceed 32 bits.
+    If tensor ranks divide the inputs of the weight, `ranks` are these ranks: a scale is then computed over all of them, and creating and
+    assigning are collective. For a weight on the meta device it has no values yet. Raises BadInput for an int8 weight with so many inputs
+    that sums may exceed 32 bits.
     """
 
     values: Tensor
@@ -50,7 +50,8 @@ class QuantizedWeight(nn.Module):
             raise BadInput(
                 f"int8 weights: expected at most {MOST_INPUTS:,} inputs, got {weight.shape[-1]:,}", key="weights"
             )
-        self.number_format, self.ranks = number_format, ranks
+        self.number_format = number_format
+        self.ranks = ranks
         values = torch.empty(weight.shape, dtype=DTYPES[number_format], device=weight.device)
         self.register_buffer("values", values)
         blocks = number_format == "fp8 blocks"
@@ -114,7 +115,10 @@ class QuantizedLinear(QuantizedWeight):
         ranks: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(weight, number_format, ranks)
-        self.dtype, self.bias, self.invariant, self.plain = weight.dtype, bias, invariant, plain
+        self.dtype = weight.dtype
+        self.bias = bias
+        self.invariant = invariant
+        self.plain = plain
 
     def forward(self, x: Tensor | RoundedMatrix) -> Tensor:
         """`(…, out)` of x `(…, in)`, rounded here unless it is in this layer's format."""
@@ -134,7 +138,10 @@ class QuantizedGatedMLP(nn.Module):
 
     def __init__(self, gate_up: QuantizedLinear, down: QuantizedLinear, *, gelu: bool, plain: bool) -> None:
         super().__init__()
-        self.gate_up, self.down, self.gelu, self.plain = gate_up, down, gelu, plain
+        self.gate_up = gate_up
+        self.down = down
+        self.gelu = gelu
+        self.plain = plain
 
     def forward(self, x: Tensor | RoundedMatrix) -> Tensor:
         number_format = self.gate_up.number_format
@@ -146,8 +153,10 @@ class QuantizedExperts(nn.Module):
 
     def __init__(self, experts: Experts, number_format: WeightFormat, ranks: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.activation, self.gated = experts.activation, experts.gated
-        self.plain, self.dtype = experts.plain, experts.down.dtype
+        self.activation = experts.activation
+        self.gated = experts.gated
+        self.plain = experts.plain
+        self.dtype = experts.down.dtype
         self.number_format: WeightFormat = number_format
         self.input_name = "gate_up" if experts.gated else "up"
         self.add_module(self.input_name, QuantizedWeight(getattr(experts, self.input_name), number_format))

@@ -33,9 +33,11 @@ class RankSlices(PrefixBlocks):
     ) -> None:
         """`spec` has the dimensions of the whole model."""
         super().__init__(model, policy, cache)
-        self._spec, self._world = spec, world
+        self._spec = spec
+        self._world = world
         self._heads = HeadSlices(spec, world.ranks, cache.tokens_per_block, self._dtype.itemsize)
-        self._slice_bytes, self.own_blocks = self.block_bytes, None
+        self._slice_bytes = self.block_bytes
+        self.own_blocks = None
 
     def gather(self, tables: Sequence[Sequence[int]]) -> Tensor | None:
         """Whole blocks `(blocks, bytes)` on rank 0; None on other ranks."""
@@ -84,7 +86,8 @@ class LeadingBlocks(RankSlices):
         super().__init__(model, spec, policy, cache, world)
         self._cache = recorded_blocks(policy.cache, record)
         self._send = send
-        self._shapes, self.block_bytes = self._heads.shapes, self._heads.block_bytes
+        self._shapes = self._heads.shapes
+        self.block_bytes = self._heads.block_bytes
 
     def read(self, tables: Sequence[Sequence[int]], out: memoryview) -> None:
         self._send(gather=tables)

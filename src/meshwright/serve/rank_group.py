@@ -1,9 +1,10 @@
-"""The inference engine on a group of ranks, each with a part of the model: what tensor and expert ranks share.
+"""The inference engine on a group of ranks, each with a part of the model: what tensor and expert parallelism share.
 
-Rank 0 has the interface; before a step it sends the others the calls since the last one and its clock, in one message.
+Rank 0 is called by the user. Before a step it sends the other ranks one message, with its clock and the calls since the last step. All
+ranks then plan the same step.
 
-An error on one rank ends the whole group: the rank raises it, and the others raise CommunicationFailure when they wait for that rank. Then
-all processes of the group should end.
+An error on one rank ends the whole group. That rank raises the error, and the others raise CommunicationFailure when they wait for it. All
+processes of the group should then end.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankModel:
-    """A rank's part of a model, and the dimensions of the whole one: of the width of each layer, or of its experts."""
+    """A rank's part of a model: a part of each layer's width (tensor), or a part of the experts. `spec` describes the whole model."""
 
     model: Decoder
     spec: ModelSpec
@@ -65,10 +66,10 @@ class RankModel:
         experts: ExpertRanks = ONE_RANK,
         prepare: Callable[[Decoder], None] | None = None,
     ) -> RankModel:
-        """The part of this rank of `world`, on its device, without values. Raises BadInput if the ranks cannot divide the model.
+        """This rank's part of a model, on the device of `world`, without values. Raises BadInput if the ranks cannot divide the model.
 
-        With several `experts` the ranks share the experts; else they divide each layer. `prepare` may replace layers of the part before it
-        takes memory.
+        If `experts.count` is above 1, each rank has some of the experts; else each rank has a part of every layer. `prepare` may replace
+        layers before the part takes memory.
         """
         with torch.device("meta"):
             model = Decoder(spec)
@@ -92,11 +93,10 @@ class RankModel:
         experts: ExpertRanks = ONE_RANK,
         weights: WeightFormat | None = None,
     ) -> RankModel:
-        """The part of this rank of the model in `folder`: a run, a checkpoint or a Hugging Face folder. Collective.
+        """This rank's part of the model in `folder`: a run, a checkpoint or a Hugging Face folder. Collective.
 
-        `experts` is that of `empty`. Layers whose weights the folder stores in 8 bits are computed so, in the format `weights` if that is
-        given. Raises the same error on all ranks: BadInput if the ranks cannot divide the model, Damaged for
-        damaged files.
+        `experts` is as in `empty`. Layers that the folder stores in 8 bits are computed in 8 bits, in the format `weights` if it is given.
+        Raises the same error on all ranks: BadInput if the ranks cannot divide the model, Damaged for damaged files.
         """
         loaded: list[RankModel] = []
 
@@ -118,7 +118,7 @@ class RankModel:
 def use_stored_weights(
     stored: StoredModel, world: World, dtype: torch.dtype, weights: WeightFormat | None, divided: bool, model: Decoder
 ) -> None:
-    """Let a rank's part on the meta device compute layers as the folder stores them; the first rank says how weights are computed."""
+    """Replace layers of a part on the meta device by layers that compute as the folder stores them. The first rank prints which."""
     if stored.quantised is None:
         return
     ranks = world_group() if divided and world.ranks > 1 else None
@@ -130,10 +130,10 @@ def use_stored_weights(
 
 
 class RankEngine(Engine):
-    """The engine of one rank of a group. Creating it is collective, with the same options and tokenizer on all ranks.
+    """The engine of one rank of a group.
 
-    Raises BadInput for invariant results.
-    Rank 0 calls the methods of `Engine`, and `close` at the end; the others call `follow`, which returns after that.
+    It is created on all ranks at the same time (collective), with the same options and tokenizer. Rank 0 calls the methods of `Engine`, and
+    `close` at the end. The other ranks call `follow`, which returns after `close`. Raises BadInput for invariant results.
     """
 
     def __init__(
@@ -147,14 +147,17 @@ class RankEngine(Engine):
         if options.invariant:
             raise BadInput("invariant results are for an engine on one device", key="invariant")
         use_formats(part.model, weights=options.weights, ranks=world_group() if part.tensor.count > 1 else None)
-        self._part, self._world, self._ranks, self._now = part, world, RankGroup(world.control), 0.0
+        self._part = part
+        self._world = world
+        self._ranks = RankGroup(world.control)
+        self._now = 0.0
         # The ranks' devices may have different amounts of free memory.
         blocks = min(self._ranks.run_on_all("sizing the cache", lambda: blocks_that_fit(part.model, options)))
         super().__init__(part.model, tokenizer, replace(options, cache_blocks=blocks), clock=lambda: self._now)
         self.spec = part.spec
         self._messages = StepMessages()
         self._calls: list[dict[str, Any]] = []
-        """Calls on rank 0 that the others do not know yet."""
+        """Calls on rank 0 that are not sent to the other ranks yet."""
         self._checksum = 0
         """Checksum of the last step's tokens, to compare it between the ranks."""
         self._failure: str | None = None
@@ -162,7 +165,7 @@ class RankEngine(Engine):
     def step(self) -> list[Update]:
         """Compute one step on all ranks, as `Engine.step`.
 
-        An error ends the group: it is raised as a MeshwrightError, CommunicationFailure if another rank has failed.
+        An error ends the group. It is raised as a MeshwrightError; as CommunicationFailure if another rank has failed.
         """
         with self._ending_on_error("a step"):
             self._now = time.monotonic()
@@ -175,7 +178,7 @@ class RankEngine(Engine):
         self._load(folder)
 
     def close(self) -> None:
-        """Let `follow` return on the other ranks. Called on rank 0 when no step will follow; the engine cannot be used afterwards."""
+        """Let `follow` return on the other ranks. Called on rank 0 after the last step. The engine cannot be used afterwards."""
         if self._failure is None:
             self._send(end=True)
             self._messages.wait_for_acknowledgement()
@@ -219,14 +222,14 @@ class RankEngine(Engine):
         return super()._queue(TextRequest.from_plain(call["submit"]))
 
     def _take_part(self, message: Mapping[str, Any]) -> None:
-        """Carry out this rank's part of a message from rank 0 that is no step."""
+        """Do this rank's part of a message from rank 0 that asks for something other than a step. A subclass has such messages."""
 
     def _compute_step(self) -> list[Update]:
         """Compute a step on this rank; returns its updates."""
         return super().step()
 
     def _load_or_report(self, folder: Path) -> None:
-        """As `_load`; rank 0 raises the error, which is that of all ranks, and decides what follows."""
+        """As `_load`, but ignore an error that all ranks have: rank 0 raises it to its caller, who decides what follows."""
         try:
             self._load(folder)
         except CommunicationFailure:
@@ -247,7 +250,7 @@ class RankEngine(Engine):
             self._ranks.run_on_all(activity, verify)
             self._policy.forget_cache()
             self._weights_whole = False
-            # Tensor ranks agree on the scales of rounded weights here: a rank that fails now leaves the others waiting for it.
+            # Here tensor ranks agree on the scales of rounded weights. If a rank fails here, the others wait for it.
             self._ranks.run_on_all(
                 activity,
                 lambda: self._assign(
@@ -261,11 +264,11 @@ class RankEngine(Engine):
             assign_parameter(self._model, name, value)
 
     def _tokens_have_come(self) -> bool:
-        """Return False: ranks would plan different steps where their devices end at different times."""
+        """False on all ranks: devices end at different times, so the ranks would plan different steps."""
         return False
 
     def _fail(self, step: EngineStep, error: Exception, updates: list[Update]) -> None:
-        """Raise the error of a step, which ends the group: the other ranks still have the requests of the step."""
+        """Raise the error, which ends the group: other ranks may have computed the step, so its requests cannot end on this rank only."""
         raise error
 
     @contextmanager

@@ -48,9 +48,11 @@ class LaunchedStep:
 
     def read_drafted(self) -> list[list[tuple[int, TokenLogprob | None]]]:
         """The new tokens of each part, with log probabilities: the accepted drafts and one more."""
-        drafted, values = len(self.draft_counts), self.read()
+        drafted = len(self.draft_counts)
+        values = self.read()
         pairs = list(zip(values[: len(values) - drafted], self.token_logprobs(len(values) - drafted), strict=True))
-        new, start = [], 0
+        new = []
+        start = 0
         for count, accepted in zip(self.draft_counts, values[len(values) - drafted :], strict=True):
             new.append(pairs[start : start + accepted + 1])
             start += count
@@ -96,7 +98,8 @@ class TokenReadback:
             tokens = torch.cat((tokens, accepted))
         if not self._cuda:
             return LaunchedStep(step, packed.sampled_parts, tokens, logprobs, None, scores, counts)
-        buffer, event = self._buffers[self._turn][: len(tokens)], self._events[self._turn]
+        buffer = self._buffers[self._turn][: len(tokens)]
+        event = self._events[self._turn]
         self._turn = (self._turn + 1) % BUFFERS
         buffer.copy_(tokens, non_blocking=True)
         if logprobs is not None:

@@ -31,8 +31,11 @@ class RewardScorer:
         self, model: Decoder, after_answer: tuple[int, ...], pad: int | None, tokenizer_digest: str | None
     ) -> None:
         """`tokenizer_digest` is that of `TextFormat`; None if the folder has no tokenizer."""
-        self._model, self._whole = model, True
-        self.after_answer, self.pad, self.tokenizer_digest = after_answer, pad, tokenizer_digest
+        self._model = model
+        self._whole = True
+        self.after_answer = after_answer
+        self.pad = pad
+        self.tokenizer_digest = tokenizer_digest
 
     @property
     def spec(self) -> ModelSpec:
@@ -49,7 +52,8 @@ class RewardScorer:
                 raise ValueError(f"text {number} has token {max(sequence)}: expected 0 to {self.spec.vocab_size - 1}")
         if not self._whole:
             raise ValueError("the weights were not read to their end; load weights again")
-        found, device = [0.0] * len(sequences), self._model.embed.weight.device
+        found = [0.0] * len(sequences)
+        device = self._model.embed.weight.device
         for batch in _batches([len(sequence) for sequence in sequences]):
             longest = len(sequences[batch[0]])
             rows = [[*sequences[index], *[0] * (longest - len(sequences[index]))] for index in batch]
@@ -86,7 +90,8 @@ def open_scorer(
     Raises BadInput for another model.
     """
     model = load_model(folder, device, dtype, adapter=adapter, contents=contents, scores=True)
-    file, text = tokenizer_file(folder), known_text_format(folder)
+    file = tokenizer_file(folder)
+    text = known_text_format(folder)
     after = () if file is None or text is None else _after_answer(file.parent, open_tokenizer(file), text.stop_ids)
     return RewardScorer(model, after, config_pad(folder), None if text is None else text.tokenizer)
 

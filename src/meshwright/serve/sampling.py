@@ -31,7 +31,7 @@ class TokenLogprobs(NamedTuple):
     chosen: Tensor
     """`(samples,)` fp32: those of the tokens that were taken."""
     top_tokens: Tensor
-    """`(samples, most)` int64: the likeliest tokens, the likeliest first; `most` is that of the request which asks for most."""
+    """`(samples, most)` int64: the likeliest tokens, in falling order; `most` is the largest number that a request asks for."""
     top: Tensor
     """`(samples, most)` fp32: their log probabilities."""
 
@@ -39,18 +39,15 @@ class TokenLogprobs(NamedTuple):
 class Sampler:
     """Draws tokens for the requests of a batch; the options of each table row are on the device.
 
-    A draw is a function of the request's logits, its seed and the token's position. So it does not depend on the batch. `table_rows` is the
-    number of table rows.
+    A drawn token is a function of the request's logits, its seed and the token's position, so it does not depend on the batch.
     """
 
     divides_in_scores = False
-    """Whether `scores` always divides by the temperature.
-
-    Otherwise the kernel that draws does it where no other option applies.
-    """
+    """Whether `scores` always divides by the temperature. If not, the kernel that draws does it where no other option applies."""
 
     def __init__(self, table_rows: int, device: torch.device, vocab: int) -> None:
-        self._device, self.vocab = device, vocab
+        self._device = device
+        self.vocab = vocab
         self._floats = MirroredTable(6, table_rows, torch.float32, device)
         self._integers = MirroredTable(3, table_rows, torch.int64, device)
         self._biased_tokens = WideTable(table_rows, torch.int64, device, padding=0)
@@ -59,9 +56,9 @@ class Sampler:
         self._history = _TokenHistory(vocab, device)
         self._assigned: dict[int, SamplingOptions] = {}
         self._drawing = self._filtering = self._penalising = 0
-        """Assigned rows that draw, filter, penalise."""
+        """Numbers of assigned rows that draw, that filter, and that penalise."""
         self._logprobs: Counter[int] = Counter()
-        """For each number of top log probabilities, the assigned rows that want it."""
+        """For each number of top log probabilities: how many assigned rows want that number."""
 
     @property
     def greedy(self) -> bool:
@@ -70,7 +67,7 @@ class Sampler:
 
     @property
     def _changes_scores(self) -> bool:
-        """Whether the likeliest token may change by an option."""
+        """Whether an option of a request may change which token is the likeliest."""
         return bool(self._penalising or self._biases.rows or self._excluded)
 
     @property
@@ -86,7 +83,7 @@ class Sampler:
         prompt_tokens: int = 0,
         stop_ids: Collection[int] = (),
     ) -> None:
-        """Assign a table row to another request, with its text so far: the first `prompt_tokens` of `tokens` are its prompt.
+        """Give a table row to a request. `tokens` is its text so far, of which the first `prompt_tokens` are the prompt.
 
         `stop_ids` are not drawn before `SamplingOptions.min_tokens`.
         """
@@ -119,7 +116,9 @@ class Sampler:
         if self.greedy:
             return (logits if allowed is None else keep_allowed(logits.float(), allowed)).argmax(1).to(torch.int32)
         self.copy_options()
-        temperatures, seeds, scores = self._floats.here[0, table_rows], self._integers.here[1, table_rows], logits
+        temperatures = self._floats.here[0, table_rows]
+        seeds = self._integers.here[1, table_rows]
+        scores = logits
         changed = self._filtering or self._changes_scores or allowed is not None
         if changed or self.divides_in_scores:
             scores = self.scores(logits, table_rows, positions, allowed)
@@ -154,7 +153,7 @@ class Sampler:
         return scores
 
     def draft_scores(self, logits: Tensor, table_rows: Tensor) -> Tensor:
-        """`scores` of drafts, without penalties, biases and excluded tokens: the same operations on the device with any options."""
+        """As `scores`, for drafts: without penalties, biases and excluded tokens, so that the operations are the same for all options."""
         temperature, top_p, min_p, *_ = self._floats.here[:, table_rows]
         scores = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
         return keep_likeliest(scores, self._integers.here[0, table_rows], top_p, min_p)
@@ -166,13 +165,13 @@ class Sampler:
 
     @property
     def most_logprobs(self) -> int:
-        """The most likeliest tokens that a request wants for a new token."""
+        """The largest number of likeliest tokens that a request wants for each new token."""
         return max(self._logprobs, default=0)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, most: int | None = None) -> TokenLogprobs:
-        """Log probabilities of the tokens `(samples,)` taken from logits `(samples, vocab)`, and of the `most` likeliest ones.
+        """Log probabilities by logits `(samples, vocab)`: of `tokens` `(samples,)`, and of the `most` likeliest tokens.
 
-        `most` is that of the requests without a value. A token has the same bits in both.
+        Without a value, `most` is `most_logprobs`. A token that is in both results has the same bits in both.
         """
         most = min(self.most_logprobs if most is None else most, self.vocab)
         if not most:  # one pass over the logits
@@ -195,30 +194,30 @@ class Sampler:
         self._penalising += change * options.penalises
         if options.logprobs:
             self._logprobs[options.top_logprobs] += change
-            self._logprobs += Counter()  # without those that no row wants
+            self._logprobs += Counter()  # drops numbers that no row wants any more
 
 
 def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
-    """Tokens `(samples,)`, and -1 where logits `(samples, vocab)` have NaN or infinity, or exclude all tokens."""
+    """Tokens `(samples,)`, with -1 where the logits `(samples, vocab)` have NaN or +infinity, or exclude all tokens."""
     largest = logits.amax(1)
     return torch.where(largest * 0 == 0, tokens, -1)  # NaN and infinity times 0 are NaN
 
 
 def with_chosen(logprobs: TokenLogprobs, chosen: Tensor, tokens: Tensor) -> TokenLogprobs:
-    """Log probabilities with those of `tokens` `(samples,)` from another computation; they have the same bits among the likeliest."""
+    """Log probabilities with other values `chosen` of `tokens` `(samples,)`, also where these are among the likeliest."""
     top = torch.where(logprobs.top_tokens == tokens[:, None], chosen[:, None], logprobs.top)
     return logprobs._replace(chosen=chosen, top=top)
 
 
 def finite(logprobs: Tensor) -> Tensor:
-    """Log probabilities as JSON can have them."""
+    """Log probabilities without NaN and infinity, which JSON lacks."""
     return logprobs.nan_to_num(nan=LEAST_LOGPROB, neginf=LEAST_LOGPROB)
 
 
 class _TokenHistory:
     """How often each token is in the prompt and the new text of requests with penalties.
 
-    Only these requests have a slot of `counts`, which grows with their number. Slot 0 is for all others; what it has is never used.
+    Only these requests have a slot of `counts`, which grows with their number. All other requests share slot 0, which is never used.
     """
 
     def __init__(self, vocab: int, device: torch.device) -> None:

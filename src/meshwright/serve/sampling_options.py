@@ -13,15 +13,15 @@ from meshwright.spec.errors import BadInput
 LOWEST_TEMPERATURE = 1e-5
 """Below it the likeliest token is taken."""
 MOST_BIASES = 1024
-"""Tokens of one request that may have a bias."""
+"""Most tokens of one request that have a bias."""
 MOST_ALLOWED_TOKENS = 1024
-"""Ids of `SamplingOptions.allowed_token_ids` at most."""
+"""Most ids in `SamplingOptions.allowed_token_ids`."""
 MOST_BAD_WORDS = 128
-"""Sequences of `SamplingOptions.bad_words` at most."""
+"""Most sequences in `SamplingOptions.bad_words`."""
 LONGEST_BAD_WORD = 32
-"""Tokens of one of them at most."""
+"""Most tokens of one of these sequences."""
 MOST_LOGPROBS = 20
-"""Likeliest tokens that are returned for one token, at most."""
+"""Most likeliest tokens that are returned for one token."""
 _RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (0, 1),
@@ -44,17 +44,18 @@ _BIAS_RANGE = (-100, 100)
 class SamplingOptions:
     """Options by which the next token of a request is chosen from its logits.
 
-    They apply in this order: repetition penalty, presence and frequency penalty, bias, tokens that are excluded, temperature, top-k,
-    top-p of the tokens that top-k leaves, min-p. Tokens are excluded by the request's grammar, then by `allowed_token_ids`, `bad_words`
-    and `min_tokens`; one of these that would leave no token at a position does not apply there. Raises BadInput for a value out of range.
+    They apply in this order: repetition penalty, presence and frequency penalty, bias, excluded tokens, temperature, top-k, top-p of the
+    tokens that top-k leaves, min-p. Tokens are excluded by the request's grammar, then by `allowed_token_ids`, `bad_words` and
+    `min_tokens`. If one of these would exclude all tokens at a position, it does not apply there. Raises BadInput for a value out of
+    range.
     """
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token."""
     top_k: int = 0
-    """Number of likeliest tokens that may be drawn, beside those as likely as the last of them; 0 allows all."""
+    """Number of likeliest tokens that may be drawn, and all tokens that are as likely as the last of them; 0 allows all."""
     top_p: float = 1.0
-    """Probability of the tokens that may be drawn: as few of the likeliest as have it together; 1 allows all."""
+    """Only the likeliest tokens may be drawn: as many as are needed for this probability together; 1 allows all."""
     min_p: float = 0.0
     """Least probability of a token that may be drawn, as a fraction of the likeliest token's; 0 allows all."""
     repetition_penalty: float = 1.0
@@ -68,17 +69,17 @@ class SamplingOptions:
     allowed_token_ids: Sequence[int] | None = None
     """The only token ids that may be drawn; None allows all."""
     bad_words: Sequence[Sequence[int]] = ()
-    """Sequences of token ids that the new text does not have: the last id of one is not drawn after the others."""
+    """Sequences of token ids that may not be in the new text: the last id of one is not drawn after its other ids."""
     min_tokens: int = 0
-    """New tokens before which the text does not end: until then no stop id is drawn, and no stop string ends it."""
+    """Least number of new tokens: before it no stop id is drawn, and no stop string ends the text."""
     seed: int = 0
     """The draws of a request depend on its seed and the positions of its tokens alone."""
     logprobs: bool = False
-    """Whether the log probability of each new token is returned: that of the model, before any option applies."""
+    """Whether to return the log probability of each new token: the model's, before any option applies."""
     top_logprobs: int = 0
     """Number of likeliest tokens returned with log probabilities, for each new token; needs `logprobs`."""
     prompt_logprobs: int | None = None
-    """As `top_logprobs` for each token of the prompt but the first; None: its log probabilities are not computed."""
+    """As `top_logprobs`, for each token of the prompt but the first. None: no log probabilities of the prompt."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -131,15 +132,12 @@ class SamplingOptions:
                     )
 
     def sample(self, index: int) -> SamplingOptions:
-        """The options of sample `index` of the same prompt: those of sample 0 with another seed for each.
-
-        Only sample 0 has the log probabilities of the prompt.
-        """
+        """The options of sample `index` of a prompt: the same with another seed. Only sample 0 has log probabilities of the prompt."""
         return self if index == 0 else replace(self, seed=_mixed_seed(self.seed, index), prompt_logprobs=None)
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn; if not, the likeliest is taken."""
+        """Whether tokens are drawn at random. If not, the likeliest is taken."""
         return self.temperature >= LOWEST_TEMPERATURE
 
     @property
@@ -154,7 +152,7 @@ class SamplingOptions:
 
     @property
     def follows_text(self) -> bool:
-        """Whether the distribution of a token depends on the tokens before by more than the model."""
+        """Whether an option (not only the model) makes a token's distribution depend on the tokens before it."""
         return self.penalises or any(len(word) > 1 for word in self.bad_words)
 
 

@@ -1,10 +1,10 @@
-"""Speculative decoding: a cheap draft proposes tokens, and the model checks them all in one step.
+"""Speculative decoding: a cheap method proposes draft tokens, and the model checks all of them in one step.
 
-Two ways to check drafts leave the distribution of the text as it is without them:
+There are two ways to check drafts. Neither changes the distribution of the text:
 
-- `accept_equal` keeps the drafts that equal the tokens which the model draws at their positions. Draws depend on seed and position
-  alone, so even the text is the same. For a draft that is certain of its token, as in prompt lookup, no method accepts more.
-- `accept_by_rejection` is the rejection sampling of Leviathan et al. (arXiv 2211.17192). It accepts more of a draft model's tokens.
+- `accept_equal` accepts a draft if the model draws the same token at its position. A draw depends on seed and position only, so even the
+  text is the same as without drafts. If a draft has no distribution, as in prompt lookup, no method accepts more.
+- `accept_by_rejection` is the rejection sampling of Leviathan et al. (arXiv 2211.17192). It accepts more tokens of a draft model.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from torch import Tensor
 
 from meshwright.kernels.token_draw import gumbel_noise
 
-_DRAFT, _ACCEPT, _REPLACE = 0x2545F4914F6CDD1D, 0x61C8864680B583EB, 0x1F83D9ABFB41BD6B
-"""Make three seeds from that of a request, so that the draws of the draft and those of the check are independent."""
+# XOR with these makes three seeds of a request's seed, so that the draws of drafts and of their check are independent.
+_DRAFT = 0x2545F4914F6CDD1D
+_ACCEPT = 0x61C8864680B583EB
+_REPLACE = 0x1F83D9ABFB41BD6B
 
 
 class PromptLookup:
-    """Proposes the tokens that followed an earlier occurrence of a text's last tokens; memory and time are linear.
+    """Proposes the tokens that followed an earlier occurrence of a text's last tokens. Memory and time are linear.
 
-    Of all earlier occurrences the longest counts, with `shortest` to `longest` tokens; of equally long ones, the last.
+    It looks for the last `longest` tokens, then for fewer, down to `shortest`; of several occurrences it takes the last. Example: after
+    "a b c d a b" it finds "a b" and proposes "c d".
     """
 
     def __init__(self, tokens: Iterable[int] = (), *, longest: int = 4, shortest: int = 2) -> None:
         self._tokens: list[int] = []
         self._lengths = range(longest, shortest - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}
-        """Position after the last place of each run of tokens, apart from the one at the end of the text."""
+        """For each run of tokens: the position after its last occurrence, the one at the end of the text not counted."""
         self.add(tokens)
 
     def __len__(self) -> int:
@@ -47,14 +50,15 @@ class PromptLookup:
 
     def propose(self, count: int) -> list[int]:
         """At most `count` draft tokens; none if the last tokens are new to the text."""
-        text, end = self._tokens, len(self._tokens)
+        text = self._tokens
+        end = len(self._tokens)
         runs = (tuple(text[end - length :]) for length in self._lengths if length <= end)
         start = next((self._after[run] for run in runs if run in self._after), None)
         drafts: list[int] = []
         if start is None:
             return drafts
         for position in range(start, start + count):
-            # A run that reaches the end of the text is taken to repeat.
+            # If the proposal reaches the end of the text, it goes on with its own tokens: the run is taken to repeat.
             drafts.append(text[position] if position < end else drafts[position - end])
         return drafts
 
@@ -82,11 +86,12 @@ def draft_tokens(
 ) -> Drafts:
     """`count` draft tokens for each sequence, by a draft model.
 
-    `next_scores` gives the model's scores `(sequences, vocab)` after the drafts so far, `(sequences, 0)` to `(sequences, count - 1)`.
-    `draws`, `seeds` and `positions` `(sequences,)`: whether a sequence draws its tokens or takes the likeliest, its seed, and the position
-    of its first draft.
+    `next_scores` returns the model's scores `(sequences, vocab)` after the drafts so far, whose shape is `(sequences, 0)` at first and
+    `(sequences, count - 1)` at last. For each sequence, `(sequences,)`: `draws` says whether it draws its tokens or takes the likeliest,
+    `seeds` is its seed, `positions` the position of its first draft.
     """
-    tokens, distributions = torch.empty(len(seeds), 0, dtype=torch.int64, device=seeds.device), []
+    tokens = torch.empty(len(seeds), 0, dtype=torch.int64, device=seeds.device)
+    distributions = []
     for index in range(count):
         probabilities = _probabilities(next_scores(tokens), draws)
         drawn = _draw(probabilities, seeds ^ _DRAFT, positions + index)
@@ -109,7 +114,8 @@ def likeliest_tokens(next_scores: Callable[[Tensor], Tensor], count: int, like: 
 def accept_equal(drafts: Tensor, lengths: Tensor, drawn: Tensor) -> Checked:
     """Accept the leading drafts `(sequences, drafts)` that equal the tokens drawn by the model.
 
-    `drawn` `(sequences, drafts + 1)` are its draws after the text and after each draft; `lengths` `(sequences,)` numbers of drafts.
+    `drawn` `(sequences, drafts + 1)` are the tokens that it draws after the text and after each draft. `lengths` `(sequences,)` are the
+    numbers of drafts.
     """
     equal = drafts == drawn[:, :-1]
     return Checked(drawn, _leading(equal, lengths))
@@ -159,6 +165,6 @@ def _draw(weights: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _leading(accepted: Tensor, lengths: Tensor) -> Tensor:
-    """How many of the first `lengths` values of each row of `accepted` `(sequences, drafts)` are true before one is not."""
+    """For each row of `accepted` `(sequences, drafts)`: how many of its first `lengths` values are true before the first that is not."""
     within = torch.arange(accepted.shape[1], device=accepted.device) < lengths[:, None]
     return (accepted & within).long().cumprod(1).sum(1)

@@ -10,14 +10,16 @@ from collections.abc import Iterable
 class StopStrings:
     """Holds back the end of a growing text while it may be the beginning of a stop string.
 
-    The stop string whose last character comes first in the text ends it. If several end at the same character, it is the longest of them.
-    Examples with the text "abcd": of "bc" and "abcd" it is "bc", of "c" and "bc" too; the text that is returned is "a".
+    The text ends at the first character that completes a stop string. If several stop strings end at that character, the longest counts.
+    Examples with the text "abcd": with the stop strings "bc" and "abcd" it is "bc", with "c" and "bc" too; the returned text is "a".
     """
 
     def __init__(self, search: StringSearch, *, include: bool = False) -> None:
-        """`search` is that for the stop strings. `include`: the text ends behind the stop string instead of before it."""
-        self._search, self._include = search, include
-        self._state, self._held = 0, ""
+        """`search` looks for the stop strings. With `include` the text includes the stop string that ends it."""
+        self._search = search
+        self._include = include
+        self._state = 0
+        self._held = ""
         self.reached: str | None = None
         """The stop string that the text has reached; the text before it is complete."""
 
@@ -49,16 +51,18 @@ class StopStrings:
         return text[:certain]
 
     def finish(self) -> str:
-        """The text held back, once no more follows."""
-        text, self._held, self._state = self._held, "", 0
+        """The text that was held back; to be called when no more text follows."""
+        text = self._held
+        self._held = ""
+        self._state = 0
         return text
 
 
 class StringSearch:
-    """Search for several strings at a time in a text that comes in pieces; each character is looked at once.
+    """Search for several strings at a time in a text that arrives in pieces; each character is looked at once.
 
-    The strings are a trie. A state is the number of one of its nodes: that of the longest suffix of the text so far that is a prefix of one
-    of the strings; 0 is the empty suffix. Method: Aho and Corasick 1975.
+    The strings form a trie. The state of the search is a node of the trie, by its number: the node of the longest suffix of the text so far
+    that is also a prefix of one of the strings. 0 is the root, the empty suffix. Method: Aho and Corasick 1975.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -66,7 +70,7 @@ class StringSearch:
         self.length = [0]
         """Number of characters of each node's prefix."""
         self._failure = [0]
-        """For each node, that of its longest proper suffix (failure link)."""
+        """For each node, the node of its longest proper suffix that is in the trie (failure link)."""
         self._complete: list[str | None] = [None]
         """For each node, the longest string that a text in this state ends with."""
         for string in filter(None, strings):
@@ -91,7 +95,7 @@ class StringSearch:
     def _link(self) -> None:
         """Set the failure links, and let each node inherit the complete string of its link.
 
-        A link leads to a shorter prefix, so nodes are taken by increasing length: that of a link is finished before.
+        A link leads to a node with a shorter prefix. So nodes are taken by increasing length, and the node of a link is finished first.
         """
         queue = deque(self._next[0].values())
         while queue:
@@ -126,7 +130,7 @@ class StringSearch:
             position += 1
             if may_stop and (found := self._complete[state]) is not None:
                 return state, position, found
-            # A string that was ignored may leave a state that nothing continues: nothing of it has to be held back.
+            # After an ignored string the state may be a node without children: then nothing has to be held back.
             while state and not self._next[state]:
                 state = self._failure[state]
         return state, len(text), None

@@ -12,13 +12,13 @@ from meshwright.data.token_bytes import TokenBytes
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Character for bytes that are no complete character."""
 CONTEXT = 5
-"""Fewest tokens before the new ones that are decoded with them, where a token's text depends on those before it."""
+"""Fewest earlier tokens that are decoded together with the new ones, if a token's text depends on the tokens before it."""
 MOST_CONTEXT = 20
-"""Most such tokens: as long as they stay the same, their text is known."""
+"""Most such tokens. As long as they stay the same, their text need not be decoded again."""
 LONGEST_CHARACTER = 4
-"""Bytes of a character at most."""
+"""Most bytes of a character."""
 MOST_INCOMPLETE = 8
-"""Tokens after which an incomplete character is not waited for any longer."""
+"""After so many tokens an incomplete character is returned as it is."""
 
 
 class TextStream(Protocol):
@@ -90,7 +90,8 @@ class _ByteStream:
 
     def finish(self) -> str:
         text, _ = utf_8_decode(self._held, "replace", True)
-        self._held, self.incomplete = b"", False
+        self._held = b""
+        self.incomplete = False
         return text
 
 
@@ -129,5 +130,6 @@ class _DecodedStream:
         if len(self._window) > MOST_CONTEXT:
             del self._window[:-CONTEXT]
             text = self._decode(self._window)
-        self._returned, self._before = len(self._window), text
+        self._returned = len(self._window)
+        self._before = text
         return new

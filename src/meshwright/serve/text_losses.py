@@ -23,7 +23,8 @@ class TextLosses:
 
     def __init__(self, model: Decoder, *, context: int, chunk: int = CHUNK_TOKENS) -> None:
         weight = model.embed.weight
-        self._model, self._chunk = model, chunk
+        self._model = model
+        self._chunk = chunk
         blocks = most_blocks(context, 1, TOKENS_PER_BLOCK)
         self._groups = len(layer_groups(model.spec))
         cache = KVCache(
@@ -52,7 +53,8 @@ class TextLosses:
         return total
 
     def _chunk_loss(self, tokens: Tensor, targets: Tensor, start: int) -> Tensor:
-        count, device = len(tokens), tokens.device
+        count = len(tokens)
+        device = tokens.device
         positions = self._positions[start : start + count]
         table = self._table[:, : -(-(start + count) // TOKENS_PER_BLOCK)]
         inputs = StepInputs(

@@ -47,5 +47,6 @@ class TextRequest:
     def from_plain(cls, values: Mapping[str, Any]) -> TextRequest:
         """The request of `to_plain`, also after JSON has made its keys text."""
         fields = dict(values)
-        sampling, grammar = SamplingOptions.from_plain(fields.pop("sampling")), fields.pop("grammar")
+        sampling = SamplingOptions.from_plain(fields.pop("sampling"))
+        grammar = fields.pop("grammar")
         return cls(**fields, sampling=sampling, grammar=None if grammar is None else Grammar(**grammar))

@@ -88,20 +88,26 @@ class TimedEngine(Engine):
             self._origin = event, self._timer()
 
     def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
-        begin, device_begin = self._timer(), self._mark()
+        begin = self._timer()
+        device_begin = self._mark()
         launched = super()._launch(updates, drafting)
         if launched is None:
             return None
-        launch_end, device_end, step = self._timer(), self._mark(), launched.step
+        launch_end = self._timer()
+        device_end = self._mark()
+        step = launched.step
         attended = [part.start + 1 for part in step.parts[: step.decodes]]
-        positions, longest = sum(attended), max(attended, default=0)
+        positions = sum(attended)
+        longest = max(attended, default=0)
         chunks = tuple(ProfiledChunk(start=part.start, count=part.count) for part in step.parts[step.decodes :])
 
         def completed() -> TimedStep:
             end = self._timer()
-            first, last = self._time_of(device_begin), self._time_of(device_end)
+            first = self._time_of(device_begin)
+            last = self._time_of(device_end)
             if first is None or last is None:
-                first, last = max(begin, self._last_end), end
+                first = max(begin, self._last_end)
+                last = end
             return TimedStep(step.decodes, positions, longest, chunks, begin, launch_end, first, last, end)
 
         self.launched += 1

@@ -33,7 +33,8 @@ def warm_up(
     for tokens in runner.few_tokens:
         if tokens <= min(context, inputs.step_tokens):
             runner.warm_prompt(tokens)
-    size, new_tokens = inputs.tokens_per_block, len(SAMPLING)
+    size = inputs.tokens_per_block
+    new_tokens = len(SAMPLING)
     tokens = min(PROMPT_TOKENS, min(context, *((group.blocks - 1) * size for group in groups)) - new_tokens)
     if tokens < 1:
         return

@@ -22,7 +22,8 @@ def weight_sums(model: Decoder, spec: ModelSpec, part: AxisPart) -> Tensor:
     Elements are read as integers. `spec` has the dimensions of the whole model, `part` says which part of it `model` is.
     Added over all ranks they are those of the whole model. The second sum is that of the scales of rounded weights, else 0.
     """
-    device, sums = model.embed.weight.device, []
+    device = model.embed.weight.device
+    sums = []
     for parameter in parameters(spec):
         owner, _, leaf = parameter.name.rpartition(".")
         module = model.get_submodule(owner)

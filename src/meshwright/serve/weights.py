@@ -29,6 +29,7 @@ def open_newer(
 def check_same_model(spec: ModelSpec, stored: ModelSpec, folder: Path) -> None:
     """Raise BadInput, which names the first dimension that differs, unless both describe the same model."""
     for name in ModelSpec.__dataclass_fields__:
-        ours, theirs = getattr(spec, name), getattr(stored, name)
+        ours = getattr(spec, name)
+        theirs = getattr(stored, name)
         if ours != theirs and name not in UNUSED_FIELDS:
             raise BadInput(f"{folder} has the weights of another model: model.{name} is {theirs}, expected {ours}")

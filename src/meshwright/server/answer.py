@@ -44,8 +44,12 @@ class TextAnswer:
         keep: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """`keep` gets all tokens of the only text once it has ended, unless at a stop string."""
-        self._client, self._tokens, self._request, self._body = client, tokens, request, body
-        self._context, self._keep = context, keep
+        self._client = client
+        self._tokens = tokens
+        self._request = request
+        self._body = body
+        self._context = context
+        self._keep = keep
         self._drawn: list[int] = []
         """Tokens of the text, if they are kept."""
         self._ids: list[int] = []
@@ -65,7 +69,8 @@ class TextAnswer:
 
     def _output(self, index: int) -> TextOutput:
         """The decoder of a text."""
-        request, search = self._request, self._stop_search
+        request = self._request
+        search = self._stop_search
         special = request.special_tokens or (request.output is not None and request.output.special)
         # Without new tokens a character that the prompt has begun stays as the echo shows it.
         before = request.prompts[index // request.count] if request.new_tokens else ()
@@ -188,7 +193,9 @@ class TextAnswer:
     def _read(self, index: int, news: list[News]) -> TextPiece:
         """What the news add to a text, with its parts."""
         assert self._readers is not None
-        output, reader, format = self._outputs[index], self._readers[index], self._request.output
+        output = self._outputs[index]
+        reader = self._readers[index]
+        format = self._request.output
         if reader.may_reason and (len(news) > 1 or len(news[0].tokens) > 1):
             parts: list[AnswerPart] = []
             for some in _one_by_one(news):  # the tokens of reasoning are counted
@@ -204,7 +211,8 @@ class TextAnswer:
 
     def _read_some(self, output: TextOutput, reader: OutputReader, news: list[News]) -> TextPiece:
         """What the news add to a text; one token at most if there may be reasoning."""
-        before, reasoned = output.tokens, reader.reasoning
+        before = output.tokens
+        reasoned = reader.reasoning
         text = output.add(news)
         shown = reader.go_on(text) if output.finish_reason is None else None
         if shown is None:
@@ -268,7 +276,8 @@ class TextAnswer:
 
     def _opening(self, index: int) -> bytes:
         """The events that begin a text."""
-        opening, echo = self._body.first(index, self._usage()), self._echo(index)
+        opening = self._body.first(index, self._usage())
+        echo = self._echo(index)
         if not echo:
             return opening
         return opening + self._body.event(

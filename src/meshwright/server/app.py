@@ -104,8 +104,10 @@ class KeyCheck:
         self, app: ASGIApp, key: str | None, *, open_paths: Iterable[str] = (), basic_paths: Iterable[str] = ()
     ) -> None:
         """`open_paths` need no key; for `basic_paths` a browser may ask for it as a password."""
-        self._app, self._key = app, None if key is None else key.encode()
-        self._open, self._basic = frozenset(open_paths), frozenset(basic_paths)
+        self._app = app
+        self._key = None if key is None else key.encode()
+        self._open = frozenset(open_paths)
+        self._basic = frozenset(basic_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._key is None or scope["type"] != "http" or scope["path"] in self._open or self._has_key(scope):
@@ -167,7 +169,9 @@ class RequestLog:
     """
 
     def __init__(self, app: ASGIApp, *, logs: bool = True) -> None:
-        self._app, self._logs, self._count = app, logs, 0
+        self._app = app
+        self._logs = logs
+        self._count = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
@@ -177,7 +181,9 @@ class RequestLog:
             return
         self._count += 1
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        id, started, status = kept_request_id(given) or str(self._count), time.perf_counter(), 0
+        id = kept_request_id(given) or str(self._count)
+        started = time.perf_counter()
+        status = 0
 
         async def send_and_note(message: Message) -> None:
             nonlocal status

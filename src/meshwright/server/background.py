@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("meshwright.server")
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds before a task that failed begins again; they double with each failure."""
+FIRST_PAUSE = 1.0
+"""Seconds before a task that failed begins again. They double with each failure."""
+LONGEST_PAUSE = 30.0
+"""Longest of these pauses, seconds."""
 HEALTHY_SECONDS = 60.0
 """A task that ran for so long had recovered: the pauses begin with the first again."""
 

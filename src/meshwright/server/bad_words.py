@@ -31,5 +31,6 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def _after_line(tokenizer: Tokenizer, text: str) -> list[int]:
     """The token ids of a text behind the end of a line; empty if they are not apart from it."""
-    line, both = _ids(tokenizer, "\n"), _ids(tokenizer, f"\n{text}")
+    line = _ids(tokenizer, "\n")
+    both = _ids(tokenizer, f"\n{text}")
     return both[len(line) :] if both[: len(line)] == line else []

@@ -21,7 +21,7 @@ from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket
 from meshwright.server.staging import map_staging, memory_file
 
 COPY_SECONDS = 30.0
-"""Time after which an engine that has not copied blocks loses its connection."""
+"""An engine that has not copied its blocks after this time loses its connection."""
 TICK_SECONDS = 1.0
 
 
@@ -29,7 +29,8 @@ class BlockStore:
     """Blocks of one size. A new block replaces the least recently used one of those that no engine reads."""
 
     def __init__(self, block_bytes: int, most_bytes: int) -> None:
-        self.block_bytes, self.slots = block_bytes, max(1, most_bytes // block_bytes)
+        self.block_bytes = block_bytes
+        self.slots = max(1, most_bytes // block_bytes)
         self.descriptor, self._memory = memory_file(self.slots * block_bytes)
         self._free = list(range(self.slots - 1, -1, -1))
         self._blocks: OrderedDict[str, tuple[int, str]] = OrderedDict()
@@ -66,7 +67,7 @@ class BlockStore:
         self._readers[slot] -= 1
 
     def put(self, name: str, content: memoryview, checksum: str) -> bool:
-        """Keep a block; false if its checksum is wrong, or all slots are read."""
+        """Store a block. False if its checksum is wrong, or if engines are reading all slots."""
         if name in self._blocks:
             self._blocks.move_to_end(name)
             return True
@@ -76,7 +77,8 @@ class BlockStore:
         if slot is None:
             return False
         self.content(slot)[:] = content
-        self._blocks[name], self._names[slot] = (slot, checksum), name
+        self._blocks[name] = (slot, checksum)
+        self._names[slot] = name
         return True
 
     def _evict(self) -> int | None:
@@ -92,12 +94,13 @@ class BlockStore:
 
 
 class StoreConnection:
-    """An engine, and the slots that it reads."""
+    """The connection of an engine, and the slots that it is reading."""
 
     def __init__(self, end: socket.socket) -> None:
-        self.frames, self.heard = FrameSocket(end), time.monotonic()
+        self.frames = FrameSocket(end)
+        self.heard = time.monotonic()
         self.identity: str | None = None
-        """Weights and layout of its blocks, once it has shown the key."""
+        """Identity of its weights and layout of blocks. None until it has shown the key."""
         self.memory: memoryview | None = None
         """Staging memory of an engine on this host."""
         self.reading: list[int] = []
@@ -107,7 +110,9 @@ class StoreServer:
     """Serves one store to engines. The first engine decides the size of blocks."""
 
     def __init__(self, listening: socket.socket, key: str, most_bytes: int) -> None:
-        self._listening, self._key, self._most_bytes = listening, key, most_bytes
+        self._listening = listening
+        self._key = key
+        self._most_bytes = most_bytes
         self._acceptor = Acceptor(listening)
         self._table: ConnectionTable[StoreConnection] = ConnectionTable(TRANSFERS)
         self._selector = selectors.DefaultSelector()
@@ -151,7 +156,8 @@ class StoreServer:
             self._close(connection)
 
     def _take(self, connection: StoreConnection, frame: Frame) -> None:
-        message, connection.heard = frame.message, time.monotonic()
+        message = frame.message
+        connection.heard = time.monotonic()
         if connection.identity is None:
             if (hello := connection.frames.take_hello(message, self._key)) is not None:
                 self._greet(connection, hello)
@@ -165,7 +171,8 @@ class StoreServer:
     def _greet(self, connection: StoreConnection, hello: Mapping[str, Any]) -> None:
         """Accept the connection of an engine that has shown the key."""
         self._table.keep(connection)
-        size, frames = hello["block_bytes"], connection.frames
+        size = hello["block_bytes"]
+        frames = connection.frames
         if self.store is None:
             self.store = BlockStore(size, self._most_bytes)
         if size != self.store.block_bytes:
@@ -175,15 +182,17 @@ class StoreServer:
             if descriptor is None:
                 raise BadFrame("staging memory is missing")
             connection.memory = map_staging(descriptor, hello["slots"] * size)
-        connection.identity, frames.limit = hello["identity"], MESSAGE_BYTES
+        connection.identity = hello["identity"]
+        frames.limit = MESSAGE_BYTES
         frames.send({"welcome": self.store.slots}, descriptor=self.store.descriptor if frames.local else None)
 
     def _answer(self, connection: StoreConnection, message: Mapping[str, Any]) -> None:
-        """Send the slots of the requested blocks up to the first that is not stored.
+        """Send the slots of the requested blocks, up to the first block that is not stored.
 
-        The blocks stay until they are copied or the connection ends.
+        These blocks are not replaced until they are copied or the connection ends.
         """
-        store, frames = self._opened_store, connection.frames
+        store = self._opened_store
+        frames = connection.frames
         most = len(message["names"]) if frames.local else MESSAGE_BYTES // store.block_bytes
         names = [f"{connection.identity}/{name}" for name in message["names"][:most]]
         found = store.begin_read(names)
@@ -205,11 +214,13 @@ class StoreServer:
 
     def _put(self, connection: StoreConnection, message: Mapping[str, Any], payload: bytearray) -> None:
         """Copy blocks of an engine up to the first that is damaged, and acknowledge them."""
-        size, (start, count) = self._opened_store.block_bytes, message["slots"]
+        size = self._opened_store.block_bytes
+        start, count = message["slots"]
         content = memoryview(payload)
         if connection.memory is not None:
             content = connection.memory[start * size : (start + count) * size]
-        names, checksums = message["put"], message["checksums"]
+        names = message["put"]
+        checksums = message["checksums"]
         if not len(names) == len(checksums) == count or content.nbytes != count * size or start < 0:
             raise BadFrame("blocks without their content")
         for index, name in enumerate(names):
@@ -245,7 +256,8 @@ class StoreServer:
 def run_store(address: str, key: str, most_bytes: int, say: Callable[[str], None]) -> None:
     """Keep blocks until SIGTERM or Ctrl-C; `say` receives the address once engines can connect. Raises BadInput."""
     raise_file_limit()
-    server, stopped = StoreServer(listen(address, "address"), key, most_bytes), []
+    server = StoreServer(listen(address, "address"), key, most_bytes)
+    stopped = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.append(True))
     say(f"keeping cache blocks at {address}")

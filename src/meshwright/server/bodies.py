@@ -16,7 +16,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class TextPiece(NamedTuple):
-    """A piece of a text, or the whole."""
+    """A piece of a text, or the whole text."""
 
     text: str
     logprobs: str | None = None
@@ -25,11 +25,11 @@ class TextPiece(NamedTuple):
     """Reasoning, text and calls in order; None if all is of one `kind`."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    """Stop string or token id that ended the text, if it is one of the request's."""
+    """Stop string or token id that ended the text, if the request named it."""
     prompt_logprobs: str | None = None
     """Log probabilities of the prompt in vLLM's form, as JSON."""
     kind: PartKind = "text"
-    """What the text is, if it is one part."""
+    """Kind of the text, if it is one part."""
 
     @property
     def all_parts(self) -> Sequence[AnswerPart]:
@@ -39,7 +39,7 @@ class TextPiece(NamedTuple):
         return (AnswerPart(self.kind, self.text),) if self.text else ()
 
     def goes_on(self, kind: str) -> str | None:
-        """The text of a piece that only goes on with a part of this kind, as most do; else None."""
+        """The text of a piece that only continues a part of this kind, as most pieces do; else None."""
         parts = self.parts
         if self.finish_reason is not None:
             return None
@@ -49,7 +49,7 @@ class TextPiece(NamedTuple):
 
     @property
     def end(self) -> str:
-        """The members of JSON about log probabilities and the end."""
+        """The JSON members about log probabilities and the end of the text."""
         if self.finish_reason is None:
             return f'"logprobs":{self.logprobs or "null"},"finish_reason":null'
         stop = json.dumps(self.stop_reason)
@@ -59,7 +59,7 @@ class TextPiece(NamedTuple):
 def usage(
     prompt_tokens: int, new_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None
 ) -> dict[str, Any]:
-    """The numbers of tokens of a request; those of reasoning only where it is told apart."""
+    """The numbers of tokens of a request; those of reasoning only if reasoning is recognised."""
     details = {} if reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     return {
         "prompt_tokens": prompt_tokens,
@@ -107,7 +107,8 @@ class CompletionBody:
         """With `include_usage` every event of a stream has the key `usage`, which is null where there are no numbers."""
         self._base = {"id": self.prefix + number, "object": self.object, "created": created, "model": model}
         self._head = f"data: {json.dumps(self._base, separators=(',', ':'))[:-1]},"
-        self._with_usage, self._continuous = request.include_usage, request.continuous_usage
+        self._with_usage = request.include_usage
+        self._continuous = request.continuous_usage
         self._tail = ',"usage":null}\n\n' if self._with_usage else "}\n\n"
 
     def first(self, index: int, tokens: Mapping[str, Any]) -> bytes:
@@ -157,7 +158,8 @@ class CompletionBody:
 class ChatBody(CompletionBody):
     """Answers of /v1/chat/completions."""
 
-    object, whole_object = "chat.completion.chunk", "chat.completion"
+    object = "chat.completion.chunk"
+    whole_object = "chat.completion"
     prefix = "chatcmpl-"
     logprobs = ChatLogprobs
 

@@ -1,4 +1,4 @@
-"""Reads one call of a tool after its opening, by the pattern of its notation, while the text arrives in pieces."""
+"""Reads a tool call after its opening mark, by the pattern of the model's notation, while the text arrives in pieces."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from meshwright.serve.stops import StringSearch
 from meshwright.server.notations import Notation, Parameters, Sequences
 
 Wait = Generator[None, str, Any]
-"""A reader that stops at each `yield` until the next piece of text is sent to it."""
+"""A reader that waits at each `yield` until the next piece of text is sent to it."""
 LONGEST_NAME = 256
-"""Characters of a name at most; those of white space before a mark too."""
+"""Most characters of a name, and of white space before a mark."""
 Types = Mapping[str, Mapping[str, Collection[str]]]
 """JSON types of the parameters of each function, as its schema names them."""
 
 
 class NoCall(Exception):
-    """Text that is no call after all."""
+    """The text is not a call."""
 
 
 class ReadCall(NamedTuple):
@@ -37,11 +37,11 @@ class TextSource:
 
     def __init__(self) -> None:
         self.rest = ""
-        """Text that has come and is not taken."""
+        """Text that has arrived and is not taken."""
         self.final = False
         """Whether no more text follows."""
         self.held: list[str] = []
-        """What was taken of something that may be no call."""
+        """Text that was taken for a call; if it turns out not to be one, it is text of the answer again."""
 
     def more(self) -> Wait:
         """Wait for further text; returns False at the end of the answer."""
@@ -58,8 +58,9 @@ class TextSource:
         return True
 
     def take(self, count: int) -> str:
-        """Take characters, which are held."""
-        text, self.rest = self.rest[:count], self.rest[count:]
+        """Take characters, and add them to `held`."""
+        text = self.rest[:count]
+        self.rest = self.rest[count:]
         self.held.append(text)
         return text
 
@@ -72,7 +73,7 @@ class TextSource:
                 return
 
     def begins(self, marks: Sequence[str]) -> Wait:
-        """Return the first of these marks that comes next, nothing taken; None if none does."""
+        """The first of these marks that comes next, without taking it; None if none comes next."""
         while True:
             for mark in marks:
                 if self.rest.startswith(mark):
@@ -84,7 +85,7 @@ class TextSource:
             yield from self.more()
 
     def mark(self, mark: str) -> Wait:
-        """Take a mark, with white space before it. Raises NoCall if it does not come."""
+        """Take a mark, with white space before it. Raises NoCall if it does not come next."""
         yield from self.space()
         if (yield from self.begins((mark,))) is None:
             raise NoCall
@@ -100,7 +101,7 @@ class TextSource:
                 raise NoCall
 
     def continues(self, sequences: Sequences) -> Wait:
-        """Return whether one of these sequences of marks comes next, nothing taken; the end of the answer may cut it behind its first."""
+        """Whether one of these sequences of marks comes next; takes nothing. The end of the answer may cut it after its first mark."""
         while True:
             states = [_sequence_state(self.rest, sequence) for sequence in sequences]
             if any(state is True for state in states):
@@ -112,7 +113,7 @@ class TextSource:
                 return any(text.startswith(sequence[0]) for sequence in sequences)
 
     def value(self, search: StringSearch, following: Sequences) -> Wait:
-        """Take a value up to the closing mark that `search` finds, which one of `following` follows; returns its text."""
+        """Take a value up to a closing mark that `search` finds, if one of `following` comes after it. Returns the value's text."""
         pieces: list[str] = []
         state = 0
         while (yield from self.any()):
@@ -143,7 +144,7 @@ class TextSource:
 
 
 def _sequence_state(text: str, marks: Sequence[str]) -> bool | None:
-    """Whether the text begins with these marks, white space aside; None if it may still."""
+    """Whether the text begins with these marks, apart from white space; None if more text is needed to know."""
     for mark in marks:
         text = text.lstrip()
         if not text.startswith(mark):
@@ -160,9 +161,13 @@ class ObjectEnd:
 
         `inside` and `outside` are patterns for the characters that need attention in such texts and elsewhere.
         """
-        self._strings, self._escape = strings, escape
-        self._inside, self._outside = re.compile(inside), re.compile(outside)
-        self._depth, self._string, self._escaped = 0, "", False
+        self._strings = strings
+        self._escape = escape
+        self._inside = re.compile(inside)
+        self._outside = re.compile(outside)
+        self._depth = 0
+        self._string = ""
+        self._escaped = False
 
     @classmethod
     def json(cls) -> ObjectEnd:
@@ -175,11 +180,12 @@ class ObjectEnd:
         return cls("\"'", "\\", r"[\"'\\]", r"[\"'()\[\]{}]")
 
     def find(self, text: str) -> int | None:
-        """Return where the value ends in this piece; None if it goes on, 0 if it is none."""
+        """Where the value ends in this piece; None if it continues in the next piece, 0 if it is not such a value."""
         position = 0
         while True:
             if self._escaped and text[position:]:
-                self._escaped, position = False, position + 1
+                self._escaped = False
+                position = position + 1
             found = (self._inside if self._string else self._outside).search(text, position)
             if found is None:
                 return None
@@ -228,12 +234,13 @@ _WORD = re.compile(r"[\w.:/-]{0,256}")
 
 
 def read_calls(source: TextSource, notation: Notation, types: Types) -> Wait:
-    """Return the calls, one or more, of the pattern that comes next; marks before and after it are not part of it. Raises NoCall."""
+    """Read one pattern; returns its calls, one or more. Marks before and after the pattern are not read. Raises NoCall."""
     pattern = notation.patterns.get(source.rest[:1], notation.patterns[""])
     parts = _items(pattern)
     if parts[0][0] == "name" and not source.held:
         raise NoCall  # any word could be a name
-    name, arguments = "", "{}"
+    name = ""
+    arguments = "{}"
     for index, (kind, text) in enumerate(parts):
         if kind == "text":
             yield from source.mark(text.strip())
@@ -276,7 +283,7 @@ def _name(source: TextSource, notation: Notation, after: Sequence[tuple[str, str
 
 
 def _optional(source: TextSource, mark: str) -> Wait:
-    """Take a mark that may be left out, and a word behind it that is no bracket."""
+    """Take an optional mark, and the id after it if the mark has one."""
     if (yield from source.begins((mark,))) is None:
         return
     source.take(len(mark))
@@ -285,7 +292,7 @@ def _optional(source: TextSource, mark: str) -> Wait:
 
 
 def _word(source: TextSource) -> Wait:
-    """Take letters, digits and what else names have."""
+    """Take letters, digits and the other characters of names."""
     while (match := _WORD.match(source.rest)) is not None and match.end() == len(source.rest):
         if len(source.rest) >= LONGEST_NAME or not (yield from source.more()):
             raise NoCall
@@ -294,8 +301,9 @@ def _word(source: TextSource) -> Wait:
 
 
 def _parameters(source: TextSource, parameters: Parameters, types: Mapping[str, Collection[str]]) -> Wait:
-    """Take arguments that are written one by one, as long as they come; returns the text of a JSON object."""
-    parts, search = _items(parameters.opening), _closing(parameters.closing)
+    """Take arguments that are written one after the other. Returns them as the text of a JSON object."""
+    parts = _items(parameters.opening)
+    search = _closing(parameters.closing)
     values: dict[str, Any] = {}
     while True:
         yield from source.space()
@@ -322,7 +330,7 @@ def _closing(mark: str) -> StringSearch:
 
 
 def typed_value(text: str, types: Collection[str]) -> Any:
-    """The value that the text of a parameter stands for, by the JSON types that its schema allows; text that is none of them stays."""
+    """The value of a parameter's text, by the JSON types that its schema allows; text that has none of these types stays text."""
     if "null" in types and text.strip() in ("null", "None"):
         return None
     if "string" in types:
@@ -350,14 +358,14 @@ def _decoded(text: str) -> Any:
 
 
 def object_text(text: str) -> str:
-    """The text itself. Raises NoCall if it is no JSON object."""
+    """The text unchanged. Raises NoCall if it is not a JSON object."""
     if not isinstance(_decoded(text), dict):
         raise NoCall
     return text
 
 
 def _named_call(text: str) -> tuple[str, str]:
-    """Name and arguments of a call that is one object. Raises NoCall if it is none."""
+    """Name and arguments of a call that is written as one JSON object. Raises NoCall if it is not one."""
     value = _decoded(text)
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         raise NoCall
@@ -378,7 +386,7 @@ _PYTHON_TEXT = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL
 
 def _python_calls(text: str) -> list[ReadCall]:
     """The calls of a Python list such as `[f(a=1), g(b="x")]`. Raises NoCall for anything else."""
-    # Templates write the newlines of a text as they are.
+    # Chat templates write newlines in strings unescaped.
     text = _PYTHON_TEXT.sub(lambda found: found[0].replace("\n", "\\n").replace("\r", "\\r"), text.strip())
     try:
         tree = ast.parse(text, mode="eval").body
@@ -417,7 +425,8 @@ def _python_value(value: ast.expr) -> Any:
 
 
 _QUOTE = '<|"|>'
-_GEMMA_OUTSIDE, _GEMMA_STRING = StringSearch((_QUOTE, "{", "}", "[", "]")), StringSearch((_QUOTE,))
+_GEMMA_OUTSIDE = StringSearch((_QUOTE, "{", "}", "[", "]"))
+_GEMMA_STRING = StringSearch((_QUOTE,))
 
 
 def _gemma_text(source: TextSource) -> Wait:

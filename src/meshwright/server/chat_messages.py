@@ -76,7 +76,9 @@ def _arguments(value: object) -> object:
         read = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    return {} if read is None else read if isinstance(read, dict) else value
+    if read is None:
+        return {}
+    return read if isinstance(read, dict) else value
 
 
 def _content(content: object, key: str) -> str | None:

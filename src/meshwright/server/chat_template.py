@@ -24,11 +24,11 @@ class _Habits(NamedTuple):
     """Form of messages that a template expects."""
 
     developer: bool = False
-    """Whether there are messages of the role developer; without, theirs is system."""
+    """Whether the template knows the role developer. If not, such messages get the role system."""
     arguments_as_text: bool = False
-    """Whether the arguments of calls are JSON in a text."""
+    """Whether the arguments of calls are a JSON text instead of an object."""
     content_beside_calls: str | None = ""
-    """Content of a message that has calls only."""
+    """Content of a message that has only calls."""
     short_ids: bool = False
     """Whether ids of calls have nine letters or digits."""
     late_system: bool = True
@@ -43,7 +43,8 @@ class ServedChatTemplate(chat_template.ChatTemplate):
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         """`tool_source` is the template of chats with tools, if it is another. Raises BadInput if a source is no template."""
         super().__init__(source, special_tokens, tool_source=tool_source)
-        self._source, self._tool_source = source, tool_source
+        self._source = source
+        self._tool_source = tool_source
 
     def knows(self, variable: str) -> bool:
         """Whether the template names a variable."""
@@ -72,7 +73,7 @@ class ServedChatTemplate(chat_template.ChatTemplate):
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt whose continuation goes on with the last message, an answer. Raises RequestError as `render` does."""
+        """A prompt that ends within the last message, an answer, so that the model continues it. Raises RequestError as `render` does."""
         last = messages[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
             raise RequestError(
@@ -98,7 +99,7 @@ class ServedChatTemplate(chat_template.ChatTemplate):
 
     @cached_property
     def _habits_with_tools(self) -> _Habits:
-        """Those of the template of chats with tools."""
+        """The habits of the template of chats with tools."""
         return self._find_habits(self._tool_source, [_TOOL]) if self._tool_source else self._habits
 
     def _find_habits(self, source: str, tools: list[dict[str, Any]] | None) -> _Habits:
@@ -149,7 +150,7 @@ _CALLED = (
 
 
 def _all_fitted(messages: Sequence[Mapping[str, Any]], habits: _Habits) -> list[Mapping[str, Any]]:
-    """The messages in the form that a template with these habits expects; those of system stay at their places."""
+    """The messages in the form that a template with these habits expects. System messages keep their places."""
     fitted: list[Mapping[str, Any]] = []
     begun = False
     for message in messages:
@@ -165,7 +166,7 @@ def _all_fitted(messages: Sequence[Mapping[str, Any]], habits: _Habits) -> list[
 
 
 def _without_pairs(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages, where one of the user that follows another is joined with it."""
+    """The messages, with consecutive messages of the user joined."""
     joined: list[Mapping[str, Any]] = []
     for message in messages:
         if joined and message["role"] == joined[-1]["role"] == "user":
@@ -198,7 +199,7 @@ def _fitted_call(call: Mapping[str, Any], habits: _Habits) -> Mapping[str, Any]:
 
 
 def _short_id(id: str) -> str:
-    """An id of nine letters and digits: itself, or one that follows from it."""
+    """The id if it has nine letters and digits; else such an id computed from it."""
     if len(id) == _ID_LENGTH and id.isascii() and id.isalnum():
         return id
     return hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_LENGTH]

@@ -26,14 +26,14 @@ START_SECONDS = 600.0
 END_SECONDS = 30.0
 """Longest time that a server may take to end."""
 ROUTER_WORDS = ("--port", "0", "--silent-seconds", "600", "--requests", "65536")
-"""Options of the router: a load test waits for slow servers, and refuses nothing."""
+"""Arguments of the router: in a load test it waits for slow servers, and refuses no request."""
 LAST_LINES = 20
 """Lines of a failed server's output in the error."""
 
 
 @dataclass(frozen=True)
 class RunningInstance:
-    """A server that takes requests."""
+    """A server that has started and takes requests."""
 
     role: Role
     number: int
@@ -200,4 +200,6 @@ class _Server(_Process):
         self, role: Role, number: int, devices: int, words: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         super().__init__(f"server of role {role}", ["serve", *words, "--no-log-requests"], environment)
-        self.role, self.number, self.devices = role, number, devices
+        self.role = role
+        self.number = number
+        self.devices = devices

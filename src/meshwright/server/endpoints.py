@@ -47,7 +47,7 @@ PAGE_HEADERS = [
     (b"x-frame-options", b"DENY"),
 ]
 OWN_BODY = 4 << 10
-"""Bytes of a body that this process reads itself if no template is rendered, in 1 to 3 ms; a text process reads others."""
+"""Most bytes of a body that this process reads itself, in 1 to 3 ms, if it renders no template. A text process reads the others."""
 RETRY_SECONDS = 1
 
 
@@ -56,11 +56,14 @@ class Api:
 
     def __init__(self, spec: ServeSpec, name: str, files: ModelFiles, client: EngineClient) -> None:
         """`name` is the model's for clients. Raises BadInput for a chat template that cannot be used."""
-        self.spec, self.name, self.files, self.client = spec, name, files, client
+        self.spec = spec
+        self.name = name
+        self.files = files
+        self.client = client
         self.has_template = chat_template(spec, files) is not None
         self.workers = TextWorkers(spec, name, files)
         self.draining = False
-        """Whether new requests are refused, while those that run go on."""
+        """Whether new requests are refused while running requests go on."""
         self.role: Role = spec.role
         self._created = int(time.time())
         self._tokens = TokenBytes(files.tokenizer)
@@ -169,7 +172,7 @@ class Api:
         return "paused" if self.client.paused else "ready"
 
     async def _read(self, request: Request, read: Callable[[RequestReader, bytes], T]) -> T:
-        """Return what `read` makes of the body, in this process or a text process, once it is clear that the request can be taken."""
+        """The result of `read` for the body, in this process or a text process, after a check that the request can be taken."""
         if (state := self.state) not in ("ready", "paused"):
             self.client.metrics.rejected += 1
             wait = None if state == "failed" else RETRY_SECONDS

@@ -1,4 +1,4 @@
-"""Client of the engine in the HTTP process: queues requests, and passes the output of texts to their HTTP requests."""
+"""The HTTP process's connection to the engine: sends requests, and gives each HTTP request the output of its sequences."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from meshwright.spec.errors import EXIT_COMMUNICATION, BadInput
 
 Reason = Literal["stop", "length", "abort", "deadline", "failed", "refused"]
 TEXTS_AT_ONCE = 4
-"""Texts of a step that get their tokens in one turn of the event loop; new requests are read between two turns."""
+"""Sequences of a step that get their tokens in one turn of the event loop. New requests are read between two turns."""
 
 NEWS_AT_ONCE = 64
-"""News that wake the reader of a whole answer: the work for a long text is then spread over its time."""
+"""A reader of a whole answer is woken after so many news, so that the work for a long text is spread over the time of the text."""
 
 
 class News(NamedTuple):
@@ -49,17 +49,17 @@ class News(NamedTuple):
     score: float | None = None
     """The score of the text, by a reward model."""
     prompt_logprobs: Sequence[str] | None = None
-    """Log probabilities of the prompt's next tokens, as `PromptLogprobs.packed`. All come before the first new token."""
+    """Log probabilities of next tokens of the prompt, as `PromptLogprobs.packed`. All of them come before the first new token."""
     cached_tokens: int = 0
-    """Tokens of the prompt that were taken from the prefix cache; with the first news of a text. Further samples of a prompt share its
-    computation, so the text with the smallest index says what was cached before the request."""
+    """Tokens of the prompt that were taken from the prefix cache, in the first news of a sequence. The samples of a prompt share its
+    computation, so only the sequence with the smallest index says what was cached before the request."""
 
 
 class Subscription:
     """The news of all texts of one HTTP request, in order."""
 
     def __init__(self, *, whole: bool) -> None:
-        """With `whole` the reader is woken only when all texts have ended, or `NEWS_AT_ONCE` news have come."""
+        """With `whole` the reader is woken only when all sequences have ended, or when `NEWS_AT_ONCE` news wait."""
         self._news: list[News] = []
         self._whole = whole
         self._waiter: asyncio.Future[None] | None = None
@@ -79,7 +79,7 @@ class Subscription:
         return bool(self._news) and (not self._whole or not self.unfinished or len(self._news) >= NEWS_AT_ONCE)
 
     def close(self) -> None:
-        """The client has gone: the reader gets no more news."""
+        """Give the reader no more news: the client has disconnected."""
         self.closed = True
         self.wake()
 
@@ -95,7 +95,8 @@ class Subscription:
         if not self._readable:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        news, self._news = self._news, []
+        news = self._news
+        self._news = []
         return [] if self.closed else news
 
 
@@ -128,7 +129,7 @@ class EngineRequest:
     count: int = 1
     """Number of texts."""
     priority: int = 0
-    """Requests of a larger number go first. In HTTP requests, as in vLLM, those of a lower one: the reader changes the sign."""
+    """Requests with a larger number go first. In HTTP requests a lower number goes first, as in vLLM: the reader changes the sign."""
     salt: str = ""
     """`cache_salt`: only requests of equal salt share cached blocks, in all engines and in the store."""
 
@@ -140,11 +141,12 @@ class EngineClient(asyncio.Protocol):
         self, metrics: ServerMetrics, clock: Callable[[], float] = time.perf_counter, *, exchanges: bool = False
     ) -> None:
         """`exchanges`: whether the engine exchanges blocks with others."""
-        self.metrics, self._clock = metrics, clock
+        self.metrics = metrics
+        self._clock = clock
         self.ready: Mapping[str, int] | None = None
         """Context, vocabulary and sizes of the engine, once it is ready."""
         self.weights: Mapping[str, Any] = {}
-        """The checkpoint that is served, and newer ones that are damaged; empty for other folders."""
+        """The checkpoint that is served, and newer checkpoints that are damaged; empty if the folder is no run."""
         self.warning: str | None = None
         """What an operator must know about these weights."""
         self.failure: tuple[str, int] | None = None
@@ -154,9 +156,9 @@ class EngineClient(asyncio.Protocol):
         self.paused = False
         self.figures = EngineFigures()
         self.transfers = TransferFigures() if exchanges else None
-        """Blocks exchanged with other engines, if any are."""
+        """Figures of the blocks exchanged with other engines. None without such exchanges."""
         self.probe = EngineProbe(self)
-        """Whether the model works."""
+        """Tests whether the model works."""
         self.changed = asyncio.Event()
         """Set when the engine becomes ready or fails."""
         self._transport: asyncio.WriteTransport | None = None
@@ -182,7 +184,7 @@ class EngineClient(asyncio.Protocol):
         return self.ready is not None and self.failure is None
 
     def submit(self, request: EngineRequest, subscription: Subscription, first_index: int) -> list[int]:
-        """Queue the texts of a request and return their ids; news go to `subscription`, with indexes from `first_index` on."""
+        """Queue the sequences of a request. Returns their ids. Their news go to `subscription`, with indices from `first_index` on."""
         now = self._clock()
         ids = list(itertools.islice(self._numbers, request.count))
         for offset, id in enumerate(ids):
@@ -211,7 +213,7 @@ class EngineClient(asyncio.Protocol):
         return (await subscription.next())[-1].code
 
     def abort(self, ids: Sequence[int], reason: str = "abort") -> None:
-        """End texts; those that have ended are ignored. There is no more news of them."""
+        """End sequences; ids that have ended are ignored. No more news of them comes."""
         ended = [id for id in ids if id in self._texts]
         for id in ended:
             self._forget(id, reason)
@@ -230,7 +232,7 @@ class EngineClient(asyncio.Protocol):
         self._send({"pause": paused})
 
     def use_role(self, role: Role) -> None:
-        """Let the engine take new work by this role."""
+        """Change the engine's role; it applies to new work."""
         self._send({"role": role})
 
     async def load(self, folder: Path) -> None:
@@ -253,11 +255,12 @@ class EngineClient(asyncio.Protocol):
             self._transport.close()
 
     def fail(self, message: str, code: int, key: str | None = None) -> None:
-        """End all texts: the engine cannot continue, by the setting `key` if there is one."""
+        """End all sequences, because the engine cannot continue. `key` is the setting that caused it, if one did."""
         if self.failure is not None:
             return
         self._pass_on(self._entries)
-        self.failure, self.failure_key = (message, code), key
+        self.failure = (message, code)
+        self.failure_key = key
         self.changed.set()
         for id, text in list(self._texts.items()):
             self._forget(id, "failed")
@@ -284,9 +287,12 @@ class EngineClient(asyncio.Protocol):
                 self._take(message)
 
     def _take_step(self, entries: Sequence[Sequence[Any]]) -> None:
-        """Pass on the entries of a step; first tokens come before the others, as their clients have nothing yet."""
-        self._step_arrived, texts = self._clock(), self._texts
-        first, others, new_tokens = [], [], 0
+        """Pass on the entries of a step. First tokens go first, because their clients have nothing yet."""
+        self._step_arrived = self._clock()
+        texts = self._texts
+        first = []
+        others = []
+        new_tokens = 0
         for entry in entries:
             if (text := texts.get(entry[0])) is not None:  # else it was aborted
                 (others if text.tokens else first).append(entry)
@@ -315,7 +321,9 @@ class EngineClient(asyncio.Protocol):
 
     def _pass_on(self, entries: Iterable[Sequence[Any]]) -> None:
         """Give texts their tokens."""
-        now, texts, metrics = self._step_arrived, self._texts, self.metrics
+        now = self._step_arrived
+        texts = self._texts
+        metrics = self.metrics
         for entry in entries:
             if (text := texts.get(entry[0])) is None:
                 continue
@@ -340,7 +348,8 @@ class EngineClient(asyncio.Protocol):
 
     def _take(self, message: dict[str, Any]) -> None:
         if "ready" in message:
-            self.ready, self.weights = message["ready"], message.get("weights", {})
+            self.ready = message["ready"]
+            self.weights = message.get("weights", {})
             self.warning = message.get("warning")
             self.changed.set()
         elif "refused" in message:
@@ -364,7 +373,8 @@ class EngineClient(asyncio.Protocol):
         text = self._texts.pop(id)
         text.subscription.unfinished -= 1
         if reason != "refused":
-            decoding, whole = text.last - text.first, self._clock() - text.queued
+            decoding = text.last - text.first
+            whole = self._clock() - text.queued
             self.metrics.count_request(reason, text.prompt_tokens, text.tokens, decoding, whole)
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""The engine's process: takes requests from the HTTP process and sends their tokens, one message for each step.
+"""The engine's process: takes requests from the HTTP process and sends new tokens, one message for each step.
 
-The HTTP process starts it, and further ranks of it if the engine divides the model. It ends when that process closes the socket or dies.
+The HTTP process starts it, with one process for each rank if the model is divided. It ends when the HTTP process closes the socket or dies.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class EngineConnection:
     """The engine's end of the socket."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket, self._reader = end, ServerMessageReader()
+        self._socket = end
+        self._reader = ServerMessageReader()
 
     def fileno(self) -> int:
         """The descriptor, for a selector."""
@@ -82,8 +83,9 @@ class EngineLoop:
     """Runs an engine by the messages of the HTTP process."""
 
     def __init__(self, engine: Engine, connection: EngineConnection, transfer: TransferSetup | None = None) -> None:
-        """`transfer`: how it exchanges blocks with other engines. Raises BadInput for an address that cannot be used."""
-        self._engine, self._connection = engine, connection
+        """`transfer` has the settings of block exchange with other engines. Raises BadInput for an address that cannot be used."""
+        self._engine = engine
+        self._connection = connection
         self._grammars = GrammarJobs(engine)
         self._unwanted: set[int] = set()
         self._compiling: set[int] = set()
@@ -148,7 +150,7 @@ class EngineLoop:
         self._unwanted -= ids
         if aborted == ids:
             return
-        # Where the logits of a prompt are needed, its keys and values are of no use.
+        # If the logits of a prompt are needed, it must be computed here: keys and values from elsewhere do not help.
         transfers = None if "prompt_logprobs" in request["sampling"] else self.transfers
         if transfers is None or not transfers.begin(request):
             self._submit_texts(request, None)
@@ -203,7 +205,9 @@ class EngineLoop:
         options: Mapping[str, Any],
     ) -> tuple[list[int], list[int]]:
         """Report first tokens from another engine and queue the texts that go on; returns the ids and numbers of these."""
-        ids, numbers, entries = [], [], []
+        ids = []
+        numbers = []
+        entries = []
         for index, (id, (tokens, details)) in enumerate(zip(request["ids"], firsts, strict=True)):
             reason = details.get("reason")
             if reason == "abort":
@@ -215,7 +219,8 @@ class EngineLoop:
             if goes_on:
                 sample = sampling.sample(index)
                 number = self._engine.submit(request["tokens"], sampling=sample, given=tokens, **options)
-                self._numbers[id], self._ids[number] = number, id
+                self._numbers[id] = number
+                self._ids[number] = id
                 numbers.append(number)
                 ids.append(id)
         if entries:
@@ -261,7 +266,7 @@ class EngineLoop:
         self._connection.send({"step": entries, "figures": self._engine.figures()})
 
     def _report_figures(self, transfers: TransferFigures) -> None:
-        """Report figures that have changed: blocks also become free between steps, when another engine has copied them."""
+        """Report changed figures. They also change between steps: blocks become free when another engine has copied them."""
         if self._busy() and self._reported is not None and transfers == self._reported[0]:
             return  # the next step reports the engine's figures
         figures = transfers, self._engine.figures()
@@ -270,7 +275,7 @@ class EngineLoop:
             self._connection.send({"transfers": transfers, "figures": figures[1]})
 
     def _count_failure(self, updates: Sequence[Update]) -> None:
-        """Count failed steps of the device in a row, by all updates of a step; raises EngineLost after `FAILED_STEPS` or a device error."""
+        """Count failed steps in a row, from the updates of each step. Raises EngineLost after `FAILED_STEPS`, or after a device error."""
         failure = next((update.error for update in reversed(updates) if update.code == ENGINE_FAILED), None)
         if failure is None:
             self._failed_steps = 0
@@ -298,7 +303,8 @@ def load_engine(setup: EngineSetup, weights: Chosen | None = None) -> Engine:
     from meshwright.serve.engine import Engine
     from meshwright.serve.load import load_for_engine
 
-    options, folder = _options(setup), setup.draft_model
+    options = _options(setup)
+    folder = setup.draft_model
     draft = None if folder in (None, MTP) else load_model(Path(folder), *device_and_dtype())
     source = Path(setup.folder) if weights is None else weights.path
     adapter = None if setup.adapter is None else Path(setup.adapter)
@@ -320,7 +326,8 @@ def serve_on_ranks(setup: EngineSetup, connection: EngineConnection | None) -> N
     world = join(RankEnvironment.from_environment(), setup.cluster, timeout_seconds=LOAD_SECONDS)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     weights = choose_weights(Path(setup.folder), contents=False)
-    options, source = _options(setup), Path(setup.folder) if weights is None else weights.path
+    options = _options(setup)
+    source = Path(setup.folder) if weights is None else weights.path
     part = RankModel.load(source, world, dtype, setup.experts, options.weights)
     check_context(part.spec, options)
     engine = engine_of_rank(part, world, _tokenizer(setup), options, setup.experts)
@@ -362,12 +369,13 @@ def serve_engine(
 def main() -> int:
     """Run the engine, or a rank of it; returns the exit code of docs/reference/exit-codes.md.
 
-    The argument is the inherited socket, -1 for a rank beside the first; standard input has the `EngineSetup` in JSON.
+    The argument is the number of the inherited socket, or -1 for all ranks but the first. Standard input has the `EngineSetup` as JSON.
     """
     end_with_parent()
     raise_file_limit()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would have keys and texts
-    descriptor, setup = int(sys.argv[1]), from_plain(EngineSetup, json.load(sys.stdin))
+    descriptor = int(sys.argv[1])
+    setup = from_plain(EngineSetup, json.load(sys.stdin))
     connection = None if descriptor < 0 else EngineConnection(socket.socket(fileno=descriptor))
     try:
         if connection is None or setup.ranks > 1:

@@ -59,8 +59,13 @@ class RequestError(Exception):
         """`param` is the key of the body that is wrong; `retry_after` are seconds after which the client may try again;
         `scheme` is how a client shows its key, for status 401; `headers` are further ones of the answer."""
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after, self.scheme, self._headers = retry_after, scheme, headers
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+        self.scheme = scheme
+        self._headers = headers
 
     @classmethod
     def of_failure(cls, error: str | None, code: str | None, grammar_key: str | None = None) -> RequestError:
@@ -71,7 +76,8 @@ class RequestError(Exception):
         if code is None:
             return cls(400, error or "")
         status, message = FAILURES[code]
-        param, headers = grammar_key if code == "grammar" else None, [NO_RETRY] if status >= 500 else []
+        param = grammar_key if code == "grammar" else None
+        headers = [NO_RETRY] if status >= 500 else []
         return cls(status, message.format(error), code=code, param=param, headers=headers)
 
     @property
@@ -98,8 +104,10 @@ class RequestError(Exception):
         return headers
 
 
-MESSAGES_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
-"""Beginnings of the paths of Anthropic's API and of OpenAI's Responses API."""
+MESSAGES_PATH = "/v1/messages"
+"""Beginning of the paths of Anthropic's API."""
+RESPONSES_PATH = "/v1/responses"
+"""Beginning of the paths of OpenAI's Responses API."""
 LAST_SEQUENCE = 2**31 - 1
 """Number of an event of a Responses stream that who writes it has not counted; numbers rise."""
 

@@ -28,7 +28,11 @@ class Follower:
     """Loads each checkpoint of a run that is newer than `served`; looks every so many `seconds`."""
 
     def __init__(self, api: Api, run: Path, served: Path, seconds: float) -> None:
-        self._api, self._client, self._run, self._seen, self._seconds = api, api.client, run, served, seconds
+        self._api = api
+        self._client = api.client
+        self._run = run
+        self._seen = served
+        self._seconds = seconds
         self._warning = api.client.warning
 
     async def follow(self) -> None:

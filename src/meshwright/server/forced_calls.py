@@ -74,13 +74,15 @@ def _arguments(index: int, function: Mapping[str, Any], parameters: Parameters |
     schema = {"type": "object", **(function.get("parameters") or {})}
     if parameters is None:
         return [f"arguments_{index}: %json {json.dumps(schema)}"]
-    properties, definitions = schema.get("properties") or {}, {}
+    properties = schema.get("properties") or {}
+    definitions = {}
     if not isinstance(properties, dict):
         return None
     for key in ("$defs", "definitions"):
         if key in schema:
             definitions[key] = schema[key]
-    rules, order = [], []
+    rules = []
+    order = []
     for number, (key, value) in enumerate(properties.items()):
         rule = f"value_{index}_{number}"
         if not _PLAIN_KEY.fullmatch(key) or (content := _value(rule, value, schema, definitions, parameters)) is None:

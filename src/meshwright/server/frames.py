@@ -1,4 +1,4 @@
-"""Messages between the engines of a deployment: JSON, and bytes beside it, over a stream socket that never blocks."""
+"""Messages between the engines of a deployment: JSON and a payload of bytes, over a stream socket that never blocks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ UNIX = "unix:"
 FIRST_BYTES = TRANSFERS.head_bytes
 """Longest message of a peer that has not shown its key."""
 MESSAGE_BYTES = 64 << 20
-"""Longest JSON of a message, and most bytes beside it."""
+"""Most bytes of a message's JSON, and most bytes of its payload."""
 LONGEST_SOCKET_PATH = 107
 """Most bytes of a Unix socket's address on Linux (unix(7))."""
 _HEADER = struct.Struct("!II")
-"""Bytes of the JSON, and bytes beside it."""
+"""Number of bytes of the JSON, and of the payload."""
 _RECEIVE_BYTES = 1 << 20
 
 
@@ -40,7 +40,7 @@ class Frame(NamedTuple):
 
     message: Mapping[str, Any]
     payload: bytearray
-    """Bytes beside the JSON."""
+    """Bytes after the JSON."""
 
 
 class FrameSocket:
@@ -50,13 +50,14 @@ class FrameSocket:
         end.setblocking(False)
         if end.family != socket.AF_UNIX:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._end, self._incoming = end, bytearray()
+        self._end = end
+        self._incoming = bytearray()
         self._outgoing: deque[memoryview] = deque()
         self._descriptors: list[int] = []
         self._challenge: Challenge | None = None
         self._session: ProofSession | None = None
         self.limit = FIRST_BYTES
-        """Longest message that is taken; `MESSAGE_BYTES` once the peer is known."""
+        """Longest message that is accepted; `MESSAGE_BYTES` once the peer has shown its key."""
 
     def fileno(self) -> int:
         """The descriptor, for a selector."""
@@ -111,9 +112,9 @@ class FrameSocket:
         self.send({"nonce": self._challenge.nonce})
 
     def proves(self, message: Mapping[str, Any]) -> bool:
-        """Whether a message is the peer's proof, after which `say_hello` follows; False for all later ones.
+        """Whether a message is the peer's proof. The caller then calls `say_hello`. False for all later messages.
 
-        Raises BadFrame for a message without it.
+        Raises BadFrame if the first message has no valid proof.
         """
         if self._session is not None:
             return False
@@ -130,7 +131,7 @@ class FrameSocket:
         self.send({"hello": {**values, "proof": self._session.sign(_as_proved(values))}}, descriptor=descriptor)
 
     def take_hello(self, message: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-        """As the listening side, answer the first message of a peer, with None; return the second, its hello.
+        """For the listening side. Answers a peer's first message and returns None; returns the second message, the hello.
 
         Raises BadFrame for a peer that does not prove that it knows the key.
         """
@@ -169,7 +170,9 @@ class FrameSocket:
         return data
 
     def _complete(self) -> list[Frame]:
-        incoming, start, frames = self._incoming, 0, []
+        incoming = self._incoming
+        start = 0
+        frames = []
         while len(incoming) - start >= _HEADER.size:
             length, size = _HEADER.unpack_from(incoming, start)
             if length > self.limit or size > (0 if self.limit == FIRST_BYTES else MESSAGE_BYTES):
@@ -213,7 +216,7 @@ def is_list_of_ids(value: object) -> bool:
 def listen(address: str, key: str = "transfer_address") -> socket.socket:
     """A socket that listens at `unix:PATH`, for processes of this user, or at HOST:PORT.
 
-    A socket that a dead process has left at the path is replaced. Raises BadInput, with the key, if it cannot listen.
+    If a dead process has left a socket at the path, it is replaced. Raises BadInput for the setting `key` if it cannot listen.
     """
     try:
         if address.startswith(UNIX):
@@ -259,7 +262,9 @@ def start_connecting(address: str) -> socket.socket | None:
     path = Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
     try:
         target: Any = None if path else listen_address(address)
-        family = socket.AF_UNIX if target is None else socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+        family = socket.AF_UNIX
+        if target is not None:
+            family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
         end = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, ValueError):
         return None
@@ -279,7 +284,7 @@ def start_connecting(address: str) -> socket.socket | None:
 
 @contextmanager
 def _short_path(path: Path) -> Iterator[str]:
-    """The path of a socket's file, by way of a descriptor of its folder if it is longer than a socket's address can be."""
+    """The path of a socket's file. If it is too long for a socket's address, a path through a descriptor of its folder."""
     if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
         yield str(path)
         return

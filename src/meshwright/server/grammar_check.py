@@ -67,7 +67,8 @@ class GrammarCheck:
 
     def close(self) -> None:
         """End the process."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             process.wait()
@@ -80,7 +81,9 @@ class GrammarCheck:
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     """The next line of a process; None if none comes in time, or the process has ended."""
     assert process.stdout is not None
-    descriptor, deadline, line = process.stdout.fileno(), time.monotonic() + seconds, b""
+    descriptor = process.stdout.fileno()
+    deadline = time.monotonic() + seconds
+    line = b""
     while not line.endswith(b"\n"):
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
         if not ready or not (data := os.read(descriptor, 1 << 16)):

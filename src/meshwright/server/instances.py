@@ -22,12 +22,12 @@ from meshwright.spec.errors import BadInput, attach_key, call_all
 
 log = logging.getLogger("meshwright.server")
 PREFIX_BYTES = 256
-"""Bytes of a prompt's text in a block, for finding the server that has computed the same prefix."""
+"""Bytes of a block of a prompt's text. Blocks are compared to find the server that has computed the same prefix."""
 MOST_PREFIX_BLOCKS = 128
 TOKEN_BYTES = 4
 """Approximate bytes of a token of text."""
 _MOST_SEARCHED = 64 << 10
-"""Bytes of a body in which the key of its prompt is looked for."""
+"""Most bytes of a body in which the key of its prompt is looked for."""
 _PROMPT_KEYS = (b'"messages"', b'"prompt"')
 
 
@@ -47,7 +47,7 @@ class ServerInstance:
     port: int
     clock: Callable[[], float] = time.monotonic
     healthy: bool = False
-    """Whether its last check and its last connection allow new requests."""
+    """Whether its last health check and its last connection were good, so that it gets new requests."""
     checks: ServerHealth = field(default_factory=ServerHealth)
     listed: bool = True
     """Whether its host name still has its address."""
@@ -88,7 +88,8 @@ class ServerInstance:
 
     def close_idle(self) -> None:
         """Close the connections without a request."""
-        idle, self.idle = self.idle, []
+        idle = self.idle
+        self.idle = []
         for connection in idle:
             connection.abort()
 
@@ -108,15 +109,17 @@ class Instances:
         """Raises BadInput for URLs that are none."""
         self._clock = clock
         self._targets = targets_of(urls)
-        self._most, self._health_seconds, self._silent_seconds = most_requests, health_seconds, silent_seconds
+        self._most = most_requests
+        self._health_seconds = health_seconds
+        self._silent_seconds = silent_seconds
         self.all: dict[tuple[str, int], ServerInstance] = {}
         self._addresses: dict[tuple[str, int], set[tuple[str, int]]] = {}
-        """Addresses of each target when its name was last found."""
+        """Addresses of each target, from the last successful look-up of its name."""
         self._unknown: set[tuple[str, int]] = set()
-        """Targets without an address since the start that were logged."""
+        """Targets that have had no address since the start, and were logged."""
         self._routing: RequestRouting[ServerInstance] = RequestRouting()
         self.known = asyncio.Event()
-        """Set once a server takes requests or all were checked, so that the router does not wait for a server that hangs."""
+        """Set once one server takes requests, or all were checked: the router does not wait for a server that hangs."""
 
     @property
     def usable(self) -> list[ServerInstance]:
@@ -174,20 +177,16 @@ class Instances:
                 answer, instance.role = await _health(instance)
             instance.heard = self._clock()
         checks = health_after(instance.checks, answer, self._clock() - instance.heard, self._silent_seconds)
-        instance.checks, instance.healthy = checks, checks.ready
+        instance.checks = checks
+        instance.healthy = checks.ready
         if checks.lost and instance.busy:
             log.info("%s is silent: its %d requests end or go to another server", instance.name, len(instance.busy))
         if checks.lost:
             instance.give_up()
         if instance.usable:
             self.known.set()
-        instance.log(
-            f"is ready, role {instance.role}"
-            if checks.ready
-            else "does not answer"
-            if checks.missed
-            else "is not ready"
-        )
+        state = "does not answer" if checks.missed else "is not ready"
+        instance.log(f"is ready, role {instance.role}" if checks.ready else state)
 
 
 async def _health(instance: ServerInstance) -> tuple[HealthAnswer, str]:
@@ -211,7 +210,8 @@ async def _health(instance: ServerInstance) -> tuple[HealthAnswer, str]:
 def prefix_hashes(body: bytes) -> list[int]:
     """A chain of hashes over full blocks of the text of a request, from its prompt or messages on."""
     start = next((at for key in _PROMPT_KEYS if (at := body.find(key, 0, _MOST_SEARCHED)) >= 0), 0)
-    hashes, previous = [], 0
+    hashes = []
+    previous = 0
     for block in range(min((len(body) - start) // PREFIX_BYTES, MOST_PREFIX_BLOCKS)):
         at = start + block * PREFIX_BYTES
         previous = xxhash.xxh3_64_intdigest(body[at : at + PREFIX_BYTES], previous)
@@ -234,7 +234,8 @@ def target_of(url: str) -> tuple[str, int]:
     problem = BadInput(f"expected http://HOST:PORT, got {url!r}")
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError:
         raise problem from None
     if host is None or port is None or parts.scheme != "http" or parts.path not in ("", "/") or parts.query:

@@ -44,8 +44,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.logger = _LOGGER
         self._limits: ListenerLimits = self.table.limits
-        self._in_head, self._room, self._tail = True, self._limits.head_bytes, b""
-        """Whether a head is next or has begun, the bytes that it may still have, and its last bytes."""
+        self._in_head = True
+        """Whether a head is next or has begun."""
+        self._room = self._limits.head_bytes
+        """Bytes that the head may still have."""
+        self._tail = b""
+        """Last bytes of the head so far."""
         self._running: Any = None
         """The request that is being answered; uvicorn knows the one that came last."""
 
@@ -105,7 +109,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._running = self.cycle
 
     def on_message_complete(self) -> None:
-        self._in_head, self._room, self._tail = True, self._limits.head_bytes, b""
+        self._in_head = True
+        self._room = self._limits.head_bytes
+        self._tail = b""
         super().on_message_complete()
         if self.cycle.response_complete:
             self._wait()

@@ -78,7 +78,9 @@ class LoadTest:
         try:
             await self._stream(entry, prompt_tokens(number, request, self.vocab_size, self.name), begin)
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-            entry.error, entry.first_token, entry.end = str(error), float("inf"), float("inf")
+            entry.error = str(error)
+            entry.first_token = float("inf")
+            entry.end = float("inf")
         finally:
             running[server] -= 1
 

@@ -25,8 +25,10 @@ class MappedSender:
     """The sender's end."""
 
     def __init__(self, blocks: OwnBlocks, offer: Sequence[Mapping[str, Any]]) -> None:
-        self._blocks, self.offer, self.mapped = blocks, offer, False
-        """`mapped`: whether the receiver has mapped the cache."""
+        self._blocks = blocks
+        self.offer = offer
+        self.mapped = False
+        """Whether the receiver has mapped the cache."""
         self._unreturned: dict[int, UnsentBlocks] = {}
         self._numbers = itertools.count()
 
@@ -44,7 +46,9 @@ class MappedSender:
 
     def send(self, unsent: UnsentBlocks) -> dict[str, Any]:
         """Keep all computed blocks of a prompt for the receiver: the fields of the message that names them."""
-        index, sent, number = unsent.next, unsent.split(len(unsent)), next(self._numbers)
+        index = unsent.next
+        sent = unsent.split(len(unsent))
+        number = next(self._numbers)
         self._unreturned[number] = sent
         tables = sent.take(len(sent))
         return {"index": index, "number": number, "tables": tables, "sums": self._blocks.sums(tables).tobytes().hex()}
@@ -63,7 +67,8 @@ class MappedReceiver:
     """The receiver's end."""
 
     def __init__(self, blocks: OwnBlocks, source: MappedBlocks) -> None:
-        self._blocks, self._source = blocks, source
+        self._blocks = blocks
+        self._source = source
 
     @classmethod
     def of_offer(cls, blocks: OwnBlocks | None, offer: Sequence[Mapping[str, Any]]) -> MappedReceiver | None:
@@ -81,11 +86,13 @@ class MappedReceiver:
 
         Returns the number of blocks entered. Raises BadFrame for blocks that were not requested, and the errors of a wrong message.
         """
-        tables, index = message["tables"], message["index"]
+        tables = message["tables"]
+        index = message["index"]
         targets = reserved.tables(index, len(tables))
         if not targets:
             raise BadFrame(f"blocks {index} to {index + len(tables)} are not asked for")
-        found, expected = self._blocks.copy(self._source, tables, targets), bytes.fromhex(message["sums"])
+        found = self._blocks.copy(self._source, tables, targets)
+        expected = bytes.fromhex(message["sums"])
         if len(expected) != found.nbytes:
             raise BadFrame("not all blocks have checksums")
         size = found[0].nbytes

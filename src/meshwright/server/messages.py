@@ -57,7 +57,9 @@ class ServerMessageReader:
 
     def add(self, data: bytes) -> list[dict[str, Any]]:
         """The messages that these bytes complete. Raises ValueError for a length that no message has."""
-        waiting, start, messages = self._bytes, 0, []
+        waiting = self._bytes
+        start = 0
+        messages = []
         waiting += data
         while len(waiting) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(waiting, start)

@@ -84,7 +84,8 @@ class MessagesBody:
     def _begin(self, kind: str, block: str) -> str:
         """The events that end the last block and begin another."""
         ending = self._end()
-        self._index, self._open = self._index + 1, kind
+        self._index = self._index + 1
+        self._open = kind
         return ending + _event("content_block_start", f'"index":{self._index},"content_block":{block}')
 
     def _end(self) -> str:

@@ -36,7 +36,9 @@ def read_messages_body(fields: Fields) -> AgentFields:
 
 def _system(body: AgentFields, value: object) -> str:
     """The system prompt without the billing header."""
-    texts = [value] if isinstance(value, str) else [] if value is None else _texts(body, value, "system")
+    if value is None:
+        return ""
+    texts = [value] if isinstance(value, str) else _texts(body, value, "system")
     if texts and texts[0].startswith(BILLING):
         body.ignore("billing_header")
         rest = texts[0].partition("\n")[2]
@@ -61,7 +63,8 @@ def _texts(body: AgentFields, value: object, key: str) -> list[str]:
 
 def _messages(body: AgentFields, message: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     """A message as messages of a chat: each result of a tool is one of its own."""
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if role not in ("user", "assistant", "system"):
         raise wrong(f"{key}.role", "user, assistant or system", role)
     if isinstance(content, str):
@@ -92,7 +95,9 @@ def _result(body: AgentFields, block: Mapping[str, Any], key: str) -> dict[str, 
 
 def _assistant(body: AgentFields, content: object, key: str) -> dict[str, Any]:
     """An answer of the model: its text, reasoning and calls."""
-    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    texts = list[str]()
+    thoughts = list[str]()
+    calls = list[dict[str, Any]]()
     for block, at in objects(content, key):
         kind = block.get("type")
         if kind == "thinking":
@@ -136,7 +141,8 @@ def _tools(body: AgentFields) -> None:
 def _thinking(body: AgentFields) -> None:
     """Whether the model reasons, and how much."""
     fields = body.fields
-    thinking, output = fields.section("thinking"), fields.section("output_config")
+    thinking = fields.section("thinking")
+    output = fields.section("output_config")
     if output is not None:
         body.chat |= reasoning_keys(output.take("effort"), "output_config.effort")
         body.chat |= _format(output.section("format"))

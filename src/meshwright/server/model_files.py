@@ -107,11 +107,14 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
     tokenizer = open_tokenizer(file)
     config = read_object(home / TOKENIZER_CONFIG)
     if chat_template is None:
-        template, tool_template = folder_template(home, config), folder_tool_template(home, config)
+        template = folder_template(home, config)
+        tool_template = folder_tool_template(home, config)
     else:
         with attach_key("chat_template"):
-            template, tool_template = read_text(chat_template), None
-    special, reach = folder_special_tokens(home), token_reach(tokenizer)
+            template = read_text(chat_template)
+            tool_template = None
+    special = folder_special_tokens(home)
+    reach = token_reach(tokenizer)
     sampling = _default_sampling(home / GENERATION_CONFIG) if defaults else {}
     text = read_text_format(folder, tokenizer)
     marks = _answer_marks(config.get("response_template"))

@@ -15,31 +15,31 @@ NotationKey = Literal["array", NotationName]
 
 @dataclass(frozen=True)
 class Parameters:
-    """Arguments that are written one by one; a value is raw text, and the tool's schema says what it means."""
+    """Arguments that are written one after the other. A value is raw text; the tool's schema gives its type."""
 
     opening: str
-    """Text before a value, as the pattern of a `Notation`: with the field `{key}`, and perhaps `{string}`."""
+    """Text before a value, a pattern as in `Notation`, with the field `{key}` and optionally `{string}`."""
     closing: str
-    """Text behind a value. In the value it is text, unless one of `next` follows."""
+    """Text after a value. Where none of `next` comes after it, it is part of the value."""
     next: Sequences
-    """What can follow `closing`, white space aside: each entry is marks that come one after the other."""
+    """What can come after `closing`, apart from white space. Each entry is a sequence of marks."""
     newlines: bool = False
     """Whether a newline on each side of a value belongs to the notation."""
 
 
 class Forced(NamedTuple):
-    """What is around the arguments of calls that a grammar asks for."""
+    """The text around the arguments of calls that a grammar enforces."""
 
     head: str
     """Text before the arguments, with the field `{name}` or, in quotation marks, `{json_name}`; `{number}` is any number."""
     tail: str
-    """Text behind them."""
+    """Text after the arguments."""
     between: str = "\n"
     """Text between two calls."""
     before: str = ""
     """Text before all calls."""
     after: str = ""
-    """Text behind all calls."""
+    """Text after all calls."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,29 @@ class Notation:
     """How a family writes reasoning and calls."""
 
     patterns: Mapping[str, str] = field(default_factory=dict)
-    """What is between `before` and `after`, by its first character ("": any other).
+    """Patterns of the text between `before` and `after`, by its first character; "" is for any other character.
 
     Fields: `{call}` is a JSON object with a name and arguments, `{name}` the function's name, `{json}` a JSON object with its
     arguments, `{params}` arguments one by one, `{python}` a list of Python calls, `{gemma}` arguments in Gemma's own syntax.
     `{?TEXT}` is text that may be left out. White space may stand before each part, so that `{?}` is only white space.
     """
     opening: Sequence[str] = ()
-    """Texts that begin calls anywhere in an answer. One that is not in `before` is the beginning of the pattern."""
+    """Texts that begin calls anywhere in an answer. A text that is not in `before` is the beginning of the pattern."""
     before: Sequence[str] = ()
-    """Texts that may come before a call, also between two. Nothing begins another call that comes after it."""
+    """Texts that may come before a call, also between two calls. A call that follows a call needs none of them."""
     after: Sequence[str] = ()
-    """Texts that may follow a call at once."""
+    """Texts that may come directly after a call."""
     first: str = ""
     """Characters that begin calls at the start of an answer."""
     parameters: Parameters | None = None
     reasoning: tuple[str, str] | None = None
-    """Texts that begin and end the reasoning, which comes first."""
+    """Texts that begin and end the reasoning, which comes first in an answer."""
     special: bool = False
-    """Whether the marks of reasoning are special tokens, which texts else leave out."""
+    """Whether the marks of reasoning are special tokens, which are otherwise left out of texts."""
     numbered: bool = False
-    """Whether the name is an id `functions.NAME:NUMBER`, as the template expects it back."""
+    """Whether a call's name is an id `functions.NAME:NUMBER`. The template expects this id again in later messages."""
     forced: Forced | None = None
-    """How calls are written that a request forces; None: as `array`."""
+    """How calls are written if the request enforces them. None: as `array`."""
     channels: bool = False
     """Whether the answer is messages in channels (harmony), which have marks of their own."""
 

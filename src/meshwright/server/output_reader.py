@@ -14,7 +14,7 @@ from meshwright.server.notations import NOTATIONS, NotationKey
 
 PartKind = Literal["reasoning", "text", "call"]
 MOST_REREAD = 256 << 10
-"""Characters of what began as a call and was none, after which an answer has no more calls."""
+"""After so many characters that looked like calls and were not, the rest of an answer is read as text."""
 
 
 class ToolCall(NamedTuple):
@@ -50,7 +50,7 @@ class OutputFormat(NamedTuple):
     parallel: bool = True
     """Whether an answer may have several calls; else only the first counts."""
     named: bool = False
-    """Whether the request names the function: then a call is no reason for the end of a text."""
+    """Whether the request names the function to call. The finish reason is then not `tool_calls`, as in OpenAI's API."""
     types: Types = {}
     """JSON types of the parameters of each function, for notations that write values as raw text."""
     reasons: bool = True
@@ -69,29 +69,30 @@ class OutputFormat(NamedTuple):
 
 
 class OutputReader:
-    """Reads one answer. Text that is no call after all stays text.
+    """Reads one answer. Text that looked like a call and is not one stays text.
 
-    The result does not depend on the pieces in which the answer comes. Each character is looked at a few times at most: only the text of
-    what may be a call is held, and parsed once; beyond `MOST_REREAD` characters of failed calls all is text.
+    The result does not depend on how the answer is divided into pieces. Each character is looked at a few times at most: only text that
+    may be a call is held back, and it is parsed once. After `MOST_REREAD` characters of failed calls all further text is text.
     """
 
     def __init__(self, format: OutputFormat) -> None:
-        self._format, self._notation = format, NOTATIONS[format.notation]
+        self._format = format
+        self._notation = NOTATIONS[format.notation]
         self._source = TextSource()
         self._space: list[str] = []
-        """White space that is left out if a call, or the end of the reasoning, follows."""
+        """White space that is left out if a call or the end of the reasoning comes next."""
         self._shown = self._reasoned = False
         """Whether there was text; whether there was reasoning."""
         self._openings = self._notation.opening if format.calls else ()
         self._reread = 0
-        """Characters of failed calls."""
+        """Number of characters that looked like calls and were not."""
         self._parts: list[AnswerPart] = []
         self._idle: tuple[StringSearch, Callable[[str], str]] | None = None
-        """The search for what may end the text or reasoning, and what is shown of it, while nothing is held but white space."""
+        """While nothing but white space is held back: the search for the end of text or reasoning, and the function that shows it."""
         self._plain = False
-        """Whether all that follows is text."""
+        """Whether everything from here on is text."""
         self.count = 0
-        """Calls so far."""
+        """Number of calls so far."""
         self.reasoning = format.inside
         """Whether the text so far ends within reasoning."""
         self.may_reason = format.reasons
@@ -101,9 +102,9 @@ class OutputReader:
         next(self._reading)
 
     def go_on(self, text: str) -> str | None:
-        """What is certain now of the text, or of the reasoning (`reasoning`), if that only goes on, as it mostly does; else None.
+        """Fast path for text that only continues the text or the reasoning: what can be shown now. Else None.
 
-        After None `add` gets the same text.
+        After None the caller passes the same text to `add`.
         """
         if self._plain:
             return text
@@ -121,7 +122,8 @@ class OutputReader:
         if final and not self._plain:
             self._source.final = True
             self._send("")
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         return parts
 
     def _send(self, text: str) -> None:
@@ -132,7 +134,8 @@ class OutputReader:
 
     def _answer(self) -> Wait:
         """Read reasoning, if it comes first, then text and calls."""
-        source, markers = self._source, self._notation.reasoning if self._format.reasons else None
+        source = self._source
+        markers = self._notation.reasoning if self._format.reasons else None
         if self._format.inside:
             assert markers is not None, "the prompt has begun reasoning"
             space = yield from self._reasoning(markers[1])
@@ -149,7 +152,8 @@ class OutputReader:
 
     def _leading_space(self) -> Wait:
         """Take the white space that comes next; returns it."""
-        source, taken = self._source, list[str]()
+        source = self._source
+        taken = list[str]()
         while (yield from source.any()):
             end = len(source.rest) - len(source.rest.lstrip())
             taken.append(source.rest[:end])
@@ -173,7 +177,9 @@ class OutputReader:
 
         `idle` is what `_idle` is while no mark has begun.
         """
-        source, state, tail = self._source, 0, ""
+        source = self._source
+        state = 0
+        tail = ""
         while True:
             if not state and not source.rest:
                 self._idle = idle
@@ -195,11 +201,12 @@ class OutputReader:
         return None
 
     def _reasoning(self, end: str) -> Wait:
-        """Read reasoning; returns the white space behind it that belongs to the text.
+        """Read reasoning. Returns the white space after it that belongs to the text.
 
-        An opening of calls ends it too, unless its end comes later.
+        An opening mark of calls ends it too, unless the end mark of the reasoning comes later.
         """
-        source, inside = self._source, _search((end, *self._openings))
+        source = self._source
+        inside = _search((end, *self._openings))
         self.reasoning = True
         found = yield from self._show_until(inside, "reasoning")
         if found is not None and found != end:
@@ -223,14 +230,15 @@ class OutputReader:
         self._flush()
 
     def _flush(self) -> None:
-        """Pass white space on that was held."""
+        """Show the white space that was held back."""
         if self._space:
             self._parts.append(AnswerPart("text", "".join(self._space)))
             self._space.clear()
 
     def _calls(self, opening: str) -> Wait:
-        """Read calls as long as they come; `opening` has been taken. What is no call is text again."""
-        source, after_call = self._source, False
+        """Read calls as long as they come; `opening` has been taken. If the text is not a call, it is shown as text."""
+        source = self._source
+        after_call = False
         if opening in self._notation.before:
             source.held.append(opening)
         else:
@@ -255,7 +263,8 @@ class OutputReader:
 
     def _marks(self, *, after_call: bool) -> Wait:
         """Take white space and marks around calls; returns False at the end of the answer."""
-        source, notation = self._source, self._notation
+        source = self._source
+        notation = self._notation
         while True:
             space = yield from self._leading_space()
             if space:
@@ -273,8 +282,9 @@ class OutputReader:
                 self._space.clear()
 
     def _give_up(self, *, after_call: bool) -> None:
-        """Read on behind the first opening of what is held: it is no call."""
-        source, held = self._source, "".join(self._source.held)
+        """The held text is not a call: show its opening mark as text, and read on after it."""
+        source = self._source
+        held = "".join(self._source.held)
         if after_call and not (held or self._shown):
             self._space.clear()
         source.held.clear()
@@ -291,7 +301,8 @@ class OutputReader:
         if self.count and not self._format.parallel:
             return
         # Templates of Mistral's models accept ids of nine letters or digits only.
-        id, name = secrets.token_hex(5)[:9], call.name
+        id = secrets.token_hex(5)[:9]
+        name = call.name
         if self._notation.numbered:
             name = call.name.removeprefix("functions.").rpartition(":")[0] or call.name
             id = id if call.name in self._ids else call.name
@@ -305,7 +316,7 @@ class OutputReader:
             self._parts.append(AnswerPart(kind, shown))
 
     def _shown_text(self, text: str) -> str:
-        """Text with the white space before it that was held, without that at its end."""
+        """Text with the held white space before it; white space at its end is held back."""
         end = len(text.rstrip())
         self._shown = self._shown or end > 0
         return self._certain(text, end)
@@ -318,7 +329,7 @@ class OutputReader:
         return self._certain(text, len(text.rstrip("\n")))
 
     def _certain(self, text: str, end: int) -> str:
-        """The held white space and the first `end` characters of a text; the rest, which is white space, is held."""
+        """The held white space and the first `end` characters of a text. The rest, which is white space, is held back."""
         if end == len(text) and not self._space:
             return text
         shown = "".join([*self._space, text[:end]]) if end else ""
@@ -333,7 +344,8 @@ class OutputReader:
 
     def _channels(self) -> Wait:
         """Read messages in channels (harmony): `<|channel|>NAME to=RECIPIENT<|message|>TEXT<|end|>`, one after the other."""
-        source, ends = self._source, _search(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
+        source = self._source
+        ends = _search(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
         while True:
             space = yield from self._leading_space()
             if not source.rest:

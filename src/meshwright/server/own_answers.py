@@ -69,7 +69,9 @@ class OwnAnswers:
         """The prompt, with the tokens of the answers that it has."""
         if not self._answers:
             return prompt
-        ids, at, changed = array("I", prompt), 0, False
+        ids = array("I", prompt)
+        at = 0
+        changed = False
         hasher = xxh3_128(salt.encode())
         while True:
             for kept in self._answers.get(hasher.digest(), ()):
@@ -93,7 +95,8 @@ class OwnAnswers:
         prompt.update(ids[at : kept.prompt_tokens].tobytes())
         if len(ids) <= kept.prompt_tokens or prompt.digest() != kept.digest:
             return None
-        content, special = self._tokens.all, self._tokens.special
+        content = self._tokens.all
+        special = self._tokens.special
         text = b"".join([content[token] for token in kept.tokens])
         end = kept.prompt_tokens
         length = 0

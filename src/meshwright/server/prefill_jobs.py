@@ -1,8 +1,9 @@
-"""The sender of blocks: computes prompts for other engines, with the first token of each text, and hands out their blocks.
+"""The sender of blocks: computes prompts for other engines, with the first token of each sequence, and sends their cache blocks.
 
-A prompt is a request of the engine with one new token. After each step the blocks that are computed are kept, and named to a receiver that
-maps the cache, or copied into staging memory as far as there is room, and sent; the receiver acknowledges what it has copied. A connection
-that ends, or has not acknowledged for too long, loses its prompts: they are aborted, and what they hold is freed.
+A prompt is a request of the engine with one new token. After each step the new blocks of prompts are held in the cache. If the receiver
+maps this engine's cache, it gets the numbers of the blocks. Else they are copied into staging memory, as far as there is room, and sent.
+The receiver acknowledges the blocks that it has copied. If a connection ends, or acknowledges nothing for too long, its prompts are aborted
+and their blocks freed.
 """
 
 from __future__ import annotations
@@ -54,13 +55,17 @@ class PrefillRequest:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> PrefillRequest:
-        """Raises BadInput for a value out of range, BadFrame, KeyError, TypeError or ValueError for what no receiver sends."""
+        """The checked fields. Raises BadInput for a value out of range; BadFrame, KeyError, TypeError or ValueError for a wrong message."""
         from meshwright.serve.grammar import Grammar
         from meshwright.serve.sampling_options import SamplingOptions
 
-        tokens, stop_ids, grammar = message["tokens"], message["stop_ids"], message["grammar"]
-        count, first_block = message["count"], message["first_block"]
-        priority, salt = message["priority"], message["salt"]
+        tokens = message["tokens"]
+        stop_ids = message["stop_ids"]
+        grammar = message["grammar"]
+        count = message["count"]
+        first_block = message["first_block"]
+        priority = message["priority"]
+        salt = message["salt"]
         if not is_list_of_ids(tokens) or not is_list_of_ids(stop_ids):
             raise BadFrame("tokens and stop_ids: expected lists of token ids")
         if not type(count) is type(first_block) is type(priority) is int:
@@ -87,14 +92,16 @@ class PrefillJob:
     """Computation of a prompt, and of the first token of each of its texts."""
 
     def __init__(self, number: int, prompt_tokens: int, unsent: UnsentBlocks, requests: Sequence[int]) -> None:
-        self.number, self.prompt_tokens, self.unsent = number, prompt_tokens, unsent
-        """`number` is the receiver's."""
+        self.number = number
+        """Number that the receiver gave the prompt."""
+        self.prompt_tokens = prompt_tokens
+        self.unsent = unsent
         self.requests = list(requests)
         """The engine's numbers."""
         self.firsts: dict[int, list[Any]] = {}
-        """First tokens and details of a message `step`, by the engine's number."""
+        """By the engine's number: the first tokens of a sequence, and the details of a message `step`."""
         self.failed = False
-        """Whether a text has failed here; the receiver then computes the prompt."""
+        """Whether a sequence has failed here. The receiver then computes the prompt itself."""
 
     @property
     def computed(self) -> bool:
@@ -103,32 +110,33 @@ class PrefillJob:
 
 
 class PrefillConnection:
-    """A receiver: its prompts, and the blocks that are on their way to it."""
+    """The connection to a receiver: its prompts, and the blocks that are sent and not acknowledged."""
 
     def __init__(self, end: socket.socket, now: float) -> None:
-        self.frames, self.silent_since = FrameSocket(end), now
-        """`silent_since`: time from which the receiver's silence counts."""
+        self.frames = FrameSocket(end)
+        self.silent_since = now
+        """Time from which the receiver's silence counts."""
         self.staging: Staging | None = None
-        """Memory for its blocks, once it has shown its key."""
+        """Staging memory for its blocks. None until it has shown the key."""
         self.mapped_sender: MappedSender | None = None
-        """Blocks that it copies out of the cache; None if it cannot."""
+        """Blocks that the receiver copies out of this engine's cache. None if it cannot map the cache."""
         self.jobs: dict[int, PrefillJob] = {}
         """Jobs by the receiver's number, in the order of their arrival."""
         self.fetching: set[int] = set()
-        """Numbers of prompts that are looked up in the store."""
+        """Numbers of the prompts whose blocks are being looked up in the store."""
         self.load_due = False
-        """Whether a report of the load waits until earlier messages are sent."""
+        """Whether a report of the load is due, once earlier messages are sent."""
 
     @property
     def unacknowledged_blocks(self) -> int:
-        """Blocks that it has not copied yet."""
+        """Blocks that the receiver has not copied yet."""
         return (0 if self.staging is None else self.staging.used) + (
             0 if self.mapped_sender is None else self.mapped_sender.unreturned_blocks
         )
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of its prompts that are not computed."""
+        """Tokens of the receiver's prompts that are not computed yet."""
         return sum(job.prompt_tokens for job in self.jobs.values() if not job.computed)
 
 
@@ -145,13 +153,17 @@ class PrefillJobs:
         store: StoreClient | None = None,
         grammars: GrammarJobs | None = None,
     ) -> None:
-        """`grammars` compiles those of prompts beside the engine's steps."""
+        """`grammars` compiles the grammars of prompts in a thread, while the engine computes steps."""
         self._grammars = grammars
-        self._engine, self._blocks, self._key, self._lease = engine, blocks, key, lease_seconds
+        self._engine = engine
+        self._blocks = blocks
+        self._key = key
+        self._lease = lease_seconds
         self._store = store
         self._acceptor = Acceptor(listening)
         self._table: ConnectionTable[PrefillConnection] = ConnectionTable(TRANSFERS)
-        self.listening, self.accepting = listening, True
+        self.listening = listening
+        self.accepting = True
         """Whether new prompts are taken."""
         self.connections: list[PrefillConnection] = []
         self._job_of_text: dict[int, PrefillJob | None] = {}
@@ -165,7 +177,7 @@ class PrefillJobs:
         return sum(connection.unacknowledged_blocks for connection in self.connections)
 
     def use_identity(self, identity: str) -> None:
-        """Serve peers with these weights from now on; all connections end."""
+        """From now on serve peers that have these weights. All present connections end."""
         for connection in list(self.connections):
             self._close(connection)
         self._identity = identity
@@ -223,7 +235,8 @@ class PrefillJobs:
             staging = Staging(self._blocks.block_bytes)
         except OSError:  # files or memory are exhausted
             raise EOFError from None
-        connection.staging, connection.frames.limit = staging, MESSAGE_BYTES
+        connection.staging = staging
+        connection.frames.limit = MESSAGE_BYTES
         connection.mapped_sender = sender = MappedSender.for_peer(self._blocks.own_blocks, hello.get("host"))
         sizes = {"block_bytes": staging.block_bytes, "slots": staging.slots}
         welcome = {"welcome": sizes} if sender is None else {"welcome": sizes, "cache": sender.offer}
@@ -330,7 +343,8 @@ class PrefillJobs:
 
     def _send_run(self, connection: PrefillConnection, job: PrefillJob) -> bool:
         """Send some blocks of a prompt, or all to a receiver that maps them; returns whether there was room for any."""
-        staging, size = connection.staging, self._blocks.block_bytes
+        staging = connection.staging
+        size = self._blocks.block_bytes
         assert staging is not None
         if not connection.unacknowledged_blocks:
             connection.silent_since = time.monotonic()  # from now on the receiver has something to acknowledge
@@ -342,7 +356,8 @@ class PrefillJobs:
         start, count = staging.take(min(len(job.unsent), max(1, RUN_BYTES // size)))
         if not count:
             return False
-        content, index = staging.content(start, count), job.unsent.next
+        content = staging.content(start, count)
+        index = job.unsent.next
         self._blocks.read(job.unsent.take(count), content)
         job.unsent.copied(count)
         checksums = [xxhash.xxh3_64_hexdigest(content[at : at + size]) for at in range(0, count * size, size)]

@@ -21,7 +21,8 @@ class PromptOutput:
     """The log probabilities of one prompt."""
 
     def __init__(self, prompt: Sequence[int], tokens: TokenBytes) -> None:
-        self._prompt, self._tokens = prompt, tokens
+        self._prompt = prompt
+        self._tokens = tokens
         self._logprobs = PromptLogprobs.empty()
 
     def add(self, packed: Sequence[str]) -> None:
@@ -38,7 +39,8 @@ class PromptOutput:
 
         Tokens that the server has put before a text, as one that begins every text, are not in the echo and have offset 0.
         """
-        stream, name = text_stream((), self._tokens, special=True), self._tokens.name
+        stream = text_stream((), self._tokens, special=True)
+        name = self._tokens.name
         texts = [stream.add_one(token)[0] for token in self._prompt]
         texts[-1] += stream.finish()
         hidden = sum(map(len, texts)) - len(echo)

@@ -1,8 +1,13 @@
-"""The receiver of blocks: has prompts computed by other engines, and then continues the texts here.
+"""The receiver of blocks: lets other engines compute prompts, and then continues the sequences here.
 
-For each prompt, in order: reserve blocks of the cache, ask the peer with the fewest tokens to compute, copy the blocks that come, take the
-first tokens, release the reservation, submit the texts. After any error the texts are submitted at once: received blocks are found in the
-prefix cache, and the engine computes the others itself.
+For each prompt, in order:
+
+1. reserve blocks of the cache;
+2. ask the peer that has the fewest tokens left to compute;
+3. copy the blocks that it sends;
+4. take the first tokens, release the reservation, and submit the sequences.
+
+After any error the sequences are submitted at once. The engine finds the received blocks in the prefix cache, and computes the others.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ SHARED_KEYS = ("tokens", "sampling", "stop_ids", "grammar", "priority", "salt")
 
 
 class Submit(Protocol):
-    """Submits the texts of a request; `firsts` has for each the first tokens, and the details of a message `step`."""
+    """Submits the sequences of a request. `firsts` has for each its first tokens, and the details of a message `step`."""
 
     def __call__(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None: ...
 
@@ -48,16 +53,16 @@ class RemotePrompt:
     digests: Sequence[bytes]
     """Digests of the prompt's blocks, the last of which may not be full."""
     turn: float
-    """Its order among waiting prompts, by arrival and priority."""
+    """Its place among waiting prompts, by arrival and priority."""
     peer: Peer | None = None
-    """The peer that computes it; None while it waits for blocks."""
+    """The peer that computes it. None while the prompt waits for cache blocks."""
     reserved: ReservedBlocks | None = None
     heard: float = 0.0
     """Time of the last message from its peer."""
     intact: bool = True
-    """Whether all blocks were as their checksums say. Blocks behind a damaged one are not written: no prefix leads to them."""
+    """Whether all blocks had the right checksums. Blocks after a damaged one are not written, as no prefix leads to them."""
     aborted: set[int] = field(default_factory=set)
-    """Ids of texts that are not wanted any more."""
+    """Ids of sequences that were aborted."""
 
 
 class Peer:
@@ -74,30 +79,33 @@ class Peer:
         self.usable = False
         """Whether it takes prompts."""
         self.load = 0
-        """Tokens of others' prompts that it has still to compute."""
+        """Tokens of other engines' prompts that the peer has still to compute."""
         self.prompts: dict[int, RemotePrompt] = {}
         self.retry = 0.0
         """Time of the next attempt to connect."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompts that it has still to compute."""
+        """Tokens of all prompts that the peer has still to compute."""
         return self.load + sum(len(prompt.request["tokens"]) for prompt in self.prompts.values())
 
 
 class RemotePrefill:
-    """Prompts of one engine that others compute."""
+    """The prompts of one engine that other engines compute."""
 
     def __init__(
         self, blocks: PrefixBlocks, addresses: Sequence[str], key: str, lease_seconds: float, submit: Submit
     ) -> None:
-        self._blocks, self._key, self._lease, self._submit = blocks, key, lease_seconds, submit
+        self._blocks = blocks
+        self._key = key
+        self._lease = lease_seconds
+        self._submit = submit
         self.peers = [Peer(address) for address in addresses]
         self.enabled = False
         """Whether prompts go to peers."""
         self._identity = ""
         self._waiting: deque[RemotePrompt] = deque()
-        """Prompts without blocks, the first in order first."""
+        """Prompts that wait for cache blocks, in order."""
         self._numbers = itertools.count()
         self.received_blocks = self.damaged_blocks = self.lost_prompts = 0
         """Numbers of received blocks, of blocks with a wrong checksum, and of prompts that a peer did not finish."""
@@ -112,17 +120,18 @@ class RemotePrefill:
         return sum(len(peer.prompts) for peer in self.peers)
 
     def use_identity(self, identity: str) -> None:
-        """Take blocks of these weights from now on; prompts at peers are computed here."""
+        """From now on take blocks of these weights only. Prompts that peers compute now are computed here."""
         for peer in self.peers:
             self.lose(peer, retry=0.0)
         self.start()  # no peer is usable before it is connected with the new identity: what waits is computed here
         self._identity = identity
 
     def begin(self, request: Mapping[str, Any]) -> bool:
-        """Take over a request; false if its prompt is to be computed here, by the caller."""
+        """Take over a request. False if the caller should submit it, because its prompt is to be computed here."""
         if not self.enabled or not any(peer.usable for peer in self.peers):
             return False
-        tokens, salt = request["tokens"], request["salt"]
+        tokens = request["tokens"]
+        salt = request["salt"]
         if not self._blocks.missing(self._blocks.digests(tokens, salt)):
             return False
         digests = self._blocks.digests(tokens, salt, tail=True)
@@ -154,7 +163,9 @@ class RemotePrefill:
 
     def _ask(self, prompt: RemotePrompt, peer: Peer) -> None:
         assert peer.frames is not None and prompt.reserved is not None
-        request, prompt.peer, prompt.heard = prompt.request, peer, time.monotonic()
+        request = prompt.request
+        prompt.peer = peer
+        prompt.heard = time.monotonic()
         peer.prompts[prompt.number] = prompt
         shared = {key: request[key] for key in SHARED_KEYS}
         message = {"job": prompt.number, "count": len(request["ids"]), "first_block": prompt.reserved.first, **shared}
@@ -209,7 +220,8 @@ class RemotePrefill:
             self.lose(peer)
 
     def _take(self, peer: Peer, frame: Frame) -> None:
-        message, now = frame.message, time.monotonic()
+        message = frame.message
+        now = time.monotonic()
         assert peer.frames is not None
         if peer.frames.proves(message):
             own = self._blocks.own_blocks
@@ -222,7 +234,8 @@ class RemotePrefill:
         elif "mapped_blocks" in message:
             self._copy_lent(peer, message)
         elif "load" in message:
-            peer.load, peer.usable = int(message["load"]), bool(message["accepting"])
+            peer.load = int(message["load"])
+            peer.usable = bool(message["accepting"])
         elif "first" in message:
             if (prompt := peer.prompts.get(message["first"])) is not None:
                 self._finish(prompt, message["texts"])
@@ -242,7 +255,8 @@ class RemotePrefill:
         assert frames is not None
         if sizes["block_bytes"] != self._blocks.block_bytes:
             raise BadFrame("blocks of another size")
-        frames.limit, peer.slots = MESSAGE_BYTES, sizes["slots"]
+        frames.limit = MESSAGE_BYTES
+        peer.slots = sizes["slots"]
         if frames.local:
             descriptor = frames.take_descriptor()
             if descriptor is None:
@@ -262,7 +276,8 @@ class RemotePrefill:
     def _copy(self, peer: Peer, message: Mapping[str, Any], payload: bytearray) -> None:
         """Copy the blocks of a message into the cache, up to the first with a wrong checksum, and acknowledge them."""
         assert peer.frames is not None
-        size, (start, count) = self._blocks.block_bytes, message["slots"]
+        size = self._blocks.block_bytes
+        start, count = message["slots"]
         content = memoryview(payload)
         if peer.memory is not None:
             content = peer.memory[start * size : (start + count) * size]
@@ -328,7 +343,7 @@ class RemotePrefill:
     def _submit_wanted(self, prompt: RemotePrompt, firsts: Sequence[Sequence[Any]] | None) -> None:
         ids = prompt.request["ids"]
         if firsts is None and prompt.aborted:
-            # Samples have the seeds of their positions, so none is left out here.
+            # The seed of a sample follows from its place, so aborted samples are submitted too.
             firsts = [[(), {}] for _ in ids]
         if firsts is not None:
             firsts = [
@@ -354,7 +369,11 @@ class RemotePrefill:
             peer.frames.close()
         if peer.mapped_receiver is not None:
             peer.mapped_receiver.close()
-        peer.frames, peer.memory, peer.mapped_receiver, peer.usable, peer.load = None, None, None, False, 0
+        peer.frames = None
+        peer.memory = None
+        peer.mapped_receiver = None
+        peer.usable = False
+        peer.load = 0
         peer.retry = time.monotonic() + RETRY_SECONDS if retry is None else retry
         for prompt in list(peer.prompts.values()):
             self.lost_prompts += 1

@@ -29,7 +29,8 @@ class ContentResponse:
     """A whole answer, as an ASGI application."""
 
     def __init__(self, status: int, content: bytes | memoryview, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        self.status, self.content = status, content
+        self.status = status
+        self.content = content
         self.headers = [*headers, (b"content-length", str(len(content)).encode("ascii"))]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -60,7 +60,8 @@ class RequestReader:
         """`model` is the name in the API. `template` is the result of `chat_template`, compiled once for several readers; None without a
         template. `context` is the most tokens of prompt and answer together; token ids are below `vocab`.
         """
-        self._files, self._template = files, template
+        self._files = files
+        self._template = template
         self._tokenizer = files.tokenizer
         self._limits = RequestLimits(spec, model, files, context, vocab)
         described = f"{files.tool_template or files.chat_template or ''}\n{files.answer_marks}"
@@ -75,7 +76,8 @@ class RequestReader:
 
     def completion(self, body: bytes) -> CheckedTextRequest:
         """The request of a body of /v1/completions."""
-        fields, limits = parse_object(body), self._limits
+        fields = parse_object(body)
+        limits = self._limits
         # The key is an integer here; some clients send false, the default of chats, which counts as absent.
         given = fields.take("logprobs") is not False
         logprobs = fields.integer("logprobs", 0, limits.spec.max_logprobs, None) if given else None
@@ -148,7 +150,8 @@ class RequestReader:
             request = self._chat(Fields(body.chat), of_agent=True, fits=fits)
         except RequestError as error:
             raise body.renamed(error) from None
-        request.ignored, request.tool_names = body.ignored, body.tool_names
+        request.ignored = body.ignored
+        request.tool_names = body.tool_names
         request.shown = shown or {}
         return request
 
@@ -208,7 +211,8 @@ class RequestReader:
             key = request.grammar_key
             raise RequestError(400, f"{key}: excludes a tool_choice that needs calls", param=key)
         request.grammar_key = "tools"
-        notation, grammar = self._notation, None
+        notation = self._notation
+        grammar = None
         if notation is not None:
             grammar = calls_grammar(tools.forced, NOTATIONS[notation], self._special, several=tools.parallel)
         request.grammar = grammar or schema_grammar(calls_schema(tools.forced, several=tools.parallel), "tools")
@@ -224,7 +228,8 @@ class RequestReader:
         self, request: CheckedTextRequest, tools: Tools, prompt: str, *, in_notation: bool
     ) -> OutputFormat | None:
         """How the answers to a prompt are read. A grammar begins behind reasoning that the prompt has begun."""
-        forced, marks = tools.forced is not None, self._reasoning_marks
+        forced = tools.forced is not None
+        marks = self._reasoning_marks
         if forced and not in_notation:
             return OutputFormat("array", parallel=tools.parallel, named=tools.named, reasons=False)
         inside = marks is not None and prompt.rstrip().endswith(marks[0])
@@ -278,7 +283,8 @@ class RequestReader:
 
         It takes a lower bound of the number of tokens, where the tokenizer has one.
         """
-        reach, context = self._files.reach, self._limits.context
+        reach = self._files.reach
+        context = self._limits.context
         if reach is not None and (least := reach.least_tokens(text)) >= context:
             raise too_long(f"at least {least}", context, key)
 

@@ -85,7 +85,8 @@ class ResponseFrames:
             raise BadAnswer("a head that is no HTTP") from None
         self.chunked = headers.get(b"transfer-encoding") == b"chunked"
         if self._method == b"HEAD" or self.status in _WITHOUT_CONTENT:
-            self.chunked, self._left = False, 0
+            self.chunked = False
+            self._left = 0
         closes = headers.get(b"connection") == b"close" or version != b"HTTP/1.1"
         self.keeps_open = not closes and (self.chunked or self._left >= 0)
         self.complete = not self.chunked and self._left == 0
@@ -94,7 +95,8 @@ class ResponseFrames:
         return head[end + 4 :]
 
     def _take_chunks(self, data: bytes) -> None:
-        position, size = 0, len(data)
+        position = 0
+        size = len(data)
         while position < size:
             if self._left:
                 step = min(self._left, size - position)
@@ -108,7 +110,8 @@ class ResponseFrames:
                     raise BadAnswer("a line that is too long")
                 return
             line = (self._line + data[position:end]).rstrip(b"\r")
-            self._line, position = b"", end + 1
+            self._line = b""
+            position = end + 1
             if self._trailer:
                 if not line:
                     self.complete = True

@@ -23,7 +23,8 @@ class ResponsesBody:
     """Form of log probabilities; this API shows none."""
 
     def __init__(self, number: str, created: int, model: str, request: CheckedTextRequest) -> None:
-        self._number, self._tool_names = number, request.tool_names
+        self._number = number
+        self._tool_names = request.tool_names
         self._base: dict[str, Any] = {
             "id": f"resp_{number}",
             "object": "response",
@@ -118,7 +119,8 @@ class ResponsesBody:
         events = [self._end()]
         self._open, index = part.kind, len(self._items)
         item = self._text_item(AnswerPart(part.kind, ""), index)
-        id, name = item["id"], _NAMES[part.kind]
+        id = item["id"]
+        name = _NAMES[part.kind]
         where = {"item_id": id, "output_index": index, "content_index": 0}
         begun = {**item, "content": []} | ({} if part.kind == "reasoning" else {"status": "in_progress"})
         events.append(self._event("response.output_item.added", {"output_index": index, "item": begun}))
@@ -132,8 +134,10 @@ class ResponsesBody:
         """The events that end the last item, if one is open."""
         if not self._open:
             return ""
-        kind, index = self._open, len(self._items)
-        text, name = "".join(self._texts), _NAMES[kind]
+        kind = self._open
+        index = len(self._items)
+        text = "".join(self._texts)
+        name = _NAMES[kind]
         self._texts.clear()
         self._open = ""
         item = self._text_item(AnswerPart("text" if kind == "text" else "reasoning", text), index)

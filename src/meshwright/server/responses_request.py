@@ -83,7 +83,8 @@ def _answer(messages: list[dict[str, Any]], *, begins: bool = False) -> dict[str
 
 
 def _message(item: Mapping[str, Any], key: str) -> dict[str, Any]:
-    role, content = item.get("role"), item.get("content")
+    role = item.get("role")
+    content = item.get("content")
     if role not in ("user", "assistant", "system", "developer"):
         raise wrong(f"{key}.role", "user, assistant, system or developer", role)
     return {"role": role, "content": content if isinstance(content, str) else _text(content, f"{key}.content")}

@@ -1,6 +1,6 @@
-"""Requests as a router reads them: head and length are checked, and everything is passed on as it came.
+"""Requests as a router reads them: it checks the head and the length, and passes the bytes on unchanged.
 
-Only a body in chunks is passed on in another form, as one of known length: no server has to find its end in the same way.
+Only a body in chunks is changed: it is passed on as a body of known length, so that router and server cannot disagree about its end.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from meshwright.server.replies import kept_request_id
 MOST_HEAD_BYTES = ROUTE.head_bytes
 MOST_HEADERS = 256
 _MOST_DIGITS = 19
-"""Digits of a content-length; servers may cut or refuse longer ones."""
+"""Most digits of a content-length; servers may cut or refuse longer ones."""
 _LONGEST_LINE = 1024
-"""Bytes of a line between chunks, or behind them."""
+"""Most bytes of a line between chunks, or after them."""
 _MOST_FRAMING_BYTES = 64 << 10
-"""Bytes of lines beside the chunks' own bytes, beyond as many as these."""
+"""Most bytes of such lines, in addition to as many bytes as the chunks have."""
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
 
 
 @dataclass(eq=False)
 class RoutedRequest:
-    """Request of a client, with the servers that were tried for it."""
+    """A client's request, and the servers that have been tried for it."""
 
     method: bytes = b""
     path: bytes = b""
     head: bytes = b""
-    """Head of the request, with the empty line behind it."""
+    """Head of the request, with the empty line after it."""
     key: bytes = b""
     """Key in the header `authorization`, after `Bearer`, or else in `x-api-key`."""
     id: str | None = None
@@ -48,19 +48,20 @@ class RoutedRequest:
     tried: set[Any] = field(default_factory=set)
     """Servers that could not answer it."""
     losses: int = 0
-    """Connections that were lost after it was written to them."""
+    """Number of connections that were lost after the request was written to them."""
 
 
 class RouteRequestReader:
     """Reads the requests of one connection, one after the other."""
 
     def __init__(self, most_body: int) -> None:
-        self._most_body, self._incoming = most_body, bytearray()
+        self._most_body = most_body
+        self._incoming = bytearray()
         self._searched = 0
-        """Received bytes in which no head ends."""
+        """Number of received bytes that have been searched for the end of a head."""
 
     def __len__(self) -> int:
-        """Received bytes of requests that were not taken."""
+        """Number of received bytes that are not taken as requests yet."""
         return len(self._incoming)
 
     def add(self, data: bytes) -> None:
@@ -85,7 +86,8 @@ class RouteRequestReader:
         if request.chunks is not None:
             if not request.chunks.take(self._incoming):
                 return False
-            request.body, request.chunks = bytes(request.chunks.content), None
+            request.body = bytes(request.chunks.content)
+            request.chunks = None
             request.head = request.head[:-2] + b"content-length: %d\r\n\r\n" % len(request.body)
             return True
         if len(self._incoming) < request.length:
@@ -110,7 +112,8 @@ class ChunkedBody:
 
     def take(self, incoming: bytearray) -> bool:
         """Take bytes of the body from the beginning of `incoming`; whether it has ended. Raises RequestError for wrong ones."""
-        position, ended = 0, False
+        position = 0
+        ended = False
         while not ended:
             if self._left:
                 piece = incoming[position : position + self._left]
@@ -149,7 +152,8 @@ class ChunkedBody:
         self._left = int(match[1], 16)
         if len(self.content) + self._left > self._most:
             raise _too_long(self._most)
-        self._after_chunk, self._trailers = self._left > 0, self._left == 0
+        self._after_chunk = self._left > 0
+        self._trailers = self._left == 0
         return False
 
 
@@ -167,7 +171,9 @@ def read_head(head: bytes, most_body: int) -> RoutedRequest:
     if len(words) != 3 or words[2] not in (b"HTTP/1.1", b"HTTP/1.0") or not words[1].startswith(b"/"):
         raise RequestError(400, "expected a request of HTTP/1.1")
     request = RoutedRequest(words[0], words[1].partition(b"?")[0], keeps_open=words[2] == b"HTTP/1.1")
-    kept, lengths, codings = [lines[0]], [], []
+    kept = [lines[0]]
+    lengths = []
+    codings = []
     for line in lines[1:]:
         name, value = _split_header(line)
         if name == b"expect":

@@ -46,7 +46,9 @@ def _check_urls(urls: Sequence[str]) -> None:
 
 async def route(router: Router, end: socket.socket, say: Callable[[str], None]) -> None:
     """Pass on the requests that come to a listening socket, until a signal; a second one ends those that run."""
-    loop, stop, stop_now = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    stop_now = asyncio.Event()
 
     def on_signal() -> None:
         if stop.is_set():

@@ -1,10 +1,10 @@
-"""Passes HTTP requests on to servers of one model, and their answers back as raw bytes.
+"""Passes HTTP requests on to the servers of one model, and passes their answers back as raw bytes.
 
-A request whose server cannot be reached, or answers 429 or 503 before the first byte of the answer has gone to the client, is sent to
-another server. After that the client gets an error: in a stream an event, else the end of the connection.
+If a server cannot be reached, or answers 429 or 503, the request is sent to another server. This ends with the first byte of an answer that
+goes to the client. A later failure is an error for the client: an event in a stream, else the end of the connection.
 
-A request may be why its server was lost. After one loss it is sent to one other server only, and then refused so that clients do not
-send it again; after `engine_failed` it is not sent again at all.
+A request may be the cause of the loss of its server. After one loss it is sent to one other server only. If that one is lost too, the
+request is refused, with an error after which clients do not send it again. After the error `engine_failed` it is not sent again at all.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from meshwright.server.route_requests import MOST_HEAD_BYTES, RoutedRequest, Rou
 from meshwright.server.router_state import OWN_PATHS, RETRY_SECONDS, Router
 
 log = logging.getLogger("meshwright.server")
-BODY_SECONDS, IDLE_SECONDS = ROUTE.head_seconds, ROUTE.idle_seconds
-"""Longest time to send a request, and to be connected without one or without reading an answer."""
+BODY_SECONDS = ROUTE.head_seconds
+"""Longest time in which a client sends its request."""
+IDLE_SECONDS = ROUTE.idle_seconds
+"""Longest time of a connection without a request, or without reading its answer."""
 UNREAD_SECONDS = 5.0
-"""Time without reading its answer after which a client makes room for a request, if all servers are full."""
+"""If all servers are full, a client that has not read its answer for this time is disconnected to make room for a request."""
 CONNECT_SECONDS = 2.0
 """Longest time for a connection to a server."""
 MOST_IDLE = 256
 """Open connections to one server that wait for a request."""
 MOST_AHEAD_BYTES = MOST_HEAD_BYTES
-"""Bytes that are read from a client beyond the request that is being answered."""
+"""Most bytes that are read from a client after the request that is being answered."""
 MOST_RETRIES_AFTER_LOSS = 1
 _RETRIED = (429, 503)
 _ENGINE_FAILED = b'"engine_failed"'
 _MOST_REFUSAL_BYTES = 64 << 10
-"""Bytes of an answer 429 or 503 that are kept to find its code."""
+"""Most bytes of an answer 429 or 503 that are kept to find its error code."""
 _MOST_INTERIM_BYTES = 2 * MOST_HEAD_BYTES
-"""Bytes of a head, with interim answers before it."""
+"""Most bytes of a head together with the interim answers (1xx) before it."""
 _REASONS = {
     200: b"OK",
     400: b"Bad Request",
@@ -51,10 +53,11 @@ _REASONS = {
 
 
 class ClientConnection(asyncio.Protocol):
-    """A client: one request at a time, in the order in which they come."""
+    """The connection of a client. Its requests are answered one at a time, in the order in which they come."""
 
     def __init__(self, router: Router) -> None:
-        self._router, self._loop = router, asyncio.get_running_loop()
+        self._router = router
+        self._loop = asyncio.get_running_loop()
         self._reader = RouteRequestReader(router.spec.max_body_bytes)
         self._started = 0.0
         self.request: RoutedRequest | None = None
@@ -64,12 +67,12 @@ class ClientConnection(asyncio.Protocol):
         self.server: ServerConnection | None = None
         """The connection to its server."""
         self.paused = False
-        """Whether so much is written that the client must read first."""
+        """Whether the client must read before more is written to it."""
         self._receiving = False
-        """Whether the timer is that of a request that has begun to come."""
+        """Whether the running timer limits the time in which a request arrives."""
         self._timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
-        """Timer while the client must read first."""
+        """Timer while the client must read before more is written."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -97,7 +100,7 @@ class ClientConnection(asyncio.Protocol):
             self._update_reading()
 
     def _update_reading(self) -> None:
-        """Read from the client unless it must read first, or has sent much behind the request that is being answered."""
+        """Read from the client, unless it must read first, or has sent much after the request that is being answered."""
         if self.paused or (self.request is not None and len(self._reader) > MOST_AHEAD_BYTES):
             self.transport.pause_reading()
         elif not self.transport.is_closing():
@@ -137,7 +140,9 @@ class ClientConnection(asyncio.Protocol):
                     self._start_timer(BODY_SECONDS, self.transport.abort)
                 return
             self._stop_timer()
-            self._pending, self.request, self._receiving = None, request, False
+            self._pending = None
+            self.request = request
+            self._receiving = False
             self._router.clients.keep(self)
             self._started = self._loop.time()
             if (own := self._router.own_answer(request)) is not None:
@@ -146,7 +151,8 @@ class ClientConnection(asyncio.Protocol):
             self._router.check(request)  # it may be stopping by now
         except RequestError as error:
             if self.request is None:  # what follows is not read
-                self.request, self._pending = self._pending or RoutedRequest(), None
+                self.request = self._pending or RoutedRequest()
+                self._pending = None
                 self.request.keeps_open = False
             self._refuse(error)
             return
@@ -173,7 +179,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(error)
 
     def retry(self, instance: ServerInstance, *, same: bool = False, lost: bool = False) -> None:
-        """Send the request to another server, or with `same` on another connection; refuse it if `lost` twice."""
+        """Send the request to another server; with `same` to the same one on another connection. Refuse it after the second loss."""
         self.server = None
         if self.request is None:
             return
@@ -195,11 +201,12 @@ class ClientConnection(asyncio.Protocol):
 
     def can_retry(self, instance: ServerInstance) -> bool:
         """Whether another server than `instance` could answer the request."""
-        request, usable = self.request, self._router.instances.usable
+        request = self.request
+        usable = self._router.instances.usable
         return request is not None and any(other is not instance and other not in request.tried for other in usable)
 
     def begin_answer(self, status: int) -> None:
-        """Note that the first bytes of the answer go to the client: the request is not sent again."""
+        """Note that the first bytes of the answer go to the client. From now on the request is not sent to another server."""
         self._stop_timer()
         if self.request is not None:
             self.request.body = b""
@@ -207,9 +214,10 @@ class ClientConnection(asyncio.Protocol):
         self._router.first_byte.observe(self._loop.time() - self._started)
 
     def finish(self, *, keeps_open: bool) -> None:
-        """End the request; the next of the client follows."""
+        """End the request, and begin the client's next one."""
         self.server = None
-        request, self.request = self.request, None
+        request = self.request
+        self.request = None
         self._router.clients.wait(self, IDLE_SECONDS)
         self._start_timer(IDLE_SECONDS, self.transport.abort)
         if not keeps_open or request is None or not request.keeps_open:
@@ -219,7 +227,7 @@ class ClientConnection(asyncio.Protocol):
             self._loop.call_soon(self._read_next)
 
     def drop(self) -> None:
-        """Disconnect at once; its server has a place again."""
+        """Disconnect the client at once, so that its server can take another request."""
         self.connection_lost(None)
         self.transport.abort()
 
@@ -228,7 +236,7 @@ class ClientConnection(asyncio.Protocol):
             self._read_request()
 
     def break_off(self, *, between_chunks: bool) -> None:
-        """End an answer that its server has not ended, by an event of its API if that can follow."""
+        """End an answer that its server has not finished: by an error event, if the answer is a stream between two chunks."""
         self._router.broken += 1
         self._log(self._id(), "the server was lost in the answer")
         if between_chunks:
@@ -303,7 +311,8 @@ class ServerConnection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self, instance: ServerInstance) -> None:
-        self._instance, self._frames = instance, ResponseFrames()
+        self._instance = instance
+        self._frames = ResponseFrames()
         self._client: ClientConnection | None = None
         self._request: RoutedRequest | None = None
         self._connected = self._used = self._begun = False
@@ -312,13 +321,11 @@ class ServerConnection(asyncio.Protocol):
 
     def start(self, client: ClientConnection, request: RoutedRequest) -> None:
         """Send a request; its answer goes to `client`."""
-        self._client, self._request, self._frames, self._begun, self._first = (
-            client,
-            request,
-            ResponseFrames(request.method),
-            False,
-            b"",
-        )
+        self._client = client
+        self._request = request
+        self._frames = ResponseFrames(request.method)
+        self._begun = False
+        self._first = b""
         self._instance.busy.add(self)
         if self._connected:
             self._send(client, request)
@@ -335,7 +342,8 @@ class ServerConnection(asyncio.Protocol):
             self.connection_lost(None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport, self._connected = cast(asyncio.Transport, transport), True
+        self.transport = cast(asyncio.Transport, transport)
+        self._connected = True
         if self._request is None or self._client is None:  # the client left while it was opened
             self.transport.abort()
         else:
@@ -347,17 +355,19 @@ class ServerConnection(asyncio.Protocol):
         self.transport.write(request.head + request.body)
 
     def pause(self) -> None:
-        """Read no more of the answer for now; a connection that is still being opened looks at its client then."""
+        """Stop reading the answer. A connection that is still being opened asks its client when it is open."""
         if self._connected:
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Read the answer again."""
         if self._connected:
             self.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        client, frames, instance = self._client, self._frames, self._instance
+        client = self._client
+        frames = self._frames
+        instance = self._instance
         instance.heard = instance.clock()
         if client is None:
             self.transport.abort()
@@ -376,7 +386,7 @@ class ServerConnection(asyncio.Protocol):
             client.finish(keeps_open=frames.keeps_open)
 
     def _begin(self, client: ClientConnection, data: bytes) -> bool:
-        """Pass on the beginning of an answer, unless its head is incomplete or another server is to be tried."""
+        """Pass on the beginning of an answer. Not if its head is incomplete, or if the request goes to another server."""
         status = self._frames.status
         refused = status in _RETRIED and (client.has_lost or client.can_retry(self._instance))
         if not status or (refused and not self._frames.complete and len(data) <= _MOST_REFUSAL_BYTES):
@@ -388,14 +398,19 @@ class ServerConnection(asyncio.Protocol):
             self._release(keeps_open=False)
             client.retry(self._instance, lost=failed)
             return False
-        self._begun, self._first = True, b""
+        self._begun = True
+        self._first = b""
         self._instance.answered += 1
         client.begin_answer(status)
         client.transport.write(data)
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        client, begun, used, frames, connected = self._client, self._begun, self._used, self._frames, self._connected
+        client = self._client
+        begun = self._begun
+        used = self._used
+        frames = self._frames
+        connected = self._connected
         self._connected = False
         if self in self._instance.idle:
             self._instance.idle.remove(self)
@@ -411,7 +426,7 @@ class ServerConnection(asyncio.Protocol):
             client.break_off(between_chunks=frames.between_chunks)
 
     def cancel(self) -> None:
-        """End the request, whose client has left, and the connection, so that the server stops."""
+        """The client has left: close the connection, so that the server stops the request."""
         self._release(keeps_open=False)
 
     def abort(self) -> None:

@@ -28,7 +28,8 @@ class Router:
     """State that all client connections share: settings, servers and figures."""
 
     def __init__(self, spec: RouteSpec, instances: Instances) -> None:
-        self.spec, self.instances = spec, instances
+        self.spec = spec
+        self.instances = instances
         self._key = None if spec.api_key is None else spec.api_key.encode()
         self.clients: ConnectionTable[ClientConnection] = ConnectionTable(ROUTE)
         self.unread: dict[ClientConnection, float] = {}

@@ -67,7 +67,8 @@ def run_server(
     """
     _check_packages()
     raise_file_limit()
-    given, spec = (spec.api_key, spec.admin_key, spec.transfer_key), with_keys(spec)
+    given = (spec.api_key, spec.admin_key, spec.transfer_key)
+    spec = with_keys(spec)
     hide_arguments(given)
     check_addresses(spec)
     chosen = newest(folder) if spec.follow else None  # else the engine's process chooses, and reads every byte for it
@@ -123,8 +124,13 @@ class _Server:
         chosen: Chosen | None = None,
     ) -> None:
         self._chosen = chosen
-        self._api, self._client, self._process, self._sockets, self._say = api, api.client, process, sockets, say
-        self._folder, self._served = folder, served
+        self._api = api
+        self._client = api.client
+        self._process = process
+        self._sockets = sockets
+        self._say = say
+        self._folder = folder
+        self._served = served
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -190,7 +196,8 @@ class _Server:
                 served = True
                 keep_loaded()
                 if self._chosen is not None:
-                    self._client.weights, self._client.warning = self._chosen.facts(), self._chosen.warning
+                    self._client.weights = self._chosen.facts()
+                    self._client.warning = self._chosen.warning
                 if self._client.warning is not None:
                     write_line(self._client.warning, sys.stderr)
                 self._say(f"serving {self._api.name} at {url_of(self._sockets[0])}")

@@ -58,11 +58,14 @@ class ScoreLoop:
     """Scores texts until the HTTP process closes the socket. Forwards that fail end their texts only."""
 
     def __init__(self, scorer: RewardScorer, connection: EngineConnection, options: dict[str, Any]) -> None:
-        self._scorer, self._connection = scorer, connection
-        self._most_texts, self._most_tokens = options["sequences"], options["step_tokens"]
+        self._scorer = scorer
+        self._connection = connection
+        self._most_texts = options["sequences"]
+        self._most_tokens = options["step_tokens"]
         self._waiting: dict[int, list[int]] = {}
         """The tokens of each text by its id, in order."""
-        self._paused, self._failed_steps = False, 0
+        self._paused = False
+        self._failed_steps = 0
 
     def run(self) -> None:
         """Take messages and score what waits. Raises EngineLost if the device is unusable or forwards fail one after the other."""
@@ -91,7 +94,8 @@ class ScoreLoop:
 
     def _score_some(self) -> None:
         """Score the texts that have waited longest, as many as a forward may have."""
-        ids, tokens = list[int](), 0
+        ids = list[int]()
+        tokens = 0
         for id, text in self._waiting.items():
             if ids and (len(ids) == self._most_texts or tokens + len(text) > self._most_tokens):
                 break

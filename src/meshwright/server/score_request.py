@@ -27,7 +27,8 @@ def read_score_request(
     check_model(fields, limits)
     fields.ignore(*WITHOUT_EFFECT)
     given = {key: value for key in KEYS if (value := fields.take(key)) is not None}
-    tools, variables = read_tools(fields).tools, fields.take("chat_template_kwargs")
+    tools = read_tools(fields).tools
+    variables = fields.take("chat_template_kwargs")
     fields.finish()
     if len(given) != 1:
         raise RequestError(400, f"{KEYS[0]}: expected one of {', '.join(KEYS)}", param=KEYS[0])

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 async def scored(client: EngineClient, model: str, texts: CheckedTextRequest, request: Request) -> ContentResponse:
     """The answer with the scores of the texts, in their order. If the client disconnects, the texts that are queued are left out."""
-    subscription, ids, found = Subscription(whole=True), list[int](), dict[int, float]()
+    subscription = Subscription(whole=True)
+    ids = list[int]()
+    found = dict[int, float]()
     for index, prompt in enumerate(texts.prompts):
         ids += client.submit(EngineRequest(tokens=prompt, new_tokens=1), subscription, index)
     leaving = asyncio.ensure_future(_watch(request, subscription))

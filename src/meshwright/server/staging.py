@@ -11,7 +11,7 @@ import mmap
 import os
 
 STAGING_BYTES = 256 << 20
-"""Memory for blocks on their way over one connection; only what is used is provided by the system."""
+"""Memory for the blocks that are on their way over one connection. The system provides only the part that is used."""
 MOST_SLOTS = 4096
 _SEAL_FUTURE_WRITE = 0x10
 """F_SEAL_FUTURE_WRITE of Linux: no later mapping can change the content."""
@@ -21,7 +21,8 @@ class Staging:
     """Slots of one block each, of the sender."""
 
     def __init__(self, block_bytes: int, most_bytes: int = STAGING_BYTES) -> None:
-        self.block_bytes, self.slots = block_bytes, max(1, min(MOST_SLOTS, most_bytes // block_bytes))
+        self.block_bytes = block_bytes
+        self.slots = max(1, min(MOST_SLOTS, most_bytes // block_bytes))
         self.descriptor, self._memory = memory_file(self.slots * block_bytes)
         self._used = [False] * self.slots
 
@@ -77,7 +78,7 @@ def map_staging(descriptor: int, size: int) -> memoryview:
     try:
         if os.fstat(descriptor).st_size < size:
             raise ValueError(f"staging memory: expected {size} bytes, got {os.fstat(descriptor).st_size}")
-        # Writable for its users' sake, but what is written stays in this process.
+        # Mapped writable because users need a writable buffer. Writes stay private to this process.
         return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
 """Client of a store of cache blocks: fetches the beginnings of prompts, and hands in the blocks that the engine computes.
 
-Nothing waits for the store longer than `FETCH_SECONDS`, and what it does not have is computed. Blocks that find no room in staging memory,
-or no store that answers when they have been computed, are not handed in.
+Nothing waits for the store longer than `FETCH_SECONDS`; blocks that it does not have are computed. A computed block is not sent to the
+store if staging memory has no room for it, or if the store does not answer then.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ RETRY_SECONDS = 0.5
 
 @dataclass(eq=False)
 class Fetch:
-    """A prompt whose beginning is asked for."""
+    """A prompt whose first blocks are requested from the store."""
 
     digests: Sequence[bytes]
     first: int
-    """Index of the first block that is asked for."""
+    """Index of the first requested block."""
     done: Callable[[], None]
     """Called once the stored blocks are in the cache, or cannot be fetched."""
     since: float
@@ -44,13 +44,16 @@ class StoreClient:
     """Connection of an engine to a store of blocks."""
 
     def __init__(self, blocks: PrefixBlocks, address: str, key: str) -> None:
-        self._blocks, self._address, self._key = blocks, address, key
+        self._blocks = blocks
+        self._address = address
+        self._key = key
         self.frames: FrameSocket | None = None
         self._staging: Staging | None = None
         self._memory: memoryview | None = None
         """Memory of a store on this host."""
         self.usable = False
-        self._identity, self._retry = "", 0.0
+        self._identity = ""
+        self._retry = 0.0
         self._fetches: dict[int, Fetch] = {}
         self._numbers = itertools.count()
         self._computing: dict[int, tuple[UnsentBlocks, list[str]]] = {}
@@ -75,7 +78,8 @@ class StoreClient:
         if not self.usable or not missing or self.frames is None:
             done()
             return
-        number, keys = next(self._numbers), self._blocks.keys(prompt, salt)
+        number = next(self._numbers)
+        keys = self._blocks.keys(prompt, salt)
         self._fetches[number] = Fetch(digests, len(digests) - missing, done, time.monotonic())
         try:
             self.frames.send({"get": number, "names": [key.hex() for key in keys[len(keys) - missing :]]})
@@ -93,7 +97,7 @@ class StoreClient:
     def after_step(self, updates: Sequence[Update]) -> None:
         """Send the blocks of prompts that have their first token, as far as staging memory has room.
 
-        Not before: what a model computed that then gives no finite logits must not reach other engines.
+        They are not sent earlier: if the logits turn out not to be finite, the blocks must not reach other engines.
         """
         for update in updates:
             if (computing := self._computing.pop(update.number, None)) is None or update.reason == "failed":
@@ -109,13 +113,16 @@ class StoreClient:
 
     def _send_run(self, unsent: UnsentBlocks, names: Sequence[str]) -> bool:
         """Send some blocks; returns whether there was room for any."""
-        staging, frames, size = self._staging, self.frames, self._blocks.block_bytes
+        staging = self._staging
+        frames = self.frames
+        size = self._blocks.block_bytes
         if not self.usable or staging is None or frames is None:
             return False
         start, count = staging.take(min(len(unsent), max(1, MESSAGE_BYTES // size)))
         if not count:
             return False
-        content, index = staging.content(start, count), unsent.next
+        content = staging.content(start, count)
+        index = unsent.next
         self._blocks.read(unsent.take(count), content)
         unsent.copied(count)
         checksums = [xxhash.xxh3_64_hexdigest(content[at : at + size]) for at in range(0, count * size, size)]
@@ -179,7 +186,8 @@ class StoreClient:
 
     def _copy(self, frames: FrameSocket, message: Mapping[str, Any], payload: bytearray) -> None:
         """Copy the blocks that the store has into the cache, up to the first with a wrong checksum."""
-        fetch, slots = self._fetches.pop(message["found"], None), message["slots"]
+        fetch = self._fetches.pop(message["found"], None)
+        slots = message["slots"]
         try:
             if fetch is not None and slots:
                 memory, starts = (
@@ -200,7 +208,8 @@ class StoreClient:
             return
         try:
             for index, (slot, checksum) in enumerate(zip(slots, checksums, strict=True), fetch.first):
-                content, table = memory[slot * size : (slot + 1) * size], reserved.blocks(index)
+                content = memory[slot * size : (slot + 1) * size]
+                table = reserved.blocks(index)
                 if xxhash.xxh3_64_hexdigest(content) != checksum:
                     self.damaged_blocks += 1
                     break
@@ -223,9 +232,13 @@ class StoreClient:
             self.frames.close()
         if self._staging is not None:
             self._staging.close()
-        self.frames, self._staging, self._memory, self.usable = None, None, None, False
+        self.frames = None
+        self._staging = None
+        self._memory = None
+        self.usable = False
         self._retry = time.monotonic() + RETRY_SECONDS if retry is None else retry
-        fetches, self._fetches = list(self._fetches.values()), {}
+        fetches = list(self._fetches.values())
+        self._fetches = {}
         with ExitStack() as stack:  # calls all, in order, even if one raises
             for fetch in reversed(fetches):
                 stack.callback(fetch.done)

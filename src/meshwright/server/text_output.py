@@ -22,21 +22,23 @@ class TextOutput:
         reported_stops: Collection[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        """`reported_stops`: token ids that are the reason of an end at them. No stop string ends the first `min_tokens`."""
-        self._stream, self._stops = stream, stops
+        """`reported_stops`: token ids that the answer names if they end the text. No stop string ends the first `min_tokens`."""
+        self._stream = stream
+        self._stops = stops
         self._logprobs = None if logprobs is None else _AlignedLogprobs(logprobs)
-        self._reported_stops, self._min_tokens = reported_stops, min_tokens
+        self._reported_stops = reported_stops
+        self._min_tokens = min_tokens
         self.tokens = 0
-        """New tokens so far: up to the one that completes a stop string, however many come at a time."""
+        """New tokens so far. Tokens after the one that completes a stop string do not count."""
         self.finish_reason: str | None = None
         """Reason why the text has ended, as OpenAI names it; None while it goes on."""
         self.stop_reason: str | int | None = None
-        """Stop string, or token id of the request, that ended the text."""
+        """The stop string or token id of the request that ended the text."""
         self.cached_tokens = 0
         """Tokens of the prompt that were in the cache."""
 
     def add(self, news: Sequence[News]) -> str:
-        """Return the further text that is final after these news, which belong to this text and are in order."""
+        """The text that is final after these news and was not before. The news are of this text, in order."""
         if self._stops is None and self._logprobs is None:
             return "".join([self._add_plain(one) for one in news])
         return "".join([self._add_each(one) for one in news if self.finish_reason is None])
@@ -52,8 +54,10 @@ class TextOutput:
         return text
 
     def _add_each(self, news: News) -> str:
-        """Add tokens one by one, so that none behind a stop string counts."""
-        stream, stops, logprobs = self._stream, self._stops, self._logprobs
+        """Add tokens one by one, so that tokens after a stop string do not count."""
+        stream = self._stream
+        stops = self._stops
+        logprobs = self._logprobs
         self.cached_tokens = news.cached_tokens or self.cached_tokens
         shown = []
         for index, token in enumerate(news.tokens):
@@ -76,7 +80,8 @@ class TextOutput:
                     shown.append(stops.finish())
                 self._end(news)
         if stops is not None and stops.complete:
-            self.finish_reason, self.stop_reason = "stop", stops.reached
+            self.finish_reason = "stop"
+            self.stop_reason = stops.reached
         text = "".join(shown)
         if logprobs is not None:
             logprobs.show(len(text), final=self.finish_reason is not None)
@@ -103,12 +108,12 @@ class TextOutput:
 
 
 class _AlignedLogprobs:
-    """Log probabilities of the tokens whose text is shown: held back, and cut, together with it."""
+    """Log probabilities of tokens. They are held back and cut together with the text of the tokens."""
 
     def __init__(self, shown: TextLogprobs) -> None:
         self._shown = shown
         self._held: list[list[Any]] = []
-        """Of each token that is not shown yet: text, bytes, log probabilities, and whether a character ends with it."""
+        """For each token that is not shown yet: text, bytes, log probabilities, and whether a character ends with it."""
         self._characters = 0
         """Characters of the held tokens that the text already has."""
         self.waiting = False
@@ -130,7 +135,7 @@ class _AlignedLogprobs:
             self._held[-1][0] += ending
 
     def show(self, characters: int, *, final: bool) -> None:
-        """Pass on the tokens whose text is shown, after so many further characters; `final`: the rest of the text is cut off."""
+        """Show the tokens of the next `characters` characters. `final`: the rest of the text is cut off."""
         self._characters += characters
         if final:
             self._cut()
@@ -148,17 +153,21 @@ class _AlignedLogprobs:
         del self._held[:count]
 
     def _cut(self) -> None:
-        """Take the text behind the end from the tokens that hold it."""
+        """Remove the text after the end from the held tokens."""
         whole = "".join([entry[0] for entry in self._held])
-        kept, behind = whole[: self._characters], whole[self._characters :]
-        surplus, surplus_bytes = len(behind), len(behind.encode("utf-8"))
+        kept = whole[: self._characters]
+        behind = whole[self._characters :]
+        surplus = len(behind)
+        surplus_bytes = len(behind.encode("utf-8"))
         if INCOMPLETE not in kept:  # tokens of the kept text may have parts of the next character
             surplus_bytes = max(sum([len(entry[1]) for entry in self._held]) - len(kept.encode("utf-8")), 0)
         for entry in reversed(self._held):
             text, content = entry[:2]
-            taken, taken_bytes = min(surplus, len(text)), min(surplus_bytes, len(content))
+            taken = min(surplus, len(text))
+            taken_bytes = min(surplus_bytes, len(content))
             entry[:2] = text[: len(text) - taken], content[: len(content) - taken_bytes]
-            surplus, surplus_bytes = surplus - taken, surplus_bytes - taken_bytes
+            surplus = surplus - taken
+            surplus_bytes = surplus_bytes - taken_bytes
 
     def take(self) -> str:
         """The JSON of the tokens since the last call."""

@@ -77,7 +77,8 @@ class TextConnection:
     """The text process's end of the socket."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket, self._reader = end, TextFrameReader()
+        self._socket = end
+        self._reader = TextFrameReader()
         self._frames: list[TextFrame] = []
 
     def receive(self) -> TextFrame:
@@ -131,7 +132,8 @@ def run(connection: TextConnection) -> None:
     limit_memory(setup.memory_bytes)
     keep_loaded()
     connection.send({})
-    reader, sizes = None, None
+    reader = None
+    sizes = None
     while True:
         job, body = connection.receive()
         if reader is None or sizes != (job["context"], job["vocab"]):

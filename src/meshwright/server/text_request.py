@@ -1,4 +1,4 @@
-"""Requests for text: the keys that completions and chats share, with their ranges and the server's limits."""
+"""Requests for text: the keys that completions and chats share, their ranges, and the server's limits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from meshwright.spec.serve import ServeSpec
 LONGEST_STOP_STRING = 256
 MOST_STOP_IDS = 64
 MOST_PROMPT_LOGPROBS = 1 << 20
-"""Log probabilities of prompts in an answer at most, those of the likeliest tokens included: about 40 MB of JSON."""
-MOST_BAD_WORDS, LONGEST_BAD_WORD = 128, 256
-"""Words of `bad_words`, and characters of one, at most."""
+"""Most log probabilities of prompts in an answer, with those of the likeliest tokens: about 40 MB of JSON."""
+MOST_BAD_WORDS = 128
+"""Most words in `bad_words`."""
+LONGEST_BAD_WORD = 256
+"""Most characters of one of them."""
 WITHOUT_EFFECT = (
     "user",
     "metadata",
@@ -34,7 +36,7 @@ WITHOUT_EFFECT = (
     "prompt_cache_retention",
     "guided_decoding_backend",
 )
-"""Keys of OpenAI's and vLLM's clients that this server has no use for."""
+"""Keys of OpenAI's and vLLM's clients that are accepted with any value and have no effect."""
 ONLY_DEFAULTS: Mapping[str, Any] = {
     "modalities": ["text"],
     "verbosity": "medium",
@@ -52,13 +54,13 @@ ONLY_DEFAULTS: Mapping[str, Any] = {
     "return_token_ids": False,
     "return_tokens_as_token_ids": False,
 }
-"""Keys of OpenAI's and vLLM's clients that this server has not, with their defaults, which are accepted."""
+"""Keys of OpenAI's and vLLM's clients that this server does not implement. Only these values, their defaults, are accepted."""
 _SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of requests for text, by the server's settings and the model."""
+    """Limits of requests for text, from the server's settings and the model."""
 
     spec: ServeSpec
     model: str
@@ -69,7 +71,7 @@ class RequestLimits:
 
     @property
     def new_tokens(self) -> int:
-        """New tokens of a text at most."""
+        """Most new tokens of a text."""
         return min(self.spec.max_new_tokens or self.context, self.context)
 
 
@@ -80,11 +82,11 @@ class CheckedTextRequest:
     count: int
     """Texts for each prompt."""
     new_tokens: int
-    """New tokens of a text at most, if the context has room for them; 0 for an answer about the prompt alone."""
+    """Most new tokens of a text, if the context has room for them; 0 for an answer about the prompt only."""
     sampling: dict[str, Any]
     """Fields of `SamplingOptions`; without `seed` each prompt gets a random one."""
     logprobs: int | None
-    """Likeliest tokens to report for each new token, and for each token of a prompt that is repeated; None: no log probabilities."""
+    """Number of likeliest tokens to report with each new token, and with each token of an echoed prompt. None: no log probabilities."""
     stop_ids: Sequence[int]
     stop_strings: Sequence[str]
     grammar: tuple[str, str] | None
@@ -93,33 +95,33 @@ class CheckedTextRequest:
     include_usage: bool
     """Whether a stream ends with the numbers of tokens."""
     continuous_usage: bool = False
-    """Whether every event has them."""
+    """Whether every event of a stream has the numbers of tokens."""
     include_stop: bool = False
-    """Whether a text ends behind its stop string, instead of before it."""
+    """Whether a text includes the stop string that ended it."""
     reported_stops: Sequence[int] = ()
-    """Tokens of `stop_ids` that are the request's own: an end at one of them is reported with it."""
+    """Stop tokens that the request itself named. If one of them ends a text, the answer says which."""
     priority: int = 0
-    """Requests of a larger number go first."""
+    """Requests with a larger number go first."""
     salt: str = ""
-    """Only requests of equal salt share cached prompts."""
+    """Only requests with the same salt share cached prompts."""
     prompts: list[Sequence[int]] = field(default_factory=list)
     """Token ids of each prompt."""
     echoes: list[str] = field(default_factory=list)
-    """The prompts' own texts, with which the texts begin; empty if they do not."""
+    """Texts of the prompts, if the answer repeats them (`echo`); else empty."""
     grammar_key: str = "response_format"
     """Key of the body that asks for the grammar."""
     prompt_logprobs: int | None = None
-    """Likeliest tokens to report for each token of the prompts in vLLM's form; None: they are not reported so."""
+    """Number of likeliest tokens to report with each token of the prompts, in vLLM's form. None: not reported."""
     output: OutputFormat | None = None
-    """How reasoning and tool calls are found in the texts; None if they are not."""
+    """How reasoning and tool calls are found in the texts. None: they are not looked for."""
     special_tokens: bool = False
-    """Whether the text has special tokens."""
+    """Whether texts show special tokens."""
     ignored: Sequence[str] = ()
-    """What of the body was ignored: labels of `agent_fields.IGNORED`."""
+    """Parts of the body that were ignored: labels of `agent_fields.IGNORED`."""
     tool_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Type, name and namespace of a tool for the client, by the name that the model sees, if that is another."""
+    """Tools whose name is another one for the model: by that name, the type, name and namespace that the client knows."""
     shown: Mapping[str, Any] = field(default_factory=dict)
-    """What the answer of an API repeats of its request."""
+    """Fields of the request that the answer repeats."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -127,14 +129,16 @@ class CheckedTextRequest:
         return sum(map(len, self.prompts))
 
     def pack(self) -> tuple[dict[str, Any], bytes]:
-        """Return the request for another process: values of JSON, and the bytes of all token ids."""
+        """The request for another process: JSON values, and the bytes of all token ids."""
         values = {**vars(self), "prompts": [len(prompt) for prompt in self.prompts]}
         return values, b"".join(map(packed_ids, self.prompts))
 
     @classmethod
     def unpack(cls, values: Mapping[str, Any], ids: memoryview) -> CheckedTextRequest:
         """The request that `pack` has packed; its prompts are arrays."""
-        fields, prompts, start = dict(values), [], 0
+        fields = dict(values)
+        prompts = []
+        start = 0
         for count in fields["prompts"]:
             prompts.append(unpacked_ids(ids[start : start + count * ID_BYTES]))
             start += count * ID_BYTES

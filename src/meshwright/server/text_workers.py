@@ -1,4 +1,4 @@
-"""The HTTP process's text processes: which body goes to which, and what a request gets that takes too long."""
+"""The HTTP process's text processes: which process reads a body, and what a request gets whose body takes too long."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ from meshwright.spec.serve import ServeSpec
 T = TypeVar("T")
 log = logging.getLogger("meshwright.server")
 SHORT_BODY = 64 << 10
-"""Bytes of a body from which it goes to the process for long ones."""
+"""A body of more bytes goes to the process for long bodies."""
 SHORT_SECONDS = 5.0
 """Longest time to read a short body. Without an endless template it takes a few milliseconds."""
 LONG_SECONDS = 20.0
 """Longest time to read a long body."""
 LONG_NICE = 5
-"""How much later than the HTTP process and the engine the system runs the process for long bodies."""
+"""Nice value of the process for long bodies: the system prefers the HTTP process and the engine."""
 WAITING_BYTES = 64 << 20
-"""Bodies that wait for one process at most."""
+"""Most bytes of bodies that wait for one process."""
 SHORT_SENT = 4
-"""Short bodies that a process has at a time: it begins the next while the answer to one is on its way."""
+"""Short bodies that a process has at a time, so that it can begin the next one while an answer is on its way."""
 START_SECONDS = 120.0
 """Longest time that a process may take to load the tokenizer."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Seconds before a process is started again that could not load; they double each time."""
+FIRST_PAUSE = 0.1
+"""Seconds before a process that could not load is started again. They double each time."""
+LONGEST_PAUSE = 10.0
+"""Longest of these pauses, seconds."""
 FAILED_STARTS = 3
-"""Starts that fail one after the other before requests are refused instead of waiting for the next."""
+"""After so many failed starts in a row requests are refused instead of waiting for the next start."""
 END_SECONDS = 5.0
 """Longest time that a process may take to end once it has closed its connection."""
 RETRY_SECONDS = 1
@@ -81,7 +83,7 @@ class Sizes:
 class TextWorkers:
     """Reads requests in processes of their own: one for short bodies, one for long ones.
 
-    An endless template or a long text stops only the requests that wait for the same process, and these only up to its time limit.
+    An endless template or a long text delays only requests for the same process, and these only until the time limit.
     """
 
     def __init__(self, spec: ServeSpec, model: str, files: ModelFiles) -> None:
@@ -95,7 +97,7 @@ class TextWorkers:
         self._short.start()
 
     async def read(self, work: Callable[[RequestReader, bytes], T], body: bytes, sizes: Sizes) -> T:
-        """Return what `work`, one of `WORK`, makes of a body. Raises RequestError; what is cancelled before its turn is not begun."""
+        """The result of `work`, one of `WORK`, for a body. Raises RequestError. If it is cancelled before its turn, it is not begun."""
         lane = self._short if len(body) <= SHORT_BODY else self._long
         return cast(T, await lane.read(cast("Work", work), body, sizes))
 
@@ -114,7 +116,9 @@ class _Job:
     """A body to be read, and the answer to it."""
 
     def __init__(self, work: Work, body: bytes, sizes: Sizes) -> None:
-        self.work, self.body, self.sizes = work, body, sizes
+        self.work = work
+        self.body = body
+        self.sizes = sizes
         self.answer: asyncio.Future[CheckedTextRequest | bytes] = asyncio.get_running_loop().create_future()
 
     def refuse(self, error: RequestError) -> None:
@@ -136,14 +140,17 @@ class _Job:
 
 
 class _Lane:
-    """One text process after the other, and the jobs for it, in order of arrival."""
+    """A text process, which is replaced when it ends, and the jobs for it, in order of arrival."""
 
     def __init__(
         self, name: str, setup: Setup, files: tuple[Mapping[str, Any], bytes], seconds: float, most_sent: int
     ) -> None:
         """`files` are packed; `seconds` is the longest time of a job, `most_sent` the number that the process has at a time."""
-        self._name, self._setup, self._files = name, setup, files
-        self._seconds, self._most_sent = seconds, most_sent
+        self._name = name
+        self._setup = setup
+        self._files = files
+        self._seconds = seconds
+        self._most_sent = most_sent
         self._waiting: deque[_Job] = deque()
         self._waiting_bytes = 0
         self._sent: deque[_Job] = deque()
@@ -156,7 +163,7 @@ class _Lane:
 
     @property
     def unfinished(self) -> int:
-        """Jobs that wait or run, with those that nobody waits for any more."""
+        """Number of jobs that wait or run, cancelled ones included."""
         return len(self._waiting) + len(self._sent)
 
     def start(self) -> None:
@@ -178,7 +185,8 @@ class _Lane:
             raise _stopping()
         if self._failed_starts >= FAILED_STARTS:
             raise _unavailable()
-        waiting, most = len(self._waiting), self._setup.spec.queue
+        waiting = len(self._waiting)
+        most = self._setup.spec.queue
         if waiting and (waiting >= most or self._waiting_bytes + len(body) > WAITING_BYTES):
             message = f"{waiting} requests wait to be read; try again later"
             raise RequestError(429, message, retry_after=RETRY_SECONDS)
@@ -225,7 +233,8 @@ class _Lane:
         assert process is not None
         self._stop_timer()
         if not process.loaded:
-            process.loaded, self._failed_starts = True, 0
+            process.loaded = True
+            self._failed_starts = 0
         else:
             self._sent.popleft().finish(frame)
             if self._sent:
@@ -233,8 +242,9 @@ class _Lane:
         self._send()
 
     def _end_slow(self) -> None:
-        """End the process, and its job, which takes too long."""
-        process, job = self._process, self._sent.popleft()
+        """The job takes too long: refuse it, and end the process."""
+        process = self._process
+        job = self._sent.popleft()
         assert process is not None
         job.refuse(self._too_slow(job))
         log.warning("a request was not read within %g s; its text process %d is ended", self._seconds, process.pid)
@@ -249,9 +259,9 @@ class _Lane:
         return RequestError(422, message, code="text_timeout")
 
     def _lost(self, process: _TextProcess, status: int) -> None:
-        """Start a process again that has ended by itself; `status` is that of `Popen`.
+        """The process has ended by itself, with this status of `Popen`: start another one.
 
-        The job that it worked on is not tried again: it may well be the reason, and would end the next process too.
+        The job that it worked on is refused. It may be the cause, and would then end the next process too.
         """
         if process is not self._process or self._closed:
             return
@@ -266,7 +276,7 @@ class _Lane:
         self._start_later()
 
     def _start_later(self) -> None:
-        """Try another start after a pause that grows with the failed ones."""
+        """Start again after a pause, which grows with each failed start."""
         pause = min(FIRST_PAUSE * 2**self._failed_starts, LONGEST_PAUSE)
         self._failed_starts += 1
         if self._failed_starts >= FAILED_STARTS:
@@ -274,7 +284,7 @@ class _Lane:
         asyncio.get_running_loop().call_later(pause, self.start)
 
     def _restart(self) -> None:
-        """Start another process; it gets the jobs that the last one had not begun."""
+        """Start another process, and give it the jobs that the last one had not begun."""
         again = [job for job in self._sent if not job.answer.done()]
         self._waiting.extendleft(reversed(again))
         self._waiting_bytes += sum(len(job.body) for job in again)
@@ -303,7 +313,8 @@ class _TextProcess(asyncio.Protocol):
 
     def __init__(self, take: Callable[[TextFrame], None], lost: Callable[[_TextProcess, int], None]) -> None:
         """Start it. `take` gets its messages; `lost` is called once it has ended, with its status."""
-        self._take_frame, self._lost = take, lost
+        self._take_frame = take
+        self._lost = lost
         self._reader = TextFrameReader()
         self._transport: asyncio.WriteTransport | None = None
         self._unsent: list[bytes] = []
@@ -347,7 +358,7 @@ class _TextProcess(asyncio.Protocol):
         self._process.kill()
 
     def kill(self) -> None:
-        """End the process; nothing is called any more."""
+        """End the process, without any further call."""
         self._process.kill()
         self._killed = True
         if self._transport is not None:

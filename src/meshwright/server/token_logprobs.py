@@ -56,7 +56,8 @@ class CompletionLogprobs:
 
     def __init__(self, tokens: TokenBytes, offset: int) -> None:
         """`offset`: characters before the first token."""
-        self._tokens, self._offset = tokens, offset
+        self._tokens = tokens
+        self._offset = offset
         self._entries: list[CompletionEntry] = []
 
     def add(self, text: str, content: bytes, logprob: float, top: Sequence[tuple[int, float]]) -> None:

@@ -98,7 +98,8 @@ def _shrinks(step: Mapping[str, Any], in_bytes: bool) -> float:
 
 def _longest_piece(model: Mapping[str, Any], in_bytes: bool) -> int:
     """Units of the longest piece of the model's vocabulary, if every unit of a text has a token."""
-    name, vocab = model["type"], model["vocab"]
+    name = model["type"]
+    vocab = model["vocab"]
     pieces = {entry[0] for entry in vocab} if name == "Unigram" else vocab
     if name not in ("BPE", "Unigram") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _Unlimited

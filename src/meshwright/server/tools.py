@@ -31,7 +31,8 @@ class Tools:
 
 def read_tools(fields: Fields) -> Tools:
     """The keys `tools`, `tool_choice` and `parallel_tool_calls`. Raises RequestError."""
-    value, choice = fields.take("tools"), fields.take("tool_choice")
+    value = fields.take("tools")
+    choice = fields.take("tool_choice")
     parallel = fields.flag("parallel_tool_calls", True)
     named = _named(choice)
     if value is None or value == []:
@@ -126,10 +127,14 @@ def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> lis
     options = [option for key in ("anyOf", "oneOf", "allOf") for option in listed(schema.get(key))]
     values = [*listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     names = [name for option in options for name in schema_types(option, root, depth + 1)]
-    return [
-        *names,
-        *("string" if isinstance(value, str) else "null" if value is None else "number" for value in values),
-    ]
+    return [*names, *map(_type_of, values)]
+
+
+def _type_of(value: object) -> str:
+    """JSON type of a value that is no list or object."""
+    if isinstance(value, str):
+        return "string"
+    return "null" if value is None else "number"
 
 
 def listed(value: object) -> list[Any]:

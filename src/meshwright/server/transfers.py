@@ -30,7 +30,7 @@ class TransferSetup:
 
     role: Role = "both"
     address: str | None = None
-    """Address at which other engines ask for prompts; None: they cannot."""
+    """Address at which other engines ask for prompts. None if they cannot."""
     peers: tuple[str, ...] = ()
     """Addresses of the engines that compute prompts."""
     store: str | None = None
@@ -75,8 +75,11 @@ class BlockTransfers:
         Raises BadInput if `setup.address` cannot be used."""
         self._blocks = blocks = engine.prefix_blocks()
         self._store = None if setup.store is None else StoreClient(blocks, setup.store, setup.key)
-        self._submit, self._fetching, self._unwanted = submit, set[int](), set[int]()
-        """Ids of texts whose prompts are looked up in the store, and those of them that were aborted."""
+        self._submit = submit
+        self._fetching = set[int]()
+        """Ids of requests whose prompts are looked up in the store."""
+        self._unwanted = set[int]()
+        """Those of them that were aborted."""
         self._sender = None
         if setup.address is not None:
             listening = listen(setup.address)
@@ -101,7 +104,7 @@ class BlockTransfers:
         self._receiver.connect(time.monotonic())
 
     def use_new_weights(self) -> None:
-        """End all connections, whose blocks are of other weights; prompts at peers are computed here."""
+        """End all connections, because their blocks are of the old weights. Prompts at peers are computed here."""
         identity = self._blocks.identity()
         if self._sender is not None:
             self._sender.use_identity(identity)
@@ -112,7 +115,9 @@ class BlockTransfers:
     @property
     def figures(self) -> TransferFigures:
         """Counts of blocks and prompts exchanged so far."""
-        receiver, store, sent = self._receiver, self._store, 0 if self._sender is None else self._sender.sent_blocks
+        receiver = self._receiver
+        store = self._store
+        sent = 0 if self._sender is None else self._sender.sent_blocks
         return TransferFigures(
             sent,
             receiver.received_blocks,
@@ -128,7 +133,7 @@ class BlockTransfers:
         )
 
     def begin(self, request: Mapping[str, Any]) -> bool:
-        """Have the prompt of a request computed or looked up elsewhere; false if the caller is to submit it here."""
+        """Let another engine compute the prompt of a request, or look it up in the store. False if the caller should submit it here."""
         if self._store is None:
             return self._receiver.begin(request)
         self._fetching.update(request["ids"])

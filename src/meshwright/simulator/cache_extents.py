@@ -47,7 +47,17 @@ class Holder:
         """Its cached blocks, ascending."""
 
     def add(self, first: int, end: int) -> None:
-        """Add a span behind the others."""
+        """Add a span behind the others.
+
+        A span that begins where the last one ends extends it:
+
+        >>> holder = Holder(())
+        >>> holder.add(0, 4)
+        >>> holder.add(4, 6)
+        >>> holder.add(9, 10)
+        >>> holder.spans
+        [(0, 6), (9, 10)]
+        """
         spans = self.spans
         if spans and spans[-1][1] == first:
             spans[-1] = spans[-1][0], end

@@ -39,6 +39,11 @@ def end_with_slowdown(start: float, work: float, slow_intervals: Iterable[SlowIn
     """End time of compute that starts at `start` and takes `work` seconds without slowdown.
 
     Where intervals overlap, the largest factor applies.
+
+    4 of 6 seconds of work are done when a rank becomes three times slower; the other 2 take 6 seconds:
+
+    >>> end_with_slowdown(0.0, 6.0, [(4.0, 20.0, 3.0)])
+    10.0
     """
     time = start
     for interval_start, interval_end, factor in _disjoint(slow_intervals):

@@ -33,7 +33,16 @@ class _Job:
 
 
 def simulate_failures(model: FailureModel, failures: int = 20_000, seed: int = 0) -> float:
-    """The effective training time over the first `failures` failures; the same seed gives the same result."""
+    """The effective training time over the first `failures` failures; the same seed gives the same result.
+
+    A failure each 10,000 seconds takes 100 seconds and half of 1,000 seconds between two checkpoints, 6% of the time:
+
+    >>> from meshwright.policies.effective_time import FailureClass
+    >>> killed = FailureClass("killed", share=1.0, detect_seconds=10, restart_seconds=50, load_seconds=40)
+    >>> model = FailureModel(8, mttf_seconds=10_000, interval_seconds=1_000, cost_seconds=0, classes=(killed,))
+    >>> round(simulate_failures(model), 2)
+    0.94
+    """
     job = _Job(Random(seed))
     for _ in range(failures):
         failure = _train_until_failure(model, job)

@@ -43,7 +43,17 @@ def links_of(
 
 
 def _ranks_by_stage(layout: Layout) -> np.ndarray:
-    """(pipeline ranks, devices per pipeline rank): global ranks; those in one column exchange messages."""
+    """(pipeline ranks, devices per pipeline rank): global ranks; those in one column exchange messages.
+
+    Two pipeline ranks, each with two tensor ranks: 0 sends to 2, and 1 to 3.
+
+    >>> from meshwright.spec.plan import BatchPlan, MeshAxis
+    >>> batch = BatchPlan(global_batch=2, micro_batch=1, accumulate=2)
+    >>> axes = (MeshAxis(axis="pipeline", size=2), MeshAxis(axis="tensor", size=2))
+    >>> _ranks_by_stage(Layout.of(Plan(mesh=axes, batch=batch), 4))
+    array([[0, 1],
+           [2, 3]])
+    """
     names = [name for name, _ in layout.axes]
     grid = np.arange(layout.ranks).reshape([size for _, size in layout.axes])
     stages = layout.size("pipeline")

@@ -12,7 +12,17 @@ from meshwright.simulator.timeline import Timeline
 
 
 def draw(timeline: Timeline, column_seconds: float | None = None) -> str:
-    """Draw the compute of every rank, until the end of the last backward. Widths are rounded to whole columns."""
+    """Draw the compute of every rank, until the end of the last backward. Widths are rounded to whole columns.
+
+    Two stages, two micro-batches, a backward of twice the time:
+
+    >>> from meshwright.schedules.registry import build
+    >>> from meshwright.simulator.simulate import simulate
+    >>> from meshwright.simulator.timing import uniform_timing
+    >>> print(draw(simulate(build("1f1b", 2, 2), uniform_timing(2))))
+    0  F0 F1 .  .  B0--- .  B1---
+    1  .  F0 B0--- F1 B1--- .  .
+    """
     schedule = timeline.schedule
     spans = [(r, a, start, end) for r, _, a, start, end in timeline.records if a.op in COMPUTE]
     column = column_seconds or min(end - start for _, _, start, end in spans if end > start)

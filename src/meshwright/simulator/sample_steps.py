@@ -92,7 +92,13 @@ def static_seconds(
 
 
 def pack_sequences(lengths: np.ndarray, count: int, sequence: int) -> np.ndarray:
-    """The sequence of each sample `(S,)`, of `count` sequences of `sequence` tokens, or −1: best-fit, longest samples first."""
+    """The sequence of each sample `(S,)`, of `count` sequences of `sequence` tokens, or −1: best-fit, longest samples first.
+
+    Samples of 5, 3, 4 and 6 tokens in two sequences of 8: 6 and 5 first, then 4 has no room, 3 goes beside 5.
+
+    >>> pack_sequences(np.array([5, 3, 4, 6]), count=2, sequence=8)
+    array([ 1,  1, -1,  0])
+    """
     rooms, number = [(sequence, index) for index in range(count)], np.full(len(lengths), -1)
     for sample in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[sample])

@@ -21,7 +21,13 @@ def counted_requests(total: int) -> range:
 
 
 def spare_misses(total: int, sought: float) -> int:
-    """How many of the counted requests may miss a limit while the attainment is at least `sought`."""
+    """How many of the counted requests may miss a limit while the attainment is at least `sought`.
+
+    Of 100 requests the middle 80 count; at 90% eight of these may miss a limit:
+
+    >>> counted_requests(100), spare_misses(100, 0.9)
+    (range(10, 90), 8)
+    """
     counted = len(counted_requests(total))
     return next(
         missed - 1 for missed in range(1, counted + 2) if missed > counted or (counted - missed) / counted < sought

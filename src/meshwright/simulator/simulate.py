@@ -27,6 +27,13 @@ def simulate(schedule: Schedule, timing: Timing, durations: Durations | None = N
     """Simulate one step of `schedule` with the durations of `timing`; `durations` replaces its compute seconds.
 
     Raises BadInput when a table does not fit the schedule, or the schedule deadlocks.
+
+    1F1B with 2 stages and 4 micro-batches: 4 · 3 seconds of compute and a bubble of 3:
+
+    >>> from meshwright.schedules.registry import build
+    >>> from meshwright.simulator.timing import uniform_timing
+    >>> simulate(build("1f1b", 2, 4), uniform_timing(2)).step_seconds
+    15.0
     """
     timing.check(schedule)
     return _Simulation(schedule, timing, durations or Durations(timing)).run()

@@ -89,7 +89,17 @@ def compile_program(order: ComputeOrder, micro_batches: int, units: Sequence[int
 
 
 def simulate_stages(program: Program, durations: StageDurations) -> Totals:
-    """Simulate one step of the program, whose actions take `durations`."""
+    """Simulate one step of the program, whose actions take `durations`.
+
+    1F1B with 2 stages and 4 micro-batches of 3 seconds each:
+
+    >>> from meshwright.schedules.registry import order_of
+    >>> from meshwright.simulator.timing import uniform_timing
+    >>> program = compile_program(order_of("1f1b", 2, 4), 4)
+    >>> durations = StageDurations(uniform_timing(2), 2, units=[[LayerStrategy()], [LayerStrategy()]], layered=False)
+    >>> simulate_stages(program, durations).breakdown
+    {'compute': 12.0, 'shard': 0.0, 'replicate': 0.0, 'pipeline': 0.0, 'closing': 0.0, 'idle': 3.0}
+    """
     timing, seconds = durations.timing, [durations.of(key) for key in program.duration_keys]
     sizes = timing.boundary_bytes
     links = [timing.between(*ends).seconds(sizes[at] if sizes else 0.0) for *ends, at in program.links]

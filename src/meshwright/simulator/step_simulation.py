@@ -216,7 +216,14 @@ def exposed_in_compute(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: 
 
 
 def _total_exposed(compute: Sequence[Sequence[Seconds]], factor: float) -> dict[str, float]:
-    """By axis, `factor` times the exposed seconds of one micro-batch in all units; axes with 0 seconds are left out."""
+    """By axis, `factor` times the exposed seconds of one micro-batch in all units; axes with 0 seconds are left out.
+
+    Four micro-batches in two units, which wait 0.25 and 0.5 seconds for tensor ranks:
+
+    >>> stage = [Seconds(1.0, 1.0, 1.0, {"tensor": 0.25}), Seconds(1.0, 1.0, 1.0, {"tensor": 0.5, "host": 0.0})]
+    >>> _total_exposed([stage], 4)
+    {'tensor': 3.0}
+    """
     totals: dict[str, float] = {}
     for stage in compute:
         for unit in stage:

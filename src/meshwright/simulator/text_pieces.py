@@ -92,6 +92,14 @@ class TextPieces:
 
 
 def _prefixes(blocks: Sequence[int], numbers: dict[tuple[int, int], int]) -> list[int]:
+    """A number for each beginning of the blocks: equal ones where texts begin alike.
+
+    Two texts that begin with block 7 share its number, not that of what follows:
+
+    >>> numbers = {}
+    >>> _prefixes([7, 8], numbers), _prefixes([7, 9], numbers)
+    ([1, 2], [1, 3])
+    """
     prefix, prefixes = 0, []
     for block in blocks:
         prefix = numbers.setdefault((prefix, block), len(numbers) + 1)

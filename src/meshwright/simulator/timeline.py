@@ -18,7 +18,17 @@ AXES = ("pipeline", "shard", "replicate")
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times of a step by pipeline rank, in seconds since the start of the step."""
+    """Times of a step by pipeline rank, in seconds since the start of the step.
+
+    1F1B with 2 stages and 4 micro-batches of 3 seconds each: a rank waits 3 of 15 seconds.
+
+    >>> from meshwright.schedules.registry import build
+    >>> from meshwright.simulator.simulate import simulate
+    >>> from meshwright.simulator.timing import uniform_timing
+    >>> timeline = simulate(build("1f1b", 2, 4), uniform_timing(2))
+    >>> timeline.step_seconds, round(timeline.bubble, 6)
+    (15.0, 0.2)
+    """
 
     schedule: Schedule
     step_seconds: float

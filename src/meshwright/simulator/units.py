@@ -515,7 +515,13 @@ _OF_OTHER_COSTS = dict.fromkeys(
 
 
 def _with_link_time(seconds: Seconds, part: Literal["forward", "backward_input"], added: float) -> Seconds:
-    """`seconds` with exposed copies over the host link added to a part."""
+    """`seconds` with exposed copies over the host link added to a part.
+
+    A copy over the host's link adds half a second to the forward:
+
+    >>> _with_link_time(Seconds(1.0, 2.0, 0.0, {"tensor": 0.25}), "forward", 0.5)
+    Seconds(forward=1.5, backward_input=2.0, backward_weight=0.0, exposed={'tensor': 0.25, 'host link': 0.5})
+    """
     if not added:
         return seconds
     exposed = {**seconds.exposed, "host link": seconds.exposed.get("host link", 0.0) + added}

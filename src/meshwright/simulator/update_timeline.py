@@ -32,7 +32,14 @@ class UpdateOperation:
 
 
 def play(operations: Sequence[UpdateOperation]) -> list[Interval]:
-    """Begin and end of each operation in seconds. An engine serves the operation that is ready first."""
+    """Begin and end of each operation in seconds. An engine serves the operation that is ready first.
+
+    A stream copies twice; the update waits for the first copy and runs beside the second:
+
+    >>> copies = [UpdateOperation("copy", 2.0), UpdateOperation("copy", 2.0)]
+    >>> play([*copies, UpdateOperation("compute", 3.0, after=(0,))])
+    [(0.0, 2.0), (2.0, 4.0), (2.0, 5.0)]
+    """
     queues: dict[str, list[int]] = {}
     for index, operation in enumerate(operations):
         queues.setdefault(operation.stream, []).append(index)

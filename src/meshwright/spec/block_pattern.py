@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
-from meshwright.spec.errors import nearest
+from meshwright.spec.errors import WrongKey, nearest
 
 _TERM = re.compile(r"(?:(?P<count>[0-9]{1,4})\s*\*\s*)?(?P<name>\S+)")
 
@@ -29,18 +28,9 @@ def shortest_pattern(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name if count == 1 else f"{count}*{name}" for name, count in runs)
 
 
-class PatternMistake(NamedTuple):
-    """What is wrong with the order of blocks: the key of `model`, what it is, what was expected, and the nearest kind."""
-
-    key: str
-    found: str
-    expected: str
-    near: str | None = None
-
-
 def pattern_mistakes(
     layers: int, kinds: Sequence[str], pattern: Sequence[str], first: Sequence[str], sequence: Sequence[str]
-) -> Iterator[PatternMistake]:
+) -> Iterator[WrongKey]:
     """What is wrong with the order of blocks; `kinds` are the names in `model.blocks`, the others are values of keys of `model`."""
     orders = {"pattern": expanded(pattern), "first": expanded(first), "sequence": expanded(sequence)}
     used = dict.fromkeys((name, key) for key, names in orders.items() for name in names)
@@ -49,20 +39,18 @@ def pattern_mistakes(
     )
     for name, key in used:
         if name not in kinds:
-            yield PatternMistake(key, repr(name), described, nearest(name, kinds))
+            yield WrongKey(key, repr(name), described, nearest(name, kinds))
     for name in kinds:
         if name not in {used_name for used_name, _ in used}:
-            yield PatternMistake(
+            yield WrongKey(
                 f"blocks.{name}", "an unused kind", "its name in model.pattern, model.first or model.sequence"
             )
     beside, counts = pattern or first, {key: len(names) for key, names in orders.items()}
     if sequence and beside:
-        yield PatternMistake(
-            "sequence", f"{counts['sequence']} layers", "no model.pattern and no model.first beside it"
-        )
+        yield WrongKey("sequence", f"{counts['sequence']} layers", "no model.pattern and no model.first beside it")
     elif sequence and counts["sequence"] != layers:
-        yield PatternMistake("sequence", f"{counts['sequence']} layers", f"model.layers = {layers}")
+        yield WrongKey("sequence", f"{counts['sequence']} layers", f"model.layers = {layers}")
     if counts["first"] > layers:
-        yield PatternMistake("first", f"{counts['first']} layers", f"at most model.layers = {layers}")
+        yield WrongKey("first", f"{counts['first']} layers", f"at most model.layers = {layers}")
     elif first and not pattern and counts["first"] < layers:
-        yield PatternMistake("first", f"{counts['first']} of {layers} layers", "model.pattern for the others")
+        yield WrongKey("first", f"{counts['first']} of {layers} layers", "model.pattern for the others")

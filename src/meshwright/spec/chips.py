@@ -36,6 +36,11 @@ class Chip:
     best_bf16_flops: float | None = None
     """FLOP/s of the fastest bf16 matrix product measured, under the chip's power limit."""
 
+    @property
+    def half_peak(self) -> float:
+        """The peak in bf16; in fp16 on chips without bf16, and in fp32 on chips without both."""
+        return next(self.peak_flops[name] for name in ("bf16", "fp16", "fp32") if name in self.peak_flops)
+
 
 def _table(*chips: Chip) -> dict[str, Chip]:
     return {chip.name: chip for chip in chips}

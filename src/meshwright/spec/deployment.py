@@ -24,7 +24,7 @@ WEIGHT_BYTES: dict[PricedFormat, float] = {
     "int4": 1 / 2 + 2 / 32,
 }
 """Bytes of a weight with its share of the scales: one byte for 32 weights (mx), one for 16 (nvfp4), two for 32 (int4)."""
-Software = Literal["vllm", "sglang", "trtllm"]
+ServingSoftwareName = Literal["vllm", "sglang", "trtllm"]
 """Servers with fitted constants (`costs.serving_software`): vLLM, SGLang, TensorRT-LLM."""
 PREFIX_BLOCK = 512
 """Tokens of a prompt for which a trace has one prefix block."""
@@ -128,7 +128,7 @@ class Deployment:
     """Instances by role and size. Those that only compute prompts need others that decode, and the reverse."""
     quantisation: Quantisation = field(default_factory=Quantisation)
     """Number formats of all instances."""
-    software: Software | None = None
+    software: ServingSoftwareName | None = None
     """Server that the prediction is for; none is this program."""
     engine: EngineSwitches = field(default_factory=EngineSwitches)
     """Switches of the engines of all instances."""
@@ -244,7 +244,7 @@ class ServeTarget:
     """The limits of latency."""
     quantisation: Quantisation = field(default_factory=Quantisation)
     """Number formats; `fp8` alone is fp8 weights and an fp8 cache, `int8` alone int8 weights."""
-    software: Software | None = None
+    software: ServingSoftwareName | None = None
     """Server whose step times are predicted, by constants fitted to published measurements; none is this program."""
 
 

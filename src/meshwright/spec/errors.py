@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 EXIT_DONE = 0
 EXIT_INTERNAL = 1
@@ -178,6 +178,32 @@ class Mistake:
     def __str__(self) -> str:
         hint = f" (nearest: {self.nearest})" if self.nearest else ""
         return f"{self.position}: {shorten(self.key)}: expected {self.expected}, got {self.got}{hint}"
+
+
+class WrongKey(NamedTuple):
+    """A value of a model that does not go with others.
+
+    `expected` may name other keys in braces, whose values are in `beside`: "a divisor of {heads}" with ("heads", 4) is "a divisor of
+    heads (4)", and "a divisor of model.heads = 4" in a run file.
+    """
+
+    key: str
+    found: str
+    expected: str
+    near: str | None = None
+    beside: tuple[tuple[str, Any], ...] = ()
+
+    def expected_with(self, named: Callable[[str, Any], str]) -> str:
+        """`expected` with other keys and their values as `named` writes them."""
+        return (
+            self.expected.format(**{key: named(key, value) for key, value in self.beside})
+            if self.beside
+            else self.expected
+        )
+
+    def __str__(self) -> str:
+        hint = f"; nearest: {self.near}" if self.near else ""
+        return f"{self.key} is {self.found}: expected {self.expected_with(lambda key, value: f'{key} ({value})')}{hint}"
 
 
 def shorten(text: str) -> str:

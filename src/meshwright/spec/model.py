@@ -24,7 +24,7 @@ from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import BlockBody
 from meshwright.spec.blocks.positions import LongRopeScaling, Pairs, RopeScaling, RotarySpec, YarnScaling
 from meshwright.spec.blocks.table import ParameterSpec, TensorSplit, Value, as_frozen
-from meshwright.spec.errors import nearest
+from meshwright.spec.errors import WrongKey, nearest
 from meshwright.spec.fields import Bound, Name, NotNegative, Positive
 
 LATENT_NORM_EPS = 1e-6
@@ -325,7 +325,8 @@ def layer_order(spec: ModelSpec) -> str:
     if not spec.blocks:
         return ""
     first, pattern = ", ".join(spec.sequence or spec.first), ", ".join(spec.pattern)
-    parts = [first, f"{'then ' if first else ''}{pattern}, repeated" if pattern else ""]
+    then = "then " if first else ""
+    parts = [first, f"{then}{pattern}, repeated" if pattern else ""]
     return "layers: " + ", ".join(filter(None, parts))
 
 
@@ -367,83 +368,83 @@ def described_bodies(spec: ModelSpec) -> tuple[BlockBody, ...]:
     return tuple(dict.fromkeys((*flat, *(body for block in spec.block_kinds for body in block.bodies))))
 
 
-def layer_mistakes(spec: ModelSpec) -> Iterator[tuple[str, str, str]]:
-    """What is wrong between keys of layers: the key of `model`, what it is, and what was expected."""
+def _layer_mistakes(spec: ModelSpec) -> Iterator[WrongKey]:
+    """What is wrong between keys of layers."""
     routed = [spec.routed(layer) for layer in range(spec.layers)]
     if routed != sorted(routed):
-        yield "pattern", "dense layers behind experts", "dense layers before those with experts"
+        yield WrongKey("pattern", "dense layers behind experts", "dense layers before those with experts")
+    if spec.experts and not spec.expert_hidden:
+        yield WrongKey("expert_hidden", "0", "the width inside one expert", str(spec.ffn_hidden))
     if spec.norm_plus_one and spec.norm != "rmsnorm":
-        yield "norm_plus_one", "true", f"false with norm: {spec.norm}"
+        yield WrongKey("norm_plus_one", "true", f"false with norm: {spec.norm}")
     for key, usual in (("output_norms", False), ("input_norms", True), ("residual_factor", 1.0)):
         if spec.parallel_block and getattr(spec, key) != usual:
-            yield key, str(getattr(spec, key)).lower(), f"{str(usual).lower()} with parallel_block"
+            yield WrongKey(key, str(getattr(spec, key)).lower(), f"{str(usual).lower()} with parallel_block")
     if not spec.input_norms and not spec.output_norms:
-        yield "input_norms", "false", "true without output_norms"
+        yield WrongKey("input_norms", "false", "true without output_norms")
     if spec.qk_norm_whole and not spec.qk_norm:
-        yield "qk_norm_whole", "true", "false without qk_norm"
+        yield WrongKey("qk_norm_whole", "true", "false without qk_norm")
     if spec.qk_norm_rotated and (not spec.qk_norm or spec.qk_norm_whole):
-        yield "qk_norm_rotated", "true", "false without qk_norm, or with qk_norm_whole"
+        yield WrongKey("qk_norm_rotated", "true", "false without qk_norm, or with qk_norm_whole")
     for key in ("tied", "prediction_depth") if spec.head == "score" else ():
         if value := getattr(spec, key):
-            yield key, str(value).lower(), f"{str(type(value)(0)).lower()} with head: score"
+            yield WrongKey(key, str(value).lower(), f"{str(type(value)(0)).lower()} with head: score")
     if len(scalings := [key for key in SCALINGS if getattr(spec, key) is not None]) > 1:
-        yield scalings[1], "a section", f"none beside {scalings[0]}: a model has one scaling"
+        yield WrongKey(scalings[1], "a section", f"none beside {scalings[0]}: a model has one scaling")
     if spec.mlp == "clamped_swiglu" and (not all(routed) or spec.shared_expert_hidden):
-        yield "mlp", "clamped_swiglu", "swiglu, unless every layer has experts, and none a shared one"
+        yield WrongKey("mlp", "clamped_swiglu", "swiglu, unless every layer has experts, and none a shared one")
     for key, needed in (("expert_bias", "experts"), ("shared_expert_gate", "shared_expert_hidden")):
         if getattr(spec, key) and not getattr(spec, needed):
-            yield key, "true", f"false, as model.{needed} is 0"
+            yield WrongKey(key, "true", f"false, as model.{needed} is 0")
     for name, kind in spec.blocks.items():
         if kind.routed and not spec.experts:
-            yield f"blocks.{name}.routed", "true", "false or none, as model.experts is 0"
+            yield WrongKey(f"blocks.{name}.routed", "true", "false or none, as model.experts is 0")
         if kind.positions == "none" and spec.kv_rank:
-            yield f"blocks.{name}.positions", "none", "rope with kv_rank (latent attention)"
+            yield WrongKey(f"blocks.{name}.positions", "none", "rope with kv_rank (latent attention)")
         if kind.rope_scaling is not None and kind.yarn is not None:
-            yield f"blocks.{name}.yarn", "a section", "none beside rope_scaling: a kind has one scaling"
+            yield WrongKey(f"blocks.{name}.yarn", "a section", "none beside rope_scaling: a kind has one scaling")
 
 
-def unusable_keys(spec: ModelSpec) -> Iterator[str]:
+def unusable_keys(spec: ModelSpec) -> Iterator[WrongKey]:
     """What is wrong with keys that no body of the model has: of experts, of latent attention, or beside it."""
-    orders = (spec.pattern, spec.first, spec.sequence)
-    for wrong in pattern_mistakes(spec.layers, tuple(spec.blocks), *orders):
-        near = f"; nearest: {wrong.near}" if wrong.near else ""
-        yield f"{wrong.key} is {wrong.found}: expected {wrong.expected}{near}"
-    for key, found, expected in layer_mistakes(spec):
-        yield f"{key} is {found}: expected {expected}"
+    yield from pattern_mistakes(spec.layers, tuple(spec.blocks), spec.pattern, spec.first, spec.sequence)
+    yield from _layer_mistakes(spec)
     yield from _adapter_mistakes(spec)
     if not spec.experts:
         yield from mixture_of(spec).router.mistakes(spec.experts, spec.experts_per_token)
     if not spec.kv_rank:
         for name in ("q_rank", "rope_head_dim", "value_head_dim"):
-            if getattr(spec, name):
-                yield f"{name} is {getattr(spec, name)}: expected 0 without kv_rank"
+            if value := getattr(spec, name):
+                yield WrongKey(name, str(value), "0, as model.kv_rank is 0: no latent attention", "0")
         return
     for name, value in {"kv_heads": spec.heads, **BESIDE_LATENTS}.items():
         if getattr(spec, name) != value:
-            yield f"{name} is {getattr(spec, name)}: expected {value} with kv_rank (latent attention)"
+            found, needed = (str(one).lower() for one in (getattr(spec, name), value))
+            yield WrongKey(name, found, f"{needed}, as model.kv_rank is {spec.kv_rank}: latent attention", needed)
 
 
-def _adapter_mistakes(spec: ModelSpec) -> Iterator[str]:
+def _adapter_mistakes(spec: ModelSpec) -> Iterator[WrongKey]:
     """What is wrong with the targets of adapters."""
     if spec.adapter is None:
         return
     known = adapter_targets(spec)
     for target in spec.adapter.targets:
         if target not in known:
-            near = nearest(target, known)
-            yield f"adapter.targets has {target}: expected {', '.join(known)}" + (f"; nearest: {near}" if near else "")
+            yield WrongKey("adapter.targets", target, ", ".join(known), nearest(target, known))
     if both := [name for name in spec.adapter.targets if name.rpartition(".")[0] in spec.adapter.targets]:
-        yield f"adapter.targets has {both[0]} and the whole layer {both[0].rpartition('.')[0]}: expected one of them"
+        found = f"{both[0]} and the whole layer {both[0].rpartition('.')[0]}"
+        yield WrongKey("adapter.targets", found, "one of them")
     if spec.adapter.experts:
         if not spec.experts:
-            yield "adapter.experts is true: expected false, as model.experts is 0"
+            yield WrongKey("adapter.experts", "true", "false, as model.experts is 0", "false")
         if spec.adapter.kind == "dora":
-            yield "adapter.kind is dora: expected lora or rslora with adapter.experts"
-        if spec.adapter.rank % EXPERT_RANKS:
-            near = spec.adapter.rank + -spec.adapter.rank % EXPERT_RANKS
-            yield f"adapter.rank is {spec.adapter.rank}: expected a multiple of {EXPERT_RANKS} with adapter.experts; nearest: {near}"
+            yield WrongKey("adapter.kind", "dora", "lora or rslora with adapter.experts", "lora")
+        if rest := spec.adapter.rank % EXPERT_RANKS:
+            near = str(spec.adapter.rank + EXPERT_RANKS - rest)
+            expected = f"a multiple of {EXPERT_RANKS} with adapter.experts"
+            yield WrongKey("adapter.rank", str(spec.adapter.rank), expected, near)
     if spec.prediction_depth:
-        yield f"prediction_depth is {spec.prediction_depth}: expected 0 with adapters"
+        yield WrongKey("prediction_depth", str(spec.prediction_depth), "0 with adapters", "0")
 
 
 def attention_of(spec: ModelSpec) -> AttentionSpec:

@@ -32,18 +32,21 @@ class NodeType:
     @property
     def link(self) -> float:
         """Bytes/s of one device to its neighbours inside the node; infinite for a device that is not in the table."""
-        return self.link_gb_per_s * 1e9 if self.link_gb_per_s else CHIPS[self.gpu].link if self.gpu in CHIPS else inf
+        if self.link_gb_per_s:
+            return self.link_gb_per_s * 1e9
+        return CHIPS[self.gpu].link if self.gpu in CHIPS else inf
 
     @property
     def port(self) -> float:
         """Bytes/s of one device's share of the node's ports; infinite for a device that is not in the table."""
-        return self.port_gb_per_s * 1e9 if self.port_gb_per_s else CHIPS[self.gpu].nic if self.gpu in CHIPS else inf
+        if self.port_gb_per_s:
+            return self.port_gb_per_s * 1e9
+        return CHIPS[self.gpu].nic if self.gpu in CHIPS else inf
 
     @property
     def peak(self) -> float:
         """FLOP/s that order chips by speed; 0 for a chip that is not in the table."""
-        chip = CHIPS.get(self.gpu)
-        return max(chip.peak_flops.get("bf16", 0.0), chip.peak_flops.get("fp16", 0.0)) if chip else 0.0
+        return CHIPS[self.gpu].half_peak if self.gpu in CHIPS else 0.0
 
 
 def node_type_runs(cluster: ClusterSpec) -> tuple[tuple[NodeType, int], ...]:

@@ -46,7 +46,9 @@ def zero_stage(layer: LayerStrategy) -> int:
 
     3 if weights are gathered again for backward, 2 if they stay gathered, 1 if gradients are also kept whole.
     """
-    return 3 if layer.reshard else 1 if layer.gradients == "whole" else 2
+    if layer.reshard:
+        return 3
+    return 1 if layer.gradients == "whole" else 2
 
 
 def _axes(plan: Plan) -> Iterator[str]:

@@ -495,15 +495,27 @@ def _fp8(broken: Callable[[RuleInput], Any], expected: Text = "", **more: Any) -
     return PlanRule("linear", (), lambda x: x.some("linear", _FP8) & broken(x), expected, "compute", **more)
 
 
+def _computed(x: RuleInput) -> tuple[str, ...]:
+    """Formats that the cluster's devices compute in; bf16 and fp32 on devices that are not known."""
+    return formats_on(x("cluster.gpu")) or ("bf16", "fp32")
+
+
+def _nearest_computed(x: RuleInput) -> str:
+    """fp32 holds the values of every other format; devices without it have bf16."""
+    return "fp32" if "fp32" in _computed(x) else _computed(x)[0]
+
+
 FORMATS = (
+    PlanRule("compute", "fp64", lambda x: x("cluster.gpu") != "cpu",
+        lambda x: f"{' or '.join(_computed(x))} on {x('cluster.gpu')}; fp64 runs on cpu only", _nearest_computed),
     *(
         PlanRule(key, "fp64", lambda x: x("cluster.gpu") != "cpu",
             lambda x: f"bf16 or fp32 on {x('cluster.gpu')}; fp64 runs on cpu only", "fp32")
-        for key in ("compute", "reduce", "reduce_replicas")
+        for key in ("reduce", "reduce_replicas")
     ),
     PlanRule("compute", ("bf16", "fp16", "fp32"),
         lambda x: x("compute") not in (formats_on(x("cluster.gpu")) or (x("compute"),)),
-        lambda x: f"{' or '.join(formats_on(x('cluster.gpu')) or ())} on {x('cluster.gpu')}", "fp32"),
+        lambda x: f"{' or '.join(_computed(x))} on {x('cluster.gpu')}", _nearest_computed),
     PlanRule("compute", "fp16", always,
         untrained="computation in fp16 (it does not scale losses; plan.compute=fp32 trains)"),
     PlanRule("gather", "fp8", lambda x: "fp8_tensorwise" not in x.values("linear"),

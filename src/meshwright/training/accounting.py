@@ -49,7 +49,8 @@ class Accounting:
     """Passes step lines to the reporter and keeps the newest of this start, on every rank."""
 
     def __init__(self, session: TrainingSession, reporter: Reporter) -> None:
-        self._session, self.reporter = session, reporter
+        self._session = session
+        self.reporter = reporter
         # The prediction is for steps of `train.global_batch`.
         self._cold = max(session.step, session.run.train.ramp_steps) + WARM_UP
         self._enough = self._cold + COMPARED_STEPS
@@ -77,7 +78,8 @@ class Accounting:
         return self._compare(list(self._steps), timeline)
 
     def _compare(self, records: list[dict[str, Any]], timeline: Summary | None) -> Account | None:
-        predicted, measured = self._session.plan.predicted, typical_step(records)
+        predicted = self._session.plan.predicted
+        measured = typical_step(records)
         if predicted is None or measured is None or len(records) < FEWEST_STEPS:
             return None
         measured = over_ranks(measured, self._session.world)
@@ -94,7 +96,8 @@ class Accounting:
         """The account of steps that sample what they train on, by the lengths that their answers had."""
         session = self._session
         assert session.rollouts is not None
-        expected, reason = None, ""
+        expected = None
+        reason = ""
         try:
             each = [rl_seconds(session.run, session.plan, *batch) for batch in session.rollouts.recent]
             expected = {

@@ -46,7 +46,8 @@ def own_cores(local_rank: int, addresses: Sequence[str | None], allowed: set[int
     beside = [rank for rank, cores in enumerate(near) if cores == near[local_rank]]
     first = {core: min(_siblings(core, sysfs), default=core) for core in near[local_rank]}
     ordered = sorted(near[local_rank], key=lambda core: (first[core], core))
-    position, count = beside.index(local_rank), len(beside)
+    position = beside.index(local_rank)
+    count = len(beside)
     if len(ordered) < count:
         return set(ordered)
     return set(ordered[len(ordered) * position // count : len(ordered) * (position + 1) // count])

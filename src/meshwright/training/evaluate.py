@@ -168,7 +168,8 @@ def _sums(
     All ranks run every pass, as it is collective. Sources share no pass, so a mixture needs at most one additional pass
     per source.
     """
-    by_source, table = [], held_out.source.token_bytes
+    by_source = []
+    table = held_out.source.token_bytes
     token_bytes = None if table is None else torch.from_numpy(table).to(device)
     for indices in held_out.samples.values():
         sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -216,7 +217,8 @@ def _document_passes(
     held_out: HeldOut, indices: np.ndarray, device: torch.device, *, pool: RankPool, rank: int, numbering: Numbering
 ) -> Iterator[list[MicroBatch]]:
     """A rank's slots of each pass over samples of any length."""
-    source, end = _SourceSamples(held_out.source, indices), len(indices)
+    source = _SourceSamples(held_out.source, indices)
+    end = len(indices)
     assert held_out.pass_tokens is not None, "samples of any length are read by tokens"
     tokens = max(held_out.pass_tokens, int(source.lengths(np.arange(end)).max()))
     reader = SampleSteps(source, tokens=tokens, pool=pool, rank=rank, numbering=numbering)
@@ -230,7 +232,8 @@ class _SourceSamples:
 
     def __init__(self, source: DataSource, indices: np.ndarray) -> None:
         self.document_mask = source.document_mask
-        self._source, self._indices = source, indices
+        self._source = source
+        self._indices = indices
 
     def begin_step(self, indices: Sequence[int] | np.ndarray) -> None:
         self._source.begin_step(self._global(indices))

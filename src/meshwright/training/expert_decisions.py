@@ -68,7 +68,11 @@ class ExpertDecisions:
         owners: ExpertOwners | None = None,
     ) -> None:
         self.owners = owners
-        self._plan, self._presents, self._first, self._rank, self._costs = plan, presents, first, rank, costs
+        self._plan = plan
+        self._presents = presents
+        self._first = first
+        self._rank = rank
+        self._costs = costs
         self.shape = shape
         """Layers with experts, ranks of a group, experts."""
         layers, ranks, experts = shape
@@ -92,7 +96,8 @@ class ExpertDecisions:
         cls, run: RunSpec, plan: Plan, mesh: Mesh, presents: Mapping[int, PresentExperts], moves: ExpertMoves | None
     ) -> ExpertDecisions | None:
         """The decisions of a rank, with `moves` also about owners; None if none are to be made. Collective."""
-        experts, group = plan.experts, mesh.experts
+        experts = plan.experts
+        group = mesh.experts
         if experts is None or group is None or (experts.policy in ("none", "fixed") and moves is None):
             return None
         per_node = _ranks_per_node(mesh)
@@ -102,7 +107,8 @@ class ExpertDecisions:
                 "costs of experts", lambda: placement_costs(run.model, run.train, plan, run.cluster, per_node)
             )
         first, layers = routed_layers(run.model)
-        shape, owners = (layers, group.size(), run.model.experts), None
+        shape = (layers, group.size(), run.model.experts)
+        owners = None
         if moves is not None:
             owners = ExpertOwners(
                 shape,
@@ -135,7 +141,8 @@ class ExpertDecisions:
         order = owners.balance(np.sum(window, axis=0).sum(1)) if window else None
         if order is None:
             return False
-        self._moved, self._states_before_move = step, states
+        self._moved = step
+        self._states_before_move = states
         self._counts = {
             number: np.take_along_axis(counts, order[:, None], axis=2) for number, counts in self._counts.items()
         }
@@ -186,8 +193,11 @@ class ExpertDecisions:
         self._thread.wait()
         self._counts.clear()
         self._decided.clear()
-        self._latest, self._moved = self._initial, 0
-        saved, step, size = state.get("experts", {}), state["step"], int(np.prod(self.shape))
+        self._latest = self._initial
+        self._moved = 0
+        saved = state.get("experts", {})
+        step = state["step"]
+        size = int(np.prod(self.shape))
         if self.owners is not None:
             layers, _, experts = self.shape
             numbers = np.tile(np.arange(experts), (layers, 1))

@@ -41,13 +41,15 @@ class ExpertMoves:
     """
 
     def __init__(self, model: Decoder, mesh: Mesh, optimizer: Optimizer, weights: Mapping[str, StateParts]) -> None:
-        self._optimizer, self._device = optimizer, mesh.device
+        self._optimizer = optimizer
+        self._device = mesh.device
         self._group = mesh.group_over(STAGE_AXES)
         self._parameters = dict(_expert_parameters(model))
         boxes = {name: weights[name].boxes for name in self._parameters}
         by_rank = RankGroup(mesh.world.control).run_on_all("places of experts", lambda: boxes)
         members = [mesh.rank] if self._group is None else dist.get_process_group_ranks(self._group)
-        self._index, self._boxes = members.index(mesh.rank), [by_rank[rank] for rank in members]
+        self._index = members.index(mesh.rank)
+        self._boxes = [by_rank[rank] for rank in members]
 
     @torch.no_grad()
     def move(self, orders: Mapping[int, np.ndarray]) -> None:

@@ -33,8 +33,12 @@ class ExpertOwners:
         move: Callable[[Mapping[int, np.ndarray]], None],
         device: torch.device,
     ) -> None:
-        self._shape, self._every, self._copied, self._ranks_per_node = shape, every, copied, ranks_per_node
-        self._first, self._move = first, move
+        self._shape = shape
+        self._every = every
+        self._copied = copied
+        self._ranks_per_node = ranks_per_node
+        self._first = first
+        self._move = move
         layers, _, experts = shape
         self.numbers = np.tile(np.arange(experts), (layers, 1))
         """Original number of the expert at each position, `(layers, experts)`."""

@@ -73,7 +73,9 @@ class _Text:
     """A prompt and its new tokens."""
 
     def __init__(self, prompt: Sequence[int], how: GenerationSampling, longest: int) -> None:
-        self._prompt, self._how, self._longest = list(prompt), how, longest
+        self._prompt = list(prompt)
+        self._how = how
+        self._longest = longest
         self.new: list[int] = []
         self.ended = not how.tokens
 
@@ -84,7 +86,8 @@ class _Text:
 
     def draw(self, logits: torch.Tensor) -> int:
         """The next token, by the logits `(vocab)` after the last one."""
-        how, position = self._how, len(self._prompt) + len(self.new)
+        how = self._how
+        position = len(self._prompt) + len(self.new)
         options = (torch.tensor([value]) for value in (how.temperature, how.top_k, how.seed, position))
         return int(draw_tokens(logits[None].cpu(), *options))
 

@@ -21,8 +21,10 @@ from meshwright.training.background_thread import BackgroundThread
 
 T = TypeVar("T")
 
-LEAST_WEIGHT, USUAL_WEIGHT = "19", "0"
-"""The nice values of a session with the least weight, and of a new one."""
+LEAST_WEIGHT = "19"
+"""Nice value of a session with the least weight."""
+USUAL_WEIGHT = "0"
+"""Nice value of a new session."""
 RETRY_SECONDS = 2.0
 """Linux accepts ten new weights a second from all processes without privileges; a session tries for this time."""
 POLL_SECONDS = 0.05

@@ -32,7 +32,7 @@ from meshwright.events.messages import (
 from meshwright.events.parent import end_with_parent
 from meshwright.events.progress import PROGRESS, ProgressPage, ProgressSender
 from meshwright.events.stacks import write_stacks_on_signal
-from meshwright.events.terminal import write_line
+from meshwright.events.terminal import fitted, write_line
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, CommunicationFailure, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.rank_environment import RankEnvironment
@@ -59,7 +59,8 @@ class RankLife:
         self.environment = environment
         self.channel = MessageChannel.from_environment()
         self.progress = ProgressSender(ProgressPage.from_environment(), self.channel)
-        self.stop = StopRequest.for_rank(1 if spare else environment.rank) if stop is None else stop
+        rank = 1 if spare else environment.rank
+        self.stop = StopRequest.for_rank(rank) if stop is None else stop
         self.log_file: Path | None = None
         self.requested = threading.Event()
         """Set once the launcher has sent a request or has closed the pipe."""
@@ -221,7 +222,7 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.WARNING:
-            write_line(f"meshwright: {record.getMessage()}")
+            write_line(fitted(f"meshwright: {record.getMessage()}"))
 
 
 def end_process(code: int) -> NoReturn:

@@ -51,9 +51,11 @@ def train(session: TrainingSession, reporter: Reporter, stop: StopRequest) -> Tr
     Raises Preempted or Interrupted on a request to stop, after writing a checkpoint if the run has any; NumericalFailure when a loss is
     not finite; and the error of `as_meshwright_error` when metrics cannot be written, after a checkpoint if the disk has space for it.
     """
-    wire, last = wire_count(session), None
+    wire = wire_count(session)
+    last = None
     session.start.end("report")
-    timelines, accounting = StepTimelines(session, reporter), Accounting(session, reporter)
+    timelines = StepTimelines(session, reporter)
+    accounting = Accounting(session, reporter)
     saver = Saver.open(session, reporter)
     check = StateCheck.open(session, reporter, saver)
     _note_new_length(session, reporter)
@@ -86,7 +88,8 @@ def _train_steps(
     wire: WireCount | None,
 ) -> Evaluation | None:
     """Run the remaining steps and return the last validation. Raises Rollback where the run has to go back."""
-    run, last = session.run, None
+    run = session.run
+    last = None
     preferences = session.preferences
     of_sums = None if preferences is None else preferences.objective.figures
     figures = StepFigureReader(run, session.plan, session.world.device, session.tokens, wire, of_sums)
@@ -157,7 +160,8 @@ def _account(
 
 def _note_new_length(session: TrainingSession, reporter: Reporter) -> None:
     """Report the effect on the learning rate of a `train.steps` raised since the checkpoint."""
-    train, before = session.run.train, session.steps_before
+    train = session.run.train
+    before = session.steps_before
     if before is None or before == train.steps:
         return
     old, new = (learning_rate(replace(train, steps=steps), session.step) for steps in (before, train.steps))
@@ -210,11 +214,13 @@ def _one_step(
     step: int,
     flag: Callable[[], int],
 ) -> None:
-    recorder, rate = session.recorder, learning_rate(session.run.train, step)
+    recorder = session.recorder
+    rate = learning_rate(session.run.train, step)
     session.progress.begin("train" if figures.flags.step else "compile", step)
     recorder.begin_step(step)
     with recorder.span("data"):
-        micro_batches, read = next(loader), loader.step
+        micro_batches = next(loader)
+        read = loader.step
     assert read is not None
     recorder.tokens(read.tokens)
     if session.replay is not None:
@@ -223,7 +229,8 @@ def _one_step(
         moved = session.decisions.begin_step(step)
         if moved and check is not None:
             check.skip_comparison()
-    rollouts, preferences = session.rollouts, session.preferences
+    rollouts = session.rollouts
+    preferences = session.preferences
     if preferences is not None:
         preferences.begin_step(micro_batches)
     with nullcontext() if rollouts is None else rollouts.tempered(session.engine.model.head):
@@ -275,7 +282,8 @@ def _read(
 def _report(
     session: TrainingSession, accounting: Accounting, saver: Saver, check: StateCheck | None, record: dict
 ) -> None:
-    step, numerics = record["step"], session.numerics
+    step = record["step"]
+    numerics = session.numerics
     session.tokens = record["tokens"]
     accounting.step({**record, "phases": session.phases(step)})
     if check is not None:
@@ -315,7 +323,8 @@ def _validate(session: TrainingSession, reporter: Reporter) -> Evaluation | None
 
 def _stop(session: TrainingSession, flag: int, reporter: Reporter, saver: Saver) -> None:
     """End the run after this step, on all ranks, with a checkpoint if the run writes any."""
-    checkpoint, where = session.run.checkpoint, f"after step {session.step}"
+    checkpoint = session.run.checkpoint
+    where = f"after step {session.step}"
     session.progress.begin("save", session.step)
     if checkpoint.every or checkpoint.at_end:
         try:

@@ -37,7 +37,9 @@ class Rollback(Exception):
         failure: type[MeshwrightError] = NumericalFailure,
     ) -> None:
         super().__init__(cause)
-        self.step, self.cause, self.skips_samples = step, cause, skips_samples
+        self.step = step
+        self.cause = cause
+        self.skips_samples = skips_samples
         self.failure = failure
 
 
@@ -46,7 +48,8 @@ class NumericalPolicy:
 
     def __init__(self, train: TrainSpec, skip_samples: tuple[SampleRange, ...] = (), replicas: int = 1) -> None:
         """`replicas` is the number of copies of the model."""
-        self._train, self._replicas = train, replicas
+        self._train = train
+        self._replicas = replicas
         self.skip_samples = skip_samples
         """Global samples that the run leaves out (`policies.skipped_samples`)."""
         self.skipped_steps: list[int] = []
@@ -87,19 +90,18 @@ class NumericalPolicy:
         All ranks have the same record. Raises Rollback, or NumericalFailure where the run ends. If only some replicas of the
         model skipped the update, their weights differ, and a rollback takes the place of a skip.
         """
-        step, loss, norm, skips = (
-            record["step"],
-            record["loss"],
-            record["grad_norm"],
-            record.get("skipping_replicas", 0),
-        )
+        step = record["step"]
+        loss = record["loss"]
+        norm = record["grad_norm"]
+        skips = record.get("skipping_replicas", 0)
         verdict = judge(loss, norm, self._limits(step))
         if verdict == "nonfinite":
             check_received_rows()  # a known cause, with its own remedy
         if verdict == "good":
             self._history.append(GoodStep(step, loss, norm))
             return None
-        action, cause = self._action(verdict), _cause(record, verdict)
+        action = self._action(verdict)
+        cause = _cause(record, verdict)
         differ = 0 < skips < self._replicas
         if differ:
             cause += f"; {skips} of {self._replicas} replicas of the model skipped the update"
@@ -107,7 +109,8 @@ class NumericalPolicy:
             raise Rollback(step, cause, skips_samples=action == "rollback_skip")
         if action == "skip" and (skips or verdict == "spike"):
             return self._skip(step, cause) if skips else None
-        applied = "differs between replicas" if differ else f"was {'not applied' if skips else 'applied'}"
+        applied = "was not applied" if skips else "was applied"
+        applied = "differs between replicas" if differ else applied
         raise NumericalFailure(
             f"{cause}; the update {applied}. `meshwright data show RUN --step {step}` names what the "
             f"step read. The same command would come to the same step: set train.on_{verdict}=rollback_skip to leave out these samples, or "

@@ -33,7 +33,8 @@ def find_copies(
     """
     if run.checkpoint.partner == "none":
         return None, None
-    cluster, layout = run.cluster, Layout.of(plan, run.cluster.gpus_per_node)
+    cluster = run.cluster
+    layout = Layout.of(plan, run.cluster.gpus_per_node)
     partners = choose_partner_hosts(layout)
     if partners is None:
         say("no copies of snapshots in the memory of another host: the run has one host")
@@ -60,7 +61,8 @@ def missing_copy_bytes(rank_bytes: int, local_ranks: int) -> int:
 
     A snapshot has `rank_bytes` bytes for each rank. Memory that the copies have already is not counted.
     """
-    needed, address = SLOTS * rank_bytes * local_ranks, os.environ.get(SERVER_VARIABLE)
+    needed = SLOTS * rank_bytes * local_ranks
+    address = os.environ.get(SERVER_VARIABLE)
     if address is None:
         return needed
     try:

@@ -45,7 +45,8 @@ class PreferenceRun:
     """The objective of a run with `preference`, and what it needs around each step."""
 
     def __init__(self, session: TrainingSession, spec: PreferenceSpec) -> None:
-        self._session, self._spec = session, spec
+        self._session = session
+        self._spec = spec
         device = session.world.device
         self.objective = PreferenceObjective(spec, session.data.order.names, device)
         self._held_out = None
@@ -89,10 +90,12 @@ class PreferenceRun:
 
     def evaluate(self) -> Evaluation | None:
         """The loss and figures of held-out answers; None without any. Collective."""
-        session, objective = self._session, self._held_out
+        session = self._session
+        objective = self._held_out
         if session.held_out is None or objective is None:
             return None
-        device, mesh = session.world.device, session.mesh
+        device = session.world.device
+        mesh = session.mesh
         step = StepObjective(objective, torch.ones((), dtype=torch.float64, device=device))
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for indices in session.held_out.samples.values():
@@ -109,7 +112,8 @@ class PreferenceRun:
 
     def _add_references(self, sources: Sequence[DataSource], on_action: Callable[[int], None]) -> None:
         """Give each source the log-probabilities of its answers under the reference. Collective."""
-        session, began = self._session, time.monotonic()
+        session = self._session
+        began = time.monotonic()
         ranks = RankGroup(session.world.control)
         weights = ranks.run_on_first("reading the reference", lambda: weights_identity(session.run))
         wanted = [
@@ -132,7 +136,8 @@ class PreferenceRun:
             count = sum(len(each.layout.answers_of(windows)) for each, windows in zip(wanted, missing, strict=True))
             self.note = f"reference log-probabilities of {count:,} answers computed in {time.monotonic() - began:.1f} s{rate.words}"
         for each, found in zip(wanted, stored, strict=True):
-            each.source.reference, each.source.mismatched_reference = found["answers"], found.get("mismatched")
+            each.source.reference = found["answers"]
+            each.source.mismatched_reference = found.get("mismatched")
 
     def _needed(self, data: DataSource, source: CorpusSource) -> np.ndarray:
         """The windows of a source that the run reads: of the training data those of its steps, and of later ones if it may skip samples."""
@@ -148,7 +153,8 @@ class PreferenceRun:
 
     def _stored(self, wanted: _Wanted, weights: str) -> dict[str, np.ndarray]:
         """The log-probabilities that are stored, NaN where they are not."""
-        documents, found = wanted.documents, {}
+        documents = wanted.documents
+        found = {}
         for name in self._names:
             values = np.full(documents, np.nan)
             for path in self._paths(wanted, weights, name):
@@ -168,7 +174,8 @@ class PreferenceRun:
 
     def _paths(self, wanted: _Wanted, weights: str, name: str) -> list[Any]:
         """The files of log-probabilities, the one to write first."""
-        session, directory = self._session, wanted.source.directory
+        session = self._session
+        directory = wanted.source.directory
         more = "" if name == "answers" else f"mismatched {session.run.train.seq_len} {self._spec.too_long}"
         key = reference_key(session.run, session.plan, weights, directory.content_digest, more)
         places = dict.fromkeys([place_of(directory.path, session.folder), directory.path, session.folder])
@@ -176,8 +183,10 @@ class PreferenceRun:
 
     def _load(self) -> None:
         """Load the reference's weights. Collective."""
-        session, init = self._session, self._spec.reference
-        run, engine = session.run, session.engine
+        session = self._session
+        init = self._spec.reference
+        run = session.run
+        engine = session.engine
         if run.model.adapter is None:
             load_initial(engine.weights, run.model, run.model.init if init == START else init)
         elif init == START:
@@ -194,7 +203,8 @@ class PreferenceRun:
 
     def _compute(self, wanted: _Wanted, found: Mapping[str, np.ndarray], windows: np.ndarray, rate: PassRate) -> None:
         """Compute the log-probabilities of the answers in these windows, and put them into `found`. Collective."""
-        session, device = self._session, self._session.world.device
+        session = self._session
+        device = self._session.world.device
         sums = {name: torch.zeros(wanted.documents, dtype=torch.float64, device=device) for name in self._names}
         for batches in _passes(session, _OfSource(wanted.data, wanted.source, windows), len(windows)):
             for name, total in sums.items():
@@ -211,7 +221,8 @@ class PreferenceRun:
     @contextmanager
     def _acting(self, on_action: Callable[[int], None]) -> Iterator[None]:
         executor = self._session.engine.executor
-        before, executor.on_action = executor.on_action, on_action
+        before = executor.on_action
+        executor.on_action = on_action
         try:
             yield
         finally:
@@ -233,7 +244,8 @@ def evaluate_pairs(model: Decoder, held_out: HeldOut, *, micro_batch: int, devic
     """
     spec = SCORED_PAIRS if model.spec.head == "score" else PAIRS
     objective = PreferenceObjective(spec, held_out.source.order.names, device, calibrates=True)
-    tied, loss = model.embed.weight if model.spec.tied else None, torch.zeros((), dtype=torch.float64, device=device)
+    tied = model.embed.weight if model.spec.tied else None
+    loss = torch.zeros((), dtype=torch.float64, device=device)
     for indices in held_out.samples.values():
         size = {"micro_batch": micro_batch, "at_once": 1}
         for batches in window_passes(_Drawn(held_out, indices), len(indices), device, rank=0, ranks=1, **size):
@@ -242,7 +254,8 @@ def evaluate_pairs(model: Decoder, held_out: HeldOut, *, micro_batch: int, devic
                 hidden = model.hidden(batch.tokens, batch.positions, batch.documents)
                 loss += objective.loss(model.head.log_probabilities(hidden, batch.targets, tied), batch)
     sums = objective.take().tolist()
-    found, counts = objective.figures(sums), objective.counts(sums)
+    found = objective.figures(sums)
+    counts = objective.counts(sums)
     if spec.scores:
         return Evaluation(loss.item() / max(counts.judged, 1), round(counts.tokens), None, preferences=found)
     means = {f"{name}_logprob": float(found[f"{name}_reward"]) / PAIRS.scale for name in ("chosen", "rejected")}
@@ -254,7 +267,10 @@ class PassRate:
     """The rate of forward passes, without the first, in which kernels may be compiled; `tokens` are those of a micro-batch on all ranks."""
 
     def __init__(self, tokens: int) -> None:
-        self._tokens, self._counted, self._first, self._last = tokens, 0, 0.0, 0.0
+        self._tokens = tokens
+        self._counted = 0
+        self._first = 0.0
+        self._last = 0.0
 
     def end_pass(self, micro_batches: int) -> None:
         """Count a pass whose results the host has waited for."""
@@ -308,7 +324,9 @@ class _OfSource:
     document_mask = True
 
     def __init__(self, data: DataSource, source: CorpusSource, windows: np.ndarray) -> None:
-        self._data, self._source, self._windows = data, source, windows
+        self._data = data
+        self._source = source
+        self._windows = windows
 
     def begin_step(self, indices: Sequence[int] | np.ndarray) -> None:
         """Nothing: the data are checked when a step reads them."""
@@ -323,7 +341,8 @@ class _Drawn(_OfSource):
     """Held-out samples with these global indices, repeated after the last one."""
 
     def __init__(self, held_out: HeldOut, indices: np.ndarray) -> None:
-        self._held_out, self._indices = held_out.source, indices
+        self._held_out = held_out.source
+        self._indices = indices
 
     def samples(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
         """The samples with these numbers in the list."""

@@ -27,7 +27,9 @@ NO_RANK = RankEnvironment(0, 1, 0, 1, "127.0.0.1", 0)
 
 
 def main() -> None:
-    clock, cuda, spare = StartClock.for_rank(), sys.argv[1] == "cuda", "spare" in sys.argv[2:]
+    clock = StartClock.for_rank()
+    cuda = sys.argv[1] == "cuda"
+    spare = "spare" in sys.argv[2:]
     if spare:
         os.environ.pop(START_TIME_VARIABLE, None)  # its start begins with the message Begin
     life = RankLife(NO_RANK if spare else RankEnvironment.from_environment(), spare=spare)

@@ -48,8 +48,12 @@ class Reporter:
         channel: MessageChannel | None = None,
         wall_time: WallTimeWriter | None = None,
     ) -> None:
-        self._wall_time, self._last_step = wall_time, 0
-        self._metrics, self._progress, self._sinks, self._start = metrics, progress, sinks, start
+        self._wall_time = wall_time
+        self._last_step = 0
+        self._metrics = metrics
+        self._progress = progress
+        self._sinks = sinks
+        self._start = start
         self._channel = channel or MessageChannel(None)
         self._leads = metrics is not None
         self.failure: MeshwrightError | None = None
@@ -70,6 +74,7 @@ class Reporter:
             samples_before=run.train.batches.samples_before,
             show_mfu=show_mfu,
             title=run.name,
+            began=session.start.start_time,
         )
         sinks = open_sinks(run.observe, session.folder, to_plain(run), log.warning, resume_from=session.step)
         wall_time = WallTimeWriter(session.folder / FILE)
@@ -114,7 +119,8 @@ class Reporter:
 
     def _record_time(self, wall_time: WallTimeWriter, record: dict[str, Any]) -> None:
         """Write when the step ended and, of the first step, how long the start took."""
-        step, seconds = record["step"], record["step_seconds"]
+        step = record["step"]
+        seconds = record["step_seconds"]
         if self._start:
             wall_time.start(step - 1, sum(self._start.phases.values()) + seconds, seconds)
         samples = "rollout_seconds" in record  # its batch is work of the run, no wait

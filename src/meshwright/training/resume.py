@@ -91,7 +91,9 @@ def _from_memory(session: TrainingSession, at_most: int | None) -> tuple[dict[st
 def _continue_from(session: TrainingSession, state: dict[str, Any]) -> None:
     if session.base is not None:
         check_base(state.get(BASE), session.base, str(session.folder), f"model.init {session.run.model.init}")
-    session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
+    session.step = state["step"]
+    session.tokens = state["tokens"]
+    session.steps_before = state.get("train_steps")
     session.numerics.restore(state)
     session.next_sample = state["next_sample"]
     if session.decisions is not None:
@@ -106,7 +108,8 @@ def _continue_from(session: TrainingSession, state: dict[str, Any]) -> None:
 
 def _check_begin(session: TrainingSession) -> None:
     """Raise Damaged if the run had a checkpoint, of which none could be loaded."""
-    mirror, folder = session.run.checkpoint.mirror, session.folder
+    mirror = session.run.checkpoint.mirror
+    folder = session.folder
     lost = take_inventory(folder).lost(lambda: describe_copies(mirror, folder))
     if lost is not None:
         raise lost

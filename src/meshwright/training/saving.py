@@ -30,8 +30,10 @@ from meshwright.training.reporting import Reporter
 from meshwright.training.session import TrainingSession
 from meshwright.training.stop import BUSY, NO_REQUEST, SAVE, UNREADY, StopFlags
 
-COUNTED_STEPS, FEWEST_STEPS = 50, 5
-"""Most and fewest steps without a save whose median is the step time."""
+COUNTED_STEPS = 50
+"""Most steps without a save whose median is the step time."""
+FEWEST_STEPS = 5
+"""Fewest such steps."""
 WAIT_SECONDS = 2.0
 """Longest time for which the first rank waits for a save before it answers the other ranks, seconds."""
 
@@ -45,8 +47,10 @@ class CheckpointTimer:
     """
 
     def __init__(self, spec: CheckpointSpec, cluster: ClusterSpec) -> None:
-        self._spec, self._cluster = spec, cluster
-        self._since, self._written = time.monotonic(), 0
+        self._spec = spec
+        self._cluster = cluster
+        self._since = time.monotonic()
+        self._written = 0
         self._interval: float = AUTO_SECONDS
 
     def due(self) -> bool:
@@ -54,7 +58,8 @@ class CheckpointTimer:
 
     def restart(self) -> None:
         """Count a checkpoint that begins, and start the interval again."""
-        self._since, self._written = time.monotonic(), self._written + 1
+        self._since = time.monotonic()
+        self._written = self._written + 1
 
     def measured(self, cost_seconds: float, save_seconds: float) -> None:
         """Set the interval from the training time that a checkpoint cost and the time until it was durable."""
@@ -74,7 +79,8 @@ class SaveCost:
 
     def take(self) -> float | None:
         """Return the seconds that the finished save cost training; None if too few steps ran without a save."""
-        beside, self._beside = self._beside, []
+        beside = self._beside
+        self._beside = []
         if len(self._free) < FEWEST_STEPS:
             return None
         return max(0.0, sum(beside) - len(beside) * statistics.median(self._free))
@@ -93,15 +99,19 @@ class Saver:
     """
 
     def __init__(self, session: TrainingSession, reporter: Reporter, background: BackgroundSaver | None) -> None:
-        self._session, self._reporter = session, reporter
-        self._background, self._ready = background, False
+        self._session = session
+        self._reporter = reporter
+        self._background = background
+        self._ready = False
         self._ranks = RankGroup(session.world.control)
         self._timer = CheckpointTimer(session.run.checkpoint, session.run.cluster)
         self._cost = SaveCost()
         self._began = self._reported = self._committed = self._read = 0
         """Steps of the last save that began, of the last one reported and committed by this start, and of the last line."""
-        self._tokens, self._parent = session.tokens, session.step or None
-        self._skipped, self._delayed = 0, False
+        self._tokens = session.tokens
+        self._parent = session.step or None
+        self._skipped = 0
+        self._delayed = False
         spec = session.run.checkpoint
         self._mirror = (
             MirrorUploader(spec.mirror, session.folder, spec.keep, reporter.say)
@@ -117,7 +127,8 @@ class Saver:
         spec = session.run.checkpoint
         if spec.mode == "sync" or not spec.every or session.step >= session.run.train.steps:
             return cls(session, reporter, None)
-        ranks, optimizer = RankGroup(session.world.control), session.optimizer
+        ranks = RankGroup(session.world.control)
+        optimizer = session.optimizer
         state = LiveState(
             session.state(),
             optimizer.snapshot_groups(),
@@ -151,7 +162,8 @@ class Saver:
             kept_open=reporter.channel_descriptors,
             warm_up=lambda: _texts(session),
         )
-        local_ranks, copied = session.world.environment.local_ranks, 0
+        local_ranks = session.world.environment.local_ranks
+        copied = 0
         if partner is not None:
             copied = max(ranks.run_on_all("planning checkpoints", lambda: background.layout.bytes))
 
@@ -206,7 +218,8 @@ class Saver:
             self._skipped += by_steps
             return False
         self._skipped += by_steps and self._delayed
-        due, self._delayed = by_steps or self._delayed or (flags.saves and flags.step > self._began), False
+        due = by_steps or self._delayed or (flags.saves and flags.step > self._began)
+        self._delayed = False
         return due
 
     def blocks(self, step: int) -> bool:
@@ -215,7 +228,8 @@ class Saver:
 
     def read(self, record: Mapping[str, Any]) -> None:
         """Take the line of a step; its token count completes the save that began after the step."""
-        self._read, self._tokens = record["step"], record["tokens"]
+        self._read = record["step"]
+        self._tokens = record["tokens"]
         self._cost.step(
             record["step_seconds"], beside=self._began > 0 and self._reported < self._began < record["step"]
         )
@@ -225,13 +239,15 @@ class Saver:
 
     def skip(self, record: Mapping[str, Any]) -> None:
         """Take the line of a step with a skipped update: give up a save that began after it, and begin another one soon."""
-        self._read, self._tokens = record["step"], record["tokens"]
+        self._read = record["step"]
+        self._tokens = record["tokens"]
         if self._background is None:
             return
         self._background.prepare()
         if self._began == self._read:
             self._background.give_up()
-            self._reported, self._delayed = self._began, True
+            self._reported = self._began
+            self._delayed = True
 
     def settle(self, step: int) -> int:
         """Settle the save in flight before a rollback; returns the first step whose snapshot must not be loaded. Collective.
@@ -250,7 +266,10 @@ class Saver:
     def restart_from(self, step: int) -> None:
         """Continue from the state after `step`, which a rollback has loaded."""
         self._began = self._reported = self._read = step
-        self._committed, self._parent, self._tokens, self._delayed = 0, step, self._session.tokens, False
+        self._committed = 0
+        self._parent = step
+        self._tokens = self._session.tokens
+        self._delayed = False
         self._timer.restart()
 
     def save(self, step: int, *, waits: bool = False, limit: float | None = None) -> bool:
@@ -328,7 +347,8 @@ class Saver:
 
     def _step_times(self, background: BackgroundSaver) -> PassTimes | None:
         """The times of a step without a save; None on a CPU, on a device whose rates are not known, and before they are measured."""
-        seconds, cluster = self._cost.step_seconds, as_nodes(self._session.run.cluster)
+        seconds = self._cost.step_seconds
+        cluster = as_nodes(self._session.run.cluster)
         if seconds is None or cluster.is_cpu:
             return None
         try:
@@ -394,7 +414,8 @@ class Saver:
 
     def _write(self, step: int) -> None:
         """Write a checkpoint while training waits."""
-        started, session = time.perf_counter(), self._session
+        started = time.perf_counter()
+        session = self._session
         self._began = step
         state = session.plain_state(step, session.tokens)
         with session.recorder.span("checkpoint"):

@@ -36,8 +36,10 @@ from meshwright.spec.secrets import without_secrets
 
 SECONDS = 60.0
 """Default limit of a whole test."""
-SIZE, PRODUCTS = 512, 8
-"""Rows of the square matrices, and products for each dtype."""
+SIZE = 512
+"""Rows of the square matrices."""
+PRODUCTS = 8
+"""Products for each dtype."""
 MEMORY_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}
 EXCHANGE_ELEMENTS = 1 << 20
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -55,7 +57,8 @@ class Check:
 
 def wrong_product(device: torch.device, multiply: Multiply = torch.mm) -> str:
     """Return the first error in products on `device`, whose exact results follow from integers; empty if there is none."""
-    left, right = _integers(3, 5), _integers(2, 11)
+    left = _integers(3, 5)
+    right = _integers(2, 11)
     exact = left @ right  # in int64 on the CPU, whose arithmetic the products below do not use
     dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
     for dtype in dtypes:
@@ -122,7 +125,8 @@ def wrong_exchange(device: torch.device, rank: int, ranks: int) -> str:
         if partner is None:
             continue
         index = torch.arange(EXCHANGE_ELEMENTS, device=device)
-        sent, received = index * (rank + 1), torch.empty_like(index)
+        sent = index * (rank + 1)
+        received = torch.empty_like(index)
         works = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
         for work in dist.batch_isend_irecv(works):
             work.wait()
@@ -267,7 +271,8 @@ def main() -> None:
         for check in run_rank(words[0], int(words[1][5:]), int(words[2]), words[3]):
             write_line(json.dumps(asdict(check)), sys.stdout)
         os._exit(EXIT_DONE)  # communicator destructors must not wait for peers
-    began, given = time.monotonic(), _arguments(words)
+    began = time.monotonic()
+    given = _arguments(words)
     checks = check_host(given.device, given.ranks, given.seconds)
     good = all(check.ok for check in checks)
     answer = {"ok": good, "device": given.device, "ranks": given.ranks, "seconds": round(time.monotonic() - began, 3)}

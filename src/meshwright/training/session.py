@@ -125,7 +125,9 @@ class TrainingSession:
         """Return the reader of this rank's part of each step."""
         if self.rollouts is not None:
             return self.rollouts
-        mesh, batch, samples = self.mesh, self.plan.batch, self.plan.samples
+        mesh = self.mesh
+        batch = self.plan.batch
+        samples = self.plan.samples
         if samples is not None:
             heads = exchanged_heads(self.run.model.kv_heads, mesh.axis_size("tensor"))
             pool = rank_pool(samples, mesh.data_ranks, mesh.axis_size("pipeline"), heads)
@@ -147,7 +149,8 @@ class TrainingSession:
 
     def end_step(self, step: int, samples: SampleRange) -> None:
         """Record that step `step`, which read `samples`, is the last one."""
-        self.step, self.next_sample = step, samples[1]
+        self.step = step
+        self.next_sample = samples[1]
         self.samples_of[step] = samples
         self.samples_of.pop(step - KEPT_RANGES, None)
 
@@ -208,7 +211,8 @@ def open_session(
     `clock` continues to count the start's phases. `on_action` is called at each action of a forward before the first step.
     """
     clock = clock or StartClock()
-    run, plan = assignment.run, assignment.plan
+    run = assignment.run
+    plan = assignment.plan
     folder = Path(assignment.folder)
     mesh = build_mesh(plan, world)
     clock.end("mesh")
@@ -297,7 +301,8 @@ def open_session(
 
 def _replayed_routing(session: TrainingSession, path: Path) -> ReplayedRouting:
     """Give the routers of the session's model the choices of a file."""
-    spec, routing = session.run.model, session.engine.executor.rank_model.routing
+    spec = session.run.model
+    routing = session.engine.executor.rank_model.routing
     if session.run.train.batch_ramp:
         raise BadInput(
             "--replay-routing: expected no train.batch_ramp: recorded loads are those of a step of train.global_batch"
@@ -343,7 +348,8 @@ def _defer_updates(engine: PlannedModel, optimizer: Optimizer) -> None:
 
 def _span_file(assignment: Assignment, world: World, mesh: Mesh) -> tuple[Path, dict[str, Any]]:
     """Path and header of this rank's file of spans."""
-    epoch, attempt = assignment.lease.epoch, assignment.attempt
+    epoch = assignment.lease.epoch
+    attempt = assignment.attempt
     header = {
         "rank": world.rank,
         "ranks": world.ranks,
@@ -369,7 +375,8 @@ def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldO
         verifier=verifier,
         preference=run.preference,
     )
-    data, train = opened(seq_len=run.train.seq_len, conversations=run.rl is not None), run.train
+    data = opened(seq_len=run.train.seq_len, conversations=run.rl is not None)
+    train = run.train
     if not has_validation(run.data, train.seq_len):
         return data, None
     validation = opened(seq_len=train.seq_len, split="validation")

@@ -50,7 +50,9 @@ class StateCheck:
     """The checks of one start. Every method is collective, and all ranks come to the same result."""
 
     def __init__(self, session: TrainingSession, reporter: Reporter, saver: Saver) -> None:
-        self._session, self._reporter, self._saver = session, reporter, saver
+        self._session = session
+        self._reporter = reporter
+        self._saver = saver
         self._every = session.run.supervision.check_state_every
         self._ranks = RankGroup(session.world.control)
         self._digests = StateDigests(list(session.state().values()), session.world)
@@ -139,7 +141,9 @@ class StateCheck:
 
     def _cause(self, exchange: DigestExchange, groups: Sequence[int]) -> str:
         """The sentence that names rank, host and tensors."""
-        pieces, values, changed = self._digests.pieces, exchange.digests.tolist(), exchange.changed.tolist()
+        pieces = self._digests.pieces
+        values = exchange.digests.tolist()
+        changed = exchange.changed.tolist()
         differing = {
             pieces[index].key: (pieces[index].label, tuple(values[index]))
             for index, group in enumerate(self._digests.group_of_piece)
@@ -209,7 +213,8 @@ class StateCheck:
 
     def _resolve(self) -> None:
         """Name the rank whose copy is farthest from the recomputed elements."""
-        unresolved, self._unresolved = self._unresolved, None
+        unresolved = self._unresolved
+        self._unresolved = None
         assert unresolved is not None
         elements = self._elements(unresolved.key)
         recomputed = None if elements is None else _chunks(elements)[unresolved.chunk].cpu()

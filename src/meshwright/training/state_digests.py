@@ -49,7 +49,8 @@ class Coverage:
 
     def text(self, every: int) -> str:
         """The sentence about the coverage of a check every `every` steps."""
-        share, host = self.replicated / self.total, self.host / self.total
+        share = self.replicated / self.total
+        host = self.host / self.total
         compared = (
             f"{share:.2%} of the state's bytes are compared with their copies on other ranks"
             if self.replicated
@@ -91,7 +92,8 @@ class StateDigests:
             if elements.numel()
         ]
         host = sum(parts.local.nbytes for parts in state if parts.memory == "host")
-        self._world, self._device = world, world.device
+        self._world = world
+        self._device = world.device
         keys_and_bytes = [(piece.key, piece.elements.nbytes) for piece in self.pieces]
         answers = RankGroup(world.control).run_on_all("listing replicated state", lambda: (keys_and_bytes, host))
         owners = ranks_by_key([[key for key, _ in pieces] for pieces, _ in answers])
@@ -137,7 +139,8 @@ class StateDigests:
         if self._device.type == "cuda":
             host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             host.copy_(table, non_blocking=True)
-            table, event = host, torch.cuda.current_stream().record_event()
+            table = host
+            event = torch.cuda.current_stream().record_event()
         return DigestExchange(step, table.view(self._world.ranks, self._sums_per_rank, 2), event, values, changed)
 
     def differing_groups(self, sums_by_rank: Sequence[Sequence[Sequence[int]]]) -> list[int]:

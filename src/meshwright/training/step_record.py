@@ -23,10 +23,14 @@ from meshwright.training.stop import StopFlags
 from meshwright.training.train_step import StepFigures
 from meshwright.training.wire_count import WireCount
 
-LENGTHS_INTERVAL, MOST_LENGTHS = 50, 16_384
-"""Interval in steps between records of sample lengths, and most samples of a recorded step."""
-SHORT_LOADS, LOADS_INTERVAL = 1024, 10
-"""Most expert loads in every line of metrics.jsonl, and the interval of lines with more loads than that."""
+LENGTHS_INTERVAL = 50
+"""Steps between two records of sample lengths."""
+MOST_LENGTHS = 16_384
+"""Most samples of a recorded step."""
+SHORT_LOADS = 1024
+"""Most expert loads in every line of metrics.jsonl."""
+LOADS_INTERVAL = 10
+"""Steps between two lines with more loads than that."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ class StepFigureReader:
     ) -> None:
         """`of_sums` makes figures of the sums of a step's objective."""
         self._of_sums = of_sums
-        self._run, self._device, self._wire = run, device, wire
+        self._run = run
+        self._device = device
+        self._wire = wire
         self._tokens = tokens_before
         self._pending: list[_Pending] = []
         self._clock: DeviceClock = clock_of(device)
@@ -139,7 +145,8 @@ class StepFigureReader:
         self._tokens += int(valid)
         train = self._run.train
         tokens, flops = self._work(pending.lengths, pending.sequences or train.global_batch)
-        rate, peak = tokens / seconds, self._peak and self._peak * self._run.cluster.ranks * seconds
+        rate = tokens / seconds
+        peak = self._peak and self._peak * self._run.cluster.ranks * seconds
         return {
             "kind": "step",
             "step": pending.step,
@@ -173,9 +180,11 @@ class StepFigureReader:
 
     def _work(self, lengths: np.ndarray | None, sequences: int) -> tuple[int, dict[bool, float]]:
         """Tokens of a step over all ranks, and its FLOPs with attention counted causal (True) or full."""
-        train, model = self._run.train, self._run.model
+        train = self._run.train
+        model = self._run.model
         if lengths is None:
-            lengths, counts = np.array([train.seq_len]), np.array([sequences])
+            lengths = np.array([train.seq_len])
+            counts = np.array([sequences])
         else:
             lengths, counts = np.unique(lengths, return_counts=True)
         flops = {

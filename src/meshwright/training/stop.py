@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from meshwright.checkpoint.format.inventory import describe_continuation
-from meshwright.events.terminal import write_line
+from meshwright.events.terminal import fitted, write_line
 from meshwright.spec.errors import EXIT_INTERRUPTED
 from meshwright.spec.rank_environment import PROGRAM_STOP, stop_signals
 
@@ -106,7 +106,7 @@ class StopRequest:
 
 
 def _to_terminal(text: str) -> None:
-    write_line(f"meshwright: {text}")
+    write_line(fitted(f"meshwright: {text}"))
 
 
 def _ignore_in_main_thread(number: int, frame: FrameType | None) -> None:

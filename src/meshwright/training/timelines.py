@@ -41,7 +41,8 @@ class StepTimelines:
     """
 
     def __init__(self, session: TrainingSession, reporter: Reporter) -> None:
-        self._session, self._reporter = session, reporter
+        self._session = session
+        self._reporter = reporter
         self._first, self._last = session.timeline or (0, 0)
         if self._last and session.step >= self._first:
             raise BadInput(
@@ -81,7 +82,8 @@ class StepTimelines:
         self._session.recorder.mark(ALIGNED)
 
     def _write(self, recordings: list[Recording]) -> None:
-        session, layout = self._session, self._session.mesh.layout
+        session = self._session
+        layout = self._session.mesh.layout
         measured = RecordedSteps.of(session.engine.training, layout, recordings)
         # Imported here: runs without a timeline do not need simulator and cost model.
         from meshwright.simulator.predicted_step import predicted_step

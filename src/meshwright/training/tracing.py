@@ -16,7 +16,8 @@ class _Trace:
     """Starts the profiler before the first step of the range and writes the trace after the last."""
 
     def __init__(self, session: TrainingSession, reporter: Reporter) -> None:
-        self._session, self._reporter = session, reporter
+        self._session = session
+        self._reporter = reporter
         self._profiler: profile | None = None
         self.end_step(session.step)
 
@@ -40,7 +41,8 @@ class _Trace:
         if self._session.world.device.type == "cuda":
             torch.cuda.synchronize()
         self._profiler.stop()
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         folder = self._session.folder / "traces"
         with self._reporter.writing():
             folder.mkdir(exist_ok=True)

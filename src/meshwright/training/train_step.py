@@ -93,14 +93,17 @@ def train_step(
 
     callbacks: StepEndCallbacks = {"norm_barrier": measure, "optim": update}
     schedule = engine.training_schedule(scheduled_micro_batches(micro_batches))
-    of_step, counts = None, [*valid[2:]]
+    of_step = None
+    counts = [*valid[2:]]
     if objective is not None:
         count = counts.pop()
         of_step = StepObjective(objective, torch.where(count == 0, 1.0, count))
     real = counts[0] if counts else None
     loss = engine.executor.play(schedule, micro_batches, recorder, loss_divisor(valid), callbacks, real, of_step)
-    routing, predictions = engine.executor.rank_model.routing, engine.executor.rank_model.predictions
-    norms, further = _norm_slots(norm, mesh), [] if predictions is None else [predictions.loss[None]]
+    routing = engine.executor.rank_model.routing
+    predictions = engine.executor.rank_model.predictions
+    norms = _norm_slots(norm, mesh)
+    further = [] if predictions is None else [predictions.loss[None]]
     routed = [] if routing is None else [routing.sums.flatten()]
     if decisions is not None and routing is not None:
         routed.append(decisions.rank_loads(routing.sums[:, 2:]))

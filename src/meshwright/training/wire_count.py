@@ -40,8 +40,10 @@ class WireCount:
         if self.counting is None:
             return {}
         now = self.counting.bytes()
-        sent, self._read = now - self._read, now
-        self.counted, self.steps = self.counted + sent, self.steps + 1
+        sent = now - self._read
+        self._read = now
+        self.counted = self.counted + sent
+        self.steps = self.steps + 1
         if self.hosts > 1:
             return {}
         return {"counted_wire_bytes": sent, "predicted_wire_bytes": round(self.predicted)}
@@ -64,7 +66,8 @@ class WireCount:
 
 def wire_count(session: TrainingSession) -> WireCount | None:
     """A new count if the interface between nodes is known; the same answer on every rank."""
-    cluster, world = session.run.cluster, session.world
+    cluster = session.run.cluster
+    world = session.world
     interface = interface_between_nodes(cluster)
     if interface is None or session.engine.present_experts:  # copies of experts change the bytes in every step
         return None

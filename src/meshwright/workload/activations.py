@@ -114,7 +114,16 @@ def tokens_of(train: TrainSpec, plan: Plan) -> float:
 
 
 def saved_elements(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
-    """Elements of one token that autograd saves in block `layer` if its experts are on one rank; see `mean_saved_elements`."""
+    """Elements of one token that autograd saves in block `layer` if its experts are on one rank; see `mean_saved_elements`.
+
+    Llama-3-8B saves its block's input (4,096 elements a token) in mode `full`:
+
+    >>> from meshwright.config.presets import MODEL_PRESETS
+    >>> from meshwright.spec.fields import from_plain
+    >>> llama = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
+    >>> [saved_elements(llama, 0, mode) for mode in ("full", "selective", "none")]
+    [4096.0, 47104.0, 74752.0]
+    """
     return float(mean_saved_elements(*_block(model, layer, recompute), low))
 
 

@@ -19,6 +19,13 @@ def side_by_side(cases: Sequence[T]) -> T:
 
     A field of text is equal in all cases. A field that is a tuple of such objects becomes one of objects with arrays: those with equal text
     stand side by side, and where a case has fewer of them than others its numbers are 0.
+
+    Two matrices as one object:
+
+    >>> from dataclasses import make_dataclass
+    >>> Size = make_dataclass("Size", ["rows", "columns"])
+    >>> side_by_side([Size(2, 3), Size(4, 5)])
+    Size(rows=array([2., 4.]), columns=array([3., 5.]))
     """
     cls: Any = type(cases[0])
     return cls(**{field.name: _column([getattr(case, field.name) for case in cases]) for field in fields(cls)})

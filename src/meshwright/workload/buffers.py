@@ -34,5 +34,11 @@ With two slots one synchronisation per exchange suffices (`PeerMemory`, parallel
 
 
 def staged_elements(record: Array) -> Array:
-    """Elements of a chunk whose record has `record` bytes an element: whole groups of 65,536."""
+    """Elements of a chunk whose record has `record` bytes an element: whole groups of 65,536.
+
+    With 12 bytes an element 80 MiB hold 6,990,506 elements, in 106 whole groups:
+
+    >>> float(staged_elements(12)), 106 * 65_536
+    (6946816.0, 6946816)
+    """
     return np.floor(STAGED_BYTES / np.asarray(record) / (1 << 16)) * (1 << 16)

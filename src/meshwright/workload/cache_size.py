@@ -66,7 +66,13 @@ def cache_bytes_per_block(spec: ModelSpec, tokens_per_block: int, itemsize: int)
 
 
 def most_blocks(context: int, sequences: int, tokens_per_block: int) -> int:
-    """Blocks with which `sequences` requests of `context` tokens never wait; with the unused block 0."""
+    """Blocks with which `sequences` requests of `context` tokens never wait; with the unused block 0.
+
+    32 requests of 4,096 tokens take 256 blocks of 16 tokens each, and one block stays unused:
+
+    >>> most_blocks(4096, 32, 16)
+    8193
+    """
     return 1 + sequences * -(-context // tokens_per_block)
 
 

@@ -46,5 +46,11 @@ def copied_options(plan: Plan) -> list[CopyOption]:
 
 
 def transport_fields(copied: Collection[CopyOption]) -> dict[str, Any]:
-    """The fields of a plan in which copy engines carry `copied` and kernels everything else."""
+    """The fields of a plan in which copy engines carry `copied` and kernels everything else.
+
+    Copy engines carry the gathers alone:
+
+    >>> transport_fields([GATHERS])
+    {'gather_transport': 'copy_engine', 'tensor_transport': 'nccl'}
+    """
     return {option.key: "copy_engine" if option in copied else "nccl" for option in COPY_OPTIONS}

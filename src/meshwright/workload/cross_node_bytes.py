@@ -110,7 +110,13 @@ def cross_node_bytes(
 
 
 def _ring_share(ranks: Array) -> float:
-    """Share of a collective's bytes that a ring of `ranks` moves over each link: (n-1)/n."""
+    """Share of a collective's bytes that a ring of `ranks` moves over each link: (n-1)/n.
+
+    In a ring of 4 ranks each passes on 3 of 4 parts:
+
+    >>> _ring_share(4)
+    0.75
+    """
     return (ranks - 1) / ranks
 
 

@@ -26,7 +26,14 @@ def gathered_width(plan: Plan, layer: int | None, layers: int) -> int:
 
 
 def state_bytes(precision: Precision) -> float:
-    """Bytes of a parameter's state in host memory: two moments, and 16 bits of a master weight that is not on the device."""
+    """Bytes of a parameter's state in host memory: two moments, and 16 bits of a master weight that is not on the device.
+
+    Two fp32 moments and 2 bytes of the master weight; two moments of 1 + 1/256 bytes and 2 bytes of the master
+    weight:
+
+    >>> state_bytes(Precision(moments="fp32")), state_bytes(Precision(moments="int8"))
+    (10.0, 4.0078125)
+    """
     moment = {"fp32": bytes_of(precision.stored), "bf16": 2, "int8": 1 + 1 / MOMENT_BLOCK}[precision.moments]
     return 2.0 * (moment + (precision.resident != precision.stored))
 

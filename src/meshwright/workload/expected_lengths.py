@@ -27,7 +27,13 @@ class LengthHistogram:
 
     @classmethod
     def of(cls, ranges: Iterable[tuple[int, int, float]]) -> LengthHistogram:
-        """The histogram of (first, last, samples) ranges."""
+        """The histogram of (first, last, samples) ranges.
+
+        Three samples of at most 128 tokens and one longer one:
+
+        >>> LengthHistogram.of([(1, 128, 3), (129, 512, 1)]).shares
+        array([0.75, 0.25])
+        """
         first, last, samples = zip(*ranges, strict=True)
         shares = np.array(samples, dtype=np.float64)
         return cls(np.array(first, np.int64), np.array(last, np.int64), shares / shares.sum())

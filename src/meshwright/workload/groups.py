@@ -12,7 +12,15 @@ def context_size(plan: Plan) -> int:
 
 
 def shard_size(plan: Plan) -> int:
-    """Ranks over which parameters, gradients and optimizer state are sharded: shard or hybrid axis times context ranks."""
+    """Ranks over which parameters, gradients and optimizer state are sharded: shard or hybrid axis times context ranks.
+
+    4 shard ranks times 2 context ranks:
+
+    >>> from meshwright.spec.plan import BatchPlan, MeshAxis
+    >>> axes = (MeshAxis(axis="shard", size=4), MeshAxis(axis="context_ring", size=2))
+    >>> shard_size(Plan(mesh=axes, batch=BatchPlan(global_batch=4, micro_batch=1, accumulate=1)))
+    8
+    """
     return plan.axis_size("shard") * plan.axis_size("hybrid") * context_size(plan)
 
 

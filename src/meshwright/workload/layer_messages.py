@@ -66,6 +66,26 @@ def tensor_messages(
     """Gathers of tokens before and scattered sums behind each exchange; a backward gathers again for the weight gradients.
 
     Without those of latents before attention (`latent_messages`).
+
+    Llama-3-8B on 2 tensor ranks: attention and the feed-forward network of 32 layers gather 4,096 tokens of 4,096
+    numbers once each in the forward.
+
+    >>> from meshwright.config.presets import MODEL_PRESETS
+    >>> from meshwright.spec.fields import from_plain
+    >>> from meshwright.spec.job import TrainSpec
+    >>> from meshwright.spec.model import ModelSpec
+    >>> from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
+    >>> from meshwright.workload.layouts import layout_of
+    >>> from meshwright.workload.model_shape import shape_of
+    >>> from meshwright.workload.step_shape import step_shape
+    >>> llama = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
+    >>> batch = BatchPlan(global_batch=1, micro_batch=1, accumulate=1)
+    >>> plan = Plan(mesh=(MeshAxis(axis="tensor", size=2),), batch=batch)
+    >>> layout = layout_of(llama, TrainSpec(steps=1, global_batch=1, seq_len=4096), plan)
+    >>> shape = shape_of(llama, 4096)
+    >>> gather, scatter = tensor_messages(shape, layout, step_shape(shape, layout))
+    >>> float(gather.forward), float(gather.bytes) / (4096 * 4096 * 2)
+    (64.0, 1.0)
     """
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
     stream, gathers, scatters = step.tokens * shape.hidden * element, shape.gathers, shape.scatters

@@ -27,7 +27,27 @@ class Product:
 
 
 def layer_products(shape: Shape, step: StepShape, width: Array) -> Iterator[Product]:
-    """The products of one micro-batch in the forward of all layers on one of `width` tensor ranks."""
+    """The products of one micro-batch in the forward of all layers on one of `width` tensor ranks.
+
+    The linear layers of Llama-3-8B, (inputs, outputs) on 2 tensor ranks:
+
+    >>> from meshwright.config.presets import MODEL_PRESETS
+    >>> from meshwright.spec.fields import from_plain
+    >>> from meshwright.spec.job import TrainSpec
+    >>> from meshwright.spec.model import ModelSpec
+    >>> from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
+    >>> from meshwright.workload.layouts import layout_of
+    >>> from meshwright.workload.model_shape import shape_of
+    >>> from meshwright.workload.step_shape import step_shape
+    >>> llama = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
+    >>> batch = BatchPlan(global_batch=1, micro_batch=1, accumulate=1)
+    >>> plan = Plan(mesh=(MeshAxis(axis="tensor", size=2),), batch=batch)
+    >>> layout = layout_of(llama, TrainSpec(steps=1, global_batch=1, seq_len=4096), plan)
+    >>> shape = shape_of(llama, 4096)
+    >>> found = layer_products(shape, step_shape(shape, layout), layout.tensor)
+    >>> [(float(each.k), float(each.n)) for each in found]
+    [(4096.0, 3072.0), (2048.0, 4096.0), (4096.0, 14336.0), (7168.0, 4096.0)]
+    """
     tokens = step.tokens
     for linear in shape.linears:
         if not np.any(linear.layers):

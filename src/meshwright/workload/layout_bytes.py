@@ -142,7 +142,22 @@ def _end_parameters(
 
 
 def _micro_batches_in_flight(layout: Layouts, last: bool) -> tuple[Array, Array]:
-    """Micro-batches in flight at the peak, and whether all forwards precede all backwards, as in GPipe."""
+    """Micro-batches in flight at the peak, and whether all forwards precede all backwards, as in GPipe.
+
+    Of 8 micro-batches the first of 4 pipeline ranks holds 4, the last one 1:
+
+    >>> from meshwright.config.presets import MODEL_PRESETS
+    >>> from meshwright.spec.fields import from_plain
+    >>> from meshwright.spec.job import TrainSpec
+    >>> from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, SchedulePlan
+    >>> from meshwright.workload.layouts import layout_of
+    >>> llama = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
+    >>> batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=8)
+    >>> plan = Plan(mesh=(MeshAxis(axis="pipeline", size=4),), batch=batch, schedule=SchedulePlan(name="1f1b"))
+    >>> layout = layout_of(llama, TrainSpec(steps=1, global_batch=8, seq_len=4096), plan)
+    >>> [float(_micro_batches_in_flight(layout, last=last)[0]) for last in (False, True)]
+    [4.0, 1.0]
+    """
     micro_batches, depth = layout.micro_batches, np.asarray(layout.pipeline)
     rule = np.where(layout.layered > 0, micro_batches, np.minimum(micro_batches, 1.0 if last else depth))
     scheduled = np.asarray(layout.in_flight_last if last else layout.in_flight)

@@ -311,12 +311,24 @@ def layouts_of(
 
 
 def gathered_bytes(precision: Precision) -> float:
-    """Bytes per element of a block's gathered weight; the closed form has no dtype wider than bf16."""
+    """Bytes per element of a block's gathered weight; the closed form has no dtype wider than bf16.
+
+    Weights are gathered in one byte only if matmuls take them in fp8 with one scale per tensor:
+
+    >>> gathered_bytes(Precision(gather="fp8", linear="fp8_tensorwise")), gathered_bytes(Precision())
+    (1.0, 2.0)
+    """
     return 1.0 if precision.gather == "fp8" and precision.linear == "fp8_tensorwise" else 2.0
 
 
 def strategy_columns(layer: LayerStrategy, offloaded_share: float = 1.0) -> dict[str, float]:
-    """The columns that a layer's strategy sets; `moved` is the share of all layers that offload their activations if it does."""
+    """The columns that a layer's strategy sets; `moved` is the share of all layers that offload their activations if it does.
+
+    A layer that keeps its gathered weights for the step, and recomputes everything:
+
+    >>> strategy_columns(LayerStrategy(reshard=False, recompute="full"))["gather_once"]
+    1.0
+    """
     return {
         "recompute": float(RECOMPUTE_MODES.index(layer.recompute)),
         "keep_gathered": float(not layer.reshard),

@@ -307,6 +307,11 @@ def computed_span(window: int, seq_len: int) -> float:
 
     Example: of 4,096 tokens with a window of 1,024 a block of 128 queries has up to 9 blocks of keys, at the start fewer: 1,008 keys on
     average, of which the window has 896.
+
+    The same by this function:
+
+    >>> computed_span(window=1024, seq_len=4096)
+    1008.0
     """
     blocks = -(-seq_len // MASK_BLOCK)
     most = min(blocks, (window + MASK_BLOCK - 2) // MASK_BLOCK + 1)

@@ -79,7 +79,17 @@ def optimizer_columns(model: ModelSpec, optimizer: OptimizerSpec) -> dict[str, f
 
 
 def matrix_shapes(parameter: ParameterSpec) -> list[tuple[int, int]]:
-    """The shapes of a parameter's matrices: one for each block of a fused weight, and for each expert."""
+    """The shapes of a parameter's matrices: one for each block of a fused weight, and for each expert.
+
+    The fused queries, keys and values of Llama-3-8B are three matrices:
+
+    >>> from meshwright.config.presets import MODEL_PRESETS
+    >>> from meshwright.spec.fields import from_plain
+    >>> from meshwright.spec.model import block_parameters
+    >>> llama = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
+    >>> matrix_shapes(next(p for p in block_parameters(llama, 0) if p.name.endswith("qkv.weight")))
+    [(4096, 4096), (1024, 4096), (1024, 4096)]
+    """
     if parameter.expert:
         experts, rows, columns = parameter.shape
         parts = 2 if parameter.name.endswith("gate_up") else 1

@@ -123,7 +123,13 @@ def fullest(ranks: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 def allocated(categories: dict[str, int]) -> int:
-    """Bytes of a rank's tensors, comparable with the allocator's peak."""
+    """Bytes of a rank's tensors, comparable with the allocator's peak.
+
+    Memory of the framework is not the allocator's:
+
+    >>> allocated({"parameters": 4, "activations": 3, "framework": 2})
+    7
+    """
     return sum(categories.values()) - categories["framework"]
 
 
@@ -157,7 +163,8 @@ def _memory_by_rank(
 ) -> tuple[dict[str, int], ...]:
     """Bytes by category of every pipeline rank; prediction modules are counted in all categories."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    micro_batches = (2 if plan.paired else 1) if finishes_each_micro_batch(plan) else plan.batch.accumulate
+    unreduced = 2 if plan.paired else 1
+    micro_batches = unreduced if finishes_each_micro_batch(plan) else plan.batch.accumulate
     replicas = plan.axis_size("replicate")
     sums_shards = any(map(plan.sums_shards, plan.layers))
     number_formats = formats(

@@ -16,7 +16,13 @@ MOST_STAGES = 1 << 16
 
 
 def table_layers(table: StageTable) -> tuple[int, int]:
-    """(layers of the fullest rank without the head, layers of the rank that holds it); the same number twice with one rank."""
+    """(layers of the fullest rank without the head, layers of the rank that holds it); the same number twice with one rank.
+
+    Layers 9 to 15 and the head are on the second rank:
+
+    >>> table_layers(((range(0, 9),), (range(9, 16),)))
+    (9, 7)
+    """
     layers_by_rank = [sum(map(len, stages)) for stages in table]
     head_rank = max(range(len(table)), key=lambda rank: max(stage.stop for stage in table[rank]))
     head = layers_by_rank.pop(head_rank)

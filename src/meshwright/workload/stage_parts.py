@@ -64,7 +64,13 @@ def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: St
 
 
 def _sends(table: StageTable, rank: int) -> int:
-    """Stages of `rank` whose next stage is on another rank, plus those whose previous stage is on another rank."""
+    """Stages of `rank` whose next stage is on another rank, plus those whose previous stage is on another rank.
+
+    With two stages of two layers on each rank all three borders are between ranks:
+
+    >>> _sends(((range(0, 2), range(4, 6)), (range(2, 4), range(6, 8))), rank=0)
+    3
+    """
     stages = sorted((stage.start, holder) for holder, stages in enumerate(table) for stage in stages)
     return sum(
         rank_before != rank_after and rank in (rank_before, rank_after)

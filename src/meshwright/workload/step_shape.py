@@ -13,7 +13,13 @@ from meshwright.workload.model_shape import Shape
 
 @dataclass(frozen=True)
 class StepShape:
-    """Numbers or arrays of one length."""
+    """Numbers or arrays of one length.
+
+    Two sequences of 4,096 tokens, each divided over two context ranks:
+
+    >>> StepShape(micro_batches=8, segments=2, segment_tokens=2048, experts=1, expert_rows=0).tokens
+    4096
+    """
 
     micro_batches: Array
     segments: Array

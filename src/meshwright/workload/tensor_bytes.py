@@ -334,6 +334,14 @@ def sums_beside_activations(formats: TensorFormats, summed: Array, block: Array,
     """Bytes of gradient shards, of `summed` parameters in all, on the device at the peak of activations.
 
     Of sums in host memory those of three units: one is copied to the host, one back, and one is added to.
+
+    Of 800 summed parameters in host memory the device has those of the head (50) and two blocks (2 · 30) of 4 bytes
+    on 2 shard ranks:
+
+    >>> from types import SimpleNamespace
+    >>> host = SimpleNamespace(summed=4.0, sums_on_host=1)
+    >>> float(sums_beside_activations(host, summed=800, block=30, head=50, shards=2))
+    220.0
     """
     on_device = (np.maximum(head, block) + 2 * block) / shards
     return formats.summed * np.where(np.asarray(formats.sums_on_host) > 0, np.minimum(summed, on_device), summed)

@@ -62,12 +62,23 @@ class EndParameters:
         shared = used_by_both and first and last
         embed = self.embed if first and not shared else UnitParameters()
         head = self.final if last else UnitParameters()
-        return embed, head + self.embed if shared else head + self.table if used_by_both and last else head
+        if shared:
+            return embed, head + self.embed
+        return embed, head + self.table if used_by_both and last else head
 
 
 @lru_cache(maxsize=4096)  # the planner asks for the same units under every batch and strategy
 def block_unit(model: ModelSpec, *, kind: int, tensor: int = 1, shards: int = 1, expert: int = 1) -> UnitParameters:
-    """A block of a kind (`ModelSpec.kind`) on one of `tensor` ranks; `expert` ranks divide the experts of each tensor rank."""
+    """A block of a kind (`ModelSpec.kind`) on one of `tensor` ranks; `expert` ranks divide the experts of each tensor rank.
+
+    Of 218,112,000 parameters of a block two tensor ranks share all but the two norms of 4,096:
+
+    >>> from meshwright.config.presets import MODEL_PRESETS
+    >>> from meshwright.spec.fields import from_plain
+    >>> llama = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
+    >>> [block_unit(llama, kind=0, tensor=ranks).dense for ranks in (1, 2)]
+    [218112000, 109060096]
+    """
     return _unit(model, block_parameters(model, kind), tensor, shards, expert)
 
 

@@ -113,7 +113,9 @@ def _parse_record(name: str, entry: Any, where: Path, manifest: CheckpointManife
     if not 0 < len(name) <= _NAME_LIMIT or not name.isprintable():
         raise Damaged(f"{where}: {name[:80]!r} is not a tensor name")
     entry = entry if isinstance(entry, dict) else {}
-    shape, dtype, chunks = parse_shape(entry.get("shape")), entry.get("dtype"), entry.get("chunks")
+    shape = parse_shape(entry.get("shape"))
+    dtype = entry.get("dtype")
+    chunks = entry.get("chunks")
     if shape is None or not isinstance(dtype, str) or dtype not in ITEM_BYTES or not isinstance(chunks, list):
         raise Damaged(f"{where}: {name} lacks a shape, a known dtype or its chunks")
     record = TensorRecord(
@@ -125,7 +127,9 @@ def _parse_record(name: str, entry: Any, where: Path, manifest: CheckpointManife
 
 def _parse_chunk(name: str, entry: Any, dimensions: int, where: Path, manifest: CheckpointManifest) -> TensorChunk:
     entry = entry if isinstance(entry, dict) else {}
-    offsets, sizes, key = parse_offsets(entry.get("offsets")), parse_shape(entry.get("sizes")), entry.get("key")
+    offsets = parse_offsets(entry.get("offsets"))
+    sizes = parse_shape(entry.get("sizes"))
+    key = entry.get("key")
     if (
         offsets is None
         or sizes is None

@@ -37,7 +37,8 @@ def digest_while_filling(data: memoryview, part_bytes: int, fill: Callable[[int,
             fill(start, end)
             digest.update(data[start:end])
         return digest.hexdigest()
-    address, state = _address(data), functions.create_state()
+    address = _address(data)
+    state = functions.create_state()
     try:
         functions.reset(state)
         for start, end in parts:
@@ -59,8 +60,11 @@ class _XXHash:
     """
 
     def __init__(self, path: str) -> None:
-        long, short = ctypes.CDLL(path), ctypes.PyDLL(path)
-        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
+        long = ctypes.CDLL(path)
+        short = ctypes.PyDLL(path)
+        pointer = ctypes.c_void_p
+        size = ctypes.c_size_t
+        number = ctypes.c_uint64
         # On x86 the plain functions have the instructions of every processor only: half the rate of those for this processor.
         self.digest = _typed(getattr(long, "XXH3_64bits_dispatch", long.XXH3_64bits), number, pointer, size)
         update = getattr(long, "XXH3_64bits_update_dispatch", long.XXH3_64bits_update)
@@ -72,7 +76,8 @@ class _XXHash:
 
 
 def _typed(function: Any, result: Any, *arguments: Any) -> Any:
-    function.argtypes, function.restype = arguments, result
+    function.argtypes = arguments
+    function.restype = result
     return function
 
 

@@ -94,7 +94,8 @@ def read_range(descriptor: int, target: Bytes, offset: int, path: Path) -> None:
         count = os.preadv(descriptor, [view], offset)
         if count == 0:
             raise Damaged(f"{path} ends at byte {offset}; {len(view)} more were expected")
-        view, offset = view[count:], offset + count
+        view = view[count:]
+        offset = offset + count
 
 
 def add_reserve(tensor_bytes: int) -> int:
@@ -104,7 +105,8 @@ def add_reserve(tensor_bytes: int) -> int:
 
 def disk_space_error(folder: Path, tensor_bytes: int) -> str | None:
     """The error message if a checkpoint of `tensor_bytes` does not fit on the disk of `folder`; None if it fits."""
-    needed, free = add_reserve(tensor_bytes), shutil.disk_usage(folder).free
+    needed = add_reserve(tensor_bytes)
+    free = shutil.disk_usage(folder).free
     if needed <= free:
         return None
     return (

@@ -163,7 +163,9 @@ def parse_shape(value: Any) -> tuple[int, ...] | None:
 def _parse_entry(key: str, value: Any, data_start: int, path: Path) -> TensorEntry:
     """The entry in a JSON value, whose offsets count from byte `data_start` of the file, the end of the header."""
     value = value if isinstance(value, dict) else {}
-    shape, span, dtype = parse_shape(value.get("shape")), parse_offsets(value.get("data_offsets")), value.get("dtype")
+    shape = parse_shape(value.get("shape"))
+    span = parse_offsets(value.get("data_offsets"))
+    dtype = value.get("dtype")
     if shape is None or span is None or len(span) != 2 or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise Damaged(f"{path}: {key!r:.80} lacks a known dtype, a shape or its offsets")
     if span[1] - span[0] != math.prod(shape) * ITEM_BYTES[dtype]:

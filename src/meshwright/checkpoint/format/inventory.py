@@ -153,7 +153,8 @@ def choose_newest(folder: Path, *, contents: bool = True) -> Chosen:
     `contents=False` checks names and sizes only; a reader verifies the blocks that it reads anyway. Raises BadInput
     when there is none, Damaged when all are damaged, and NewerFormat when this release cannot read the newest.
     """
-    run_id, passed_over = run_id_of(folder), list[Found]()
+    run_id = run_id_of(folder)
+    passed_over = list[Found]()
     for path in reversed(find_checkpoints(folder)):
         found = _found(path, contents, run_id)
         if found.ok:

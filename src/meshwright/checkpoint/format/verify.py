@@ -189,7 +189,8 @@ def read_verified(path: Path, manifest: CheckpointManifest, file: str, limit: in
 
 
 def _check_block(path: Path, manifest: CheckpointManifest, block: FileBlock) -> Damage | None:
-    record, offset = manifest.files[block.file], block.index * BLOCK_BYTES
+    record = manifest.files[block.file]
+    offset = block.index * BLOCK_BYTES
     data = bytearray(min(BLOCK_BYTES, record.bytes - offset))
     try:
         descriptor = open_regular(path / block.file)
@@ -210,7 +211,8 @@ def _check_block(path: Path, manifest: CheckpointManifest, block: FileBlock) -> 
 def _checkpoint_record(path: Path, contents: bool, run_id: str | None) -> dict[str, Any]:
     damage = damage_of(path, run_id, contents=contents)
     damaged = [{"file": entry.file, "offset": entry.offset, "kind": entry.kind} for entry in damage]
-    step, committed = step_of(path.name), has_commit(path)
+    step = step_of(path.name)
+    committed = has_commit(path)
     if step is None and not damage:
         step = read_manifest(path).step
     return {"path": str(path), "step": step, "committed": committed, "ok": not damage, "damaged": damaged}

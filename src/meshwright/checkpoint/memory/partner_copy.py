@@ -36,7 +36,9 @@ class PartnerCopier:
 
     def __init__(self, buffer: SnapshotBuffer, partner: Partner, copied: Callable[[int, float], object]) -> None:
         """`copied` is called with the step and the seconds of each copy that is complete."""
-        self._buffer, self._partner, self._copied = buffer, partner, copied
+        self._buffer = buffer
+        self._partner = partner
+        self._copied = copied
         self._thread: threading.Thread | None = None
         self._failed = False
 

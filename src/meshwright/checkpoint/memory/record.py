@@ -74,7 +74,8 @@ class SnapshotRecord:
 
     @classmethod
     def _of_fields(cls, fields: dict[str, Any]) -> SnapshotRecord:
-        file, replica = fields.pop("file"), fields.pop("replica")
+        file = fields.pop("file")
+        replica = fields.pop("replica")
         record = None if file is None else FileRecord.from_plain(file)
         return cls(file=record, replica=None if replica is None else cls._of_fields(replica), **fields)
 

@@ -36,7 +36,8 @@ class SnapshotBuffer:
 
     def __init__(self, descriptor: int, size: int) -> None:
         """Map the snapshot buffer of `size` data bytes behind `descriptor`, which this object then owns."""
-        self.descriptor, self.size = descriptor, size
+        self.descriptor = descriptor
+        self.size = size
         self.memory = mmap.mmap(descriptor, DATA_OFFSET + size)
         self._words = memoryview(self.memory)[:DATA_OFFSET].cast("Q")
 
@@ -99,7 +100,8 @@ class SnapshotBuffer:
 
     def begin_saving(self, generation: int) -> None:
         """Note that a writer works on the snapshot of `generation`."""
-        self._words[_SAVED], self._words[_SAVING] = 0, generation
+        self._words[_SAVED] = 0
+        self._words[_SAVING] = generation
 
     def count_saved(self, count: int) -> None:
         """Note that the writer has written `count` more bytes."""
@@ -118,12 +120,15 @@ class SnapshotBuffer:
         os.pwrite(self.descriptor, record, DATA_OFFSET + self.size)
         digest = memoryview(xxhash.xxh3_128(record).digest()).cast("Q")
         words = self._words
-        words[_RECORD_BYTES], words[_RECORD_DIGEST], words[_RECORD_DIGEST + 1] = len(record), digest[0], digest[1]
+        words[_RECORD_BYTES] = len(record)
+        words[_RECORD_DIGEST] = digest[0]
+        words[_RECORD_DIGEST + 1] = digest[1]
         words[_RECORD_GENERATION] = generation
 
     def read_record(self) -> bytes | None:
         """The record of the snapshot that the buffer holds; None while a snapshot is copied in, or without an intact record."""
-        words, generation = self._words, self.generation
+        words = self._words
+        generation = self.generation
         size = words[_RECORD_BYTES]
         if generation % 2 or not generation or words[_RECORD_GENERATION] != generation or size > _RECORD_LIMIT:
             return None

@@ -59,7 +59,8 @@ class SnapshotMemory:
     """The snapshots behind the memfds at the paths `buffers` and `slots`; each rank has `SLOTS` slots, in order. Thread-safe."""
 
     def __init__(self, buffers: Sequence[str], slots: Sequence[str]) -> None:
-        self._buffers, self._slots = tuple(buffers), tuple(slots)
+        self._buffers = tuple(buffers)
+        self._slots = tuple(slots)
         self._receiving = [threading.Lock() for _ in range(len(slots) // SLOTS)]
 
     def names(self) -> tuple[list[SnapshotName], list[SnapshotName]]:

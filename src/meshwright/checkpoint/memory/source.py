@@ -111,8 +111,10 @@ class BufferSource:
     """A snapshot in this rank's snapshot buffer, whose data begin at `start`. Closes the buffer."""
 
     def __init__(self, buffer: SnapshotBuffer, record: SnapshotRecord, start: int = 0) -> None:
-        self.record, self._start = record, DATA_OFFSET + start
-        self._buffer, self._header = buffer, FileImage(record.headers, memoryview(b"")).header
+        self.record = record
+        self._start = DATA_OFFSET + start
+        self._buffer = buffer
+        self._header = FileImage(record.headers, memoryview(b"")).header
 
     def read(self, start: int, target: memoryview) -> None:
         header = self._header[start : start + len(target)]
@@ -165,7 +167,9 @@ class ServerSource:
 
     def __init__(self, address: str, token: str, name: SnapshotName) -> None:
         """Raises Damaged if the server does not have it."""
-        self._address, self._token, self._name = address, token, name
+        self._address = address
+        self._token = token
+        self._name = name
         self._clients: queue.SimpleQueue[SnapshotClient] = queue.SimpleQueue()
         try:
             client, self.record = self._connect()

@@ -48,8 +48,10 @@ from meshwright.spec.errors import Damaged
 from meshwright.spec.job_token import job_token
 from meshwright.state.parts import StateParts
 
-WRITER_SECONDS, POLL_SECONDS = 5.0, 0.02
-"""How long a rank waits for the writer of its predecessor that makes no progress, and between two looks at it."""
+WRITER_SECONDS = 5.0
+"""How long a rank waits for its predecessor's writer while that makes no progress."""
+POLL_SECONDS = 0.02
+"""Seconds between two looks at that writer."""
 LIST_SECONDS = 10.0
 """How long a rank waits for the list of its host's snapshots."""
 MemoryTier = Literal["host memory", "partner memory"]
@@ -107,11 +109,13 @@ class MemorySnapshot:
 
     def verify(self, ranks: RankGroup) -> None:
         """Raise Damaged on all ranks if a block on any does not match its digest; nothing is filled. Collective."""
-        blocks, buffer = self._blocks(), bytearray(BLOCK_BYTES)
+        blocks = self._blocks()
+        buffer = bytearray(BLOCK_BYTES)
 
         def check() -> None:
             for rank, source in self.sources.items():
-                file, record = tensor_file(rank), source.record.file
+                file = tensor_file(rank)
+                record = source.record.file
                 for index in range(0 if record is None else len(record.blocks)):
                     blocks.read(file, index, memoryview(buffer)[: blocks.block_bytes(file, index)])
 
@@ -183,7 +187,8 @@ def _open(ranks: RankGroup, activity: str, locations: list[SnapshotLocation]) ->
 
     contents, text = ranks.run_on(locations[0].reader, activity, describe)
     tier: MemoryTier = "partner memory" if any(location.is_copy for location in locations) else "host memory"
-    name, readers = locations[0].name, tuple(location.reader for location in locations)
+    name = locations[0].name
+    readers = tuple(location.reader for location in locations)
     file_bytes = tuple(sizes[location.name.rank] for location in locations)
     state = decode_state(text.encode(), Path(STATE))
     return MemorySnapshot(name.step, name.attempt, sources, tier, file_bytes, readers, contents, state)
@@ -197,7 +202,8 @@ def _open_source(location: SnapshotLocation) -> SnapshotSource:
 
 def _own_offer() -> RankOffer:
     """The snapshots in this rank's snapshot buffer. Waits for a writer that works."""
-    address, buffer = os.environ.get(SERVER_VARIABLE), SnapshotBuffer.of_last_process()
+    address = os.environ.get(SERVER_VARIABLE)
+    buffer = SnapshotBuffer.of_last_process()
     if buffer is None:
         return RankOffer(None, address)
     with closing(buffer):
@@ -224,10 +230,12 @@ def _with_list(offer: RankOffer) -> RankOffer:
 
 def _await_writer(buffer: SnapshotBuffer) -> None:
     """Return once no writer of an earlier process completes the record of the snapshot, or none makes progress."""
-    seen, since = -1, time.monotonic()
+    seen = -1
+    since = time.monotonic()
     while (written := buffer.saved_bytes) is not None and time.monotonic() - since < WRITER_SECONDS:
         if written != seen:
-            seen, since = written, time.monotonic()
+            seen = written
+            since = time.monotonic()
         time.sleep(POLL_SECONDS)
 
 

@@ -45,12 +45,18 @@ from meshwright.spec.errors import Damaged, MeshwrightError
 
 SERVER_VARIABLE = "MESHWRIGHT_SNAPSHOT_SERVER"
 """Environment variable of ranks with HOST:PORT of their host's snapshot server."""
-LINE_BYTES, RECORD_BYTES, DATA_BYTES = 8 << 10, 1 << 30, 1 << 44
-"""Most bytes of a line, of a record and of a snapshot's data."""
+LINE_BYTES = 8 << 10
+"""Most bytes of a line."""
+RECORD_BYTES = 1 << 30
+"""Most bytes of a record."""
+DATA_BYTES = 1 << 44
+"""Most bytes of a snapshot's data."""
 PROOF_BYTES = 65
 """Bytes of a line's proof and the space behind it."""
-IDLE_SECONDS, CONNECT_SECONDS = SNAPSHOTS.idle_seconds, 5.0
-"""How long a connection may take to send or take anything, and to be made."""
+IDLE_SECONDS = SNAPSHOTS.idle_seconds
+"""How long a connection may send and take nothing."""
+CONNECT_SECONDS = 5.0
+"""How long it may take to connect."""
 PIECE_BYTES = 1 << 20
 """Bytes that are sent at a time; between two of them the sender waits as its rate requires."""
 DIGEST_BYTES = 8
@@ -64,7 +70,9 @@ class SnapshotServer:
     """Serves the snapshots of one host on a listening socket, each connection in a thread."""
 
     def __init__(self, listener: socket.socket, token: str, memory: SnapshotMemory) -> None:
-        self._listener, self._token, self._memory = listener, token, memory
+        self._listener = listener
+        self._token = token
+        self._memory = memory
         self._acceptor = Acceptor(listener)
         self._table: ConnectionTable[socket.socket] = ConnectionTable(SNAPSHOTS)
         self._lock = threading.Lock()
@@ -129,7 +137,10 @@ class _Session:
 
     def __init__(self, stream: _Stream, token: str, memory: SnapshotMemory, trust: Callable[[], None]) -> None:
         """`trust` is called once the client has shown the token."""
-        self._stream, self._token, self._memory, self._trust = stream, token, memory, trust
+        self._stream = stream
+        self._token = token
+        self._memory = memory
+        self._trust = trust
         self._opened: OpenSnapshot | None = None
 
     def run(self) -> None:
@@ -182,14 +193,16 @@ class _Session:
             self._stream.send_line({"error": "no snapshot is open"})
             return
         image = self._opened.image
-        start, count = _number(start, image.bytes), _number(count, min(BLOCK_BYTES, image.bytes))
+        start = _number(start, image.bytes)
+        count = _number(count, min(BLOCK_BYTES, image.bytes))
         data = memoryview(bytearray(min(count, image.bytes - start)))
         image.read(start, data)
         self._stream.send_line({"bytes": len(data)})
         self._stream.send(data)
 
     def _store(self, name: SnapshotName, header_bytes: object, data_bytes: object) -> None:
-        header_bytes, data_bytes = _number(header_bytes, HEADER_LIMIT), _number(data_bytes, DATA_BYTES)
+        header_bytes = _number(header_bytes, HEADER_LIMIT)
+        data_bytes = _number(data_bytes, DATA_BYTES)
         try:
             with self._memory.receive(name, data_bytes) as copy:
                 self._stream.send_line({"ready": True})
@@ -298,7 +311,8 @@ class SnapshotClient:
         """
         with self._failures():
             self._request("store", name=plain_name(name), header_bytes=len(image.header), data_bytes=len(image.data))
-            pace, digests = Pace(bytes_per_second), []
+            pace = Pace(bytes_per_second)
+            digests = []
             for index in range(image.blocks):
                 block = image.block(index)
                 digests.append(block_digest(block))
@@ -353,8 +367,11 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._rate, self._clock, self._sleep = bytes_per_second, clock, sleep
-        self._start, self._sent = clock(), 0
+        self._rate = bytes_per_second
+        self._clock = clock
+        self._sleep = sleep
+        self._start = clock()
+        self._sent = 0
 
     def wait(self, count: int) -> None:
         """Return when the bytes sent so far have taken their time; `count` more are sent next."""
@@ -386,7 +403,8 @@ class _Stream:
         if not line:
             return None
         if self.session is not None:
-            proof, line = line[: PROOF_BYTES - 1], line[PROOF_BYTES:]
+            proof = line[: PROOF_BYTES - 1]
+            line = line[PROOF_BYTES:]
             if not self.session.accepts(proof.decode("latin-1"), line):
                 raise WrongProof("a line without its proof: the other side has another token")
         value = json.loads(line) if line.endswith(b"\n") else None

@@ -38,12 +38,15 @@ from meshwright.spec.folder_files import parse_json
 
 log = logging.getLogger(__name__)
 
-INDEX, INDEX_FORMAT = "checkpoints.json", 1
+INDEX = "checkpoints.json"
+INDEX_FORMAT = 1
 COPIED = "mirror.json"
 """File in a run's folder that names the newest checkpoint that was copied, and where to."""
 FILES_AT_ONCE = 4
-START_PATIENCE, DESCRIBE_PATIENCE = 60.0, 5.0
-"""Seconds that a start tries to reach the store, and a message that only describes it."""
+START_PATIENCE = 60.0
+"""Seconds that the start of a run tries to reach the store."""
+DESCRIBE_PATIENCE = 5.0
+"""Seconds that a message which only describes the store tries to reach it."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,8 @@ def fetch_newest(
     there are copies without an index, an index without checkpoints, or every copy is damaged. A store that cannot be reached is noted
     if no newer checkpoint was copied; otherwise CommunicationFailure is raised. Raises BadInput when the store holds another run.
     """
-    url, checkpoints = mirror_url(mirror, run_folder), run_folder / "checkpoints"
+    url = mirror_url(mirror, run_folder)
+    checkpoints = run_folder / "checkpoints"
     local = newest_step(run_folder) if run_folder.is_dir() else 0
     copied = _copied_step(run_folder, url)
     try:

@@ -83,10 +83,12 @@ class MirrorUploader:
 
 def main() -> None:
     """Upload what stdin names until it closes."""
-    url, keep = sys.argv[1], int(sys.argv[2])
+    url = sys.argv[1]
+    keep = int(sys.argv[2])
     store: MirrorStore | None = None
     for path in _newest_lines():
-        started, step = time.monotonic(), path.name
+        started = time.monotonic()
+        step = path.name
         answer: dict[str, Any] = {"step": int(step.rpartition("-")[2])}
         try:
             store = store or MirrorStore(url, patience=PATIENCE)
@@ -104,7 +106,8 @@ def main() -> None:
 def _newest_lines() -> Iterator[Path]:
     """Yield the paths from stdin; if several have arrived, only the newest."""
     newest: list[Path] = []
-    arrived, ended = threading.Condition(), threading.Event()
+    arrived = threading.Condition()
+    ended = threading.Event()
 
     def read() -> None:
         for line in sys.stdin:

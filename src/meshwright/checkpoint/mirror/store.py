@@ -41,7 +41,9 @@ class MirrorStore:
     def __init__(
         self, url: str, *, patience: float, answer_seconds: float = ANSWER_SECONDS, part_bytes: int = PART_BYTES
     ) -> None:
-        self.url, self._patience, self._part_bytes = url.rstrip("/"), patience, part_bytes
+        self.url = url.rstrip("/")
+        self._patience = patience
+        self._part_bytes = part_bytes
         self._s3 = check_url(url) in ("s3", "s3a")
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if self._s3:
@@ -111,7 +113,8 @@ class MirrorStore:
             self._files.makedirs(self._key(name).rpartition("/")[0], exist_ok=True)
 
     def _retry(self, activity: str, work: Callable[[], T]) -> T:
-        deadline, pause = time.monotonic() + self._patience, 0.5
+        deadline = time.monotonic() + self._patience
+        pause = 0.5
         while True:
             try:
                 return work()
@@ -136,7 +139,8 @@ def check_url(url: str) -> str:
         shown = f"{url.partition('://')[0].rpartition('::')[2]}://…"
         what = "credentials do not belong into a URL; set them in the environment"
     else:
-        shown, what = ("…" if "@" in url or "?" in url else url), "no protocol"
+        shown = "…" if "@" in url or "?" in url else url
+        what = "no protocol"
     raise BadInput(
         f"checkpoint.mirror {shown}: {what}; expected a URL such as s3://bucket/prefix", key="checkpoint.mirror"
     )

@@ -83,9 +83,11 @@ def placed_parts(spec: ModelSpec) -> Iterator[PlacedPart]:
         for op in spec.block(layer).table().operations:
             if not isinstance(op, LinearOp | ExpertsOp):
                 continue
-            starts, row = {"": 0}, 0
+            starts = {"": 0}
+            row = 0
             for fused in op.parts:
-                starts[fused.name], row = row, row + fused.size
+                starts[fused.name] = row
+                row = row + fused.size
             if isinstance(op, LinearOp):
                 for part in op.adapters:
                     yield PlacedPart(f"layers.{layer}.{op.name}.weight", starts[part.part], part)
@@ -174,7 +176,8 @@ def merged(read_rows: ReadRows, deltas: Deltas) -> ReadRows:
 def _merged_rows(rows: Tensor, start: int, deltas: Sequence[Delta]) -> Tensor:
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for delta in deltas:
-        first, last = max(start, delta.rows.start), min(start + len(rows), delta.rows.stop)
+        first = max(start, delta.rows.start)
+        last = min(start + len(rows), delta.rows.stop)
         if first >= last:
             continue
         own = slice(first - delta.first_row, last - delta.first_row)
@@ -208,7 +211,8 @@ def base_digest(spec: ModelSpec, read_rows: ReadRows) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for parameter in (each for each in parameters(without_adapter(spec)) if each.name != SCORE):
         digest.update(f"{parameter.name} {parameter.shape}".encode())
-        rows, width = parameter.shape[0], parameter.count // parameter.shape[0]
+        rows = parameter.shape[0]
+        width = parameter.count // parameter.shape[0]
         count = max(1, min(DIGEST_ROWS, rows, DIGEST_ELEMENTS // width))
         for number in range(count):
             row = number * (rows - 1) // max(1, count - 1)

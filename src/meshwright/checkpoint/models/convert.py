@@ -69,7 +69,8 @@ def export_checkpoint(
         spec = without_adapter(_model(config, path))
         if average and not weights.names:
             raise BadInput(f"{path} has no average of the weights: the run sets no train.ema_decay")
-        tokenizer, text = tokenizer_file(path), known_text_format(path)
+        tokenizer = tokenizer_file(path)
+        text = known_text_format(path)
         for sentence in () if text is None else text.sentences():
             note(sentence)
         export_hf(
@@ -163,7 +164,8 @@ def import_checkpoint(
     headers = [TensorHeader(name, "F32", parameter.shape) for name, parameter in parameter_of.items()]
     contents = {header.key: _single_chunk_record(header) for header in headers}
     state = {"step": 0, "next_sample": 0, "tokens": 0}
-    texts, text = {"config.yaml": _run_yaml(spec, checkpoints.absolute().parent.name)}, known_text_format(source)
+    texts = {"config.yaml": _run_yaml(spec, checkpoints.absolute().parent.name)}
+    text = known_text_format(source)
     plain = encode_plain(state, texts if text is None else {**texts, TEXT_FORMAT: text.to_json()})
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
     attempt.create()
@@ -238,11 +240,13 @@ def _note(config: dict[str, Any], reader: CheckpointReader, text: TextFormat | N
 
     Of folders only the names are given.
     """
-    state, step = reader.state(), reader.manifest.step
+    state = reader.state()
+    step = reader.manifest.step
     tokens = state.get("tokens")
     token_note = f" over {tokens:,} tokens" if isinstance(tokens, int) and tokens else ""
     sentence = f"Run `{config.get('name', 'unnamed')}`, checkpoint of step {step:,}{token_note}."
-    data, train = config.get("data"), config.get("train")
+    data = config.get("data")
+    train = config.get("train")
     if not step or not isinstance(data, dict) or not isinstance(train, dict):
         return sentence
     rows = [("Began with", _began_with(config)), ("Data", _mix(data.get("mix"))), *_trained_on(text)]
@@ -255,7 +259,9 @@ def _note(config: dict[str, Any], reader: CheckpointReader, text: TextFormat | N
 def _began_with(config: dict[str, Any]) -> str:
     init = str(config["model"].get("init") or "scratch")
     kind, _, where = init.partition(":")
-    return f"the weights of `{Path(where).name}`" if where else "random weights" if kind == "scratch" else f"`{init}`"
+    if where:
+        return f"the weights of `{Path(where).name}`"
+    return "random weights" if kind == "scratch" else f"`{init}`"
 
 
 def _trained_weights(config: dict[str, Any]) -> str:

@@ -70,7 +70,8 @@ BASE_MODEL = "A base model, exported by Meshwright: it continues text, and was n
 """The sentence of a model card about a model that was trained from scratch on text."""
 OF_TEXTS = "What it writes may be wrong or unwanted."
 OF_SCORES = "It gives a text one number, read at its last token: compare numbers of answers to the same prompt. They may be wrong."
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def export_hf(
@@ -148,7 +149,8 @@ def import_hf(folder: Path, device: torch.device = CPU) -> tuple[ModelSpec, HFRe
     that the model does not have; Damaged for files that are unreadable or do not match each other.
     """
     fields, notes = folder_fields(folder)
-    spec, files = from_plain(ModelSpec, fields), _weight_files(folder)
+    spec = from_plain(ModelSpec, fields)
+    files = _weight_files(folder)
     reader = HFReader(folder, spec, files, notes, folder_nesting(folder), folder_quantization(folder), device)
     reader.check()
     if (words := reader.stored_words()) is not None:
@@ -234,7 +236,8 @@ class HFReader:
             weight = self._weight(part)
             assert weight is not None
             pieces.append(weight.rounded_rows(first, last))
-        number_format, sizes = self.native(parameter), (-1, *parameter.shape[1:-1])
+        number_format = self.native(parameter)
+        sizes = (-1, *parameter.shape[1:-1])
         assert number_format is not None
         values, scale = (self._whole([piece[index] for piece in pieces]).unflatten(0, sizes) for index in (0, 1))
         return rounded_matrix(values, scale, number_format)
@@ -270,10 +273,8 @@ class HFReader:
         """Each tensor that has some of the rows [start, stop) of dimension 0, and the first and last of its rows."""
         rows_per_index = math.prod(parameter.shape[1:-1])
         for part in self._parts[parameter.name]:
-            first, last = (
-                max(start * rows_per_index - part.first_row, 0),
-                min(stop * rows_per_index - part.first_row, part.row_count),
-            )
+            first = max(start * rows_per_index - part.first_row, 0)
+            last = min(stop * rows_per_index - part.first_row, part.row_count)
             if first < last:
                 yield part, first, last
 
@@ -316,7 +317,8 @@ class HFReader:
 
     def _check_tensor(self, name: str, part: HFTensor) -> None:
         stored = self._stored(name)
-        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        shape = tuple(stored.get_shape())
+        dtype = stored.get_dtype()
         if shape != part.shape:
             raise Damaged(
                 f"{self.folder / self.files[name]}: {name}: expected shape {part.shape} by config.json, got {shape}"
@@ -362,7 +364,8 @@ class HFReader:
             return None
         if name not in self._quantised:
             plain = name in self.files and self._stored(name).get_dtype() in FLOATS
-            outputs, inputs = part.row_count, part.shape[-2 if part.transposed else -1]
+            outputs = part.row_count
+            inputs = part.shape[-2 if part.transposed else -1]
             shape = (part.shape[0], outputs // part.shape[0], inputs) if part.stacked else (outputs, inputs)
             stored = Stored(self._stored, self._where, self.device)
             schemes = self.quantization.schemes
@@ -411,7 +414,8 @@ class HFReader:
         """Raise BadInput if a tensor is not the one that it is said to repeat."""
         if original not in self.files:
             raise BadInput(f"{self._where(name)}: {name} must repeat {original}, which is quantised; remove the copy")
-        copy, expected = self._stored(name), self._stored(original)
+        copy = self._stored(name)
+        expected = self._stored(original)
         shape = copy.get_shape()
         equal = shape == expected.get_shape() and copy.get_dtype() == expected.get_dtype()
         rows = max(1, SLICE_BYTES // (4 * math.prod(shape[1:])))
@@ -583,7 +587,8 @@ def _slices(tensors: Source, spec: ModelSpec, towers: Towers | None) -> Iterator
 
     A part is the slice of a parameter that Hugging Face stores as one tensor (`HFTensor`).
     """
-    parts, missing = _written_tensors(spec, towers), {parameter.name: parameter for parameter in parameters(spec)}
+    parts = _written_tensors(spec, towers)
+    missing = {parameter.name: parameter for parameter in parameters(spec)}
     if isinstance(tensors, RowSource):
         for name, parameter in missing.items():
             _check_parameter(name, parameter, tensors.shape(name))
@@ -605,18 +610,18 @@ def _slices(tensors: Source, spec: ModelSpec, towers: Towers | None) -> Iterator
 
 def _row_slices(source: RowSource, parameter: ParameterSpec, part: HFTensor) -> Iterator[tuple[HFTensor, int, Tensor]]:
     """The rows of a part, `SLICE_BYTES` at a time; a transposed part at once, and experts one by one."""
-    rows_per_index, width = math.prod(parameter.shape[1:-1]), math.prod(parameter.shape[1:][-1:])
-    step = (
-        part.row_count
-        if part.transposed and not part.stacked
-        else rows_per_index
-        if rows_per_index > 1
-        else max(1, SLICE_BYTES // (4 * width))
-    )
+    rows_per_index = math.prod(parameter.shape[1:-1])
+    width = math.prod(parameter.shape[1:][-1:])
+    step = max(1, SLICE_BYTES // (4 * width))
+    if part.transposed and not part.stacked:
+        step = part.row_count
+    elif rows_per_index > 1:
+        step = rows_per_index
     end = part.first_row + part.row_count
     for start in range(part.first_row, end, step):
         stop = min(start + step, end)
-        first, last = start // rows_per_index, -(-stop // rows_per_index)
+        first = start // rows_per_index
+        last = -(-stop // rows_per_index)
         rows = source.read_rows(parameter.name, first, last)
         rows = rows.flatten(0, -2) if rows.dim() > 2 else rows
         yield part, start - part.first_row, rows[start - first * rows_per_index : stop - first * rows_per_index]
@@ -677,11 +682,14 @@ def _model_card(
     title: str, folder: str, spec: ModelSpec, architectures: list[str], run_note: str, dtype: str, limits: str
 ) -> str:
     family = FAMILIES[spec.family]
-    loader, tag = "AutoModelForImageTextToText", "image-text-to-text"
+    loader = "AutoModelForImageTextToText"
+    tag = "image-text-to-text"
     if architectures == [family.architecture]:
-        loader, tag = "AutoModelForCausalLM", "text-generation"
+        loader = "AutoModelForCausalLM"
+        tag = "text-generation"
     elif architectures == [family.scorer]:
-        loader, tag = "AutoModelForSequenceClassification", "text-classification"
+        loader = "AutoModelForSequenceClassification"
+        tag = "text-classification"
     rows = [
         ("Architecture", ", ".join(architectures)),
         ("Parameters", f"{parameter_count(spec):,}"),

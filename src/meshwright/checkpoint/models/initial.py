@@ -160,5 +160,6 @@ def _check_shapes(named: str, spec: ModelSpec, stored: Mapping[str, tuple[int, .
     further = [name for name in stored if name in expected or not name.startswith("predictions.")]
     wrong = next((name for name in [*expected, *further] if expected.get(name) != stored.get(name)), None)
     if wrong is not None:
-        there, here = stored.get(wrong, "missing"), expected.get(wrong, "missing")
+        there = stored.get(wrong, "missing")
+        here = expected.get(wrong, "missing")
         raise BadInput(f"{named}: {wrong} is {there} there and {here} in this run's model")

@@ -28,7 +28,8 @@ from meshwright.families.registry import FAMILIES
 from meshwright.spec.errors import BadInput, Damaged, nearest, shorten
 from meshwright.spec.model import SCORE, ModelSpec, with_score, without_adapter
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 DIGEST = "meshwright_base"
 """Key of the base's digest in the metadata of the weights' file, which peft does not read."""
@@ -120,7 +121,8 @@ def write_peft(
 
     `base_name` is the folder of the model as peft's `base_model_name_or_path`, `base` the digest of its weights. Tensors keep their dtype.
     """
-    adapter, names = spec.adapter, _layers(without_adapter(spec))
+    adapter = spec.adapter
+    names = _layers(without_adapter(spec))
     assert adapter is not None
     tensors: dict[str, Tensor] = {}
     targets: dict[str, None] = {}
@@ -132,7 +134,8 @@ def write_peft(
             raise BadInput(
                 f"{placed.weight}: a {spec.family} folder stacks its experts, and peft's files have no place for their adapters"
             )
-        layer, targets[target] = PREFIX + target, None
+        layer = PREFIX + target
+        targets[target] = None
         tensors[f"{layer}.lora_A.weight"] = placed.value(read, "a")
         tensors[f"{layer}.lora_B.weight"] = placed.value(read, "b")
         if adapter.kind == "dora":
@@ -260,7 +263,8 @@ def _delta(own: Mapping[str, Tensor], layer: str, part: HFTensor, config: Mappin
         found = tuple(own[name].shape)
         if len(found) != 2 or any(want not in (None, got) for want, got in zip(shape, found, strict=True)):
             raise Damaged(f"{path}: {layer}.{name} has shape {found}, expected {shape}")
-    a, b = own["lora_A"], own["lora_B"]
+    a = own["lora_A"]
+    b = own["lora_B"]
     rank = int(_of_pattern(config.get("rank_pattern"), layer, config["r"]))
     if a.shape[0] != rank or b.shape[1] != rank:
         raise Damaged(f"{path}: {layer} has an adapter of rank {a.shape[0]}, and {CONFIG} says {rank}")

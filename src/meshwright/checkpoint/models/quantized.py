@@ -62,7 +62,8 @@ class Stored:
     def check(self, name: str, part: StoredTensor, scheme: WeightScheme) -> None:
         """Raise BadInput or Damaged unless the header of a tensor is as its scheme says."""
         stored = self.read(name)
-        dtype, shape = stored.get_dtype(), tuple(stored.get_shape())
+        dtype = stored.get_dtype()
+        shape = tuple(stored.get_shape())
         if dtype not in part.dtypes:
             raise BadInput(
                 f"{self.where(name)}: {name}: expected {' or '.join(part.dtypes)} by the scheme {scheme.name}, got {dtype}"
@@ -122,7 +123,9 @@ class StoredWeight:
 
     def _numbers(self, first: int, last: int) -> Tensor:
         """The elements `(rows, in)` before zero points and scales: unsigned if packed integers."""
-        scheme, end, inputs = self.scheme, self.scheme.values, self.shape[-1]
+        scheme = self.scheme
+        end = self.scheme.values
+        inputs = self.shape[-1]
         if scheme.packing == "plain":
             return self._tensor(end, first, last)
         if scheme.packing == "words":
@@ -138,9 +141,11 @@ class StoredWeight:
 
     def _by_output(self, end: str, first: int, last: int) -> Tensor:
         """Outputs [first, last) `(rows, …)` of numbers `(…, outputs)` that are packed along outputs."""
-        bits, awq = self.scheme.bits, self.scheme.packing == "output words"
+        bits = self.scheme.bits
+        awq = self.scheme.packing == "output words"
         count = 32 // bits
-        start, stop = first // count, -(-last // count)
+        start = first // count
+        stop = -(-last // count)
         words = self.stored.tensor(self.names[end], slice(None), slice(start, stop))
         numbers = unpack_words(words, bits, (stop - start) * count)
         numbers = in_output_order(numbers) if awq else numbers
@@ -156,7 +161,8 @@ class StoredWeight:
             return self._grid(scheme.zeros, first, last).float()
         if scheme.packing == "words":
             count = 32 // scheme.bits
-            start, stop = first // count, -(-last // count)
+            start = first // count
+            stop = -(-last // count)
             words = self.stored.tensor(self.names[scheme.zeros], slice(start, stop))
             zeros = unpack_words(words.t(), scheme.bits, (stop - start) * count).t()
             return zeros[first - start * count : last - start * count].float()
@@ -176,7 +182,8 @@ class StoredWeight:
 
     def _grid(self, end: str, first: int, last: int) -> Tensor:
         """The scales or zero points of rows [first, last), `(rows, groups)`."""
-        name, height = self.names[end], self.scheme.block[0]
+        name = self.names[end]
+        height = self.scheme.block[0]
         if self.scheme.packing in ("input words", "output words"):
             return self.stored.tensor(name, slice(None), slice(first, last)).t()
         if self.scheme.packing == "blocks":
@@ -193,7 +200,8 @@ class StoredWeight:
         if (name := self.names.get(self.scheme.index or "")) is None:
             return None
         if self._index is None:
-            index, groups = self.stored.tensor(name).long(), self.scheme.groups(self.shape[-1])
+            index = self.stored.tensor(name).long()
+            groups = self.scheme.groups(self.shape[-1])
             if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < groups:
                 raise Damaged(
                     f"{self.stored.where(name)}: {name}: expected groups from 0 to {groups - 1}, got {int(index.min())} to "
@@ -216,7 +224,8 @@ class MappedWeight(StoredWeight):
     def record(cls, base: str, scheme: WeightScheme, shape: tuple[int, ...], stored: Stored) -> dict[str, Any]:
         """Fields of the weight, from the record that bitsandbytes keeps with it. Raises Damaged for values that cannot be."""
         name = f"{base}{state_end(scheme)}"
-        text, where = stored.read(name), f"{stored.where(name)}: {name}"
+        text = stored.read(name)
+        where = f"{stored.where(name)}: {name}"
         if text.get_dtype() != "U8" or len(text.get_shape()) != 1 or text.get_shape()[0] > STATE_BYTES:
             raise Damaged(f"{where}: expected at most {STATE_BYTES} bytes of JSON")
         state = parse_json(bytes(text[...].tolist()), where)
@@ -226,7 +235,9 @@ class MappedWeight(StoredWeight):
                 f"{where}: expected quant_type {scheme.name} and shape {list(shape)} by config.json, got "
                 f"{state.get('quant_type')!s:.20} and {state.get('shape')!s:.40}"
             )
-        block, nested, offset = state.get("blocksize"), state.get("nested_blocksize"), state.get("nested_offset", 0.0)
+        block = state.get("blocksize")
+        nested = state.get("nested_blocksize")
+        offset = state.get("nested_offset", 0.0)
         for key, value in (("blocksize", block), ("nested_blocksize", 1 if nested is None else nested)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_BLOCK:
                 raise Damaged(f"{where}: {key}: expected a positive number of weights, got {value!s:.40}")
@@ -252,7 +263,8 @@ class MappedWeight(StoredWeight):
     def rows(self, first: int, last: int) -> Tensor:
         """Rows [first, last) in fp32."""
         inputs = self.shape[-1]
-        start, stop = first * inputs, last * inputs
+        start = first * inputs
+        stop = last * inputs
         pairs = self._tensor(self.scheme.values, start // 2, -(-stop // 2))
         indices = nibbles(pairs.flatten(), high_first=True)[start % 2 :][: stop - start]
         top = start // self.block
@@ -283,7 +295,8 @@ def find_weight(
 
     Raises BadInput or Damaged for tensors that are missing or have other headers than the scheme.
     """
-    base, stacked = name.removesuffix(".weight"), not name.endswith(".weight")
+    base = name.removesuffix(".weight")
+    stacked = not name.endswith(".weight")
     present = [
         scheme for scheme in schemes if base + scheme.values in files and stacked == (scheme.packing == "blocks")
     ]

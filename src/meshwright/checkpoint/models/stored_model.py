@@ -103,7 +103,8 @@ class StoredModel:
     ) -> RoundedMatrix:
         """As `_combined`, as stored. An output's scale is that of all its inputs; blocks are whole."""
         assert self.quantised is not None
-        values, scales = [], []
+        values = []
+        scales = []
         for piece in pieces:
             rows = self.quantised.read_rounded(parameter, *_rows_of(piece))
             values.append(_narrowed(rows.values, piece))

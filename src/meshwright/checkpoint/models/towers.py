@@ -26,7 +26,8 @@ from meshwright.families.text_part import TOWERS, Nesting
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from meshwright.spec.folder_files import JSON_BYTES, read_folder_file
 
-RECORD, TENSORS = "config.json", "towers.safetensors"
+RECORD = "config.json"
+TENSORS = "towers.safetensors"
 SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of such a folder about images and sound."""
 PIECE_BYTES = 64 << 20

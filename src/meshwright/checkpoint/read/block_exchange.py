@@ -80,7 +80,9 @@ class HostExchange:
     """Sends and receives blocks through the CPU group of `ranks`, in two threads. A block's tag is its position in the plan."""
 
     def __init__(self, ranks: RankGroup, device: torch.device, use: BlockUse) -> None:
-        self._ranks, self._device, self._use = ranks, device, use
+        self._ranks = ranks
+        self._device = device
+        self._use = use
 
     def send(self, transfers: Sequence[BlockTransfer], sending: SendQueue) -> None:
         """Send what `sending` has until it ends. Raises RuntimeError at the end if another rank was lost."""
@@ -134,7 +136,10 @@ class DeviceExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, device: torch.device, use: BlockUse) -> None:
-        self._group, self._rank, self._device, self._use = group, rank, device, use
+        self._group = group
+        self._rank = rank
+        self._device = device
+        self._use = use
         self._sent: deque[tuple[Any, BlockBuffer]] = deque()
 
     def run(self, transfers: Sequence[BlockTransfer], sending: SendQueue) -> None:

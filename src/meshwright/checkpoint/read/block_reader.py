@@ -48,7 +48,8 @@ class BlockFiles:
     """The files of a checkpoint, read by blocks that are compared with their digests. Thread-safe; close it after use."""
 
     def __init__(self, path: Path, manifest: CheckpointManifest) -> None:
-        self.path, self.manifest = path, manifest
+        self.path = path
+        self.manifest = manifest
         self._descriptors: dict[str, int] = {}
         self._headers: dict[str, bytes] = {}
         self._lock = threading.Lock()
@@ -74,14 +75,16 @@ class BlockFiles:
 
     def read(self, file: str, index: int, target: memoryview) -> None:
         """Fill `target` with block `index` of `file`. Raises DamagedCheckpoint unless the block is what was written."""
-        read, offset = self.reader(file), index * BLOCK_BYTES
+        read = self.reader(file)
+        offset = index * BLOCK_BYTES
         digest = digest_while_filling(target, PART_BYTES, lambda start, end: read(offset + start, target[start:end]))
         if digest != self.manifest.files[file].blocks[index]:
             raise DamagedCheckpoint(self.path, [Damage(file, offset, "digest")])
 
     def reader(self, file: str) -> Callable[[int, memoryview], object]:
         """A function that fills memory with the bytes of `file` from an offset on; they are not verified."""
-        path, header = self.path / file, self._headers.get(file, b"")
+        path = self.path / file
+        header = self._headers.get(file, b"")
         try:
             descriptor = self._descriptor(file)
         except (OSError, Damaged) as error:
@@ -91,7 +94,8 @@ class BlockFiles:
             if offset < len(header):
                 known = header[offset : offset + len(target)]
                 target[: len(known)] = known
-                offset, target = offset + len(known), target[len(known) :]
+                offset = offset + len(known)
+                target = target[len(known) :]
             try:
                 read_range(descriptor, target, offset, path)
             except (OSError, Damaged) as error:
@@ -134,7 +138,10 @@ class BlockReader:
         device_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.failure: Exception | None = None
-        self._files, self._ranks, self._device, self._fill = files, ranks, device, fill
+        self._files = files
+        self._ranks = ranks
+        self._device = device
+        self._fill = fill
         self._device_group = device_group
         self._free: queue.SimpleQueue[BlockBuffer] = queue.SimpleQueue()
 
@@ -163,7 +170,8 @@ class BlockReader:
                     communicators.submit(host_exchange.receive, transfers),
                     communicators.submit(host_exchange.send, transfers, sending),
                 ]
-            pending, lock = iter(mine), threading.Lock()
+            pending = iter(mine)
+            lock = threading.Lock()
             threads = [readers.submit(self._read_pending, pending, lock, sending) for _ in range(READ_THREADS)]
             for future in threads:
                 future.result()

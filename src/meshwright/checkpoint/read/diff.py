@@ -50,7 +50,8 @@ def _compare(name: str, a: CheckpointReader, b: CheckpointReader) -> TensorDiffe
     record = a.tensors[name]
     if (record.shape, record.dtype) != (b.tensors[name].shape, b.tensors[name].dtype):
         return TensorDifference(name, "changed", None)
-    equal, largest = True, 0.0
+    equal = True
+    largest = 0.0
     for start, stop in _slices(record):
         rows_a, rows_b = (
             reader.read_rows(name, start, stop) if record.shape else reader.read(name) for reader in (a, b)

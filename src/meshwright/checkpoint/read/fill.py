@@ -38,16 +38,21 @@ class Destination:
         self, entry: TensorEntry, offsets: tuple[int, ...], target: Tensor, store: Store = copy_values
     ) -> None:
         shape = entry.shape or (1,)
-        offsets, target = offsets or (0,), target if target.dim() else target.view(1)
+        offsets = offsets or (0,)
+        target = target if target.dim() else target.view(1)
         row_bytes = math.prod(shape[1:]) * ITEM_BYTES[entry.dtype]
         self.start = entry.start + offsets[0] * row_bytes
         self.end = self.start + target.shape[0] * row_bytes
         if target.is_contiguous() and tuple(target.shape[1:]) == shape[1:]:
             # Whole rows are consecutive in the file: copy them as a vector.
-            offsets, target = (offsets[0] * math.prod(shape[1:]),), target.view(-1)
+            offsets = (offsets[0] * math.prod(shape[1:]),)
+            target = target.view(-1)
             shape = (math.prod(shape),)
         self._consecutive = len(shape) == 1
-        self._entry, self._shape, self._offsets, self._target = entry, shape, offsets, target
+        self._entry = entry
+        self._shape = shape
+        self._offsets = offsets
+        self._target = target
         self._store = store
         self._lock = threading.Lock()
         self._missing_bytes = self.end - self.start
@@ -63,7 +68,8 @@ class Destination:
         `block` (uint8, on the host) has the bytes of the file from `block_start` on. A copy to a device may still run on
         return.
         """
-        start, end = max(self.start, block_start), min(self.end, block_start + block.numel())
+        start = max(self.start, block_start)
+        end = min(self.end, block_start + block.numel())
         if start >= end:
             return
         data = block[start - block_start : end - block_start]
@@ -71,7 +77,8 @@ class Destination:
             complete = self._collect(data, start - self.start)
             if complete is None:
                 return
-            data, start = complete, self.start
+            data = complete
+            start = self.start
         values = data.view(DTYPES[self._entry.dtype])
         position = (start - self._entry.start) // ITEM_BYTES[self._entry.dtype]
         if self._consecutive:
@@ -116,13 +123,15 @@ def _scatter(
     `values` are the elements from flat index `position` on; they may begin and end inside a row. `target` is the box
     that begins at `offsets`.
     """
-    first_row, row_count = offsets[0], target.shape[0]
+    first_row = offsets[0]
+    row_count = target.shape[0]
     row_elements = math.prod(shape[1:])
     while values.numel():
         row, column = divmod(position, row_elements)
         whole_rows = 0 if column else values.numel() // row_elements
         used = whole_rows * row_elements or min(row_elements - column, values.numel())
-        start, end = max(row, first_row), min(row + max(whole_rows, 1), first_row + row_count)
+        start = max(row, first_row)
+        end = min(row + max(whole_rows, 1), first_row + row_count)
         if start < end and whole_rows:
             part = values[(start - row) * row_elements : (end - row) * row_elements].view(end - start, *shape[1:])
             for dim in range(1, len(shape)):
@@ -130,4 +139,5 @@ def _scatter(
             store(target[start - first_row : end - first_row], part)
         elif start < end:  # part of a row: a tensor with a dimension less
             _scatter(values[:used], column, shape[1:], offsets[1:], target[row - first_row], store)
-        values, position = values[used:], position + used
+        values = values[used:]
+        position = position + used

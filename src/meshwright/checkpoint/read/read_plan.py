@@ -33,7 +33,8 @@ def merge_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Extend byte ranges [start, end) of a file to whole blocks, and merge those that overlap or touch; sorted."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
-        first, last = start // BLOCK_BYTES * BLOCK_BYTES, -(-end // BLOCK_BYTES) * BLOCK_BYTES
+        first = start // BLOCK_BYTES * BLOCK_BYTES
+        last = -(-end // BLOCK_BYTES) * BLOCK_BYTES
         if merged and first <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], last))
         else:

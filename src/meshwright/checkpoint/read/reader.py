@@ -84,7 +84,8 @@ class CheckpointReader:
             raise BadInput(f"{self.path}: {name} has shape {record.shape}; rows {start} to {stop} are not in it")
         target = torch.empty((stop - start, *record.shape[1:]), dtype=DTYPES[record.dtype])
         for chunk in record.chunks:
-            first, last = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+            first = max(start, chunk.offsets[0])
+            last = min(stop, chunk.offsets[0] + chunk.sizes[0])
             if first >= last:
                 continue
             box = target[first - start : last - start]

@@ -49,8 +49,10 @@ from meshwright.spec.run import Lease
 _PARTIAL = re.compile(r"\.(step-\d{8,12})\.(?:(\d+)-)?([0-9a-f]+)\.partial")
 _DELETED = re.compile(r"\.deleted-step-\d{8,12}\.[0-9a-f]+")
 
-IDLE_SECONDS, AWAIT_POLL_SECONDS = 10.0, 0.05
-"""Seconds that `await_writers` waits for a writer without progress, and seconds between two checks."""
+IDLE_SECONDS = 10.0
+"""Seconds that `await_writers` waits for a writer without progress."""
+AWAIT_POLL_SECONDS = 0.05
+"""Seconds between two checks of the writers."""
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,10 @@ class SaveAttempt:
     """
 
     def __init__(self, checkpoints: Path, step: int, name: str, lease: Lease | None = None) -> None:
-        self.checkpoints, self.step, self.name, self.lease = checkpoints, step, name, lease
+        self.checkpoints = checkpoints
+        self.step = step
+        self.name = name
+        self.lease = lease
         self.target = checkpoints / step_name(step)
         self.folder = checkpoints / f".{step_name(step)}.{name}.partial"
 
@@ -216,11 +221,13 @@ def await_writers(checkpoints: Path, idle_seconds: float = IDLE_SECONDS) -> None
     Stops waiting for a process that writes nothing for `idle_seconds`: it was stopped, or its storage hangs.
     """
     for folder, _ in matching(checkpoints, _PARTIAL):
-        before, since = -1, time.monotonic()
+        before = -1
+        since = time.monotonic()
         while _is_locked(folder) and time.monotonic() - since < idle_seconds:
             written = _bytes_in(folder)
             if written != before:
-                before, since = written, time.monotonic()
+                before = written
+                since = time.monotonic()
             time.sleep(AWAIT_POLL_SECONDS)
 
 

@@ -105,7 +105,10 @@ class BackgroundSaver:
         its snapshots have too.
         `kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared.
         """
-        self._ranks, self._state, self._device, self._lease = ranks, state, device, lease
+        self._ranks = ranks
+        self._state = state
+        self._device = device
+        self._lease = lease
         self.layout = plan_layout(ranks, state.tensors, replicas)
         self._setup = WriterSetup(
             folder=str(folder),
@@ -123,7 +126,8 @@ class BackgroundSaver:
             replica_headers=_plain_headers(self.layout.replica_headers),
         )
         self._partner_every = partner_every
-        self._kept_open, self._warm_up = kept_open, warm_up
+        self._kept_open = kept_open
+        self._warm_up = warm_up
         # A flush of the whole file shows no progress until it ends.
         self._limits = {"stalled_seconds": STALLED_SECONDS + self.layout.bytes / SLOWEST_RATE} | limits
         self.second_buffers = False
@@ -277,7 +281,9 @@ class _SaveInFlight:
 
     def __init__(self, save: Save, copies: Copies, buffer: SnapshotBuffer, writer: WriterProcess) -> None:
         self.save = save
-        self._copies, self._buffer, self._writer = copies, buffer, writer
+        self._copies = copies
+        self._buffer = buffer
+        self._writer = writer
         self._described = threading.Event()
         self._plain: Callable[[], Mapping[str, bytes]] = dict
         self._given_up = False
@@ -309,7 +315,8 @@ class _SaveInFlight:
         return self.ended
 
     def take_result(self) -> SaveResult | None:
-        result, self._result = self._result, None
+        result = self._result
+        self._result = None
         return result
 
     def _follow(self) -> None:
@@ -317,7 +324,8 @@ class _SaveInFlight:
         try:
             self._copies.join()
             self.device_seconds = self._copies.device_seconds
-            staging, checksums = self._copies.seconds, [list(checksum) for checksum in self._copies.checksums]
+            staging = self._copies.seconds
+            checksums = [list(checksum) for checksum in self._copies.checksums]
             self._buffer.complete_snapshot()
             self._described.wait()
             if self._given_up:

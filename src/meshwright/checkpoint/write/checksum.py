@@ -49,7 +49,8 @@ class BufferChecksums:
 
     def __init__(self, keys: Sequence[str], sizes: Sequence[int], expected: Sequence[Sequence[int]]) -> None:
         """The pieces have these names, sizes in bytes and `expected` checksums (phase, sum)."""
-        self._keys, self._expected = keys, [Checksum(*pair) for pair in expected]
+        self._keys = keys
+        self._expected = [Checksum(*pair) for pair in expected]
         self._ends = list(accumulate(sizes))
         self._starts = [end - size for end, size in zip(self._ends, sizes, strict=True)]
         self._sums = [0] * len(self._expected)
@@ -64,7 +65,9 @@ class BufferChecksums:
             total = word_sum(part, phase)
             with self._lock:
                 self._sums[index] += total
-            offset, data, index = offset + len(part), data[len(part) :], index + 1
+            offset = offset + len(part)
+            data = data[len(part) :]
+            index = index + 1
 
     def check(self) -> None:
         """Raise Damaged, naming the first piece, unless all sums are as expected."""

@@ -91,6 +91,7 @@ def _steps(source: Tensor, sums: Tensor) -> list[Callable[[], object]]:
             target = slot.view(torch.uint8)[start : start + data.numel()]
             steps.append(lambda target=target, data=data: target.copy_(data, non_blocking=True))
     if last > first:
-        words, total = source[first:last].view(torch.int64), sums[1]
+        words = source[first:last].view(torch.int64)
+        total = sums[1]
         steps.append(lambda: torch.sum(words, 0, out=total))
     return steps

@@ -30,10 +30,16 @@ from meshwright.kernels.pinned import PIN_BYTES, pin_pages
 from meshwright.spec.errors import OutOfResources
 from meshwright.state.snapshot import HostState
 
-POPULATE_THREADS, POPULATE_BYTES, MADV_POPULATE_WRITE = 4, 32 << 20, 23
-"""Threads that take pages from the host, bytes of one call, and the kernel's name for it (madvise(2), Linux 5.14)."""
-TABLE_BYTES, TABLES = tuple(1 << power for power in range(6, 14)), 64
-"""Sizes of the tables of an update in groups, and how many are under way at a time."""
+POPULATE_THREADS = 4
+"""Threads that take pages from the host."""
+POPULATE_BYTES = 32 << 20
+"""Bytes of one call for pages."""
+MADV_POPULATE_WRITE = 23
+"""The kernel's number for that call (madvise(2), Linux 5.14)."""
+TABLE_BYTES = tuple(1 << power for power in range(6, 14))
+"""Sizes of the tables of an update in groups."""
+TABLES = 64
+"""Tables that are under way at a time."""
 COPY_BYTES = 64 << 20
 """Largest copy, a divisor of `PIN_BYTES`: between two of them the copy engine serves the small copies of training."""
 
@@ -50,7 +56,8 @@ class PinnedSnapshotBuffer:
     """The snapshot buffer as a tensor, page-locked for a CUDA device until the buffer is garbage-collected."""
 
     def __init__(self, buffer: SnapshotBuffer, device: torch.device) -> None:
-        self._buffer, self._device = buffer, device
+        self._buffer = buffer
+        self._device = device
         # Its storage begins with the first locked part: torch may ask the runtime about the address where a tensor's storage begins.
         self.data = torch.frombuffer(buffer.memory, dtype=torch.uint8, offset=DATA_OFFSET)
 
@@ -184,7 +191,8 @@ class Stager:
         self.from_device, self.from_host = CopySequence(len(self.groups)), CopySequence(len(self.groups))
         for index, piece in enumerate(layout.pieces):
             sequence = self.from_device if piece.source.is_cuda else self.from_host
-            target, group = buffer.data[piece.start : piece.end], group_of[parameter_of[piece.name]]
+            target = buffer.data[piece.start : piece.end]
+            group = group_of[parameter_of[piece.name]]
             sequence.copies[group] += _within_parts(target, piece.source, piece.start)
             sequence.pieces[group].append((index, piece.source))
         sources = (source for group in self.from_device.pieces for _, source in group)
@@ -285,7 +293,8 @@ class Copies:
         self._device_end: threading.Event | None = None
         self._host_flags: dict[int, threading.Event] = {}
         self._host_end: threading.Event | None = None
-        self._host_start, self._host_seconds = 0.0, 0.0
+        self._host_start = 0.0
+        self._host_seconds = 0.0
         self.failure: BaseException | None = None
 
     def begin_device_copies(self, groups: Iterable[int]) -> None:
@@ -386,7 +395,8 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 def _within_parts(target: Tensor, source: Tensor, start: int) -> list[Copy]:
     """A copy to `start` of the snapshot buffer, split where page-locked parts meet and into copies of at most `COPY_BYTES`."""
-    copies, done = [], 0
+    copies = []
+    done = 0
     while done < source.numel():
         count = min(source.numel() - done, COPY_BYTES - (start + done) % COPY_BYTES)
         copies.append((target[done : done + count], source[done : done + count]))

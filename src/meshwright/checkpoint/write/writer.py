@@ -144,7 +144,8 @@ class Replies:
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._lock = descriptor, threading.Lock()
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
         os.set_blocking(descriptor, False)
 
     def send(self, event: str, **fields: Any) -> None:
@@ -167,7 +168,8 @@ class Writer:
     """Carries out the commands of one rank."""
 
     def __init__(self, buffer: SnapshotBuffer, reply: Callable[..., None]) -> None:
-        self._buffer, self._reply = buffer, reply
+        self._buffer = buffer
+        self._reply = reply
         self._setup: WriterSetup | None = None
         self._contents: Contents = {}
         self._copier: PartnerCopier | None = None
@@ -292,7 +294,8 @@ class Writer:
             return None
         own = len(setup.headers)
         checksums = _checksums(setup.replica_headers, save.checksums[own:])
-        image, digests = FileImage(setup.replica_headers, self._buffer.data[sum(_sizes(setup.headers)) :]), []
+        image = FileImage(setup.replica_headers, self._buffer.data[sum(_sizes(setup.headers)) :])
+        digests = []
         for index in range(image.blocks):
             block = image.block(index)
             digests.append(block_digest(block))
@@ -377,8 +380,10 @@ def peer_files(attempt: SaveAttempt, ranks: int, seconds: float) -> dict[str, Fi
 
     Raises OutOfResources when a rank reports a failure, or when some did not report within `seconds`.
     """
-    missing, files = set(range(1, ranks)), {}
-    deadline, pause = time.monotonic() + seconds, POLL_SECONDS[0]
+    missing = set(range(1, ranks))
+    files = {}
+    deadline = time.monotonic() + seconds
+    pause = POLL_SECONDS[0]
     while missing:
         names = set(os.listdir(attempt.folder))
         for rank in sorted(missing):
@@ -399,7 +404,8 @@ def peer_files(attempt: SaveAttempt, ranks: int, seconds: float) -> dict[str, Fi
 
 
 def _wait_for_folder(attempt: SaveAttempt, seconds: float) -> None:
-    deadline, pause = time.monotonic() + seconds, POLL_SECONDS[0]
+    deadline = time.monotonic() + seconds
+    pause = POLL_SECONDS[0]
     while not attempt.folder.is_dir():
         if time.monotonic() > deadline:
             attempt.check_owner()

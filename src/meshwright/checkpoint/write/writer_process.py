@@ -40,8 +40,11 @@ class WriterProcess:
         stalled_seconds: float = STALLED_SECONDS,
     ) -> None:
         """Writers inherit the descriptors `kept_open`, by which others see that one still runs."""
-        self._buffer, self._setup, self._kept_open = buffer, setup, kept_open
-        self._silent, self._stalled = silent_seconds, stalled_seconds
+        self._buffer = buffer
+        self._setup = setup
+        self._kept_open = kept_open
+        self._silent = silent_seconds
+        self._stalled = stalled_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._incomplete = b""
         self.starts = 0
@@ -115,7 +118,8 @@ class WriterProcess:
     def _send(self, command: Command) -> None:
         """Write a command, waiting for room as long as the writer sends heartbeats."""
         assert self._process is not None and self._process.stdin is not None
-        line, descriptor = memoryview(encode(command)), self._process.stdin.fileno()
+        line = memoryview(encode(command))
+        descriptor = self._process.stdin.fileno()
         while line:
             if not select.select([], [descriptor], [], self._silent)[1]:
                 raise _WriterLost(f"the writer took no command for {self._silent:.0f} s")

@@ -11,6 +11,8 @@ from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import BodyPlace
 from meshwright.spec.blocks.positions import RotarySpec
 from meshwright.spec.blocks.table import AttendOp, FusedWeight, LinearOp, Op, Value, VectorOp
+from meshwright.spec.divisors import nearest_divisor
+from meshwright.spec.errors import WrongKey
 
 MASK_BLOCK = 128
 """Queries, and keys, per block of a mask of flex attention: a block is computed whole or not at all."""
@@ -156,20 +158,20 @@ class AttentionSpec:
         """The shape of the keys and values of so many positions."""
         return 2, self.kv_heads, positions, self.head_dim
 
-    def mistakes(self) -> Iterator[str]:
+    def mistakes(self) -> Iterator[WrongKey]:
         """What is wrong with the heads, naming keys of `model`."""
         if self.heads % self.kv_heads:
-            small = [n for n in range(1, math.isqrt(self.heads) + 1) if self.heads % n == 0]
-            divisors = (*small, *(self.heads // n for n in small))
-            near = min(divisors, key=lambda n: (abs(n - self.kv_heads), n))
-            yield f"kv_heads is {self.kv_heads}: expected a divisor of heads ({self.heads}); nearest: {near}"
+            near = str(nearest_divisor(self.heads, self.kv_heads))
+            yield WrongKey("kv_heads", str(self.kv_heads), "a divisor of {heads}", near, (("heads", self.heads),))
         if self.rotary is not None:
             whole = self.rotary.width == self.head_dim
             if self.rotary.width % 2:
-                yield (
-                    f"{'head_dim' if whole else 'rope_width'} is {self.rotary.width}: rotary embedding rotates pairs, "
-                    f"expected an even number; nearest: {self.rotary.width + 1}"
-                )
+                key = "head_dim" if whole else "rope_width"
+                near = str(self.rotary.width + 1)
+                expected = "an even number, as rotary embedding turns pairs"
+                yield WrongKey(key, str(self.rotary.width), expected, near)
             if self.rotary.width > self.head_dim:
-                yield f"rope_width is {self.rotary.width}: expected at most head_dim ({self.head_dim})"
+                found = str(self.rotary.width)
+                near = str(self.head_dim)
+                yield WrongKey("rope_width", found, "at most {head_dim}", near, (("head_dim", self.head_dim),))
             yield from self.rotary.mistakes()

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from meshwright.spec.blocks.part import BodyPlace
 from meshwright.spec.blocks.table import ActivateOp, FusedWeight, LinearOp, Op, Value
+from meshwright.spec.errors import WrongKey
 
 Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu"]
 
@@ -70,5 +71,5 @@ class FeedForwardSpec:
             bias=self.bias,
         )
 
-    def mistakes(self) -> Iterator[str]:
+    def mistakes(self) -> Iterator[WrongKey]:
         yield from ()

@@ -10,6 +10,7 @@ from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import BodyPlace
 from meshwright.spec.blocks.positions import RotarySpec
 from meshwright.spec.blocks.table import AttendOp, FusedWeight, LinearOp, Op, Value
+from meshwright.spec.errors import WrongKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +119,16 @@ class LatentAttentionSpec:
         """The shape of the latents and rotated keys of so many positions."""
         return positions, self.kv_rank + self.rotary.width
 
-    def mistakes(self) -> Iterator[str]:
+    def mistakes(self) -> Iterator[WrongKey]:
         """What is wrong with the widths of heads, naming keys of `model`."""
+        beside = (("head_dim", self.head_dim),)
         if not 0 < self.rotary.width < self.head_dim or self.rotary.width % 2:
-            yield f"rope_head_dim is {self.rotary.width}: expected an even number below head_dim ({self.head_dim})"
+            found = str(self.rotary.width)
+            yield WrongKey("rope_head_dim", found, "an even number below {head_dim}", None, beside)
         if not 0 < self.value_head_dim <= self.head_dim:
-            yield f"value_head_dim is {self.value_head_dim}: expected 1 to head_dim ({self.head_dim})"
+            found = str(self.value_head_dim)
+            near = str(self.head_dim)
+            yield WrongKey("value_head_dim", found, "1 to {head_dim}", near, beside)
 
 
 @dataclass(frozen=True, kw_only=True)

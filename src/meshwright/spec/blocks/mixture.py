@@ -22,6 +22,8 @@ from meshwright.spec.blocks.table import (
     VectorOp,
     WeighOp,
 )
+from meshwright.spec.divisors import divisors
+from meshwright.spec.errors import WrongKey
 
 RouterScore = Literal["softmax", "sigmoid", "biased_softmax"]
 LEAST_SUM = 1e-12
@@ -49,19 +51,23 @@ class RouterSpec:
         """Whether experts are picked by score plus a bias."""
         return self.score != "softmax"
 
-    def mistakes(self, experts: int, per_token: int) -> Iterator[str]:
+    def mistakes(self, experts: int, per_token: int) -> Iterator[WrongKey]:
         """What is wrong with the groups of so many experts, naming keys of `model`."""
-        groups, size = self.groups, experts // self.groups
-        if groups > 1 and experts % groups:
-            yield f"expert_groups is {groups}: expected a divisor of experts ({experts})"
-        elif groups > 1 and self.choice_bias and size < 2:
-            yield f"expert_groups is {groups}: expected groups of at least 2 of the {experts} experts"
+        groups = self.groups
+        size = experts // groups
+        least = 2 if self.choice_bias and groups > 1 else 1
+        if groups > 1 and (experts % groups or size < least):
+            valid = [count for count in divisors(experts) if experts // count >= least]
+            near = str(min(valid, key=lambda count: abs(count - groups), default=1))
+            expected = "a divisor of {experts}" + f" with at least {least} in a group" * (least > 1)
+            yield WrongKey("expert_groups", str(groups), expected, near, (("experts", experts),))
+        found = str(self.groups_per_token)
         if self.groups_per_token > groups:
-            yield f"groups_per_token is {self.groups_per_token}: expected 1 to expert_groups ({groups})"
-        elif groups > 1 and self.groups_per_token * size < per_token:
-            yield (
-                f"groups_per_token is {self.groups_per_token}: expected groups with experts_per_token ({per_token}) experts"
-            )
+            yield WrongKey("groups_per_token", found, "1 to {expert_groups}", str(groups), (("expert_groups", groups),))
+        elif groups > 1 and size and self.groups_per_token * size < per_token <= experts:
+            near = str(-(-per_token // size))
+            beside = (("experts_per_token", per_token),)
+            yield WrongKey("groups_per_token", found, "groups with {experts_per_token} experts", near, beside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +175,11 @@ class MixtureSpec:
         yield WeighOp(name=name("weigh"), reads=(returned.name,), writes=(weighted,))
         return weighted.name
 
-    def mistakes(self) -> Iterator[str]:
+    def mistakes(self) -> Iterator[WrongKey]:
         """What is wrong with the experts, naming keys of `model`."""
         if not 1 <= self.per_token <= self.experts:
-            near = min(max(self.per_token, 1), self.experts)
-            yield f"experts_per_token is {self.per_token}: expected 1 to experts ({self.experts}); nearest: {near}"
-        if not self.expert.width:
-            yield "expert_hidden is 0: expected the width inside one expert"
+            near = str(min(max(self.per_token, 1), self.experts))
+            yield WrongKey(
+                "experts_per_token", str(self.per_token), "1 to {experts}", near, (("experts", self.experts),)
+            )
         yield from self.router.mistakes(self.experts, self.per_token)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from meshwright.spec.blocks.table import Op, Value
+from meshwright.spec.errors import WrongKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,5 +49,5 @@ class BlockBody(Protocol):
     def operations(self, place: BodyPlace) -> Iterator[Op]:
         """Its operations at a place; the last one that matters writes `place.output`."""
 
-    def mistakes(self) -> Iterator[str]:
+    def mistakes(self) -> Iterator[WrongKey]:
         """What is wrong with it, naming keys of `model`."""

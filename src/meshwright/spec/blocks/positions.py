@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from meshwright.spec.errors import WrongKey
 from meshwright.spec.fields import Bound, Positive
 
 Pairs = Literal["halves", "neighbours"]
@@ -110,25 +111,26 @@ class RotarySpec:
         """The positions after which queries first grow; 0 if they do not."""
         return self.scaling.original_max_seq_len if self.query_growth and isinstance(self.scaling, YarnScaling) else 0
 
-    def mistakes(self) -> Iterator[str]:
+    def mistakes(self) -> Iterator[WrongKey]:
         """What is wrong with the scaling, naming keys of `model`."""
         scaling = self.scaling
         if self.query_growth and not isinstance(scaling, YarnScaling):
-            yield f"query_growth is {self.query_growth:g}: expected 0 without yarn, whose original_max_seq_len it needs"
+            expected = "0 without yarn, whose original_max_seq_len it needs"
+            yield WrongKey("query_growth", f"{self.query_growth:g}", expected, "0")
         if isinstance(scaling, LongRopeScaling):
             for name in ("short_factor", "long_factor"):
                 factors = getattr(scaling, name)
-                if len(factors) != self.width // 2 or min(factors) <= 0:
-                    yield (
-                        f"longrope.{name} has {len(factors)} numbers: expected {self.width // 2} positive ones, one for "
-                        "each rotated pair"
-                    )
+                if len(factors) != self.width // 2 or min(factors, default=0) <= 0:
+                    expected = f"{self.width // 2} positive numbers, one for each rotated pair"
+                    found = f"{len(factors)} numbers, the smallest {min(factors, default=0):g}"
+                    yield WrongKey(f"longrope.{name}", found, expected)
         if not isinstance(scaling, RopeScaling):
             return
         if scaling.kind == "linear" and scaling != RopeScaling(kind="linear", factor=scaling.factor):
-            yield "rope_scaling has keys beside factor: expected none of them with kind: linear"
+            yield WrongKey("rope_scaling", "linear with keys beside factor", "none of them with kind: linear")
         if scaling.high_freq_factor <= scaling.low_freq_factor:
-            yield (
-                f"rope_scaling.high_freq_factor is {scaling.high_freq_factor:g}: expected more than low_freq_factor "
-                f"({scaling.low_freq_factor:g})"
+            yield WrongKey(
+                "rope_scaling.high_freq_factor",
+                f"{scaling.high_freq_factor:g}",
+                f"more than rope_scaling.low_freq_factor ({scaling.low_freq_factor:g})",
             )
