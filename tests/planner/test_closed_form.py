@@ -10,7 +10,7 @@ import pytest
 from meshwright.config.load import load_run
 from meshwright.costs.layer_costs import layer_costs
 from meshwright.costs.plan_costs import plan_time
-from meshwright.planner.closed_form import SpaceCosts, closed_form_seconds, layouts, peak_rank_bytes
+from meshwright.planner.closed_form import SpaceCosts, closed_form_cost, layouts, peak_rank_bytes
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.reprice import reprice
 from meshwright.planner.space import points
@@ -36,7 +36,7 @@ def test_costs_shared_by_points_are_those_of_each_point(question: str) -> None:
     chosen = dice.choice(len(space), 100, replace=False)
     shared, grid = costs.inside_layers(chosen), costs.grid
     base = layouts(run, space.take(chosen), grid.options[0])
-    by_option = grid.flat(closed_form_seconds(pricing, grid.layouts(base), shared), len(chosen))
+    by_option = grid.flat(closed_form_cost(pricing, grid.layouts(base), shared).seconds, len(chosen))
     sizes = grid.flat(peak_rank_bytes(run, grid.layouts(base)), len(chosen))
     assert (costs.lower_bounds[chosen] * BOUND_SAFETY <= by_option.min(axis=0)).all()
     for position in dice.choice(len(grid.options), 4, replace=False):
@@ -45,7 +45,7 @@ def test_costs_shared_by_points_are_those_of_each_point(question: str) -> None:
         for name, field in ((part, field) for part in ("times", "exposure") for field in fields(getattr(alone, part))):
             values = grid.flat(getattr(getattr(shared, name), field.name), len(chosen))[position]
             np.testing.assert_allclose(values, getattr(getattr(alone, name), field.name), rtol=1e-12)
-        np.testing.assert_allclose(by_option[position], closed_form_seconds(pricing, layout), rtol=1e-12)
+        np.testing.assert_allclose(by_option[position], closed_form_cost(pricing, layout).seconds, rtol=1e-12)
         np.testing.assert_allclose(sizes[position], peak_rank_bytes(run, layout), rtol=1e-12)
     least = sizes[[option.reshard == max(grid.reshards) for option in grid.options]].min(axis=0)
     for count in (60, 100):  # in the second call some are known

@@ -131,6 +131,25 @@ CASES = {
         "cluster.network.port_gb_per_s=20",
         "plan.pipeline=1 plan.recompute=none",
     ),
+    "a layout that pays only where most of the offloaded state stays on the devices": (
+        "model=qwen2.5-72b cluster.gpu=H800 cluster.nodes=2 cluster.gpus_per_node=8 train.seq_len=2048 train.global_batch=8 "
+        "cluster.network.port_gb_per_s=15",
+        "plan.tensor=4",
+    ),
+    "hosts that hold the share of the state that devices do not": (
+        "model=deepseek-v2 cluster.gpu=GB300-NVL72 cluster.nodes=1 cluster.gpus_per_node=8 train.seq_len=2048 train.global_batch=24",
+        "plan.micro_batch=4",
+    ),
+    "few replicas beside many, whose sums the closed form hides": (
+        "model=gemma2-2b cluster.gpu=B300 cluster.nodes=64 cluster.gpus_per_node=6 train.seq_len=8192 train.global_batch=256 "
+        "cluster.network.port_gb_per_s=18",
+        "plan.replicate=4",
+    ),
+    "tensor ranks over ports that are as fast as links": (
+        "model=gpt-oss-20b cluster.gpu=A10 cluster.nodes=64 cluster.gpus_per_node=2 train.seq_len=512 train.global_batch=256 "
+        "cluster.network.port_gb_per_s=20 cluster.network.fabric=tcp",
+        "plan.tensor=4 plan.context_ulysses=2",
+    ),
     "layers that recompute less where the update needs most memory": (
         "model=mixtral-8x7b cluster.gpu=RTX6000-Ada cluster.nodes=1 cluster.gpus_per_node=8 train.seq_len=2048 train.global_batch=24",
         "plan.gradients=shard plan.context_ulysses=1",

@@ -126,3 +126,10 @@ def test_links_that_leave_a_host_widen_what_is_tried() -> None:
     split = replace(rack, cluster=replace(rack.cluster, network=NetworkSpec(domain=4)))
     widest = [max(mesh.size("tensor") for mesh in points(question).meshes) for question in (rack, split)]
     assert widest == [16, 4]
+
+
+def test_ports_as_fast_as_links_widen_what_is_tried() -> None:
+    few = replace(run("llama3-8b", batch=64), cluster=ClusterSpec(gpu="A10", nodes=16, gpus_per_node=2))
+    fast = replace(few, cluster=replace(few.cluster, network=NetworkSpec(port_gb_per_s=20)))
+    widest = [max(mesh.size("tensor") for mesh in points(question).meshes) for question in (few, fast)]
+    assert widest == [2, 8]

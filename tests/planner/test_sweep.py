@@ -11,13 +11,14 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from tests.slow import examples
 
+from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.plan_costs import Pricing
 from meshwright.planner.candidate import HEADROOM
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import SCHEDULES, Points, points
 from meshwright.planner.strategies import PLAIN, recomputes
-from meshwright.planner.sweep import closed_form_seconds, layouts, peak_rank_bytes, sweep
+from meshwright.planner.sweep import closed_form_cost, layouts, peak_rank_bytes, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
@@ -129,7 +130,7 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) 
         for reshard, mode in product(reshards, modes):
             layer = LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=offload)
             layout = layouts(run, space, layer)
-            ends[reshard, mode] = closed_form_seconds(priced, layout), peak_rank_bytes(run, layout)
+            ends[reshard, mode] = closed_form_cost(priced, layout).seconds, peak_rank_bytes(run, layout)
         for (first_end, first), (second_end, second) in product(ends.items(), ends.items()):
             # Layers differ in one thing at a time; a line is the same from either end.
             if (first_end[0] != second_end[0]) + (first_end[1] != second_end[1]) > 1 or first_end[0] > second_end[0]:
@@ -155,8 +156,8 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) 
                 legal = legal & sharded & (space.accumulate > 1) & ~layered
             for count in range(1, layers + 1):
                 share = count / layers
-                moved = closed_form_seconds(priced, replace(low_memory, offload_activations=share))
-                seconds = (1 - share) * closed_form_seconds(priced, high_memory) + share * moved
+                moved = closed_form_cost(priced, replace(low_memory, offload_activations=share)).seconds
+                seconds = (1 - share) * closed_form_cost(priced, high_memory).seconds + share * moved
                 # Two or three layers stay besides those that are kept.
                 vanishing = peak_rank_bytes(run, replace(low_memory, offload_activations=1e-9))
                 memory = (1 - share) * vanishing + share * peak_rank_bytes(run, low_memory)
@@ -172,3 +173,23 @@ def test_all_but_attention_is_tried_where_attention_is_long() -> None:
 
     assert tried(8192) == ("none", "selective", "full") and tried(32768) == RECOMPUTE_MODES
     assert tried(8192, "all_but_attention") == ("all_but_attention",)
+
+
+def test_offloaded_state_is_priced_as_the_least_share_that_fits() -> None:
+    """The sweep finds the time of the best pinned share; with all state offloaded a step takes three times as long."""
+    words = (
+        "model=qwen2.5-72b cluster.gpu=H800 cluster.nodes=2 cluster.gpus_per_node=8 train.seq_len=2048 train.global_batch=8 "
+        "cluster.network.port_gb_per_s=15 plan.tensor=4 plan.pipeline=4 plan.micro_batch=1 plan.schedule=breadth_first "
+        "plan.offload=optimizer plan.recompute=selective plan.reshard=true"
+    )
+
+    def seconds(*more: str) -> float:
+        run = load_run(None, [*words.split(), *more])
+        space = points(run)
+        priced = require_cost_inputs(run.model, run.train, plan_at(run, space, 0, PLAIN, None), run.cluster)
+        found = sweep(run, priced, space, HEADROOM * (run.cluster.memory_bytes() or 0), best=1).seconds
+        return float(found[0]) if len(found) else np.inf
+
+    by_share = [seconds(f"plan.offload_fraction={share / 100}") for share in range(2, 101, 2)]
+    assert seconds() == pytest.approx(min(by_share), rel=0.05)
+    assert by_share[-1] > 3 * min(by_share)

@@ -90,6 +90,14 @@ def fast_domain(cluster: ClusterSpec) -> int:
     return stated or (max(per_node, chip.domain) if chip and per_node == chip.per_node else per_node)
 
 
+def network_rates(cluster: ClusterSpec) -> tuple[float, float]:
+    """Bytes/s of the slowest device's links inside its node, and of the slowest port to other nodes."""
+    nodes = [node for node, _ in node_type_runs(cluster)]
+    links = [node.link_gb_per_s * 1e9 if node.link_gb_per_s else _chip(cluster, node.gpu).link for node in nodes]
+    ports = [node.port_gb_per_s * 1e9 if node.port_gb_per_s else _chip(cluster, node.gpu).nic for node in nodes]
+    return min(links), min(ports)
+
+
 def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
     """The rates of `cluster`, for products in `number_format`.
 
@@ -98,9 +106,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
     network = cluster.network or NetworkSpec()
     chips = _chips(cluster, number_format)
     first_chip = chips[0]
-    nodes = [node for node, _ in node_type_runs(cluster)]
-    links = [node.link_gb_per_s * 1e9 if node.link_gb_per_s else _chip(cluster, node.gpu).link for node in nodes]
-    ports = [node.port_gb_per_s * 1e9 if node.port_gb_per_s else _chip(cluster, node.gpu).nic for node in nodes]
+    link, port = network_rates(cluster)
     stated_memory = cluster.memory_bytes()
     other_memories = [chip.memory_bytes for chip in chips[1:]]
     return Machine(
@@ -109,8 +115,8 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
         product_format=FORMATS[number_format],
         hbm=min(chip.hbm for chip in chips),
         memory=min([stated_memory or first_chip.memory_bytes, *other_memories]),
-        link=min(links),
-        nic=min(ports),
+        link=link,
+        nic=port,
         host=min(chip.host for chip in chips),
         domain=fast_domain(cluster),
         per_node=cluster.gpus_per_node,

@@ -16,7 +16,6 @@ from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import to_plain
 from meshwright.spec.layout import Layout
-from meshwright.spec.model import trained_parameter_count
 from meshwright.spec.nodes import memory_limits
 from meshwright.spec.plan import (
     RECOMPUTES_PRODUCTS,
@@ -34,7 +33,7 @@ from meshwright.spec.plan import (
 from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.plan_rules import untrained, untrained_keys
 from meshwright.spec.run import RunSpec
-from meshwright.workload.dtypes import bytes_of, state_bytes
+from meshwright.workload.dtypes import bytes_of
 from meshwright.workload.groups import shard_size
 from meshwright.workload.rollout_memory import rollout_bytes
 
@@ -47,8 +46,6 @@ The remainder is for fragmentation, as an allocator at its limit frees and alloc
 
 HOST_HEADROOM = 0.8
 """Share of a host's memory that a plan may fill; the ranks' processes need the other part."""
-HOST_STATE_SHARE = 0.9
-"""Share of the usable host memory that offloaded optimizer state fills where not all of it fits."""
 SHARES = 1000
 """Parts of an offloaded optimizer's state of which the planner leaves some on the device."""
 HOST_GIB_PER_DEVICE = 256.0
@@ -396,18 +393,8 @@ def mlp_tile_of(run: RunSpec) -> int:
 
 
 def offload_fraction_of(run: RunSpec) -> float:
-    """The pinned share of the offloaded optimizer state in host memory, else all or what the hosts have memory for, in thousandths.
-
-    Hosts that cannot hold all keep room for what else is offloaded, and for stages that have more of the layers. Replicas need more.
-    """
-    pinned = pins_of(run).offload_fraction
-    if pinned is not None:
-        return pinned
-    usable, state = (
-        run.cluster.nodes * host_budget(run),
-        trained_parameter_count(run.model) * state_bytes(precision_of(run)),
-    )
-    return 1.0 if state <= usable else max(1, int(SHARES * HOST_STATE_SHARE * usable / state)) / SHARES
+    """The pinned share of the offloaded optimizer state in host memory, else all of it."""
+    return pins_of(run).offload_fraction or 1.0
 
 
 def offload_staging_of(run: RunSpec) -> float:

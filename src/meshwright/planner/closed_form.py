@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwright.costs.layer_costs import LayerCosts, layer_costs
 from meshwright.costs.plan_costs import Pricing
-from meshwright.costs.step import step_cost
+from meshwright.costs.step import StepCost, step_cost
 from meshwright.planner.candidate import (
     accumulation_of,
     mlp_tile_of,
@@ -194,10 +194,9 @@ def _mapped(columns: T, function: Callable[[np.ndarray], np.ndarray]) -> T:
     return type(columns)(**{field.name: mapped(getattr(columns, field.name)) for field in fields(instance)})
 
 
-def closed_form_seconds(pricing: Pricing, layout: Layouts, layers: LayerCosts | None = None) -> np.ndarray:
-    """Seconds of a step by the closed form; `layers` as in `step_cost`."""
-    cost = step_cost(pricing.shape, pricing.machine, layout, pricing.constants, layers=layers)
-    return np.asarray(cost.seconds)
+def closed_form_cost(pricing: Pricing, layout: Layouts, layers: LayerCosts | None = None) -> StepCost:
+    """The cost of a step by the closed form; `layers` as in `step_cost`."""
+    return step_cost(pricing.shape, pricing.machine, layout, pricing.constants, layers=layers)
 
 
 def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:

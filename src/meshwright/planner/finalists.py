@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from math import inf
+from math import ceil, inf
 from typing import get_args
 
 import numpy as np
 
 from meshwright.planner.candidate import (
+    SHARES,
     Candidate,
     accumulation_of,
     compared_seconds,
@@ -116,18 +117,29 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         mlp_tile=mlp_tile_of(run),
         compile=compiles(run),
     )
-    if pins.offload_fraction is None and not _may_offload_optimizer(plan, strategy):
-        plan = replace(plan, offload_fraction=1.0)
-    if pins.layers or strategy.high_memory == strategy.low_memory:
+    if not pins.layers and strategy.high_memory != strategy.low_memory:
+        plan = _with_fewest_low_memory_layers(run, plan, strategy, budget)
+    return plan if pins.offload_fraction is not None else with_least_offloaded(run, plan, budget)
+
+
+def with_least_offloaded(run: RunSpec, plan: Plan, budget: int | None) -> Plan:
+    """The plan with the least share of its offloaded optimizer state in host memory with which it fits, in thousandths.
+
+    At most the share that it has. The share is 1 where no state is offloaded.
+    """
+    if not any(layer.optimizer_offloaded for layer in plan.layers):
+        return replace(plan, offload_fraction=1.0)
+    if budget is None or run.cluster.is_cpu:
         return plan
-    plan = _with_fewest_low_memory_layers(run, plan, strategy, budget)
-    offloads = pins.offload_fraction is not None or any(layer.optimizer_offloaded for layer in plan.layers)
-    return plan if offloads else replace(plan, offload_fraction=1.0)
 
+    def with_share(share: float) -> Plan:
+        return replace(plan, offload_fraction=max(1, ceil(share * SHARES)) / SHARES)
 
-def _may_offload_optimizer(plan: Plan, strategy: Strategy) -> bool:
-    ends = [strategy.layer(end) for end in (strategy.high_memory, strategy.low_memory)]
-    return any(layer.optimizer_offloaded for layer in (*plan.layers, *ends))
+    # Memory is linear in the share.
+    most, least = plan.offload_fraction, 1 / SHARES
+    pairs = zip(excess_by_rank(run, plan, budget), excess_by_rank(run, with_share(least), budget), strict=True)
+    needed = [least + (most - least) * max(0.0, below) / max(below - above, 1.0) for above, below in pairs]
+    return with_share(min(most, max(needed)))
 
 
 def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> ExpertPlan | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from meshwright.planner.reprice import reprice
 from meshwright.planner.space import SCHEDULES, Points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import PLAIN, Strategy, lower_memory_strategies
-from meshwright.planner.sweep import SweepResult, smallest, strategies_in, sweep
+from meshwright.planner.sweep import MOST_REPLICAS, SweepResult, smallest, strategies_in, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTES_PRODUCTS, AxisName, Plan, ScheduleName
 from meshwright.spec.run import RunSpec
@@ -318,7 +319,7 @@ def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[obj
         mesh.size("tensor"),
         mesh.context,
         mesh.expert,
-        mesh.size("replicate") > 1,
+        bisect_left(MOST_REPLICAS, mesh.size("replicate")),
         int(points.micro[index]),
     )
     family = schedule, int(points.virtual[index]), *saving, *sizes

@@ -8,17 +8,15 @@ from dataclasses import replace
 from math import ceil
 
 from meshwright.planner.candidate import (
-    SHARES,
     Candidate,
-    excess_by_rank,
     fits,
-    least_fitting,
     linear_dtypes,
     overfull_ranks,
     pins_of,
     precision_of,
 )
 from meshwright.planner.explain import shortfall
+from meshwright.planner.finalists import with_least_offloaded
 from meshwright.planner.reprice import reprice
 from meshwright.spec.model import trained_parameter_count
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, SPLITS_BACKWARD, LayerStrategy, Plan, Recompute
@@ -51,21 +49,7 @@ def state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Pl
     saving = plan.layers, *_with_all_activations_offloaded(run, plan), *_with_all_freed(run, plan)
     recomputed = (layers for saved in saving for layers in with_more_recompute(run, replace(plan, layers=saved)))
     for layers in dict.fromkeys(recomputed):
-        yield from _with_least_share(run, replace(plan, layers=layers), budget)
-
-
-def _with_least_share(run: RunSpec, plan: Plan, budget: int) -> Iterator[Plan]:
-    """The plan with the least share of its offloaded state in host memory with which it fits, if that is not all."""
-
-    def with_share(share: int) -> Plan:
-        return replace(plan, offload_fraction=max(share, 1) / SHARES)
-
-    def excess(shares: list[int]) -> list[float]:
-        return [max(excess_by_rank(run, with_share(*shares), budget))]
-
-    [share] = least_fitting([SHARES], excess)
-    if share < SHARES:
-        yield with_share(share)
+        yield with_least_offloaded(run, replace(plan, layers=layers, offload_fraction=1.0), budget)
 
 
 def fraction_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:

@@ -43,6 +43,11 @@ class OptionGrid:
         return len(self.gradients), optimizer, len(self.offloads) // optimizer, len(self.recomputes), len(self.reshards)
 
     @cached_property
+    def offloads_optimizer(self) -> np.ndarray:
+        """By combination, 1 where the optimizer's state is offloaded, else 0."""
+        return np.array([float(option.optimizer_offloaded) for option in self.options])
+
+    @cached_property
     def _columns(self) -> dict[str, np.ndarray]:
         by_option = [strategy_columns(option) for option in self.options]
         return {

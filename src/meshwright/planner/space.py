@@ -15,7 +15,7 @@ from typing import get_args
 
 import numpy as np
 
-from meshwright.costs.machine_rates import fast_domain
+from meshwright.costs.machine_rates import fast_domain, network_rates
 from meshwright.costs.plan_costs import as_nodes
 from meshwright.planner.candidate import (
     pins_of,
@@ -57,10 +57,12 @@ MIN_TOKENS = 512
 """Fewest tokens of one sequence on a context rank."""
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 """Stages per rank that the search tries for the interleaved schedule, unless the stages are pinned."""
-WIDE_DOMAIN, FEW_SEQUENCES = 8, 2
-"""Most tensor × Ulysses ranks where a step has fewer than `FEW_SEQUENCES` sequences per fast domain.
+WIDE_DOMAIN, FEW_SEQUENCES, FAST_PORT = 8, 2, 0.5
+"""Most tensor × Ulysses ranks where a step has fewer than `FEW_SEQUENCES` sequences per fast domain, or where ports have at least the
+share `FAST_PORT` of the links' rate.
 
-The fast domain may have fewer ranks. With so few sequences there is little data parallelism to use instead.
+The fast domain may have fewer ranks. With so few sequences there is little data parallelism to use instead, and with such ports a node is
+hardly faster than the network.
 """
 MAX_ANY_DIVISOR = 64
 """Sequences per data rank up to which the search tries every divisor as micro-batch size; above, only powers of two."""
@@ -252,7 +254,8 @@ def _orders(run: RunSpec, sizes: Mapping[str, int]) -> list[tuple[AxisName, ...]
 def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
     """(tensor, Ulysses, ring) sizes: the axes that split the work of one sequence."""
     pins, model, domain = pins_of(run), run.model, fast_domain(as_nodes(run.cluster))
-    if run.train.global_batch * domain < run.cluster.ranks * FEW_SEQUENCES:
+    link, port = network_rates(as_nodes(run.cluster))
+    if run.train.global_batch * domain < run.cluster.ranks * FEW_SEQUENCES or port >= FAST_PORT * link:
         domain = max(domain, WIDE_DOMAIN)
     tensor_sizes = [
         divisor

@@ -23,13 +23,14 @@ from meshwright.costs.step import owned_params
 from meshwright.planner.candidate import host_budget, pins_of, precision_of
 from meshwright.planner.closed_form import (
     SpaceCosts,
-    closed_form_seconds,
+    closed_form_cost,
     layouts,
     least_bytes,
     peak_rank_bytes,
     select,
 )
 from meshwright.planner.conflicts import conflicts
+from meshwright.planner.option_grid import OptionGrid
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.strategies import (
     OFFLOAD_PAIRS,
@@ -225,24 +226,27 @@ def _best_strategies(
     """(point index, strategy, seconds) of the fastest fitting strategy of each class, where below the point's `worst` seconds."""
     grid = strategy_set.grid
     base_layout = layouts(run, points, grid.options[0])
-    seconds = grid.flat(closed_form_seconds(pricing, grid.layouts(base_layout), layers), len(points))
+    cost = closed_form_cost(pricing, grid.layouts(base_layout), layers)
+    seconds, update = grid.flat(cost.seconds, len(points)), grid.flat(cost.optimizer, len(points))
     applicable = _applicable(run, points, grid.options)
-    # A mixture of two settings takes at least as long as the faster of them.
-    promising = np.flatnonzero(np.min(seconds, axis=0, where=applicable, initial=np.inf) < worst)
+    # A mixture of two settings takes at least as long as the faster of them. Offloaded state may stay on the device in part.
+    least = seconds - grid.offloads_optimizer[:, None] * update
+    promising = np.flatnonzero(np.min(least, axis=0, where=applicable, initial=np.inf) < worst)
     if not len(promising):
         return promising, [], np.zeros(0)
-    layout, allowed = select(base_layout, promising), applicable[:, promising]
+    layout, allowed, worst = select(base_layout, promising), applicable[:, promising], worst[promising]
+    layers = layers and select(layers, promising)
     memory_needs = _memory_needs(run, pricing, grid.layouts(layout))
     priced = _UniformCosts(seconds[:, promising], *(grid.flat(needs, len(promising)) for needs in memory_needs))
-    activation_offload = _ActivationOffloadCosts(
-        run, pricing, layout, strategy_set, layers and select(layers, promising)
-    )
-    mixed = _strategy_seconds(run, priced, strategy_set, memory_limit, activation_offload, allowed, worst[promising])
+    possible = allowed & (least[:, promising] < worst)
+    uniform = _with_state_on_device(run, pricing, layout, grid, priced, memory_limit, possible, layers)
+    activation_offload = _ActivationOffloadCosts(run, pricing, layout, strategy_set, layers)
+    mixed = _strategy_seconds(run, priced, uniform, strategy_set, memory_limit, activation_offload, allowed, worst)
     indices, strategies, seconds_by_class = [], [], []
     for members in strategy_set.classes:
         best = members[mixed[members].argmin(axis=0)]
         best_seconds = mixed[best, np.arange(len(promising))]
-        accepted = np.flatnonzero(best_seconds < worst[promising])
+        accepted = np.flatnonzero(best_seconds < worst)
         indices.append(promising[accepted])
         strategies += [strategy_set.strategies[position] for position in best[accepted]]
         seconds_by_class.append(best_seconds[accepted])
@@ -307,9 +311,42 @@ def _memory_needs(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.n
     return peak_rank_bytes(run, layout), run.cluster.gpus_per_node * np.asarray(bytes_per_device)
 
 
+def _with_state_on_device(
+    run: RunSpec,
+    pricing: Pricing,
+    layout: Layouts,
+    grid: OptionGrid,
+    priced: _UniformCosts,
+    memory_limit: float,
+    possible: np.ndarray,
+    layers: LayerCosts | None,
+) -> _UniformCosts:
+    """The costs with as much of the offloaded optimizer state on the device as fits there, where a setting is `possible`.
+
+    `priced` has the costs with all of it in host memory, or the share that a pin or the hosts' memory allows.
+    """
+    if pins_of(run).offload_fraction is not None:
+        return priced
+    state = grid.offloads_optimizer[:, None] * np.asarray(owned_params(pricing.shape, layout) * layout.state_bytes)
+    free = np.clip((memory_limit - priced.bytes) / np.maximum(state, 1.0), 0.0, 1.0)
+    kept = np.where(possible & (state > 0), free, 0.0)
+    chosen = np.flatnonzero((kept > 0).any(axis=0))
+    if not len(chosen):
+        return priced
+    part = grid.layouts(select(layout, chosen))
+    part = replace(part, state_bytes=part.state_bytes * (1 - grid.spread(kept[:, chosen])))
+    seconds = priced.seconds.copy()
+    seconds[:, chosen] = grid.flat(
+        closed_form_cost(pricing, part, layers and select(layers, chosen)).seconds, len(chosen)
+    )
+    host_bytes = priced.host_bytes - run.cluster.gpus_per_node * kept * state
+    return _UniformCosts(seconds, priced.bytes + kept * state, host_bytes)
+
+
 def _strategy_seconds(
     run: RunSpec,
     priced: _UniformCosts,
+    uniform: _UniformCosts,
     strategy_set: StrategySet,
     memory_limit: float,
     activation_offload: _ActivationOffloadCosts,
@@ -323,9 +360,10 @@ def _strategy_seconds(
     """
     high, low = strategy_set.high_memory, strategy_set.low_memory
     fits, fast = applicable & (priced.bytes <= memory_limit), priced.seconds < worst
-    uniform = fits & (priced.host_bytes <= host_budget(run))
     seconds = np.full((len(high), len(worst)), np.inf)
-    seconds[high == low] = np.where(uniform, priced.seconds, np.inf)[high[high == low]]
+    seconds[high == low] = np.where(fits & (uniform.host_bytes <= host_budget(run)), uniform.seconds, np.inf)[
+        high[high == low]
+    ]
     possible = (applicable & (priced.bytes > memory_limit))[high] & fits[low] & (fast[high] | fast[low])
     # Offload of activations makes no step faster, but it may hide other communication.
     offloads = strategy_set.adds_activation_offload
@@ -397,7 +435,7 @@ class _OffloadingPairs:
         shares[self.ends, self.columns] = share
         layout = self._with_share_offloaded(self.costs.grid.spread(shares))
         layers = self.costs.layers and select(self.costs.layers, self.points)
-        return self._by_pair(closed_form_seconds(self.costs.pricing, layout, layers))
+        return self._by_pair(closed_form_cost(self.costs.pricing, layout, layers).seconds)
 
     def _with_share_offloaded(self, share: Array) -> Layouts:
         layout = self.costs.grid.layouts(select(self.costs.layout, self.points))
