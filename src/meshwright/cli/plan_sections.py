@@ -553,7 +553,9 @@ def _sizes(answer: PlanAnswer) -> AnswerSection | None:
     if not points:
         return None
     price = price_of(answer.run.cluster, answer.question.price).value
-    totals = ("days", "GPU-hours", *(("cost",) if price else ())) if tokens else ()
+    totals: tuple[str, ...] = ()
+    if tokens:
+        totals = ("days", "GPU-hours", "cost") if price else ("days", "GPU-hours")
     rows: list[tuple[str, ...]] = []
     for point in points:
         if not (point.seconds and point.tokens_per_second and point.answer):
