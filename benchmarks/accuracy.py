@@ -2,9 +2,9 @@
 
     python benchmarks/accuracy.py                       # every kept run of benchmarks/results
     python benchmarks/accuracy.py --only '*fsdp*' --parts
-    python benchmarks/accuracy.py --mixtures            # every measured mixture of experts, also single lines of `meshwright train`
-    python benchmarks/accuracy.py --profile benchmarks/data/h200x2-profile.json benchmarks/data/h200x2-tcp-profile.json
-    python benchmarks/accuracy.py --json
+    python benchmarks/accuracy.py --MoE models            # every measured MoE layer, also single lines of `meshwright
+    train` python benchmarks/accuracy.py --profile benchmarks/data/h200x2-profile.json
+    benchmarks/data/h200x2-tcp-profile.json python benchmarks/accuracy.py --json
 
 A kept run is a layout that benchmarks/layouts.py ran, this program's side of a comparison by benchmarks/dense.py or offload_peers.py, or a
 run of `meshwright train` whose file has its plan. Its RunSpec is rebuilt from its overrides and run file, as `meshwright train` does; its
@@ -66,22 +66,22 @@ CHUNKED_PACKING = 0.44
 """`packing` of torch's kernel: 26.1 to 26.5 ms for 8.03e9 gradients on 4 H200s, in bf16 and fp8 steps (2026-11-22-four-gpus-H200.jsonl)."""
 EAGER_LOSS_BYTES = 12.0
 """`logit_bytes` of the compiled loss before its kernel: 1.57 ms for 4,096 tokens of 128,256 logits, of the kernel 0.78."""
-LIMITS = {"in the fit": 0.01, "in the fit of mixtures": 0.02, "not in the fit": 0.02}
+LIMITS = {"in the fit": 0.01, "in the fit of MoE models": 0.02, "not in the fit": 0.02}
 """Largest median error of the step."""
-MIXTURE_LIMIT = 0.07
-"""Largest error of the step of a mixture of experts."""
+MOE_LIMIT = 0.07
+"""Largest error of the step of an MoE layer."""
 NOT_MODELLED = {
     "experts-4xH200 planned": "98.5% of the device was reserved, and the allocator frees and reserves again",
-    "mixtures deepseek-v2-lite-6, two H100, tensor 2": "the device waits for the host",
-    "mixtures deepseek-v2-lite-6, two H200, tensor 2": "the device waits for the host, kernels take 119 ms",
+    "MoE models deepseek-v2-lite-6, two H100, tensor 2": "the device waits for the host",
+    "MoE models deepseek-v2-lite-6, two H200, tensor 2": "the device waits for the host, kernels take 119 ms",
 }
-"""Why mixtures are further from their predictions than `MIXTURE_LIMIT`."""
+"""Why MoE models are further from their predictions than `MOE_LIMIT`."""
 WARM_UP = 4
 """First steps that are left out of a run's range."""
 
 
 @dataclass(frozen=True)
-class KeptRun:
+class RecordedRun:
     """A kept run: its RunSpec, its plan and its measurements."""
 
     file: str
@@ -110,7 +110,7 @@ class KeptRun:
 class Check:
     """A kept run with its predictions; errors are predicted / measured - 1."""
 
-    kept_run: KeptRun
+    recorded_run: RecordedRun
     timeline: Timeline
     closed: float
     memory_bytes: float
@@ -122,30 +122,30 @@ class Check:
 
     @property
     def error(self) -> float:
-        return self.step_seconds / self.kept_run.seconds - 1
+        return self.step_seconds / self.recorded_run.seconds - 1
 
     @property
     def closed_error(self) -> float:
-        return self.closed / self.kept_run.seconds - 1
+        return self.closed / self.recorded_run.seconds - 1
 
     @property
     def memory_error(self) -> float | None:
-        allocated = self.kept_run.allocated_bytes
+        allocated = self.recorded_run.allocated_bytes
         return None if allocated is None else self.memory_bytes / allocated - 1
 
     @property
     def inside(self) -> bool:
         """Whether the measured time is inside the printed band."""
-        low, high = band(self.step_seconds, self.kept_run.run.cluster, self.kept_run.plan)
-        return low <= self.kept_run.seconds <= high
+        low, high = band(self.step_seconds, self.recorded_run.run.cluster, self.recorded_run.plan)
+        return low <= self.recorded_run.seconds <= high
 
     @property
     def fit(self) -> str:
         """Fit that the run was part of, a key of `LIMITS`."""
-        key = self.kept_run.file, self.kept_run.name
+        key = self.recorded_run.file, self.recorded_run.name
         if key in fitted_on("fitted_on"):
             return "in the fit"
-        return "in the fit of mixtures" if key in fitted_on("mixtures_fitted_on") else "not in the fit"
+        return "in the fit of MoE models" if key in fitted_on("mixtures_fitted_on") else "not in the fit"
 
     @property
     def fitted(self) -> bool:
@@ -154,16 +154,16 @@ class Check:
 
     def as_plain(self) -> dict[str, Any]:
         return {
-            "file": self.kept_run.file,
-            "name": self.kept_run.name,
+            "file": self.recorded_run.file,
+            "name": self.recorded_run.name,
             "fitted": self.fitted,
-            "measured_seconds": self.kept_run.seconds,
+            "measured_seconds": self.recorded_run.seconds,
             "predicted_seconds": self.step_seconds,
             "closed_form_seconds": self.closed,
             "error": self.error,
-            "measured_phases": self.kept_run.phases,
+            "measured_phases": self.recorded_run.phases,
             "predicted_parts": self.timeline.breakdown,
-            "allocated_bytes": self.kept_run.allocated_bytes,
+            "allocated_bytes": self.recorded_run.allocated_bytes,
             "predicted_bytes": self.memory_bytes,
             "memory_error": self.memory_error,
         }
@@ -171,9 +171,11 @@ class Check:
 
 def main() -> None:
     options = arguments()
-    known = mixture_runs() if options.mixtures else kept_runs()
-    runs = [kept_run for kept_run in known if fnmatch.fnmatchcase(kept_run.name, options.only)]
-    checks = [check(with_profile(kept_run, options.profile) if options.profile else kept_run) for kept_run in runs]
+    known = moe_runs() if options.mixtures else recorded_runs()
+    runs = [recorded_run for recorded_run in known if fnmatch.fnmatchcase(recorded_run.name, options.only)]
+    checks = [
+        check(with_profile(recorded_run, options.profile) if options.profile else recorded_run) for recorded_run in runs
+    ]
     if options.json:
         print(
             json.dumps(
@@ -183,8 +185,8 @@ def main() -> None:
     else:
         show(checks, parts=options.parts)
     if options.mixtures and not options.json:
-        far = sorted(result.kept_run.label for result in checks if abs(result.error) > MIXTURE_LIMIT)
-        print(f"{len(checks) - len(far)} of {len(checks)} within {MIXTURE_LIMIT:.0%}")
+        far = sorted(result.recorded_run.label for result in checks if abs(result.error) > MOE_LIMIT)
+        print(f"{len(checks) - len(far)} of {len(checks)} within {MOE_LIMIT:.0%}")
         for label in far:
             print(f"  not {label}: {NOT_MODELLED.get(label, 'the reason is unknown')}")
 
@@ -193,7 +195,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="pattern of the names of the runs to predict, with * and ?")
     parser.add_argument(
-        "--mixtures", action="store_true", help="predict the runs of mixtures of experts, and name those far off"
+        "--mixtures", action="store_true", help="predict the runs of MoE models, and name those far off"
     )
     parser.add_argument("--parts", action="store_true", help="print the parts of each step, measured and predicted")
     parser.add_argument(
@@ -207,31 +209,37 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def kept_runs(folder: Path = RESULTS) -> list[KeptRun]:
+def recorded_runs(folder: Path = RESULTS) -> list[RecordedRun]:
     """All kept runs by file, in the order they ran: of benchmarks/layouts.py and of single calls, and this program's side of comparisons.
 
     Runs with a device slowed on purpose are left out, and those that updated an offloaded optimizer after the backward.
     """
     files = sorted(folder.glob("*.json"))
-    layouts = [kept_run for file in files for kept_run in (*_layout_runs(file), *_planned_runs(file))]
-    return layouts + [kept_run for file in sorted(folder.glob("*.jsonl")) for kept_run in _dense_runs(file)]
+    layouts = [recorded_run for file in files for recorded_run in (*_layout_runs(file), *_planned_runs(file))]
+    return layouts + [recorded_run for file in sorted(folder.glob("*.jsonl")) for recorded_run in _dense_runs(file)]
 
 
-def mixture_runs(folder: Path = RESULTS) -> list[KeptRun]:
-    """The kept runs of mixtures of experts, and `single_mixture_runs`."""
-    return [kept_run for kept_run in kept_runs(folder) if kept_run.run.model.experts] + single_mixture_runs(folder)
+def moe_runs(folder: Path = RESULTS) -> list[RecordedRun]:
+    """The kept runs of MoE models, and `single_moe_runs`."""
+    return [recorded_run for recorded_run in recorded_runs(folder) if recorded_run.run.model.experts] + single_moe_runs(
+        folder
+    )
 
 
-def single_mixture_runs(folder: Path = RESULTS) -> list[KeptRun]:
-    """Runs of mixtures by single calls of `meshwright train`, with the plans that the planner makes of their words."""
-    lines = [kept_run for file in sorted(folder.glob("*mixtures.json")) for kept_run in _train_runs(file)]
-    return lines + [kept_run for file in sorted(folder.glob("*paired-*.json")) for kept_run in _schedule_runs(file)]
+def single_moe_runs(folder: Path = RESULTS) -> list[RecordedRun]:
+    """Runs of MoE models by single calls of `meshwright train`, with the plans that the planner makes of their words."""
+    lines = [recorded_run for file in sorted(folder.glob("*mixtures.json")) for recorded_run in _train_runs(file)]
+    return lines + [
+        recorded_run for file in sorted(folder.glob("*paired-*.json")) for recorded_run in _schedule_runs(file)
+    ]
 
 
-def with_profile(kept_run: KeptRun, profiles: Sequence[Path]) -> KeptRun:
+def with_profile(recorded_run: RecordedRun, profiles: Sequence[Path]) -> RecordedRun:
     """The run with rates from a profile: the first file's, or the second's on several nodes."""
-    file = profiles[kept_run.run.cluster.emulate_nodes * kept_run.run.cluster.nodes > 1]
-    return replace(kept_run, run=replace(kept_run.run, cluster=replace(kept_run.run.cluster, profile=str(file))))
+    file = profiles[recorded_run.run.cluster.emulate_nodes * recorded_run.run.cluster.nodes > 1]
+    return replace(
+        recorded_run, run=replace(recorded_run.run, cluster=replace(recorded_run.run.cluster, profile=str(file)))
+    )
 
 
 @cache
@@ -241,21 +249,23 @@ def fitted_on(part: str) -> frozenset[tuple[str, str]]:
     return frozenset((file, name) for file, names in files.items() for name in names)
 
 
-def kernels_of(kept_run: KeptRun, own_constants: dict[str, Any] | None = None) -> AbstractContextManager[object]:
+def kernels_of(
+    recorded_run: RecordedRun, own_constants: dict[str, Any] | None = None
+) -> AbstractContextManager[object]:
     """A context in which the cost model prices the kernels that the run used: today's, from own.yaml, or slower ones."""
     own_constants = own_constants or yaml.safe_load(OWN_FILE.read_text(encoding="utf-8"))
     first_kernels, stack = own_constants["before"], dict(own_constants["stack"])
-    slow = first_kernels["slow"] if kept_run.kernels < 2 else 1.0
+    slow = first_kernels["slow"] if recorded_run.kernels < 2 else 1.0
     measured = {chip: {**rates, "slow": slow * rates["slow"]} for chip, rates in own_constants["measured"].items()}
-    if kept_run.kernels < 2:
+    if recorded_run.kernels < 2:
         stack |= {"lone_copies": 1.0, "ragged_vocab": first_kernels["ragged_vocab"], "logit_bytes": EAGER_LOSS_BYTES}
-    if kept_run.kernels < 3:
+    if recorded_run.kernels < 3:
         stack["update"] += CLIPPING_BYTES
-    if kept_run.kernels < 4:
+    if recorded_run.kernels < 4:
         stack["packing"] = CHUNKED_PACKING
-    if kept_run.kernels < 5:
-        stack["product_sums"] = 1.0
-    if kept_run.kernels < 6:
+    if recorded_run.kernels < 5:
+        stack["matmul_sums"] = 1.0
+    if recorded_run.kernels < 6:
         stack["moe_passes"] = first_kernels["torch_moe_passes"]
     table = with_own(_published(), {**own_constants, "stack": stack, "measured": measured})
     return mock.patch.object(constants_module, "table", lambda: table)
@@ -266,16 +276,16 @@ def _published() -> dict[str, Any]:
     return yaml.safe_load(FILE.read_text(encoding="utf-8"))
 
 
-def check(kept_run: KeptRun) -> Check:
+def check(recorded_run: RecordedRun) -> Check:
     """The predictions for the run with the present constants."""
-    run = kept_run.run
-    with kernels_of(kept_run):
-        timeline = simulate_plan(run.model, run.train, kept_run.plan, run.cluster)
-        closed = plan_time(run.model, run.train, kept_run.plan, run.cluster)
+    run = recorded_run.run
+    with kernels_of(recorded_run):
+        timeline = simulate_plan(run.model, run.train, recorded_run.plan, run.cluster)
+        closed = plan_time(run.model, run.train, recorded_run.plan, run.cluster)
     assert closed is not None  # the simulator would have refused
-    by_category = fullest(memory_of(run.model, run.train, kept_run.plan, cpu=False))
+    by_category = fullest(memory_of(run.model, run.train, recorded_run.plan, cpu=False))
     memory_bytes = float(sum(by_category.values()) - by_category["framework"])
-    return Check(kept_run, timeline, closed.seconds, memory_bytes)
+    return Check(recorded_run, timeline, closed.seconds, memory_bytes)
 
 
 def summary(checks: Sequence[Check]) -> dict[str, float]:
@@ -291,16 +301,16 @@ def show(checks: Sequence[Check], *, parts: bool) -> None:
     """Print the table."""
     print(f"{'':38s} measured predicted  error  closed form   GiB measured predicted  error   ({STACK}'s constants)")
     for result in checks:
-        kept_run, star = result.kept_run, " " if result.fitted else "*"
-        step = f"{kept_run.seconds:8.3f} {result.step_seconds:9.3f} {result.error:+6.1%}"
+        recorded_run, star = result.recorded_run, " " if result.fitted else "*"
+        step = f"{recorded_run.seconds:8.3f} {result.step_seconds:9.3f} {result.error:+6.1%}"
         closed = f"{result.closed:8.3f} {result.closed_error:+5.0%}"
         memory = f"{'':12s} {result.memory_bytes / 2**30:9.1f}"
-        if kept_run.allocated_bytes is not None and result.memory_error is not None:
-            memory = f"{kept_run.allocated_bytes / 2**30:12.1f} {result.memory_bytes / 2**30:9.1f} {result.memory_error:+6.1%}"
-        print(f"{kept_run.label:36s} {star} {step} {closed} {memory}")
+        if recorded_run.allocated_bytes is not None and result.memory_error is not None:
+            memory = f"{recorded_run.allocated_bytes / 2**30:12.1f} {result.memory_bytes / 2**30:9.1f} {result.memory_error:+6.1%}"
+        print(f"{recorded_run.label:36s} {star} {step} {closed} {memory}")
         if parts:
             print(
-                f"    measured   {_parts_text(kept_run.phases)}\n    predicted  {_parts_text(result.timeline.breakdown)}"
+                f"    measured   {_parts_text(recorded_run.phases)}\n    predicted  {_parts_text(result.timeline.breakdown)}"
             )
     for group_name in LIMITS:
         if group := [check_result for check_result in checks if check_result.fit == group_name]:
@@ -337,14 +347,14 @@ def _text_of(file: Path) -> str:
     return text
 
 
-def _layout_runs(file: Path) -> Iterator[KeptRun]:
+def _layout_runs(file: Path) -> Iterator[RecordedRun]:
     results = json.loads(_text_of(file))
     layouts = results.get("layouts", {})
     for name, entry in layouts.items():
         if "plan" not in entry or "slowed" in entry or "former_update" in entry or _exchanged_gradients(entry):
             continue
         plan = _plan_of(entry)
-        yield KeptRun(
+        yield RecordedRun(
             file=file.name,
             name=name,
             run=_run_of(_run_file(results), entry["words"], results["environment"]),
@@ -364,7 +374,7 @@ def _needed_more(results: dict[str, Any], plan: Plan) -> bool:
     return bool(results.get("older_memory")) or before_own_sums
 
 
-def _planned_runs(file: Path) -> Iterator[KeptRun]:
+def _planned_runs(file: Path) -> Iterator[RecordedRun]:
     """Runs of `meshwright train`, and this program's runs of benchmarks/offload_peers.py, whose files have their plans."""
     results = json.loads(_text_of(file))
     if results.get("benchmark") not in ("train", "offload_peers"):
@@ -375,7 +385,7 @@ def _planned_runs(file: Path) -> Iterator[KeptRun]:
             continue
         words = [*common, *entry.get("words", ()), f"plan.moments={entry['plan']['precision']['moments']}"]
         peak = entry.get("memory_allocated_peak_gb")
-        yield KeptRun(
+        yield RecordedRun(
             file=file.name,
             name=entry.get("row") or f"peers, {entry['method']}",
             run=_run_of(HERE / "llama3-8b.yaml", words, results["environment"] | {"device_count": 1}),
@@ -389,7 +399,7 @@ def _planned_runs(file: Path) -> Iterator[KeptRun]:
         )
 
 
-def _dense_runs(file: Path) -> Iterator[KeptRun]:
+def _dense_runs(file: Path) -> Iterator[RecordedRun]:
     """This program's runs in a file of benchmarks/dense.py; of several passes, each."""
     lines = [json.loads(line) for line in _text_of(file).splitlines()]
     sessions = {line["date"]: line for line in lines if line["kind"] == "session"}
@@ -402,7 +412,7 @@ def _dense_runs(file: Path) -> Iterator[KeptRun]:
         plan = _plan_of(line)
         tokens = run.train.global_batch * run.train.seq_len / plan.ranks
         steps = [tokens / rate for rate in line["rates"]]
-        yield KeptRun(
+        yield RecordedRun(
             file=file.name,
             name=line["row"] + (f"-{line['pass']}" if line["pass"] > 1 else ""),
             run=run,
@@ -416,7 +426,7 @@ def _dense_runs(file: Path) -> Iterator[KeptRun]:
         )
 
 
-def _train_runs(file: Path) -> Iterator[KeptRun]:
+def _train_runs(file: Path) -> Iterator[RecordedRun]:
     """The lines of a file of single runs that have a step time, with the plans that the planner makes of their words."""
     for line in json.loads(_text_of(file))["lines"]:
         if "step_ms" not in line:
@@ -425,7 +435,7 @@ def _train_runs(file: Path) -> Iterator[KeptRun]:
         environment = {"device": values["cluster.gpu"], "device_count": int(values["cluster.gpus_per_node"])}
         run = _run_of(HERE / "llama3-8b.yaml", line["words"], environment)
         seconds = line["step_ms"] / 1e3
-        yield KeptRun(
+        yield RecordedRun(
             file=file.name,
             name=f"{line['model']}-{line['layers']}, {line['device']}{', ' * ('plan' in line)}{line.get('plan', '')}",
             run=run,
@@ -439,13 +449,13 @@ def _train_runs(file: Path) -> Iterator[KeptRun]:
         )
 
 
-def _schedule_runs(file: Path) -> Iterator[KeptRun]:
+def _schedule_runs(file: Path) -> Iterator[RecordedRun]:
     """The runs of a file of one layout under several schedules; its engine held other tensors than today's."""
     results = json.loads(_text_of(file))
     for name, entry in results["schedules"].items():
         words = [*results["words"], f"plan.schedule={name}"]
         run, seconds = _run_of(HERE / "llama3-8b.yaml", words, results["environment"]), entry["step_seconds"]
-        yield KeptRun(
+        yield RecordedRun(
             file=file.name,
             name=name,
             run=run,

@@ -342,7 +342,7 @@ def source_criteria(arrays: RunArrays, seconds: np.ndarray, classes: list[RunCla
         [f"{source_of(name)} / {stack}" for name, (_, stack) in zip(arrays.names, arrays.pairs, strict=True)]
     )
     error = np.abs(seconds / arrays.measured - 1)
-    mixture, hybrid = np.asarray(arrays.shape.moe_layers) > 0, np.asarray(arrays.shape.mixer_layers) > 0
+    moe, hybrid = np.asarray(arrays.shape.moe_layers) > 0, np.asarray(arrays.shape.mixer_layers) > 0
     is_known = np.array([run.software != "unknown" for run in classes])
 
     def medians(selected: np.ndarray) -> dict[str, float]:
@@ -354,8 +354,8 @@ def source_criteria(arrays: RunArrays, seconds: np.ndarray, classes: list[RunCla
         }
 
     groups = {
-        "dense": medians(~mixture & ~hybrid & is_known),
-        "mixtures": medians(mixture & ~hybrid & is_known),
+        "dense": medians(~moe & ~hybrid & is_known),
+        "mixtures": medians(moe & ~hybrid & is_known),
         "unknown software": medians(~hybrid & ~is_known),
     }
     for group, by_source in groups.items():
@@ -371,12 +371,12 @@ def source_criteria(arrays: RunArrays, seconds: np.ndarray, classes: list[RunCla
         Criterion("the same, without sources of unknown software", float(np.median(known_medians)), 0.04),
         Criterion("worst dense source of known software, left out", max(groups["dense"].values()), 0.12),
         Criterion(
-            "mixtures, median of the sources' medians, left out",
+            "MoE models, median of the sources' medians, left out",
             float(np.median(list(groups["mixtures"].values()))),
             0.1,
         ),
         Criterion(
-            "worst source of mixtures without Mamba and of known software, left out",
+            "worst source of MoE models without Mamba and of known software, left out",
             max(groups["mixtures"].values()),
             0.25,
         ),
@@ -427,7 +427,7 @@ def speed_criteria() -> list[Criterion]:
     machine = Machine(
         peak=chip.peak_flops["bf16"],
         half_peak=chip.peak_flops["bf16"],
-        product_format=0.0,
+        matmul_format=0.0,
         hbm=chip.hbm,
         memory=chip.memory_bytes,
         link=chip.link,

@@ -64,12 +64,12 @@ class Operators:
     def __init__(self, figures: Mapping[str, Any], deployment: Mapping[str, Any]) -> None:
         self.figures, self.deployment, self.weights = figures, deployment, Weights.of(MODEL)
         self._memory = figures["memory_bytes_per_s"] * figures["memory_share"]
-        self._products = figures["int8_flops"] * sum(figures["product_share"]) / 2
+        self._matmuls = figures["int8_flops"] * sum(figures["product_share"]) / 2
         self._attention = figures["bf16_flops"] * figures["attention_compute_share"]
 
-    def products(self, weights: float, tokens: float, cores: float = 1.0) -> float:
-        """Products of tokens with so many INT8 weights, on a share of the cores."""
-        return max(weights / self._memory, 2 * weights * tokens / (self._products * cores))
+    def matmuls(self, weights: float, tokens: float, cores: float = 1.0) -> float:
+        """Matmuls of tokens with so many INT8 weights, on a share of the cores."""
+        return max(weights / self._memory, 2 * weights * tokens / (self._matmuls * cores))
 
     def decode_attention(self, requests: float, tokens: float, positions: float, cores: float = 1.0) -> float:
         """Attention of decodes on latents; `tokens` of all requests."""
@@ -115,14 +115,14 @@ class Decode:
         requests = batch / DIES
         tokens = requests * (2 if mtp else 1)
         routed = self.layer_seconds(batch, positions, mtp=mtp, in_flight=in_flight)
-        dense = operators.products(weights.attention + weights.dense, tokens)
+        dense = operators.matmuls(weights.attention + weights.dense, tokens)
         dense += operators.decode_attention(requests, tokens, positions) + tokens * self.other_seconds
         layers = MODEL.layers - MODEL.first_dense_layers
-        step = layers * routed + MODEL.first_dense_layers * dense + operators.products(weights.head, tokens)
+        step = layers * routed + MODEL.first_dense_layers * dense + operators.matmuls(weights.head, tokens)
         if not mtp:
             return step
         # The module that speculates: two hidden vectors to one, a layer, and the head.
-        module = operators.products(2 * MODEL.hidden**2, requests) + routed + operators.products(weights.head, requests)
+        module = operators.matmuls(2 * MODEL.hidden**2, requests) + routed + operators.matmuls(weights.head, requests)
         return (step + module) / (1 + operators.figures["accepted"])
 
     def _routed(self, requests: float, tokens: float, positions: float, in_flight: int | None = None) -> float:
@@ -138,11 +138,11 @@ class Decode:
         """Seconds of the attention's and of the experts' operators, on shares of the cores."""
         operators, deployment, weights = self._operators, self._operators.deployment, self._operators.weights
         ranks = deployment["decode_ranks"]
-        attention = operators.products(weights.attention, tokens, attention_cores)
+        attention = operators.matmuls(weights.attention, tokens, attention_cores)
         attention += operators.decode_attention(requests, tokens, positions, attention_cores)
         routed = tokens * ranks * MODEL.experts_per_token / deployment["decode_routed"]
         shared = tokens * ranks / deployment["decode_shared"]
-        experts = operators.products(weights.expert, max(routed, shared), expert_cores)
+        experts = operators.matmuls(weights.expert, max(routed, shared), expert_cores)
         for name in ("dispatch", "combine"):
             experts += operators.exchange(name, tokens, ranks, MODEL.experts_per_token + 1)
         return attention, experts
@@ -157,7 +157,7 @@ def prefill_rate(
     prompts = deployment["prefill_tokens"] / DIES
     tokens = (1 - cached_share) * prompts
     experts = (MODEL.experts_per_token + 1) * weights.expert
-    computed = operators.products(weights.attention + experts, tokens)
+    computed = operators.matmuls(weights.attention + experts, tokens)
     computed += operators.prompt_attention(tokens, length, cached) + tokens * other_seconds
     moved = sum(
         operators.exchange(name, tokens, ranks, MODEL.experts_per_token + 1) for name in ("dispatch", "combine")

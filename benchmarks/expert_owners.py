@@ -1,4 +1,4 @@
-"""Simulates owners of experts that follow recorded loads, beside even ones: seconds of a mixture layer with its attention.
+"""Simulates owners of experts that follow recorded loads, beside even ones: seconds of an MoE layer with its attention.
 
     python benchmarks/expert_owners.py [--out FILE.json]
 

@@ -51,7 +51,7 @@ PUBLISHED_SECONDS = {
 }
 """Seconds of a profiled step: all, the exchange with the wait for other ranks, experts; means of ranks (breakdown_analysis_backup.csv)."""
 BUSIEST = Path(__file__).parent / "data" / "expert-loads-busiest-rank.csv"
-PRODUCT_FLOPS = 4096 * 6 * 4096 * 14336 / 6.08e-3
+MATMUL_FLOPS = 4096 * 6 * 4096 * 14336 / 6.08e-3
 """FLOP/s of an expert: 4,096 rows of width 14,336 in 6.08 ms (computation_profiling_bf16_mixtral-8x7b.json)."""
 INSIDE_BYTES, ACROSS_BYTES = 216.269e9, 88.9539e9
 """Bytes per second of a rank within its node and of a node to others (network_config.json); the node's link has 100e9."""
@@ -79,16 +79,16 @@ class RecordedModel:
     def attention_seconds(self) -> float:
         """Forward of a layer's attention."""
         flops = 2 * HIDDEN * (2 * HIDDEN + 2 * KV_WIDTH) + 2 * HIDDEN * SEQ_LEN
-        return SEQUENCES * SEQ_LEN * flops / PRODUCT_FLOPS
+        return SEQUENCES * SEQ_LEN * flops / MATMUL_FLOPS
 
     @property
     def head_seconds(self) -> float:
         """Forward and backward of the head."""
-        return SEQUENCES * SEQ_LEN * 6 * HIDDEN * VOCABULARY / PRODUCT_FLOPS
+        return SEQUENCES * SEQ_LEN * 6 * HIDDEN * VOCABULARY / MATMUL_FLOPS
 
     def costs(self) -> ExpertCosts:
         """Full recompute: four forwards' work and six exchanges of rows; weights move behind one layer's attention and experts."""
-        row, expert = 6 * HIDDEN * self.width / PRODUCT_FLOPS, 6 * HIDDEN * self.width
+        row, expert = 6 * HIDDEN * self.width / MATMUL_FLOPS, 6 * HIDDEN * self.width
         return ExpertCosts(
             RANKS_PER_NODE,
             row_compute=row,
@@ -160,12 +160,12 @@ def speed_text(speed: dict[str, float]) -> str:
 def assumptions() -> list[str]:
     """Return the assumptions of the simulation, in sentences."""
     return [
-        f"{RANKS} A100s on nodes of {RANKS_PER_NODE}; products at {PRODUCT_FLOPS / 1e12:.0f} TFLOP/s, {INSIDE_BYTES / 1e9:.0f} GB/s within "
+        f"{RANKS} A100s on nodes of {RANKS_PER_NODE}; matmuls at {MATMUL_FLOPS / 1e12:.0f} TFLOP/s, {INSIDE_BYTES / 1e9:.0f} GB/s within "
         f"a node, {ACROSS_BYTES / 1e9:.0f} GB/s between nodes of 800 Gb/s links, as the artifact's profiles say",
         f"{MICRO_BATCHES} micro-batches of {SEQUENCES} sequences of {SEQ_LEN} tokens per rank, bf16, full recompute",
         "ranks of a node send equal rows, as the trace has sums of nodes; layers that were not recorded are like the others",
         "weights are gathered one layer ahead behind attention and experts, where they hide; gradients alike",
-        "attention and head take their FLOPs at the rate of products; norms, the optimizer and host time are left out",
+        "attention and head take their FLOPs at the rate of matmuls; norms, the optimizer and host time are left out",
         f"hecate decides from {WINDOW_STEPS} iterations, flexmoe from one; moving flexmoe's copies is free, as in LAER-MoE's comparison",
         "the baseline flexmoe exchanges experts on all nodes at once; flexmoe_policy is ours, which adds single copies",
         "each rank has room for as many gathered experts as FSDP and expert parallelism gather: 4 of 16, or 2 of 8",

@@ -49,14 +49,14 @@ RUNS = tuple(sorted((Path(__file__).parent / "data").glob("published-runs*.csv")
 # "Share" means the share of the figure in the datasheet. costs/constants.py explains each constant in full.
 PRIORS: dict[str, tuple[float, float]] = {
     # Of the GPU generation.
-    "gemm": (0.75, 0.1),  # share of the bf16 peak that a large matrix product reaches
-    "gemm_low": (0.8, 0.15),  # share of the fp8 peak that fp8 products reach, relative to gemm
+    "gemm": (0.75, 0.1),  # share of the bf16 peak that a large matmul reaches
+    "gemm_low": (0.8, 0.15),  # share of the fp8 peak that fp8 matmuls reach, relative to gemm
     "gemm_block": (0.75, 0.15),  # the same for block-scaled fp8, relative to gemm
     "gemm_fp4": (0.6, 0.2),  # the same for fp4, relative to gemm
-    "attention": (0.5, 0.25),  # share of the bf16 peak that the two products of attention reach
+    "attention": (0.5, 0.25),  # share of the bf16 peak that the two matmuls of attention reach
     "hbm": (0.8, 0.1),  # share of memory bandwidth that element-wise passes reach
     "link": (0.7, 0.2),  # share of link bandwidth that a collective inside a domain reaches
-    "narrow": (150.0, 0.5),  # elements: smallest dimension of a product at which its time per FLOP doubles
+    "narrow": (150.0, 0.5),  # elements: smallest dimension of a matmul at which its time per FLOP doubles
     "tail_us": (2.0, 0.5),  # us of device time lost at the end of each kernel
     # Of the software stack: compute.
     "slow": (1.0, 0.25),  # device time relative to the best kernels of the generation
@@ -64,7 +64,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     # bytes that element-wise operations of one layer's forward move, per token and hidden element
     "passes": (60.0, 0.35),
     "scores": (0.0, 0.5),  # bytes moved per attention score in forward; 0 is fused attention
-    "quantise": (4.0, 0.5),  # bytes moved per element to cast an input of a product to fp8 or fp4
+    "quantise": (4.0, 0.5),  # bytes moved per element to cast an input of a matmul to fp8 or fp4
     "moe_us": (50.0, 0.7),  # us of host time that each expert of a rank adds to a layer
     "moe_passes": (40.0, 0.7),  # bytes moved to permute and combine, per routed token and hidden element
     "moe_yearly": (1.1, 0.2),  # as yearly, for moe_us and moe_passes
@@ -568,29 +568,29 @@ def source_of(name: str) -> str:
 
 
 MIN_COMPARABLE_PARAMETERS = 1e9
-"""Parameters of a dense model from which matrix products take most of a step."""
+"""Parameters of a dense model from which matmuls take most of a step."""
 
 
 def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
-    """Share of the 16-bit peak that large products reach, by generation, in the fastest quarter of comparable runs.
+    """Share of the 16-bit peak that large matmuls reach, by generation, in the fastest quarter of comparable runs.
 
-    Comparable: dense, 16-bit products, fused attention, software with many runs. Runs report no speed of their products. The fit gives the
-    share that products of the run's stack reach, `gemm / slow`; a run that is 5% faster than its prediction is assumed to have products
-    that are 5% faster.
+    Comparable: dense, 16-bit matmuls, fused attention, software with many runs. Runs report no speed of their products.
+    The fit gives the share that matmuls of the run's stack reach, `gemm / slow`; a run that is 5% faster than its
+    prediction is assumed to have matmuls that are 5% faster.
     """
     k = at_release(constant_arrays(arrays.pairs, table), arrays.release)
     shape = arrays.shape
-    # `low` is 0 for products in bf16 or wider.
-    comparable = (shape.moe_layers + shape.mixer_layers == 0) & (arrays.machine.product_format == 0)
+    # `low` is 0 for matmuls in bf16 or wider.
+    comparable = (shape.moe_layers + shape.mixer_layers == 0) & (arrays.machine.matmul_format == 0)
     comparable &= (k.scores == 0) & (shape.params >= MIN_COMPARABLE_PARAMETERS)
-    product_shares = k.gemm / k.slow * predict(arrays, table) / arrays.measured
+    matmul_shares = k.gemm / k.slow * predict(arrays, table) / arrays.measured
     comparable &= np.array([stack not in PARENTS for _, stack in arrays.pairs])
     generations = np.array([generation for generation, _ in arrays.pairs])
     shares = {}
     for name in sorted(set(generations)):
         of_generation = comparable & (generations == name)
         if of_generation.sum() >= 15:
-            shares[str(name)] = min(LIMITS["gemm"], float(f"{np.quantile(product_shares[of_generation], 0.75):.4g}"))
+            shares[str(name)] = min(LIMITS["gemm"], float(f"{np.quantile(matmul_shares[of_generation], 0.75):.4g}"))
     return shares
 
 

@@ -3,7 +3,7 @@
 Each constant starts at a guess from separate measurements (see GUESSES). The fit minimises the sum of squared log errors of the
 simulator's step seconds, each run in units of its own deviation from step to step, plus the squared distance of every constant from its
 guess. No constant is specific to a run, a model or a layout. Solved by damped Gauss-Newton steps with numerical derivatives. A second
-fit, of the constants of mixtures of experts, follows on runs of mixtures, with the other constants as fitted.
+fit, of the constants of MoE models, follows on runs of MoE models, with the other constants as fitted.
 
     python benchmarks/fit_own.py               # on the runs that own.yaml names
     python benchmarks/fit_own.py --all         # on all kept runs; runs since the last fit are then no independent test
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from accuracy import KeptRun, kept_runs, kernels_of, mixture_runs
+from accuracy import RecordedRun, kernels_of, moe_runs, recorded_runs
 
 from meshwright.costs.constants import OWN_FILE
 from meshwright.costs.plan_costs import missing_features
@@ -50,13 +50,15 @@ GUESSES: Guesses = {
 }
 """Constants of all models.
 
-Guesses come from benchmarks/data/h200x8-*.json: matrix products at 671–676 TFLOP/s sustained and slower when small, cuDNN attention at 500
-TFLOP/s forward and backward together, copies at 4.24 of 4.8 TB/s, gathers and scatters by size over 2, 4 and 8 ranks, and 2.1 of the 2.9 ms
-of a gather that runs under products. `passes` and `tail_us` are torchtitan's; `ragged_vocab` and `net*` come from phase times.
-`slow` of `before` is no constant of the cost model: it is the device time of the first kernels (`sides.KERNELS`) over that of today's (a
-configuration that ran on both took 0.580 and 0.560 s). `ragged_vocab` has no effect on today's heads either."""
-MIXTURE_GUESSES: Guesses = {"moe_passes": ("stack", 6.75, 0.3), "torch_moe_passes": ("before", 12.0, 0.3)}
-"""Constants of mixtures of experts.
+Guesses come from benchmarks/data/h200x8-*.json: matmuls at 671–676 TFLOP/s sustained and slower when small, cuDNN
+attention at 500 TFLOP/s forward and backward together, copies at 4.24 of 4.8 TB/s, gathers and scatters by size over 2,
+4 and 8 ranks, and 2.1 of the 2.9 ms of a gather that runs under matmuls. `passes` and `tail_us` are torchtitan's;
+`ragged_vocab` and `net*` come from phase times. `slow` of `before` is no constant of the cost model: it is the device
+time of the first kernels (`sides.KERNELS`) over that of today's (a configuration that ran on both took 0.580 and 0.560
+s). `ragged_vocab` has no effect on today's
+heads either."""
+MOE_GUESSES: Guesses = {"moe_passes": ("stack", 6.75, 0.3), "torch_moe_passes": ("before", 12.0, 0.3)}
+"""Constants of MoE models.
 
 `moe_passes` counts a forward's bytes per copy of a token and hidden element for Qwen3-30B-A3B: token copies write a row and read an eighth
 of one, sums of copies the reverse, 2.25 each; the activation reads two and writes one row of 768 of 2,048 elements, 2.25. The
@@ -69,7 +71,7 @@ MACHINE_NOISE = 0.012
 HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: constants on the GPU generations that it ran on.
 # Others use the generation's row of constants.yaml, except for costs.constants.unmeasured_chip_constants.
 # Set by hand, from runs named in docs/design/cost-model.md, and not changed by fits: host_us, moe_us, moe_back, moe_spread,
-# quantise, token_passes, net_ring, packing, product_sums, logit_bytes, attention_wide, flex, flex_wide, flex_capped,
+# quantise, token_passes, net_ring, packing, matmul_sums, logit_bytes, attention_wide, flex, flex_wide, flex_capped,
 # flex_backward, flash, flash_wide, flash_backward.
 # `before`: constants of earlier kernels, which older runs used.
 """
@@ -94,27 +96,27 @@ def main() -> None:
     options = parser.parse_args()
     own_values = yaml.safe_load(OWN_FILE.read_text(encoding="utf-8"))
     runs = [
-        kept_run
-        for kept_run in kept_runs()
-        if options.all or kept_run.name in own_values["fitted_on"].get(kept_run.file, ())
+        recorded_run
+        for recorded_run in recorded_runs()
+        if options.all or recorded_run.name in own_values["fitted_on"].get(recorded_run.file, ())
     ]
     fit = fit_constants(runs, own_values, options.rounds, GUESSES)
     left_out_residuals = without_session(runs, fit)
     print_fit(runs, fit, left_out_residuals)
     constants = with_constants(own_values, fit.log_constants, GUESSES)
-    mixtures = [run for run in mixture_runs() if run.name in own_values["mixtures_fitted_on"].get(run.file, ())]
-    mixture_fit = fit_constants(mixtures, constants, options.rounds, MIXTURE_GUESSES)
-    print_fit(mixtures, mixture_fit, without_session(mixtures, mixture_fit))
-    constants = with_constants(constants, mixture_fit.log_constants, MIXTURE_GUESSES)
+    moe_layers = [run for run in moe_runs() if run.name in own_values["mixtures_fitted_on"].get(run.file, ())]
+    moe_fit = fit_constants(moe_layers, constants, options.rounds, MOE_GUESSES)
+    print_fit(moe_layers, moe_fit, without_session(moe_layers, moe_fit))
+    constants = with_constants(constants, moe_fit.log_constants, MOE_GUESSES)
     not_fitted = [
-        kept_run
-        for kept_run in kept_runs()
-        if kept_run not in runs and not missing_features(kept_run.run.cluster, kept_run.plan)
+        recorded_run
+        for recorded_run in recorded_runs()
+        if recorded_run not in runs and not missing_features(recorded_run.run.cluster, recorded_run.plan)
     ]
     constants["band"] = float(f"{np.quantile(np.abs([*left_out_residuals, *errors(not_fitted, constants)]), BAND):.4f}")
     constants["fitted_on"] = {
-        file: [kept_run.name for kept_run in runs if kept_run.file == file]
-        for file in dict.fromkeys(kept_run.file for kept_run in runs)
+        file: [recorded_run.name for recorded_run in runs if recorded_run.file == file]
+        for file in dict.fromkeys(recorded_run.file for recorded_run in runs)
     }
     constants["mixtures_fitted_on"] = own_values["mixtures_fitted_on"]
     OWN_FILE.write_text(
@@ -122,7 +124,7 @@ def main() -> None:
     )
 
 
-def fit_constants(runs: Sequence[KeptRun], own_values: dict[str, Any], rounds: int, guesses: Guesses) -> Fit:
+def fit_constants(runs: Sequence[RecordedRun], own_values: dict[str, Any], rounds: int, guesses: Guesses) -> Fit:
     """The constants of `guesses` with the least cost, starting there; the others are those of `own_values`."""
     log_constants, damping = np.log([value for _, value, _ in guesses.values()]), 1e-3
     residuals = errors(runs, with_constants(own_values, log_constants, guesses))
@@ -144,19 +146,21 @@ def fit_constants(runs: Sequence[KeptRun], own_values: dict[str, Any], rounds: i
     return fit
 
 
-def errors(runs: Sequence[KeptRun], own_values: dict[str, Any]) -> np.ndarray:
+def errors(runs: Sequence[RecordedRun], own_values: dict[str, Any]) -> np.ndarray:
     """ln(predicted / measured) of each run under `own_values`, the content of own.yaml."""
     predicted = []
-    for kept_run in runs:
-        with kernels_of(kept_run, own_values):
+    for recorded_run in runs:
+        with kernels_of(recorded_run, own_values):
             predicted.append(
-                simulate_plan(kept_run.run.model, kept_run.run.train, kept_run.plan, kept_run.run.cluster).step_seconds
+                simulate_plan(
+                    recorded_run.run.model, recorded_run.run.train, recorded_run.plan, recorded_run.run.cluster
+                ).step_seconds
             )
-    return np.log(predicted) - np.log([kept_run.seconds for kept_run in runs])
+    return np.log(predicted) - np.log([recorded_run.seconds for recorded_run in runs])
 
 
 def derivatives(
-    runs: Sequence[KeptRun],
+    runs: Sequence[RecordedRun],
     own_values: dict[str, Any],
     log_constants: np.ndarray,
     residuals: np.ndarray,
@@ -170,7 +174,7 @@ def derivatives(
     return np.array(columns).T
 
 
-def step(runs: Sequence[KeptRun], fit: Fit, damping: float, left_out: np.ndarray | None = None) -> np.ndarray:
+def step(runs: Sequence[RecordedRun], fit: Fit, damping: float, left_out: np.ndarray | None = None) -> np.ndarray:
     """The Gauss-Newton step of the fit; the runs that `left_out` marks do not count."""
     guess, log_deviation = guesses_of(fit)
     weight = 1 / noise(runs) ** 2
@@ -181,7 +185,7 @@ def step(runs: Sequence[KeptRun], fit: Fit, damping: float, left_out: np.ndarray
     return np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
 
 
-def cost(runs: Sequence[KeptRun], fit: Fit) -> float:
+def cost(runs: Sequence[RecordedRun], fit: Fit) -> float:
     guess, log_deviation = guesses_of(fit)
     distance = (fit.log_constants - guess) / log_deviation
     return float(np.sum((fit.residuals / noise(runs)) ** 2) + np.sum(distance**2))
@@ -193,15 +197,15 @@ def guesses_of(fit: Fit) -> tuple[np.ndarray, np.ndarray]:
     return np.log([value for _, value, _ in values]), np.array([deviation for _, _, deviation in values])
 
 
-def noise(runs: Sequence[KeptRun]) -> np.ndarray:
+def noise(runs: Sequence[RecordedRun]) -> np.ndarray:
     """Relative deviation of each run's step seconds."""
-    return np.hypot(MACHINE_NOISE, [kept_run.deviation for kept_run in runs])
+    return np.hypot(MACHINE_NOISE, [recorded_run.deviation for recorded_run in runs])
 
 
-def without_session(runs: Sequence[KeptRun], fit: Fit) -> np.ndarray:
+def without_session(runs: Sequence[RecordedRun], fit: Fit) -> np.ndarray:
     """ln(predicted / measured) of each run under a fit without the runs of its session (file)."""
-    files = np.array([kept_run.file for kept_run in runs])
-    steps = [step(runs, fit, 0.0, left_out=files == kept_run.file) for kept_run in runs]
+    files = np.array([recorded_run.file for recorded_run in runs])
+    steps = [step(runs, fit, 0.0, left_out=files == recorded_run.file) for recorded_run in runs]
     return np.array([fit.residuals[index] - fit.slopes[index] @ change for index, change in enumerate(steps)])
 
 
@@ -219,12 +223,12 @@ def with_constants(own_values: dict[str, Any], log_constants: np.ndarray, guesse
     }
 
 
-def print_fit(runs: Sequence[KeptRun], fit: Fit, left_out_residuals: np.ndarray) -> None:
+def print_fit(runs: Sequence[RecordedRun], fit: Fit, left_out_residuals: np.ndarray) -> None:
     print(f"{'':38s} measured    fit  left out")
-    for kept_run, fit_error, left_out_error in zip(
+    for recorded_run, fit_error, left_out_error in zip(
         runs, np.expm1(fit.residuals), np.expm1(left_out_residuals), strict=True
     ):
-        print(f"{kept_run.label:38s} {kept_run.seconds:8.3f} {fit_error:+6.1%} {left_out_error:+8.1%}")
+        print(f"{recorded_run.label:38s} {recorded_run.seconds:8.3f} {fit_error:+6.1%} {left_out_error:+8.1%}")
     for name, errors in (("fit", np.expm1(fit.residuals)), ("left out", np.expm1(left_out_residuals))):
         print(f"{name}: median {np.median(np.abs(errors)):.1%}, worst {np.max(np.abs(errors)):.1%}")
     for (name, (_, value, log_deviation)), fitted_value in zip(

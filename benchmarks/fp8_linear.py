@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.fp8_products import E4M3, E5M2, inverse, matmul, quantize, quantize_both, scale_of
+from meshwright.kernels.fp8_matmuls import E4M3, E5M2, inverse, matmul, quantize, quantize_both, scale_of
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear
 from meshwright.observe.environment import environment
@@ -142,9 +142,10 @@ def time_layer(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[
 
 
 def kernel_figures(tokens: int) -> Iterator[dict[str, Any]]:
-    """Single kernels: GB/s of those that round, TFLOP/s of the products alone.
+    """Single kernels: GB/s of those that round, TFLOP/s of the matmuls alone.
 
-    "Both ways": one kernel writes a matrix in fp8 and its transpose in fp8, because fp8 products in forward and backward need both.
+    "Both ways": one kernel writes a matrix in fp8 and its transpose in fp8, because fp8 matmuls in forward and backward
+    need both.
     """
     from meshwright.kernels.fp8_triton import round_both, round_transposed, transpose
     from meshwright.kernels.gated_triton import round_swiglu, round_swiglu_gradient
@@ -175,7 +176,7 @@ def kernel_figures(tokens: int) -> Iterator[dict[str, Any]]:
         )
         for fast_accumulation in (True, False):
             kernel_seconds = seconds(partial(matmul, activation, weight_fp8, torch.bfloat16, fast=fast_accumulation))
-            name = f"product {scaling}, {'fast' if fast_accumulation else 'exact'} sums"
+            name = f"matmul {scaling}, {'fast' if fast_accumulation else 'exact'} sums"
             yield {
                 "kernel": name,
                 "ms": kernel_seconds * 1e3,

@@ -138,7 +138,7 @@ def sources(folders: Sequence[Path]) -> list[Path]:
 
 def train_once(precision: str, seed: int, device: str, corpus: Path, options: argparse.Namespace) -> dict[str, Any]:
     name = f"{precision.replace(' ', '-')}-seed{seed}"
-    cluster_words = (
+    cluster_arguments = (
         ["cluster.gpu=cpu", "cluster.nodes=1", "cluster.gpus_per_node=1"] if options.cpu else ["cluster=auto"]
     )
     overrides = [
@@ -151,7 +151,7 @@ def train_once(precision: str, seed: int, device: str, corpus: Path, options: ar
         f"train.learning_rate={options.learning_rate}",
         f"seed={seed}",
         f"model.vocab_size={options.vocab}",
-        *cluster_words,
+        *cluster_arguments,
         *PRECISIONS[precision],
         *options.set,
     ]

@@ -1,4 +1,4 @@
-"""Compares implementations of weight gathers and gradient sums on one host, alone and under a stream of matrix products.
+"""Compares implementations of weight gathers and gradient sums on one host, alone and under a stream of matmuls.
 
     python benchmarks/gathers.py [--gpus N] [--out FILE] [--only nccl,zero_pool,…] [--rounds 7] [--megabytes 436,1000]
 
@@ -12,11 +12,11 @@ The implementations, each in its own processes, so that one that fails or hangs 
   peers       copies out of peers' memory on one, two or three streams, ordered by stream memory operations (peer_copies.py)
 
 Sizes are of the whole gathered weight in bf16, and of the whole gradient with the same number of elements, in bf16 and fp32. Each line
-has the time of the collective alone (`alone`), the time that it adds to concurrent matrix products (`adds`; the products are 8192 × 4096 ×
-14336 and take at least 1.5 times as long), the hidden share of the collective (`hidden`), and its own time beside the products (`under`).
-Times are medians over rounds: for products of the slowest rank, for collectives of the rank that started last. Results are compared with
-NCCL's. `both` is a gather in bf16 with a concurrent reduction in fp32.
-NVLink multicast is off.
+has the time of the collective alone (`alone`), the time that it adds to concurrent matmuls (`adds`; the matmuls are
+8192 × 4096 × 14336 and take at least 1.5 times as long), the hidden share of the collective (`hidden`), and its own
+time beside the matmuls (`under`). Times are medians over rounds: for matmuls of the slowest rank, for collectives of
+the rank that started last. Results are compared with NCCL's. `both` is a gather in bf16 with a concurrent reduction in
+fp32. NVLink multicast is off.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from torch import Tensor
 FAMILIES = ("nccl", "few_ctas", "zero_pool", "zero_symm", "kernels", "peers")
 LIMIT_SECONDS = 75
 """Longest time of the processes of one family."""
-PRODUCT_SHAPE = (8192, 4096, 14336)
-"""(m, k, n) of the concurrent matrix products."""
-PRODUCTS_PER_COLLECTIVE = 1.5
-"""Time of the concurrent products relative to that of the collective alone."""
+MATMUL_SHAPE = (8192, 4096, 14336)
+"""(m, k, n) of the concurrent matmuls."""
+MATMULS_PER_COLLECTIVE = 1.5
+"""Time of the concurrent matmuls relative to that of the collective alone."""
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -77,7 +77,7 @@ class Line:
     added_ms: float = 0.0
     hidden: float = 0.0
     under_ms: float = 0.0
-    products_ms: float = 0.0
+    matmuls_ms: float = 0.0
     equal: str = ""
     error: str = ""
 
@@ -198,17 +198,17 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 class Bench:
-    """Matrix products, timers and comparisons of a rank."""
+    """Matmuls, timers and comparisons of a rank."""
 
     def __init__(self, options: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> None:
         self.options, self.rank, self.ranks, self.device = options, rank, ranks, device
         self.host_group = dist.new_group(backend="gloo")
-        rows, inner, columns = PRODUCT_SHAPE
+        rows, inner, columns = MATMUL_SHAPE
         self.left = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
         self.right = torch.randn(inner, columns, device=device, dtype=torch.bfloat16)
-        self.product = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
+        self.matmul = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
         self.collective_stream = torch.cuda.Stream(device, priority=-1)
-        self.product_ms = self.time_calls(10, None)[0] / 10
+        self.matmul_ms = self.time_calls(10, None)[0] / 10
 
     def write(self, line: Line) -> None:
         if self.rank == 0:
@@ -223,16 +223,16 @@ class Bench:
             for _ in range(3):
                 self.time_calls(0, call)
             collective_ms = self.median(lambda: self.time_calls(0, call)[1])
-            count = max(4, math.ceil(PRODUCTS_PER_COLLECTIVE * collective_ms / self.product_ms))
-            products, with_collective, collective_beside = [], [], []
+            count = max(4, math.ceil(MATMULS_PER_COLLECTIVE * collective_ms / self.matmul_ms))
+            matmuls, with_collective, collective_beside = [], [], []
             for _ in range(self.options.rounds):
-                products.append(self.time_calls(count, None)[0])
+                matmuls.append(self.time_calls(count, None)[0])
                 times_ms = self.time_calls(count, call)
                 with_collective.append(times_ms[0])
                 collective_beside.append(times_ms[1])
             # Each difference is of measurements next to each other in time, as clocks drift.
             added = statistics.median(
-                concurrent_ms - alone_ms for alone_ms, concurrent_ms in zip(products, with_collective, strict=True)
+                concurrent_ms - alone_ms for alone_ms, concurrent_ms in zip(matmuls, with_collective, strict=True)
             )
             width = dtype.itemsize + (2 if line.op == "both" else 0)
             bytes_moved = entries * width * (self.ranks - 1) / self.ranks
@@ -247,7 +247,7 @@ class Bench:
                 "added_ms": added,
                 "hidden": 1 - added / collective_ms,
                 "under_ms": statistics.median(collective_beside),
-                "products_ms": statistics.median(products),
+                "products_ms": statistics.median(matmuls),
                 "equal": equality,
             }
         )
@@ -256,9 +256,9 @@ class Bench:
         return statistics.median(call() for _ in range(self.options.rounds))
 
     def time_calls(self, count: int, call: Call | None) -> tuple[float, float]:
-        """Milliseconds of `count` products on the compute stream and of `call`, started with them on another stream.
+        """Milliseconds of `count` matmuls on the compute stream and of `call`, started with them on another stream.
 
-        The products' time is of the slowest rank, the call's of the rank that started last.
+        The matmuls' time is of the slowest rank, the call's of the rank that started last.
         """
         current = torch.cuda.current_stream()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
@@ -273,7 +273,7 @@ class Bench:
                 call()
             events[3].record()
         for _ in range(count):
-            torch.mm(self.left, self.right, out=self.product)
+            torch.mm(self.left, self.right, out=self.matmul)
         events[1].record()
         torch.cuda.synchronize()
         times = [events[0].elapsed_time(events[1]), -events[2].elapsed_time(events[3])]

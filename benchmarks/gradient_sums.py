@@ -3,9 +3,9 @@
     python benchmarks/gradient_sums.py                       # weights of Llama-3-8B, and a chunk of Llama 3.2 1B's head, on a GPU
     python benchmarks/gradient_sums.py --weights 64x32x48 --device cpu
 
-Prints a JSON line for each weight with median milliseconds: the product of the gradient with a bf16 result (`bf16`), with an fp32 result
-(`fp32`), and with its result added to an fp32 sum (`added`); and a separate pass that adds a bf16 gradient to an fp32 sum, with our kernel
-(`pass`) and with torch (`pass_torch`).
+Prints a JSON line for each weight with median milliseconds: the matmul of the gradient with a bf16 result (`bf16`),
+with an fp32 result (`fp32`), and with its result added to an fp32 sum (`added`); and a separate pass that adds a bf16
+gradient to an fp32 sum, with our kernel (`pass`) and with torch (`pass_torch`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from head import synchronized_time
 
-from meshwright.kernels.sums import add, add_product, matmul
+from meshwright.kernels.sums import add, add_matmul, matmul
 
 WEIGHTS = ("28672x4096x8192", "4096x14336x8192", "6144x4096x8192", "4096x4096x8192", "128256x2048x4096")
 
@@ -46,7 +46,7 @@ def measure(shape_text: str, options: argparse.Namespace) -> dict[str, float]:
     calls: dict[str, Callable[[], object]] = {
         "bf16": lambda: matmul(output_gradient.t(), inputs, output_gradient.dtype),
         "fp32": lambda: matmul(output_gradient.t(), inputs, sum_dtype),
-        "added": lambda: add_product(gradient_sum, output_gradient.t(), inputs),
+        "added": lambda: add_matmul(gradient_sum, output_gradient.t(), inputs),
         "pass": lambda: add(gradient_sum, weight_gradient),
         "pass_torch": lambda: add(gradient_sum, weight_gradient, plain=True),
     }

@@ -3,7 +3,8 @@
     python benchmarks/head.py                       # GPT-3 13B's head on a GPU, 50304 against 50257
     python benchmarks/head.py --tokens 256 --hidden 64 --vocab 512 509 --device cpu
 
-Prints a JSON line for each vocabulary: the shortest and the median call, its three products' TFLOP/s, and the loss of the last call.
+Prints a JSON line for each vocabulary: the shortest and the median call, its three matmuls' TFLOP/s, and the loss of
+the last call.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 One JSON object: processor time of the reading as a share of one core, what the container hides, findings, and with
 `--keep` all readings, for `tests/policies/test_host_health.py`. `--calls` counts NVML's functions and their processor
 time by reading (the counting itself adds to `cpu_share`). `--load` computes on the first GPU meanwhile and
-compares the time of its products with the reading off and on, in turns.
+compares the time of its matmuls with the reading off and on, in turns.
 """
 
 from __future__ import annotations
@@ -104,34 +104,34 @@ def readings_of(series: Mapping[str, Mapping[str, Any]], count: int) -> Iterator
 
 
 def compare(turns: int) -> dict[str, Any]:
-    """Milliseconds of a product on the GPU without and with reading, in alternating turns."""
+    """Milliseconds of a matmul on the GPU without and with reading, in alternating turns."""
     import torch
 
     left = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
-    def product() -> None:
+    def matmul() -> None:
         for _ in range(20):
             torch.mm(left, left)
         torch.cuda.synchronize()
 
-    product()
+    matmul()
     times: dict[str, list[float]] = {"off": [], "on": []}
     for turn in range(2 * turns):
         if turn % 2:
             with closing(HealthMonitor(ALL)) as monitor:
-                times["on"] += _turn(product, monitor.findings)
+                times["on"] += _turn(matmul, monitor.findings)
         else:
-            times["off"] += _turn(product, lambda: None)
+            times["off"] += _turn(matmul, lambda: None)
     middle = {name: statistics.median(each) for name, each in times.items()}
     return {"milliseconds": middle, "on_over_off": middle["on"] / middle["off"], "products": 20, "turns": turns}
 
 
-def _turn(product: Callable[[], None], poll: Callable[[], object]) -> list[float]:
+def _turn(matmul: Callable[[], None], poll: Callable[[], object]) -> list[float]:
     times, ends = [], time.monotonic() + TURN_SECONDS
     while time.monotonic() < ends:
         poll()
         began = time.perf_counter()
-        product()
+        matmul()
         times.append(1000 * (time.perf_counter() - began))
     return times
 
@@ -139,7 +139,7 @@ def _turn(product: Callable[[], None], poll: Callable[[], object]) -> list[float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--load", type=int, default=0, metavar="TURNS", help="turns of products off and on")
+    parser.add_argument("--load", type=int, default=0, metavar="TURNS", help="turns of matmuls off and on")
     parser.add_argument("--keep", action="store_true", help="keep all readings")
     parser.add_argument("--calls", action="store_true", help="count the calls of NVML")
     parser.add_argument("--out", type=Path)

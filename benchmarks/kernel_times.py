@@ -71,8 +71,8 @@ class Idle:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
-    """All matrix products of one shape in the step."""
+class Matmul:
+    """All matmuls of one shape in the step."""
 
     m: int
     k: int
@@ -92,10 +92,10 @@ class Breakdown:
     """Seconds from the end of the previous optimizer update to the end of this one, on the device."""
     kinds: dict[str, ClassTime]
     idle: Idle
-    products: tuple[Product, ...]
-    """Products whose shape is in the trace, the longest first."""
-    unknown_product_seconds: float
-    """Seconds of products whose shape is not in the trace."""
+    products: tuple[Matmul, ...]
+    """Matmuls whose shape is in the trace, the longest first."""
+    unknown_matmul_seconds: float
+    """Seconds of matmuls whose shape is not in the trace."""
 
     @property
     def hidden_communication_seconds(self) -> float:
@@ -120,8 +120,8 @@ def breakdown(kernels: Sequence[Kernel]) -> Breakdown:
             if kernel_class in by_class
         },
         idle=_idle_time(step_kernels, begin, end),
-        products=_products(by_class["gemm"]),
-        unknown_product_seconds=sum(kernel.end - kernel.start for kernel in by_class["gemm"] if kernel.product is None),
+        products=_matmuls(by_class["gemm"]),
+        unknown_matmul_seconds=sum(kernel.end - kernel.start for kernel in by_class["gemm"] if kernel.matmul is None),
     )
 
 
@@ -216,15 +216,15 @@ def _idle_time(kernels: Sequence[Kernel], begin: float, end: float) -> Idle:
     )
 
 
-def _products(kernels: Iterable[Kernel]) -> tuple[Product, ...]:
+def _matmuls(kernels: Iterable[Kernel]) -> tuple[Matmul, ...]:
     seconds: dict[Shape, float] = defaultdict(float)
     calls: dict[Shape, set[int]] = defaultdict(set)
     for kernel in kernels:
-        if kernel.product is not None:
-            seconds[kernel.product] += kernel.end - kernel.start
-            calls[kernel.product].add(kernel.call)
+        if kernel.matmul is not None:
+            seconds[kernel.matmul] += kernel.end - kernel.start
+            calls[kernel.matmul].add(kernel.call)
     return tuple(
-        Product(
+        Matmul(
             m=shape.m,
             k=shape.k,
             n=shape.n,

@@ -1,4 +1,4 @@
-"""Reads device kernels from a profiler's trace: kernel class, launching host operation, and the shape of a product.
+"""Reads device kernels from a profiler's trace: kernel class, launching host operation, and the shape of a matmul.
 
 Reads the Chrome trace that `torch.profiler` writes (`meshwright train --profile-steps`, or torchtitan). The class follows from the kernel's
 name; for kernels that a compiler generated, from the fused operations in the name, or from the host operations around the launch.
@@ -19,11 +19,11 @@ from meshwright.spec.errors import BadInput
 
 KernelClass = Literal["gemm", "attention", "elementwise", "quantise", "loss", "optimizer", "copies", "communication"]
 KERNEL_CLASSES: dict[KernelClass, str] = {
-    "gemm": "matrix products",
+    "gemm": "matmuls",
     "attention": "scores, softmax and values, forward and backward",
     "elementwise": "norms, rotary embedding, activation, residual sums, casts that a compiler fused with them",
     "quantise": "rounding to a low format, and the largest magnitudes it needs, in kernels of their own",
-    "loss": "softmax and cross-entropy, without the head's products",
+    "loss": "softmax and cross-entropy, without the head's matmuls",
     "optimizer": "gradient norm, clipping, update",
     "copies": "weights and gradients in and out of buffers, casts, fills",
     "communication": "collectives, messages, copies between devices",
@@ -60,14 +60,14 @@ _RULES_BY_HOST_OPERATION: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
         ),
     ),
 )
-_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::_scaled_mm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+_MATMULS = {"aten::mm": 0, "aten::bmm": 0, "aten::_scaled_mm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Host operations that multiply two matrices → index of the first matrix among their inputs."""
 _FORMATS = {"BFloat16": "bf16", "Half": "fp16", "float": "fp32", "double": "fp64"}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`batch` products (m, k) times (k, n), with inputs in `format`."""
+    """`batch` matmuls (m, k) times (k, n), with inputs in `format`."""
 
     m: int
     k: int
@@ -92,9 +92,9 @@ class Kernel:
     """End of the launch on the host; None where the trace does not have it."""
     op: str
     """The innermost host operation that launched it; empty where the trace does not have it."""
-    product: Shape | None = None
+    matmul: Shape | None = None
     call: int = 0
-    """Id of the host operation; kernels of the same product share it."""
+    """Id of the host operation; kernels of the same matmul share it."""
 
 
 def read_trace(path: Path) -> tuple[Kernel, ...]:
@@ -139,7 +139,7 @@ def kernels_of(events: Sequence[dict[str, Any]]) -> tuple[Kernel, ...]:
                 end=(event["ts"] + event["dur"] - first_start) * 1e-6,
                 launched=(launch["ts"] + launch["dur"] - first_start) * 1e-6 if launch else None,
                 op=op["name"] if op else "",
-                product=_product(op) if op else None,
+                matmul=_matmul(op) if op else None,
                 call=id(op) if op else 0,
             )
         )
@@ -194,9 +194,9 @@ def _open_operations_at_launches(
             open_operations.append(event)
 
 
-def _product(op: dict[str, Any]) -> Shape | None:
-    """The matrix product of a host operation, where the trace has the shapes of its inputs."""
-    left_index, args = _PRODUCTS.get(op["name"]), op.get("args", {})
+def _matmul(op: dict[str, Any]) -> Shape | None:
+    """The matmul of a host operation, where the trace has the shapes of its inputs."""
+    left_index, args = _MATMULS.get(op["name"]), op.get("args", {})
     sizes = args.get("Input Dims")
     if left_index is None or not sizes or len(sizes) < left_index + 2:
         return None

@@ -22,7 +22,7 @@ import torch
 from paged_attention import copy_rate, seconds
 from torch import Tensor
 
-from meshwright.kernels.fp8_products import E4M3
+from meshwright.kernels.fp8_matmuls import E4M3
 from meshwright.kernels.latent_attention import latent_attention, rotate_and_write_latents
 from meshwright.kernels.latent_attention_triton import latent_chunks, latent_decode
 from meshwright.kernels.paged_attention import decode_splits

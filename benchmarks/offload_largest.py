@@ -71,19 +71,19 @@ def main() -> None:
     }
     for name in options.only.split(","):
         moments = "bf16" if name == "gpt-20b" else name
-        models = gpt_words() if name == "gpt-20b" else largest_words(options.words, moments, options.tries)
+        models = gpt_arguments() if name == "gpt-20b" else largest_arguments(options.words, moments, options.tries)
         record["results"].append({"name": name, **first_that_trains(models, moments, options)})
         print(json.dumps(record["results"][-1]), flush=True)
         if options.out:  # after each model, so that a run that is stopped leaves the others
             options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def gpt_words() -> Iterator[list[str]]:
+def gpt_arguments() -> Iterator[list[str]]:
     """The overrides of the 20B GPT."""
     yield [f"model.{key}={str(value).lower()}" for key, value in GPT.items()]
 
 
-def largest_words(words: Sequence[str], moments: str, tries: int = 5) -> Iterator[list[str]]:
+def largest_arguments(words: Sequence[str], moments: str, tries: int = 5) -> Iterator[list[str]]:
     """The overrides of the largest model that fits by prediction, or of the given one on CPUs, then of smaller ones."""
     run = load_run(None, [*BASE, *words, "plan.offload=optimizer", f"plan.moments={moments}"])
     limit = float(parameter_count(run.model))
@@ -96,11 +96,11 @@ def largest_words(words: Sequence[str], moments: str, tries: int = 5) -> Iterato
         fitting = [model for model in models if parameter_count(model) <= limit]
         if not fitting:
             return
-        yield [name, *model_words(fitting[-1])]
+        yield [name, *model_arguments(fitting[-1])]
         limit = SMALLER * parameter_count(fitting[-1])
 
 
-def model_words(model: ModelSection) -> list[str]:
+def model_arguments(model: ModelSection) -> list[str]:
     """The overrides of a model that make it another one of its family."""
     names = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden")
     return [f"model.{name}={getattr(model, name)}" for name in names]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import paged_attention as paged
-from meshwright.kernels.fp8_products import E4M3
+from meshwright.kernels.fp8_matmuls import E4M3
 from meshwright.kernels.paged_decode_triton import AttentionLaunch, paged_decode
 from meshwright.kernels.paged_prefill_triton import paged_prefill
 from meshwright.kernels.rope import rotary_tables

@@ -149,7 +149,8 @@ def a_run(side: str, folder: Path, options: argparse.Namespace) -> dict[str, Any
 def compared(sft: dict[str, Any], dpo: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """What DPO's FLOPs allow at the FLOP/s of SFT, with both conventions of attention, and what the run reaches.
 
-    A token of DPO costs that of SFT, the product of the head once more, and once, before the first step, a forward of the reference.
+    A token of DPO costs that of SFT, the matmul of the head once more, and once, before the first step, a forward of
+    the reference.
     """
     dimensions = {**MODEL_PRESETS[options.model], "max_seq_len": options.seq_len}
     dimensions["vocab_size"] = dimensions["vocab_size"] or VOCABULARY

@@ -17,7 +17,7 @@ from meshwright.spec.plan import Breakdown, LayerStrategy, Plan
 from meshwright.spec.run import RunSpec
 
 BLOCK_SCALES = 2.0
-"""`Machine.product_format` of fp8 products with scales of blocks."""
+"""`Machine.matmul_format` of fp8 matmuls with scales of blocks."""
 EXCHANGE_MULTIPROCESSORS, MULTIPROCESSORS = 20, 132
 """Multiprocessors that carry the exchange (section 3.2.2), and those of the device."""
 NODES_PER_TOKEN = 4.0
@@ -58,8 +58,8 @@ def steps_to_published(run: RunSpec, plan: Plan) -> Iterator[tuple[str, Breakdow
         yield description, assumed.breakdown()
 
 
-def _fp8_products(assumed: Assumed) -> Assumed:
-    machine = replace(machine_of(assumed.run.cluster, "fp8"), product_format=BLOCK_SCALES)
+def _fp8_matmuls(assumed: Assumed) -> Assumed:
+    machine = replace(machine_of(assumed.run.cluster, "fp8"), matmul_format=BLOCK_SCALES)
     return replace(assumed, inputs=replace(assumed.inputs, machine=machine))
 
 
@@ -87,7 +87,7 @@ def _exchange_beside_compute(assumed: Assumed) -> Assumed:
 
 
 FEATURES: dict[str, Feature] = {
-    "fp8 products with scales of blocks, the experts' too": _fp8_products,
+    "fp8 matmuls with scales of blocks, the experts' too": _fp8_matmuls,
     "even loads, not 1.2 times the mean on the busiest expert rank": _even_loads,
     "activations in fp8, so recompute of element-wise operations suffices": _selective_recompute,
     "a token goes to at most 4 nodes, once to each": _one_copy_per_node,

@@ -3,8 +3,8 @@
     python benchmarks/questions.py --first 500 --questions 20
     python benchmarks/questions.py --log questions.jsonl        # continues an earlier run
 
-A question is a random run of benchmarks/random_pins.py with random pins and options of `meshwright plan`: products in fp8, adapters, other
-software, other chips, formats, the features of other systems. An answer is at fault if
+A question is a random run of benchmarks/random_pins.py with random pins and options of `meshwright plan`: matmuls in
+fp8, adapters, other software, other chips, formats, the features of other systems. An answer is at fault if
 
 * it cannot be printed, written as JSON and drawn, or ends in anything but a plan or a reason;
 * the sizes, bytes and seconds of the plan do not belong together;
@@ -46,7 +46,7 @@ from meshwright.families.registry import MODEL_PRESETS
 from meshwright.launch.prepare import with_vocabulary
 from meshwright.planner.candidate import compared_seconds, fits, memory_budget, untrainable
 from meshwright.planner.explain import limits
-from meshwright.planner.precision_choice import PRODUCT_FORMATS, format_named
+from meshwright.planner.precision_choice import MATMUL_FORMATS, format_named
 from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search
 from meshwright.simulator.step_simulation import host_bytes
@@ -182,7 +182,7 @@ def question_of(seed: int) -> Asked:
         names = [software.name for software in SOFTWARE if software.name != "meshwright"]
         options["software"] = ",".join(generator.sample(names, 2))
     if generator.random() < 0.25:
-        options["precision"] = generator.choice(PRODUCT_FORMATS).name
+        options["precision"] = generator.choice(MATMUL_FORMATS).name
     if generator.random() < 0.1:
         options["chips"] = ",".join(generator.sample(ALL["cluster.gpu"], 2))
     if MODEL_PRESETS[words[0].removeprefix("model=")].get("experts") and generator.random() < 0.3:
@@ -266,7 +266,7 @@ def uses(answer: PlanAnswer) -> Iterator[tuple[str, float]]:
         return
     peaks = CHIPS[run.cluster.gpu].peak_flops
     wide = plan.precision.compute
-    linear = products_of(plan)
+    linear = matmuls_of(plan)
     yield "the plan", seconds_at_peak(run, wide, linear) / plan.predicted.step_seconds
     for entry in answer.formats:
         narrowest = max(
@@ -275,19 +275,19 @@ def uses(answer: PlanAnswer) -> Iterator[tuple[str, float]]:
         yield f"{entry.dense} with experts in {entry.experts}", seconds_at_peak(run, "bf16", narrowest) / entry.seconds
     for entry in answer.software:
         if entry.seconds:
-            products = format_named(entry.precision).peak
-            yield entry.software, seconds_at_peak(answer.asked_run, "bf16", products) / entry.seconds
+            matmuls = format_named(entry.precision).peak
+            yield entry.software, seconds_at_peak(answer.asked_run, "bf16", matmuls) / entry.seconds
     for entry in answer.features:
-        yield entry.feature, seconds_at_peak(run, wide, entry.alone_products or linear) / entry.alone
-        yield entry.feature, seconds_at_peak(run, wide, entry.together_products or linear) / entry.together
+        yield entry.feature, seconds_at_peak(run, wide, entry.alone_matmuls or linear) / entry.alone
+        yield entry.feature, seconds_at_peak(run, wide, entry.together_matmuls or linear) / entry.together
     for point in answer.chips:
         if point.point.answer is not None and point.point.seconds:
             chosen = point.point.answer.best.plan
-            peak_seconds = seconds_at_peak(point.point.run, chosen.precision.compute, products_of(chosen))
+            peak_seconds = seconds_at_peak(point.point.run, chosen.precision.compute, matmuls_of(chosen))
             yield point.chip, peak_seconds / point.point.seconds
 
 
-def products_of(plan: Plan) -> str:
+def matmuls_of(plan: Plan) -> str:
     """The format with the highest peak that a plan's linear layers multiply in."""
     low = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
     return "fp8" if low else plan.precision.compute

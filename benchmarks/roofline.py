@@ -1,7 +1,8 @@
 """Compares a step with its roofline by kernel class, and explains gaps above 1% of the step time.
 
-The needed time is the work of model and plan (`workload.device_work`) over the rates of products, attention, memory and optimizer that a
-profile measured at the run's shapes (`meshwright profile --shapes-of`). Communication and host time that other work hides count as zero.
+The needed time is the work of model and plan (`workload.device_work`) over the rates of matmuls, attention, memory and
+optimizer that a profile measured at the run's shapes (`meshwright profile --shapes-of`). Communication and host time
+that other work hides count as zero.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from kernel_times import Breakdown, ClassTime, Product
+from kernel_times import Breakdown, ClassTime, Matmul
 from kernel_trace import KERNEL_CLASSES
 
 from meshwright.observe.number_text import duration
 from meshwright.spec.errors import BadInput
-from meshwright.spec.profile import CollectiveTime, MachineProfile, ProductTime
+from meshwright.spec.profile import CollectiveTime, MachineProfile, MatmulTime
 from meshwright.workload.device_work import AttentionWork, LinearWork, Work
 
 GAP_THRESHOLD = 0.01
@@ -142,18 +143,18 @@ def table_lines(step: Roofline) -> list[str]:
 
 
 def _linear_seconds(linear: LinearWork, profile: MachineProfile) -> float:
-    """Seconds of all layers like `linear`, at the measured rates of its products."""
+    """Seconds of all layers like `linear`, at the measured rates of its matmuls."""
     m, k, n = linear.m, linear.k, linear.n
     shapes = [(m, k, n), (m, n, k), (n, m, k)] if linear.format == "fp8" else [(m, k, n)] * 3
-    times = [_product(profile, shape, linear.format) for shape in shapes]
+    times = [_matmul(profile, shape, linear.format) for shape in shapes]
     if any(time is None for time in times):
         raise BadInput(
-            f"the profile has no {linear.format} product {m} × {k} × {n}; measure with `meshwright profile --shapes-of FOLDER`"
+            f"the profile has no {linear.format} matmul {m} × {k} × {n}; measure with `meshwright profile --shapes-of FOLDER`"
         )
     return linear.count * sum(time.seconds for time in times if time is not None)
 
 
-def _product(profile: MachineProfile, shape: tuple[int, int, int], number_format: str) -> ProductTime | None:
+def _matmul(profile: MachineProfile, shape: tuple[int, int, int], number_format: str) -> MatmulTime | None:
     return next(
         (time for time in profile.products if (time.m, time.k, time.n) == shape and time.format == number_format), None
     )
@@ -211,7 +212,7 @@ def _explain_gap(
             f"took {class_seconds / needed_seconds[kernel_class]:.3f} of the time that follows from the profile's rates"
         )
     if kernel_class == "gemm":
-        return _explain_products(work, profile, traced)
+        return _explain_matmuls(work, profile, traced)
     if kernel_class == "communication":
         return _explain_communication(work, profile, class_time)
     needed = needed_seconds.get(kernel_class, 0.0)
@@ -223,48 +224,46 @@ def _explain_gap(
     return ratio_text + _longest_kernels_text(class_time)
 
 
-def _explain_products(work: Work, profile: MachineProfile, traced: Breakdown) -> str:
+def _explain_matmuls(work: Work, profile: MachineProfile, traced: Breakdown) -> str:
     """Executed over needed FLOPs, and the shapes that lose most time against the sustained rate of their dtype."""
-    executed = sum(product.flops for product in traced.products)
+    executed = sum(matmul.flops for matmul in traced.products)
     facts = [f"{len(traced.products)} shapes"]
-    if executed and abs(executed / work.product_flops - 1) > GAP_THRESHOLD:
-        facts.append(f"{executed / work.product_flops:.3f} times the needed FLOPs")
-    if traced.unknown_product_seconds:
-        facts.append(f"{duration(traced.unknown_product_seconds)} of unknown shape")
-    losses = sorted(
-        ((_lost_seconds(product, profile), product) for product in traced.products), key=lambda pair: -pair[0]
-    )
+    if executed and abs(executed / work.matmul_flops - 1) > GAP_THRESHOLD:
+        facts.append(f"{executed / work.matmul_flops:.3f} times the needed FLOPs")
+    if traced.unknown_matmul_seconds:
+        facts.append(f"{duration(traced.unknown_matmul_seconds)} of unknown shape")
+    losses = sorted(((_lost_seconds(matmul, profile), matmul) for matmul in traced.products), key=lambda pair: -pair[0])
     return "; ".join(
         [
             *facts,
             *(
-                _product_text(product, lost_seconds, profile)
-                for lost_seconds, product in losses[:MAX_NAMED]
+                _matmul_text(matmul, lost_seconds, profile)
+                for lost_seconds, matmul in losses[:MAX_NAMED]
                 if lost_seconds > 0
             ),
         ]
     )
 
 
-def _lost_seconds(product: Product, profile: MachineProfile) -> float:
-    rate = sustained_rate(product, profile)
-    return product.seconds - product.flops / rate if rate else 0.0
+def _lost_seconds(matmul: Matmul, profile: MachineProfile) -> float:
+    rate = sustained_rate(matmul, profile)
+    return matmul.seconds - matmul.flops / rate if rate else 0.0
 
 
-def sustained_rate(product: Product, profile: MachineProfile) -> float | None:
+def sustained_rate(matmul: Matmul, profile: MachineProfile) -> float | None:
     """Measured FLOP/s of this shape with its sides in any order, or else the mean of its dtype over all shapes."""
-    times = [time for time in profile.products if time.format == product.format]
-    sides = sorted((product.m, product.k, product.n))
+    times = [time for time in profile.products if time.format == matmul.format]
+    sides = sorted((matmul.m, matmul.k, matmul.n))
     same_shape = [time for time in times if sorted((time.m, time.k, time.n)) == sides] or times
     if not same_shape:
         return None
     return sum(2.0 * time.m * time.k * time.n for time in same_shape) / sum(time.seconds for time in same_shape)
 
 
-def _product_text(product: Product, lost_seconds: float, profile: MachineProfile) -> str:
-    rate, reached = sustained_rate(product, profile) or 0.0, product.flops / product.seconds
+def _matmul_text(matmul: Matmul, lost_seconds: float, profile: MachineProfile) -> str:
+    rate, reached = sustained_rate(matmul, profile) or 0.0, matmul.flops / matmul.seconds
     return (
-        f"{product.m}×{product.k}×{product.n} {product.format}, {product.calls} calls, {reached / 1e12:.0f} of {rate / 1e12:.0f} TFLOP/s "
+        f"{matmul.m}×{matmul.k}×{matmul.n} {matmul.format}, {matmul.calls} calls, {reached / 1e12:.0f} of {rate / 1e12:.0f} TFLOP/s "
         f"sustained, loses {duration(lost_seconds)}"
     )
 

@@ -93,7 +93,7 @@ def assumptions() -> list[str]:
         f"7B Llama, 32 layers of 4,096; steps of {BATCH_TOKENS >> 20}M tokens of the mix `long`, samples up to {CONTEXT >> 20}M",
         "each batch has each length in the share that the paper states (two samples of 2M tokens): it tells of one step, and a batch of "
         "samples drawn one by one often has none",
-        f"{RANKS} {GPUS[0]} on nodes of 8; products, attention, links and ports at the rates of published stacks in the cost model",
+        f"{RANKS} {GPUS[0]} on nodes of 8; matmuls, attention, links and ports at the rates of published stacks in the cost model",
         f"{CAPACITY} tokens of a micro-batch on a rank, no recompute, no tensor or pipeline ranks; {CONTEXT_RANKS} static context ranks",
         "a ring crosses nodes from one rank to one rank, so one port carries it; keys and values pass once forward and once backward, "
         "their gradients once backward, all in bf16",

@@ -33,7 +33,7 @@ from meshwright.kernels.linear import Linear
 from meshwright.launch.machine import found_cluster
 from meshwright.models import moe
 from meshwright.models.decoder import Decoder
-from meshwright.models.moe import MixtureOfExperts
+from meshwright.models.moe import MoELayer
 from meshwright.parallel.world import World, join
 from meshwright.serve import engine_profile
 from meshwright.serve.engine import Engine
@@ -187,14 +187,14 @@ def decode(engine: Engine, batch: int, prompt: int, new_tokens: int = 192) -> di
 @contextmanager
 def chosen_experts(batch: int, counts: list[int]) -> Iterator[None]:
     """Append the number of distinct experts of each layer to `counts`, in each eager step of `batch` tokens in this context."""
-    pick, route = MixtureOfExperts._pick, moe.route
+    pick, route = MoELayer._pick, moe.route
 
     def count(chosen: Tensor) -> None:
         if chosen.numel() // chosen.shape[-1] == batch:
             counts.append(len(chosen.unique()))
 
-    def counted_pick(mixture: MixtureOfExperts, logits: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = pick(mixture, logits)
+    def counted_pick(moe: MoELayer, logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = pick(moe, logits)
         count(chosen)
         return weights, chosen
 
@@ -203,7 +203,7 @@ def chosen_experts(batch: int, counts: list[int]) -> Iterator[None]:
         count(choices.chosen)
         return choices
 
-    with patch.object(MixtureOfExperts, "_pick", counted_pick), patch.object(moe, "route", counted_route):
+    with patch.object(MoELayer, "_pick", counted_pick), patch.object(moe, "route", counted_route):
         yield
 
 
@@ -275,7 +275,7 @@ def _with_constant_channel(model: Decoder) -> float:
 
 
 def _routers(model: Decoder) -> Iterator[Linear]:
-    return (module.router for module in model.modules() if isinstance(module, MixtureOfExperts))
+    return (module.router for module in model.modules() if isinstance(module, MoELayer))
 
 
 ROUTINGS = {"even": route_evenly, "uneven": route_unevenly, "same": route_to_the_same}

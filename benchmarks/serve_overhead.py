@@ -7,7 +7,7 @@ The engine has random weights and its own process. There it first continues `--r
 arrive at random times at `--load` of the capacity that this gave. Then a server in this process gets the same requests from clients in a
 third process, as token ids over connections that are open, and answers them as streams. Last come the arrivals in the engine's process
 again, as a GPU is slower when it is warm. Times to first token count from the time at which a request is due; `hops_milliseconds` are
-medians of its parts, of which the engine's process accounts for "queue" and "steps".
+medians of its parts, of which the engine's process prediction checks for "queue" and "steps".
 Prints one JSON object. Needs starlette and uvicorn; without uvloop and httptools the server is slower, and the result says so.
 """
 

@@ -89,8 +89,8 @@ class Point:
     @property
     def kind(self) -> Class:
         """The class of the model."""
-        mixture: Class = "mixture" if self.model.experts else "dense"
-        return "latent" if self.model.kv_rank else mixture
+        moe: Class = "mixture" if self.model.experts else "dense"
+        return "latent" if self.model.kv_rank else moe
 
     @property
     def devices(self) -> int:
@@ -194,7 +194,7 @@ def _point(row: Row) -> Point:
 
 
 def _formats(row: Row, name: str, software: ServingSoftwareName) -> Quantisation:
-    """Published 4-bit folders of mixtures round experts alone, those of dense models all linear layers of the blocks."""
+    """Published 4-bit folders of MoE models round experts alone, those of dense models all linear layers of the blocks."""
     routed, precision = bool(_model(name).experts), row["precision"]
     weights: PricedFormat | None = None
     experts: PricedFormat | None = None

@@ -22,7 +22,7 @@ TORCHTITAN = "0.2.2"
 KERNELS = 6
 """Version of our kernels, stored with results; it increases when a kernel changes the step time. 1: before the loss gradient was a kernel,
 a single rank cast its weights once, and heads were padded. 2: clipping in a separate pass. 3: gradients packed by torch. 4: gradients of
-several micro-batches added by torch. 5: token copies of mixtures moved by torch."""
+several micro-batches added by torch. 5: token copies of MoE models moved by torch."""
 LOG_TAIL = 1500
 """Last characters of a failed run's log that are stored."""
 

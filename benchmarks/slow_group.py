@@ -5,8 +5,8 @@
 
 It emulates a group of older chips on a host of equal ones (the test of Holmes, arXiv 2312.03549), for benchmarks only. After a block's
 forward, and before its backward, a kernel spins on the compute stream until the block has taken --slower times its time on that rank in the
-run --like (first command), by CUDA events. A chip that spins is below its power limit, and its products run a tenth faster: without --like,
-a block takes --slower times this shorter time.
+run --like (first command), by CUDA events. A chip that spins is below its power limit, and its matmuls run a tenth
+faster: without --like, a block takes --slower times this shorter time.
 
 The spin is fitted during the first steps: --warm blocks run unchanged, then rounds of --round blocks adjust it. The ratio that it reached
 is written to RUN/slowed-rank-N.json with the times, and the run continues with the last round's spin. Where backward is split, the spin is

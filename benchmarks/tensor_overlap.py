@@ -1,14 +1,15 @@
-"""Compares tensor-parallel products with collectives around them and with copies by copy engines that overlap them.
+"""Compares tensor-parallel matmuls with collectives around them and with copies by copy engines that overlap them.
 
     python benchmarks/tensor_overlap.py [--gpus N] [--widths 2,4,8] [--tokens 8192] [--batch 1] [--rows 1024,2048,4096] [--out FILE]
 
-Prints a line for each product of Llama-3-8B and direction, in ms of the slowest rank, medians over rounds of several calls in a row:
+Prints a line for each matmul of Llama-3-8B and direction, in ms of the slowest rank, medians over rounds of several
+calls in a row:
 
-  plain      collectives before or after the product (`plan.tensor_transport: nccl`)
-  beside     copies by copy engines that overlap the product in pieces (`copy`), for each minimum number of rows per piece
-  products   the undivided matrix products alone, the lower bound
+  plain      collectives before or after the matmul (`plan.tensor_transport: nccl`)
+  beside     copies by copy engines that overlap the matmul in pieces (`copy`), for each minimum number of rows per
+  piece matmuls   the undivided matmuls alone, the lower bound
   exchange   the collectives alone
-  hidden     share of the exchange time by which `beside` is faster than `plain`; 100% equals `products`
+  hidden     share of the exchange time by which `beside` is faster than `plain`; 100% equals `matmuls`
 
 `--widths` are the numbers of tensor ranks for which the matrices are divided (default: the number of GPUs); on fewer GPUs the exchange is
 between these only. The results of both implementations are compared. NVLink multicast is off.
@@ -34,13 +35,14 @@ from torch import Tensor
 
 HIDDEN = 4096
 """Hidden size of Llama-3-8B."""
-PRODUCTS = {
+MATMULS = {
     "qkv": ("gathered", 6144),
     "out": ("scattered", 4096),
     "gate_up": ("gathered", 28672),
     "down": ("scattered", 14336),
 }
-"""Products of a layer: whether tokens are gathered before or summed after it, and its width other than the hidden size."""
+"""Matmuls of a layer: whether tokens are gathered before or summed after it, and its width other than the hidden size.
+"""
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 LIMIT_SECONDS = 400
@@ -51,7 +53,7 @@ CALLS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Times of a product in one direction; the fields are keys of the result file."""
+    """Times of a matmul in one direction; the fields are keys of the result file."""
 
     product: str
     width: int
@@ -70,7 +72,7 @@ class Line:
         )
         return (
             f"{self.product:8} /{self.width}  {self.direction:8}  plain {self.plain_ms:6.3f}  {overlapped_text}  "
-            f"products {self.products_ms:6.3f}  exchange {self.exchange_ms:6.3f}  error {self.error:.1e}"
+            f"matmuls {self.products_ms:6.3f}  exchange {self.exchange_ms:6.3f}  error {self.error:.1e}"
         )
 
 
@@ -127,9 +129,9 @@ def run_rank(options: argparse.Namespace) -> None:
     bench = Bench(options, device, ranks)
     lines = []
     for width in map(int, (options.widths or str(ranks)).split(",")):
-        for product in PRODUCTS:
+        for matmul in MATMULS:
             for direction in ("forward", "backward"):
-                line = bench.line(product, width, direction)
+                line = bench.line(matmul, width, direction)
                 lines.append(line)
                 if rank == 0:
                     print(line.text(), flush=True)
@@ -150,14 +152,14 @@ class Bench:
         self.batch, self.tokens, self.rounds = options.batch, options.tokens, options.rounds
         self.rows = list(map(int, options.rows.split(",")))
 
-    def line(self, product: str, width: int, direction: str) -> Line:
+    def line(self, matmul: str, width: int, direction: str) -> Line:
         from meshwright.parallel import async_tensor
         from meshwright.parallel.peers import close_peers, register
 
-        exchange_type, width_in = PRODUCTS[product]
+        exchange_type, width_in = MATMULS[matmul]
         operator = self.gather_calls if exchange_type == "gathered" else self.scatter_calls
-        call, products_only, exchange = operator(width_in // width)
-        call, products_only, exchange = (pair[direction == "backward"] for pair in (call, products_only, exchange))
+        call, matmuls_only, exchange = operator(width_in // width)
+        call, matmuls_only, exchange = (pair[direction == "backward"] for pair in (call, matmuls_only, exchange))
         close_peers(self.name)
         expected, plain_seconds = call(), self.seconds(call)
         register(self.name, self.peers)
@@ -174,19 +176,19 @@ class Bench:
             overlapped_ms[min_rows] = 1e3 * self.seconds(call)
         close_peers(self.name)
         return Line(
-            product=product,
+            product=matmul,
             width=width,
             direction=direction,
             plain_ms=1e3 * plain_seconds,
             beside_ms=overlapped_ms,
-            products_ms=1e3 * self.seconds(products_only),
+            products_ms=1e3 * self.seconds(matmuls_only),
             exchange_ms=1e3 * self.seconds(exchange),
             error=error,
         )
 
     def gather_calls(self, outputs: int) -> Any:
-        """(forward, backward) calls of the whole operator, of its products alone, and of its exchanges alone."""
-        from meshwright.parallel import products as ops
+        """(forward, backward) calls of the whole operator, of its matmuls alone, and of its exchanges alone."""
+        from meshwright.parallel import linear_exchanges as ops
 
         x, weight, grad = self.random_shard(HIDDEN), self.random_tensor(outputs, HIDDEN), self.random_tokens(outputs)
         all_tokens, name = self.random_tokens(HIDDEN), (self.name, self.ranks)
@@ -209,7 +211,7 @@ class Bench:
 
     def scatter_calls(self, width_in: int) -> Any:
         """The same for the operator that sums and scatters its result; the weight gradient belongs to its backward."""
-        from meshwright.parallel import products as ops
+        from meshwright.parallel import linear_exchanges as ops
 
         x, weight, grad = self.random_tokens(width_in), self.random_tensor(HIDDEN, width_in), self.random_shard(HIDDEN)
         all_tokens, name = self.random_tokens(HIDDEN), (self.name, self.ranks)

@@ -65,7 +65,7 @@ def tests() -> Iterator[Record]:
         test_families.test_logits_and_every_gradient_equal_transformers: "import",
         test_families.test_a_folder_read_and_written_again_is_the_same: "export",
         test_family_features.test_recomputation_changes_nothing: "recompute",
-        test_family_features.test_products_in_fp8_round_and_nothing_else: "fp8",
+        test_family_features.test_matmuls_in_fp8_round_and_nothing_else: "fp8",
         test_family_features.test_texts_with_drafts_are_those_without: "speculation",
         test_family_features.test_weights_in_8_bits_round_and_nothing_else: "8-bit weights",
         test_transformers.test_greedy_texts_equal_a_full_recomputation_and_transformers: "serve",

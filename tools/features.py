@@ -118,7 +118,7 @@ FEATURES: dict[str, Feature] = {
     "tensor": axis("tensor"),
     "context ring": axis("context_ring"),
     "Ulysses": axis("context_ulysses"),
-    "mixture of experts": Feature(
+    "MoE layer": Feature(
         lambda plan, spec: spec.experts > 0, lambda plan: replace(plan, experts=ExpertPlan(expert=1, expert_shard=1))
     ),
     "expert parallelism": Feature(
@@ -166,7 +166,7 @@ NOTHING = {
     ("uneven stages", "depth-first without pipeline"),
     ("uneven stages", "layered accumulation without pipeline"),
     ("uneven stages", "paired micro-batches"),
-    ("mixture of experts", "expert parallelism"),
+    ("MoE layer", "expert parallelism"),
     ("`linear: fp8_tensorwise`", "`gather: fp8`"),
     *combinations(("`recompute: selective`", "`recompute: all_but_attention`", "`recompute: full`"), 2),
 }
@@ -223,7 +223,7 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
         gather = "fp8" if given["linear"] == "fp8_tensorwise" else "compute"
         yield test_fp8.with_fp8(test_fp8.LAYOUTS[given["name"]], given["linear"], gather), test_equality.LLAMA
     for given in given_to(test_fp8.test_mixtures_gather_in_fp8):
-        yield test_fp8.with_fp8(given["case"].plan), test_fp8.MIXTURE
+        yield test_fp8.with_fp8(given["case"].plan), test_fp8.MOE
     for given in given_to(test_fp8.test_schedules_agree_also_where_the_backward_is_split):
         yield test_fp8.with_fp8(given["case"].plan), deep[False]
     for given in given_to(test_offload.test_fp8_comes_back_bit_for_bit):

@@ -110,9 +110,9 @@ class Part:
 def source(name: str) -> Any:
     """Returns the content of a raw file. Raises BadInput if there is none."""
     if name == "accuracy":
-        from accuracy import check, kept_runs
+        from accuracy import check, recorded_runs
 
-        checks = [check(kept) for kept in kept_runs()]
+        checks = [check(kept) for kept in recorded_runs()]
         return {"not fitted": [{"error": abs(one.error)} for one in checks if not one.fitted]}
     file = RESULTS / name
     if not file.is_file():

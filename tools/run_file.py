@@ -57,7 +57,7 @@ below). `extends: FILE` starts from another run file, which may extend a further
 
 **Model dimensions.** They come from a preset, from the weights (`model: {init: hf:DIR}` or
 `model: {init: checkpoint:DIR}`, where DIR is a run's folder or name), or from the run file. The run file must then
-give `family`, `layers`, `hidden` and `heads`, for mixtures of experts also `experts`, `experts_per_token` and
+give `family`, `layers`, `hidden` and `heads`, for MoE models also `experts`, `experts_per_token` and
 `expert_hidden`, for Qwen2-MoE and GLM-4.5 also `shared_expert_hidden`, and for DeepSeek `head_dim`, `kv_rank`,
 `rope_head_dim`, `value_head_dim` and `shared_expert_hidden`.
 Defaults are `kv_heads` = `heads`, `head_dim` = `hidden / heads`, and `ffn_hidden` = 4 × `hidden`

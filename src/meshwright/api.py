@@ -117,7 +117,8 @@ def train(
     try:
         code = run_job(run, runs_folder, listener=listen)
     except StopTraining:
-        stopped, code = True, EXIT_PREEMPTED
+        stopped = True
+        code = EXIT_PREEMPTED
     if code != EXIT_DONE and not stopped:
         text = next((failure.message for failure in failures if failure.exit_code == code), f"exit code {code}")
         raise ERROR_CLASS_BY_EXIT_CODE.get(code, MeshwrightError)(text)

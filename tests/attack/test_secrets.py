@@ -52,7 +52,7 @@ def in_files(folder: Path, besides: Sequence[Path] = ()) -> list[Path]:
     return [path for path in files if MARK.encode() in path.read_bytes()]
 
 
-def serve_words(place: str, tmp_path: Path) -> tuple[list[str], dict[str, str]]:
+def serve_arguments(place: str, tmp_path: Path) -> tuple[list[str], dict[str, str]]:
     """Options and environment by which a server gets its keys."""
     if place == "options":
         return ["--api-key", API, f"--admin-key={ADMIN}", "--transfer-key", TRANSFER], {}
@@ -67,7 +67,7 @@ def serve_words(place: str, tmp_path: Path) -> tuple[list[str], dict[str, str]]:
 @pytest.mark.parametrize("place", ["options", "environment", "file"])
 def test_servers(folder: Path, tmp_path: Path, place: str) -> None:
     """A server that computes prompts for others, a router in front of it, and a cache."""
-    words, environment = serve_words(place, tmp_path)
+    words, environment = serve_arguments(place, tmp_path)
     transfer, cache_port = free_port(), free_port()
     words += ["--admin-port", "0", "--transfer-address", f"127.0.0.1:{transfer}", "--host", "127.0.0.2"]
     words += ["--block-cache", f"127.0.0.1:{cache_port}", *map(str, OPTIONS)]

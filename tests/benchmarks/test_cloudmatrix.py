@@ -28,7 +28,7 @@ def test_operators_are_those_of_the_matrices(operators: Any) -> None:
     # Down to latents of 1,536 and 512 + 64, up to 128 heads of 192, and of 128 + 128 from the latent, and the output.
     attention = 7168 * 2112 + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
     assert operators.weights.attention == attention and operators.weights.expert == 3 * 7168 * 2048
-    assert operators.products(attention, 48) == pytest.approx(attention / (0.841 * 1.6e12))
+    assert operators.matmuls(attention, 48) == pytest.approx(attention / (0.841 * 1.6e12))
     # 96 tokens of 48 requests: 128 heads score 576 numbers and sum 512 of 4,096 positions.
     assert operators.decode_attention(48, 96, 4096) == pytest.approx(2 * 96 * 4096 * 128 * 1088 / (0.654 * 376e12))
     # Few tokens of each request: the latents of all positions are read in bf16.

@@ -247,7 +247,7 @@ def test_a_run_of_ours_and_its_device_side_by_side(
     session, run, _, rates, roofline_line = lines
     assert session["torchtitan"] is None and session["environment"]["torch"]
     assert len(run["rates"]) == 3 and len(run["losses"]) == 9 and "error" not in run and run["mfu_causal"] is None
-    assert {product["format"] for product in rates["profile"]["products"]} == {"fp32"}
+    assert {matmul["format"] for matmul in rates["profile"]["products"]} == {"fp32"}
     assert sum(line["took"] for line in roofline_line["lines"]) == pytest.approx(run["step_seconds"], rel=1e-3)
     dense.show("tiny", ["base"], lines, {"base": None})
 

@@ -53,7 +53,7 @@ class Bench:
 
 
 def two_steps() -> Bench:
-    """A first step, and one from 110 to 210 µs: products 40, gathers 20 (10 exposed), passes 20, update 10."""
+    """A first step, and one from 110 to 210 µs: matmuls 40, gathers 20 (10 exposed), passes 20, update 10."""
     bench = Bench()
     bench.kernel(GEMM, 90, 10)
     bench.kernel(ADAM, 100, 10)
@@ -93,14 +93,14 @@ def test_a_gap_is_the_hosts_when_the_next_kernel_was_launched_after_the_last_one
     assert breakdown(kernels_of(launched_early.events)).idle.host_seconds * 1e6 == pytest.approx(10)
 
 
-def test_products_are_counted_by_shape() -> None:
-    (product,) = breakdown(kernels_of(two_steps().events)).products
-    assert (product.m, product.k, product.n, product.format, product.calls) == (8, 4, 16, "bf16", 2)
-    assert product.seconds * 1e6 == pytest.approx(40)
-    assert product.flops == 2 * 2 * 8 * 4 * 16
+def test_matmuls_are_counted_by_shape() -> None:
+    (matmul,) = breakdown(kernels_of(two_steps().events)).products
+    assert (matmul.m, matmul.k, matmul.n, matmul.format, matmul.calls) == (8, 4, 16, "bf16", 2)
+    assert matmul.seconds * 1e6 == pytest.approx(40)
+    assert matmul.flops == 2 * 2 * 8 * 4 * 16
 
 
-def test_a_product_of_two_kernels_is_one_call() -> None:
+def test_a_matmul_of_two_kernels_is_one_call() -> None:
     bench = Bench()
     bench.kernel(ADAM, 0, 1)
     bench.kernel(GEMM, 10, 5)
@@ -111,9 +111,9 @@ def test_a_product_of_two_kernels_is_one_call() -> None:
     bench.kernel("cublasLt::splitKreduce_kernel", 35, 5, launched=25)
     bench.kernel(ADAM, 60, 1)
     step = breakdown(kernels_of(bench.events))
-    assert [(product.calls, product.format) for product in step.products] == [(1, "fp8")]
+    assert [(matmul.calls, matmul.format) for matmul in step.products] == [(1, "fp8")]
     assert step.products[0].flops == 2 * 8 * 4 * 16
-    assert step.unknown_product_seconds * 1e6 == pytest.approx(5)
+    assert step.unknown_matmul_seconds * 1e6 == pytest.approx(5)
 
 
 NAMES = {

@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
-from benchmarks.offload_largest import BASE, GPT, gpt_words, largest_words
+from benchmarks.offload_largest import BASE, GPT, gpt_arguments, largest_arguments
 from bounded import run_for
 
 from benchmarks import offload_largest, offload_peers
@@ -22,24 +22,37 @@ CLUSTER = ["cluster.gpu=H200", "cluster.host_memory_gib=128"]
 
 @pytest.mark.slow
 def test_models_that_are_tried_are_valid_runs_each_smaller_than_the_last() -> None:
-    tried = [load_run(None, [*words, *BASE[1:], *CLUSTER]).model for words in islice(largest_words(CLUSTER, "int8"), 3)]
+    tried = [
+        load_run(None, [*arguments, *BASE[1:], *CLUSTER]).model
+        for arguments in islice(largest_arguments(CLUSTER, "int8"), 3)
+    ]
     counts = [parameter_count(model) for model in tried]
     assert 25e9 < counts[-1] < counts[0] and all(later <= 0.98 * count for count, later in pairwise(counts))
-    (words,) = gpt_words()
-    model = load_run(None, [*words, *BASE[1:], *CLUSTER]).model
+    (arguments,) = gpt_arguments()
+    model = load_run(None, [*arguments, *BASE[1:], *CLUSTER]).model
     assert model.tied and model.hidden == GPT["hidden"] and parameter_count(model) == pytest.approx(20e9, rel=0.05)
 
 
 @pytest.mark.slow
 def test_a_trial_on_a_cpu_trains_the_given_model(tmp_path: Path) -> None:
-    out, words = (
+    out, arguments = (
         tmp_path / "largest.json",
         ["model=llama-nano", "train.seq_len=32", "cluster.gpu=cpu", "plan.compute=bf16"],
     )
-    command = [sys.executable, offload_largest.__file__, *words, "--only", "bf16", "--tries", "1", "--out", str(out)]
+    command = [
+        sys.executable,
+        offload_largest.__file__,
+        *arguments,
+        "--only",
+        "bf16",
+        "--tries",
+        "1",
+        "--out",
+        str(out),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
-    assert result["model"][0] == words[0] and not result["failed"] and len(result["losses"]) == 6
+    assert result["model"][0] == arguments[0] and not result["failed"] and len(result["losses"]) == 6
     assert result["step_seconds"] > 0 and result["offload_fraction"] == 1
 
 
@@ -55,13 +68,13 @@ class CPUOffloadOptimizer:  # with the signature of torchao 0.17's, which needs 
 @pytest.mark.slow
 def test_peers_on_a_cpu_begin_with_our_loss(tmp_path: Path) -> None:
     """torchao's optimizer is played by torch's; its weights are in bf16."""
-    words = ["model=llama-nano", "train.seq_len=32", "train.global_batch=2", "cluster.gpu=cpu", "--steps", "4"]
+    arguments = ["model=llama-nano", "train.seq_len=32", "train.global_batch=2", "cluster.gpu=cpu", "--steps", "4"]
     out, package = tmp_path / "peers.json", tmp_path / "torchao"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "optim.py").write_text(OPTIMIZER_OF_TORCHAO)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, offload_peers.__file__, *words, "--only", "ours,fsdp2,torchao", "--out", str(out)]
+    command = [sys.executable, offload_peers.__file__, *arguments, "--only", "ours,fsdp2,torchao", "--out", str(out)]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": path})
     ours, fsdp2, torchao = json.loads(out.read_text())["results"]
     for peer, error in ((fsdp2, 1e-3), (torchao, 1e-2)):

@@ -24,7 +24,7 @@ def test_an_answer_to_a_random_question_is_without_faults(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "end"),
+    ("arguments", "end"),
     [
         (("train.global_batch=7", "plan.replicate=8", "plan.shard=1"), "refused"),
         (("train.global_batch=8", "cluster.memory_gib=1"), "does not fit"),
@@ -32,9 +32,9 @@ def test_an_answer_to_a_random_question_is_without_faults(seed: int) -> None:
     ],
 )
 def test_a_question_without_an_answer_has_a_reason(
-    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], end: str
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], end: str
 ) -> None:
-    monkeypatch.setattr(asking, "question_of", lambda seed: asking.Asked((*SMALL, *words), {}))
+    monkeypatch.setattr(asking, "question_of", lambda seed: asking.Asked((*SMALL, *arguments), {}))
     outcome = asking.outcome_of(0)
     assert outcome["end"] == end and outcome["reason"] and not outcome["faults"]
 
@@ -80,13 +80,13 @@ def test_a_plan_that_a_pin_makes_faster_is_found(answer: PlanAnswer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "options", "step"),
+    ("arguments", "options", "step"),
     [
         # A chip without fp32 in the table, as the run's chip and as one to compare.
         (("model=llama3-1b", "cluster.gpu=Ascend910"), {}, "the plan"),
         (("model=llama3-1b", "cluster.gpu=A100"), {"chips": "Ascend910"}, "Ascend910"),
         # Steps whose linear layers multiply in fp8 while those of the plan do not.
-        (("model=hunyuan-a13b", "cluster.gpu=H20", "plan.shard=8"), {"features": True}, "products in fp8 blocks"),
+        (("model=hunyuan-a13b", "cluster.gpu=H20", "plan.shard=8"), {"features": True}, "matmuls in fp8 blocks"),
         (
             ("model=llama3-1b", "cluster.gpu=H20"),
             {"software": "megatron-bridge", "precision": "fp8-tensor"},
@@ -95,17 +95,23 @@ def test_a_plan_that_a_pin_makes_faster_is_found(answer: PlanAnswer) -> None:
     ],
 )
 def test_a_step_is_compared_with_the_peaks_of_its_own_chip_and_formats(
-    words: tuple[str, ...], options: dict[str, str | bool], step: str
+    arguments: tuple[str, ...], options: dict[str, str | bool], step: str
 ) -> None:
     sizes = ("cluster.nodes=2", "cluster.gpus_per_node=8", "train.seq_len=4096", "train.global_batch=256")
-    answer = asking.answered(asking.Asked((*words, *sizes), options))
+    answer = asking.answered(asking.Asked((*arguments, *sizes), options))
     assert step in dict(asking.uses(answer))
     assert not any(asking.use_checks(answer))
 
 
 def test_an_answer_with_idle_devices_counts_those_that_train() -> None:
-    words = ("model=llama3-1b", "cluster.gpu=H100", "cluster.nodes=1", "cluster.gpus_per_node=7", "train.seq_len=4096")
-    answer = asking.answered(asking.Asked((*words, "train.global_batch=8"), {"tokens": "1e9"}))
+    arguments = (
+        "model=llama3-1b",
+        "cluster.gpu=H100",
+        "cluster.nodes=1",
+        "cluster.gpus_per_node=7",
+        "train.seq_len=4096",
+    )
+    answer = asking.answered(asking.Asked((*arguments, "train.global_batch=8"), {"tokens": "1e9"}))
     assert answer.idle is not None and not any(asking.plan_checks(answer))
 
 

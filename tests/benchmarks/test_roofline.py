@@ -15,7 +15,7 @@ from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Precision
-from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, Operation, ProductTime
+from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, MatmulTime, Operation
 from meshwright.workload.device_work import Work, step_work
 from tests.benchmarks.test_kernel_times import two_steps
 
@@ -27,12 +27,12 @@ MEMORY, FLOPS, UPDATE = 4e12, 6e14, 1e11
 
 
 def profile_for(work: Work) -> MachineProfile:
-    """A device with one rate for all products, one for attention and one for memory."""
-    products = []
+    """A device with one rate for all matmuls, one for attention and one for memory."""
+    matmuls = []
     for linear in work.linears:
         for m, k, n in {(linear.m, linear.k, linear.n), (linear.m, linear.n, linear.k), (linear.n, linear.m, linear.k)}:
             seconds = 2 * m * k * n / FLOPS
-            products.append(ProductTime(format=linear.format, m=m, k=k, n=n, seconds=seconds, burst_seconds=seconds))
+            matmuls.append(MatmulTime(format=linear.format, m=m, k=k, n=n, seconds=seconds, burst_seconds=seconds))
     (attention,) = work.attention
     attention = AttentionTime(
         format="bf16",
@@ -57,7 +57,7 @@ def profile_for(work: Work) -> MachineProfile:
         nodes=1,
         cores=8,
         memory_bytes=1 << 37,
-        products=tuple(products),
+        products=tuple(matmuls),
         attention=(attention,),
         collectives=tuple(rings),
         copy_bytes_per_s=MEMORY,
@@ -69,18 +69,18 @@ def profile_for(work: Work) -> MachineProfile:
 def test_needed_seconds_are_the_work_over_the_rates() -> None:
     work = step_work(MODEL, TRAIN, PLAN)
     seconds = seconds_needed(work, profile_for(work))
-    assert seconds["gemm"] == pytest.approx(work.product_flops / FLOPS)
+    assert seconds["gemm"] == pytest.approx(work.matmul_flops / FLOPS)
     assert seconds["attention"] == pytest.approx(2 * 2 * 3e-6)
     assert seconds["elementwise"] == pytest.approx(work.elementwise_bytes / MEMORY)
     assert seconds["optimizer"] == pytest.approx(work.parameters / UPDATE + 4 * work.parameters / MEMORY)
     assert seconds["quantise"] == 0
 
 
-def test_the_same_in_fp8_takes_each_product_at_its_own_rate() -> None:
+def test_the_same_in_fp8_takes_each_matmul_at_its_own_rate() -> None:
     plan = replace(PLAN, precision=Precision(linear="fp8_tensorwise"))
     work = step_work(MODEL, TRAIN, plan)
     seconds = seconds_needed(work, profile_for(work))
-    assert seconds["gemm"] == pytest.approx(work.product_flops / FLOPS)
+    assert seconds["gemm"] == pytest.approx(work.matmul_flops / FLOPS)
     assert seconds["quantise"] > 0
 
 

@@ -174,7 +174,7 @@ def test_no_size_is_a_wrong_figure(column: str, value: str) -> None:
         assert 0 < prediction.seconds < float("inf")
 
 
-MIXTURE = {**RECORD, "model": "Mine", "experts": "8", "top_k": "2", "expert_ffn": "4096", "ep": "8"}
+MOE = {**RECORD, "model": "Mine", "experts": "8", "top_k": "2", "expert_ffn": "4096", "ep": "8"}
 
 
 def test_a_row_states_its_software_and_a_stated_one_wins() -> None:
@@ -186,15 +186,15 @@ def test_a_row_states_its_software_and_a_stated_one_wins() -> None:
     assert prediction.reason is not None and "nearest: torchtitan" in prediction.reason
 
 
-def test_a_row_states_a_mixture_and_its_exchange() -> None:
-    plain = read_record(MIXTURE).case
-    stated = read_record({**MIXTURE, "one_copy": "yes", "overlap": "yes", "balance": "forced", "gated": "no"}).case
+def test_a_row_states_a_moe_and_its_exchange() -> None:
+    plain = read_record(MOE).case
+    stated = read_record({**MOE, "one_copy": "yes", "overlap": "yes", "balance": "forced", "gated": "no"}).case
     assert plain is not None and stated is not None
     assert (plain.shape.experts, plain.shape.top_k, plain.shape.expert_ffn) == (8, 2, 4096)
     assert (plain.layout.imbalance, plain.layout.one_copy, plain.layout.exchange_overlaps) == (1.2, 0, 0)
     assert (stated.layout.imbalance, stated.layout.one_copy, stated.layout.exchange_overlaps) == (1, 1, 1)
     assert stated.shape.gated == 0 and plain.shape.gated == 1
-    slow, fast = predict_records([MIXTURE, {**MIXTURE, "one_copy": "yes", "overlap": "yes", "balance": "forced"}])
+    slow, fast = predict_records([MOE, {**MOE, "one_copy": "yes", "overlap": "yes", "balance": "forced"}])
     assert slow.seconds and fast.seconds and fast.seconds < slow.seconds
 
 

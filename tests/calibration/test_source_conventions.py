@@ -59,9 +59,9 @@ def test_cells_that_a_source_prints_stay(runs: list[dict[str, str]]) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"model": "Llama-3-8B", "layers": "32", "hidden": "4096"}, ("ep is 8", "Llama-3-8B", "no mixture")),
-        ({"model": "Mine-MoE"}, ("ep is 8", "Mine-MoE", "no mixture")),
-        ({"layers": "48", "hidden": "4096"}, ("ep is 8", "no mixture")),
+        ({"model": "Llama-3-8B", "layers": "32", "hidden": "4096"}, ("ep is 8", "Llama-3-8B", "no MoE model")),
+        ({"model": "Mine-MoE"}, ("ep is 8", "Mine-MoE", "no MoE model")),
+        ({"layers": "48", "hidden": "4096"}, ("ep is 8", "no MoE model")),
         ({"gpus": "256", "dp": "256", "ep": "256"}, ("ep is 256", "128 experts")),
         ({"ep": "32"}, ("ep is 32", "16 ranks")),
     ],

@@ -191,7 +191,7 @@ def test_on_a_gpu_the_losses_of_repeated_steps_are_compared_and_no_undisturbed_r
 def test_a_run_is_shortened_but_its_own_checkpoint_keys_are_kept(tmp_path: Path) -> None:
     run = tiny_run(make_tiny(tmp_path / "tiny"), "checkpoint.keep=1")
     template = Suite(run, ["tiny.yaml", "checkpoint.keep=1"], tmp_path, 60)._template
-    assert template.words == ("tiny.yaml", "checkpoint.keep=1", "train.steps=60", "checkpoint.every=10")
+    assert template.arguments == ("tiny.yaml", "checkpoint.keep=1", "train.steps=60", "checkpoint.every=10")
     assert not template.gpu and template.every == 10
 
 

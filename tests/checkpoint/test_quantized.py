@@ -20,7 +20,7 @@ from meshwright.checkpoint.models.hf import export_hf, import_hf
 from meshwright.checkpoint.models.quantized import Stored, StoredWeight, find_weight
 from meshwright.checkpoint.models.single_device import load_model
 from meshwright.families.quantization import read_quantization
-from meshwright.kernels.block_products import Fp8Blocks, block_values
+from meshwright.kernels.block_matmuls import Fp8Blocks, block_values
 from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
 from meshwright.spec.model import ModelSpec, parameters

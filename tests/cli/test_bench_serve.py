@@ -115,8 +115,8 @@ def test_a_test_that_ends_early_reports_the_rates_before(
     monkeypatch.setattr(bench_serve, "CHECK_SECONDS", 0.01)
     (tmp_path / "serve.yaml").write_text(QUESTION.format(folder=folder))
     (tmp_path / "d.yaml").write_text(f"instances: {PAIR}\n")
-    words = ["--plan", tmp_path / "d.yaml", "--rates", "100,200,400", "--out", report := tmp_path / "report.html"]
-    answer = meshwright("bench-serve", tmp_path / "serve.yaml", *words, *["--json"] * as_json)
+    arguments = ["--plan", tmp_path / "d.yaml", "--rates", "100,200,400", "--out", report := tmp_path / "report.html"]
+    answer = meshwright("bench-serve", tmp_path / "serve.yaml", *arguments, *["--json"] * as_json)
     line = f"without a result: 200/s, 400/s ({why})"
     assert answer.code == code and f"report of 1 of 3 rates: {report}; {line}" in answer.err
     assert answer.err.count(f"meshwright: {why}") == 1
@@ -135,8 +135,8 @@ def test_without_a_tested_rate_there_is_no_report(
     monkeypatch.setattr(Dying, "ended", True)
     (tmp_path / "serve.yaml").write_text(QUESTION.format(folder=folder))
     (tmp_path / "d.yaml").write_text(f"instances: {PAIR}\n")
-    words = ["--plan", tmp_path / "d.yaml", "--rates", "100", "--out", tmp_path / "report.html", "--json"]
-    answer = meshwright("bench-serve", tmp_path / "serve.yaml", *words)
+    arguments = ["--plan", tmp_path / "d.yaml", "--rates", "100", "--out", tmp_path / "report.html", "--json"]
+    answer = meshwright("bench-serve", tmp_path / "serve.yaml", *arguments)
     assert answer.code == EXIT_COMMUNICATION and set(answer.json) == {"ok", "error", "errors"}
     assert not (tmp_path / "report.html").exists()
 
@@ -185,8 +185,8 @@ def test_a_deployment_serves_its_workload_and_the_report_shows_it(folder: Path, 
     (tmp_path / "serve.yaml").write_text(QUESTION.format(folder=folder))
     (tmp_path / "d.yaml").write_text(f"instances: {instances}\n")
     report = tmp_path / "report.html"
-    words = ["--plan", tmp_path / "d.yaml", "--rates", "200,100", "--seconds", "0.1", "--out", report, "--json"]
-    answer = meshwright("bench-serve", tmp_path / "serve.yaml", *words, env={"OMP_NUM_THREADS": "1"})
+    arguments = ["--plan", tmp_path / "d.yaml", "--rates", "200,100", "--seconds", "0.1", "--out", report, "--json"]
+    answer = meshwright("bench-serve", tmp_path / "serve.yaml", *arguments, env={"OMP_NUM_THREADS": "1"})
     assert answer.code == 0, answer.err
     rates = answer.json["rates"]
     assert [result["rate"] for result in rates] == [100, 200]

@@ -50,8 +50,8 @@ COMMANDS = dict(commands())
 WITH_JSON = {
     name for name, command in COMMANDS.items() if any("--json" in getattr(p, "opts", ()) for p in command.params)
 }
-Words = Callable[[Path, Path, Path], list[object]]
-JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
+Arguments = Callable[[Path, Path, Path], list[object]]
+JSON_COMMANDS: dict[str, tuple[Arguments, set[str]]] = {
     "plan": (
         lambda tiny, run, tmp: [tiny],
         {"name", "plan", "predicted", "alternatives", "search_seconds", "sources", "checkpoint"},
@@ -147,7 +147,10 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
             "largest_clock_error_ns",
         },
     ),
-    "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "goodput", "stragglers", "missing"}),
+    "report": (
+        lambda tiny, run, tmp: [run],
+        {"prediction_check", "report", "steps", "goodput", "stragglers", "missing"},
+    ),
 }
 """Words that make each command with --json succeed, and the keys of its answer."""
 JSON_COMMANDS_ELSEWHERE = {

@@ -36,7 +36,7 @@ POSITIONS = [
     ("observe.wandb", 8, 18, "the package wandb is not installed"),
     ("lerning_rate", 9, 1, "'lerning_rate'"),
 ]
-MIXTURE = ["model.experts=4", "model.experts_per_token=2", "model.expert_hidden=64"]
+MOE = ["model.experts=4", "model.experts_per_token=2", "model.expert_hidden=64"]
 NUMBERS = [path for path in all_keys(RunSpec) if not section_of(annotation_at(RunSpec, path))]
 COUNTS = [".".join(map(str, path)) for path in NUMBERS if accepts(annotation_at(RunSpec, path), int)]
 RATES = [".".join(map(str, path)) for path in NUMBERS if accepts(annotation_at(RunSpec, path), float)]
@@ -110,7 +110,7 @@ def test_variables_of_a_launcher_that_are_wrong_end_train(nano: Path) -> None:
 @pytest.mark.parametrize("key", [*COUNTS, *RATES])
 def test_no_number_is_an_internal_error(nano: Path, key: str) -> None:
     values = (0, -1, 10**6, 10**12, 10**30) if key in COUNTS else (0, -1, ".inf", ".nan", "1e308", "-1e308")
-    overrides = MIXTURE if "expert" in key else []
+    overrides = MOE if "expert" in key else []
     for value in values:
         for mistake in read_run(nano, [*overrides, f"{key}={value}"]).mistakes:
             assert mistake.expected
@@ -174,7 +174,7 @@ def test_overrides_may_have_dashes(nano: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "hint"),
+    ("arguments", "hint"),
     [
         (["train", "--num_train_epochs", "3"], "write train.epochs=VALUE"),
         (["train", "--lr=1e-3"], "write train.learning_rate=VALUE"),
@@ -189,11 +189,11 @@ def test_overrides_may_have_dashes(nano: Path, tmp_path: Path) -> None:
     ],
 )
 def test_options_of_other_programs_get_a_hint(
-    words: list[str], hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").touch()
-    answer = meshwright(*words, env={"COLUMNS": "200"})
+    answer = meshwright(*arguments, env={"COLUMNS": "200"})
     assert answer.code == 2 and re.search(hint, answer.err), answer.err
 
 

@@ -203,10 +203,10 @@ def test_loads_of_experts_fit_and_show_the_busiest(tmp_path: Path, width: int, h
     shown = replace(snapshot(tmp_path, 64, 70, slow=1), expert_loads=reader.expert_loads)
     lines = picture(shown, width, height, no_color=True)
     assert len(lines) < height and all(len(line) <= width for line in lines)
-    mixtures = [line for line in lines if line.startswith("mixture ")]
-    (busiest,) = [line for line in mixtures if "@" in line]
+    moe_layers = [line for line in lines if line.startswith("mixture ")]
+    (busiest,) = [line for line in moe_layers if "@" in line]
     first, _, last = busiest.split()[1].partition("-")
     assert int(first) <= 7 <= int(last or first) and busiest.count("@") == 1
     cells = busiest.split()[2]
     assert abs(cells.index("@") / len(cells) - 100 / 128) <= 1 / len(cells)
-    assert any("expert 100 of mixture 7: 9.89 ×" in line for line in lines)
+    assert any("expert 100 of MoE layer 7: 9.89 ×" in line for line in lines)

@@ -360,7 +360,7 @@ def test_chips_software_formats_and_features(tmp_path: Path) -> None:
         "the same job on other chips",
         "as other software would run it",
         "torchtitan: constants of",
-        "this release has no products in fp8-block",
+        "this release has no matmuls in fp8-block",
         "the model has no experts",
     ):
         assert words in text
@@ -502,7 +502,7 @@ def test_a_chip_of_which_only_the_memory_is_known_gets_memory_answers(tmp_path: 
     assert " a step" not in output and "tokens/s" not in output and not re.search(r"\d m?s longer", output)
     result = meshwright("plan", *arguments, "--json", "--explain").json
     assert result["predicted"]["memory_peak_bytes"] > 0 and result["predicted"]["step_seconds"] is None
-    assert result["sources"]["matrix products"].startswith("guess") and result["changes"] == []
+    assert result["sources"]["matmuls"].startswith("guess") and result["changes"] == []
     small = [
         "cluster.gpus_per_node=1",
         "cluster.gpu=X9000",
@@ -522,7 +522,7 @@ def test_a_chip_without_bf16_is_planned_in_fp32_and_in_fp16_only_planned() -> No
     assert "no bf16" not in pinned.err and pinned.json["plan"]["compute"] == "fp16"
     assert pinned.json["predicted"]["step_seconds"] < usual.json["predicted"]["step_seconds"] / 3
     assert "computation in fp16" in pinned.json["plan"]["why"][-2] + pinned.json["plan"]["why"][-1]
-    assert "no run on volta devices" in pinned.json["sources"]["matrix products"]
+    assert "no run on volta devices" in pinned.json["sources"]["matmuls"]
 
 
 @pytest.mark.parametrize("options", [["--gpus", "2..4"], ["--objective", "cost"]])

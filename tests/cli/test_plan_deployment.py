@@ -87,8 +87,8 @@ def test_loose_limits_colocate_and_the_text_says_why(
 
 
 def test_devices_that_no_instance_uses_are_named(question: Path) -> None:
-    words = ["model=llama3-70b", "cluster.gpus_per_node=3", "serve.limits={ttft_seconds: 5, tpot_seconds: 0.5}"]
-    assert "on all 3, 1 of them idle" in " ".join(meshwright("plan", question, *words).out.split())
+    arguments = ["model=llama3-70b", "cluster.gpus_per_node=3", "serve.limits={ttft_seconds: 5, tpot_seconds: 0.5}"]
+    assert "on all 3, 1 of them idle" in " ".join(meshwright("plan", question, *arguments).out.split())
 
 
 def test_limits_below_one_step_name_what_a_request_needs(question: Path) -> None:
@@ -144,17 +144,17 @@ def test_a_reward_model_is_planned_without_a_vocabulary_and_without_new_tokens(
 ) -> None:
     """One device an instance, and the rate of prompts alone: neither new tokens nor a tight limit of them cost anything."""
     monkeypatch.setenv("COLUMNS", "160")
-    words = ["model={preset: llama3-8b, head: score}", "serve.workload.output_tokens=400"]
-    answer = meshwright("plan", question, *words)
+    arguments = ["model={preset: llama3-8b, head: score}", "serve.workload.output_tokens=400"]
+    answer = meshwright("plan", question, *arguments)
     assert answer.code == 0, answer.err
     assert "llama3-8b, 7.50B parameters" in answer.out and "2 × TP1" in answer.out
     assert "90% of requests within 0.5 s to their score\n" in answer.out
     assert "new tokens of requests and shared prefixes do not count" in answer.err
     assert "one device an instance, as a reward model is served" in answer.out and "caches" not in answer.out
-    rates = [meshwright("plan", question, *more, "--json").json for more in (words, [words[0]])]
+    rates = [meshwright("plan", question, *more, "--json").json for more in (arguments, [arguments[0]])]
     assert rates[0]["goodput_per_gpu"] == rates[1]["goodput_per_gpu"] and rates[0]["binding"] == "ttft"
     assert [(i["role"], i["count"], i["tensor"]) for i in rates[0]["instances"]] == [("both", 2, 1)]
     # The FLOPs of 2,000 tokens in 7.5 billion weights at the peak of the device bound it.
     assert 0.5 < rates[0]["goodput_per_gpu"] * 2000 * 2 * 6.98e9 / 989e12 < 1
-    refused = meshwright("plan", question, *words, "serve.quantisation=fp8")
+    refused = meshwright("plan", question, *arguments, "serve.quantisation=fp8")
     assert refused.code == 2 and "serve.quantisation: expected none with a reward model" in refused.err

@@ -32,10 +32,10 @@ HEAD = {"name", "plan", "predicted", "search_seconds"}
 
 
 def _answer(
-    words: str, gpus: str | None, objective: str, critical_batch: float | None, **options: object
+    arguments: str, gpus: str | None, objective: str, critical_batch: float | None, **options: object
 ) -> PlanAnswer:
     question = PlanQuestion.of(None, gpus, objective, critical_batch, 1e9, 2.0, **options)  # type: ignore[arg-type]
-    return answer_question(load_run(None, words.split()), question)
+    return answer_question(load_run(None, arguments.split()), question)
 
 
 @pytest.fixture(
@@ -76,7 +76,7 @@ def _said(block: Block) -> list[str]:
             ]
 
 
-def _words(text: str) -> str:
+def _arguments(text: str) -> str:
     return " ".join(text.replace("\u00a0", " ").split())
 
 
@@ -85,16 +85,16 @@ def test_text_and_page_say_all_that_the_answer_has(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     show(answer)
-    text = _words(capsys.readouterr().out)
-    drawn = _words(html.unescape(re.sub(r"<[^>]*>", " ", page(answer))))
+    text = _arguments(capsys.readouterr().out)
+    drawn = _arguments(html.unescape(re.sub(r"<[^>]*>", " ", page(answer))))
     for section in sections_of(answer):
         said = [text for block in section.blocks for text in _said(block)]
-        for words in [*said, *section.note.splitlines(), *([section.title] if any(said) or section.note else [])]:
-            assert _words(words) in text, section.key
-            assert _words(words).lower() in drawn.lower(), section.key
+        for arguments in [*said, *section.note.splitlines(), *([section.title] if any(said) or section.note else [])]:
+            assert _arguments(arguments) in text, section.key
+            assert _arguments(arguments).lower() in drawn.lower(), section.key
     for remark in remarks_of(answer):
-        for words in (remark.text, remark.mark, *remark.more):
-            assert _words(words) in text and _words(words) in drawn
+        for arguments in (remark.text, remark.mark, *remark.more):
+            assert _arguments(arguments) in text and _arguments(arguments) in drawn
 
 
 def test_json_has_a_value_for_each_section_and_nothing_that_people_are_not_told(answer: PlanAnswer) -> None:

@@ -32,9 +32,7 @@ def test_a_measured_machine_prices_plans(capfd: pytest.CaptureFixture[str]) -> N
         "profile", "cluster.gpus_per_node=1", "--seconds", "0.2", "--out", "here.json", env={"CUDA_VISIBLE_DEVICES": ""}
     )
     assert answer.code == 0, answer.err
-    assert (
-        "products fp32" in answer.out and "matrix products" in answer.out and "cluster.profile=here.json" in answer.err
-    )
+    assert "matmuls fp32" in answer.out and "matmuls" in answer.out and "cluster.profile=here.json" in answer.err
     assert "interference" in capfd.readouterr().err, "the ranks say how far they are"
     result = load_profile("here.json")
     assert result.gpu == "cpu" and {"meshwright", "torch", "python"} <= set(result.versions)
@@ -84,8 +82,8 @@ def test_the_engine_is_measured_with_the_model_of_a_folder() -> None:
         f"model: {{init: hf:{folder}}}\ncluster: {{gpu: cpu, gpus_per_node: 2}}\n"
         "serve:\n  workload: {rate: 1, input_tokens: 8, output_tokens: 8}\n  limits: {ttft_seconds: 1, tpot_seconds: 1}\n"
     )
-    for path, words in ((None, [f"model.init=hf:{folder}"]), (Path("serve.yaml"), [])):
-        model, _, _ = _question(path, words)
+    for path, command in ((None, [f"model.init=hf:{folder}"]), (Path("serve.yaml"), [])):
+        model, _, _ = _question(path, command)
         assert (model.layers, model.heads) == (2, 4)
 
 
@@ -93,7 +91,7 @@ def test_the_engine_is_measured_with_the_model_of_a_folder() -> None:
 def test_the_engines_steps_join_a_machines_other_figures() -> None:
     Path("here.json").write_text(to_json(made_profile()))
     machine = load_profile("here.json")
-    words = [
+    command = [
         "profile",
         "--serve",
         "model=llama-nano",
@@ -104,14 +102,14 @@ def test_the_engines_steps_join_a_machines_other_figures() -> None:
         "here.json",
     ]
     for arguments in (["--json"], []):
-        answer = meshwright(*words, *arguments, env={"CUDA_VISIBLE_DEVICES": ""})
+        answer = meshwright(*command, *arguments, env={"CUDA_VISIBLE_DEVICES": ""})
         assert answer.code == 0, answer.err
     assert "modelled ms" in answer.out and " GFLOP/s" in answer.out
     result = load_profile("here.json")
     assert result.products and replace(result, engine=()) == replace(machine, engine=())
     (engine,) = result.engine
     assert (engine.model.layers, engine.model.max_seq_len, engine.overlap) == (4, 128, False)
-    assert meshwright(*words, "--json").json["engine"]["model"]["layers"] == 4
+    assert meshwright(*command, "--json").json["engine"]["model"]["layers"] == 4
 
 
 def finished_run(folder: Path, seconds: float) -> None:

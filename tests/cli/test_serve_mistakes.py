@@ -204,18 +204,18 @@ def test_load_tests(folder: Path, model: str, instances: str, expected: str) -> 
 
 def test_mistakes_of_a_load_test_that_do_not_depend_on_each_other(folder: Path) -> None:
     """In both files: first those of single keys, and with the model's weights, then those between keys."""
-    words = ["bench-serve", "serve.yaml", "--plan", "d.yaml", "--model", folder, "--rates", "1"]
+    arguments = ["bench-serve", "serve.yaml", "--plan", "d.yaml", "--model", folder, "--rates", "1"]
     Path("serve.yaml").write_text(QUESTION.replace("rate:", "rates:"))
     Path("d.yaml").write_text("instances:\n- {tensr: 2}\n")
-    assert positions(meshwright(*words)) == ["serve.yaml:4:14 serve.workload.rates", "d.yaml:2:4 instances.0.tensr"]
+    assert positions(meshwright(*arguments)) == ["serve.yaml:4:14 serve.workload.rates", "d.yaml:2:4 instances.0.tensr"]
     model = f"model:\n  init: hf:{folder}\n  layers: 3\n  hidden: 128\n"
     Path("serve.yaml").write_text(
         QUESTION.replace("model: llama3-8b\n", model).replace("H200", "cpu").replace("1200", "12")
     )
     Path("d.yaml").write_text("instances:\n- {tensor: 3}\n- {role: prefill}\n- {expert: 2}\n")
-    assert positions(meshwright(*words)) == ["serve.yaml:3:11 model.layers", "serve.yaml:4:11 model.hidden"]
+    assert positions(meshwright(*arguments)) == ["serve.yaml:3:11 model.layers", "serve.yaml:4:11 model.hidden"]
     Path("serve.yaml").write_text(Path("serve.yaml").read_text().replace("  layers: 3\n  hidden: 128\n", ""))
-    assert positions(meshwright(*words)) == [
+    assert positions(meshwright(*arguments)) == [
         "d.yaml:2:1 instances",
         "d.yaml:2:12 instances.0.tensor",
         "d.yaml:4:12 instances.2.expert",
@@ -224,9 +224,11 @@ def test_mistakes_of_a_load_test_that_do_not_depend_on_each_other(folder: Path) 
 
 def test_files_of_another_command(folder: Path) -> None:
     Path("serve.yaml").write_text(QUESTION)
-    for words in (["--plan", "serve.yaml"], ["--config", "serve.yaml"]):
-        answer = meshwright("serve", folder, *words)
-        check(answer, "serve.yaml:4:3: serve: expected " + ("a deployment" if "--plan" in words else "settings of a"))
+    for arguments in (["--plan", "serve.yaml"], ["--config", "serve.yaml"]):
+        answer = meshwright("serve", folder, *arguments)
+        check(
+            answer, "serve.yaml:4:3: serve: expected " + ("a deployment" if "--plan" in arguments else "settings of a")
+        )
     Path("d.yaml").write_text("instances:\n- {role: both}\n")
     for command in ("plan", "train"):
         check(meshwright(command, "d.yaml"), "d.yaml:1:1: instances: no key of a run file; `serve --plan`")
@@ -251,8 +253,8 @@ def test_a_load_test_of_another_model(folder: Path) -> None:
 
 def test_a_deployment_that_is_rendered() -> None:
     Path("d.yaml").write_text("instances:\n- {tensor: 2, expert: 2}\n")
-    words = ["--model", "/m", "--image", "i", "--claim", "c"]
-    answer = meshwright("launch", "--to", "serving", "d.yaml", *words)
+    arguments = ["--model", "/m", "--image", "i", "--claim", "c"]
+    answer = meshwright("launch", "--to", "serving", "d.yaml", *arguments)
     check(answer, "d.yaml:2:23: instances.0.expert: expected 1 beside tensor 2")
 
 

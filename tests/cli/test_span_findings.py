@@ -111,8 +111,8 @@ def test_the_timeline_has_a_row_for_each_stage_and_one_time_scale(run: Path) -> 
 def test_measured_and_predicted_step_share_their_scale(run: Path, tmp_path: Path) -> None:
     """A CPU's rates are guessed: the predicted order is drawn as long as the measured step."""
     tiny = make_tiny(tmp_path / "tiny")
-    words = ("plan.pipeline=2", "plan.shard=2", "plan.schedule=1f1b", "plan.micro_batch=1", "train.global_batch=8")
-    folder = Path(prepared(tiny, tmp_path, *ranks(4), *words).assignment.folder)
+    arguments = ("plan.pipeline=2", "plan.shard=2", "plan.schedule=1f1b", "plan.micro_batch=1", "train.global_batch=8")
+    folder = Path(prepared(tiny, tmp_path, *ranks(4), *arguments).assignment.folder)
     (folder / "spans").symlink_to(run / "spans")
     figure = span_findings(folder).timeline
     assert figure.count("<svg") == 2 and figure.index("measured: step") < figure.index("predicted order")

@@ -24,7 +24,7 @@ os._exit(10 * (first > 2 and sys.stdin.read() == "") + code)
 """
 
 
-def run(code: str, *words: str, closed: str = "", **env: str) -> subprocess.CompletedProcess[bytes]:
+def run(code: str, *arguments: str, closed: str = "", **env: str) -> subprocess.CompletedProcess[bytes]:
     """Run Python code in a process that a shell starts with the file numbers `closed` closed."""
     command = [
         "bash",
@@ -36,7 +36,7 @@ def run(code: str, *words: str, closed: str = "", **env: str) -> subprocess.Comp
         code,
     ]
     return subprocess.run(
-        [*command, *words], stdin=subprocess.DEVNULL, capture_output=True, env={**os.environ, **env}, check=False
+        [*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, env={**os.environ, **env}, check=False
     )
 
 
@@ -64,10 +64,10 @@ def test_messages_do_not_go_to_standard_output_when_standard_error_is_closed() -
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("arguments", "code"),
     [("plan model=llama3-1b cluster.gpu=H100", 0), ("plan model=nosuch", 2), ("schema", 0)],
 )
-def test_output_that_nobody_reads_changes_no_exit_code(words: str, code: int) -> None:
+def test_output_that_nobody_reads_changes_no_exit_code(arguments: str, code: int) -> None:
     command = '"$@" 2>&1 | true; exit ${PIPESTATUS[0]}'
-    answer = subprocess.run(["bash", "-c", command, "", sys.executable, "-c", ENTRY, *words.split()], check=False)
+    answer = subprocess.run(["bash", "-c", command, "", sys.executable, "-c", ENTRY, *arguments.split()], check=False)
     assert answer.returncode == code

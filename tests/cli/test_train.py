@@ -19,7 +19,7 @@ from meshwright.launch.folder import folder_lock
 from meshwright.launch.prepare import PreparedRun, on_used_devices, plan_yaml, prepare_run
 from meshwright.observe.closing import closing_lines, command_to_continue
 from meshwright.observe.metrics import read_metrics
-from meshwright.observe.prediction_account import read_account
+from meshwright.observe.prediction_check import read_check
 from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Predicted
 from meshwright.spec.run import Assignment
@@ -158,23 +158,23 @@ def test_a_run_on_a_cpu_without_a_profile_says_once_that_its_step_time_was_not_p
     assert "faster" not in texts and "outside of the predicted band" not in answer.out
     run = tmp_path / "tiny"
     plan = load_plan(run / "plan.yaml")
-    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "account"]
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "prediction_check"]
     assert [line["step"] for line in lines] == [17]
     assert plan.predicted is not None and plan.predicted.step_seconds is None and plan.predicted.breakdown is None
     assert lines[0]["memory_bytes"]["predicted"] == plan.predicted.memory_peak_bytes
-    account = read_account(lines[-1])
-    assert json.loads((run / "summary.json").read_text())["account"] == to_plain(account)
+    prediction_check = read_check(lines[-1])
+    assert json.loads((run / "summary.json").read_text())["prediction_check"] == to_plain(prediction_check)
     steps = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
-    assert account.step_seconds.measured == pytest.approx(median(line["step_seconds"] for line in steps[5:]))
+    assert prediction_check.step_seconds.measured == pytest.approx(median(line["step_seconds"] for line in steps[5:]))
     page = (run / "report.html").read_text()
     assert "Predicted and measured" in page and "CPU times are not predicted without a profile" in page
-    assert meshwright("report", run, "--json").json["account"] == to_plain(account)
+    assert meshwright("report", run, "--json").json["prediction_check"] == to_plain(prediction_check)
 
 
 def test_a_run_of_a_few_steps_has_no_account(finished: Path) -> None:
-    assert not [line for line in read_metrics(finished / "metrics.jsonl") if line["kind"] == "account"]
-    assert "account" not in json.loads((finished / "summary.json").read_text())
-    assert meshwright("report", finished, "--json").json["account"] is None
+    assert not [line for line in read_metrics(finished / "metrics.jsonl") if line["kind"] == "prediction_check"]
+    assert "prediction_check" not in json.loads((finished / "summary.json").read_text())
+    assert meshwright("report", finished, "--json").json["prediction_check"] is None
 
 
 def test_predictions_stored_in_a_plan_file_are_not_used(finished: Path, tiny: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.config.test_key_rules import MIXTURE, mistakes
+from tests.config.test_key_rules import MOE, mistakes
 
 from meshwright.config.load import load_plan, load_run, plan_yaml
 from meshwright.spec.errors import BadConfig
@@ -19,7 +19,7 @@ cluster: {gpus_per_node: 4}
 """
 HYBRID = "plan.hybrid=4"
 PIPELINES = ["plan.hybrid=2", "plan.pipeline=2"]
-EXPERTS = [*MIXTURE, "model.family=mixtral"]
+EXPERTS = [*MOE, "model.family=mixtral"]
 DIFFERENT = "as ranks of plan.hybrid run different numbers of micro-batches (or plan.schedule = breadth_first)"
 
 

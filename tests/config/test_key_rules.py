@@ -10,7 +10,7 @@ from meshwright.config.load import load_run, read_run
 from meshwright.spec.errors import BadConfig, Mistake
 
 BASE = "model: {preset: llama-nano}\ntrain: {steps: 10, global_batch: 8}\ncluster: {gpus_per_node: 4}\n"
-MIXTURE = ["model.experts=8", "model.experts_per_token=2", "model.expert_hidden=64"]
+MOE = ["model.experts=8", "model.experts_per_token=2", "model.expert_hidden=64"]
 
 
 def mistakes(tmp_path: Path, *overrides: str, text: str = BASE) -> list[Mistake]:
@@ -82,32 +82,32 @@ KINDS = ["model.blocks={local: {sliding_window: 64}, global: {sliding_window: 0}
             None,
         ),
         (
-            [*MIXTURE, "model.family=mixtral", "plan.expert_exchange=peer"],
+            [*MOE, "model.family=mixtral", "plan.expert_exchange=peer"],
             "plan.expert_exchange",
             "all_to_all, unless plan.expert",
             "all_to_all",
         ),
         (
-            [*MIXTURE, "model.family=mixtral", "plan.expert=2", "plan.expert_exchange=peer_fp8", "cluster.gpu=cpu"],
+            [*MOE, "model.family=mixtral", "plan.expert=2", "plan.expert_exchange=peer_fp8", "cluster.gpu=cpu"],
             "plan.expert_exchange",
             "all_to_all, as the kernels run on GPUs",
             "all_to_all",
         ),
         (
-            [*MIXTURE, "model.family=mixtral", "plan.expert=2", "plan.expert_receive_bound=1.5"],
+            [*MOE, "model.family=mixtral", "plan.expert=2", "plan.expert_receive_bound=1.5"],
             "plan.expert_receive_bound",
             "no key without plan.expert_exchange: peer",
             None,
         ),
         (
-            [*MIXTURE, "model.family=mixtral", "plan.expert_placement=balanced"],
+            [*MOE, "model.family=mixtral", "plan.expert_placement=balanced"],
             "plan.expert_placement",
             "even, as every rank has all experts",
             "even",
         ),
         (
             [
-                *MIXTURE,
+                *MOE,
                 "model.family=mixtral",
                 "plan.expert=2",
                 "plan.expert_placement=balanced",
@@ -118,7 +118,7 @@ KINDS = ["model.blocks={local: {sliding_window: 64}, global: {sliding_window: 0}
             "even",
         ),
         (
-            [*MIXTURE, "model.family=mixtral", "plan.expert=2", "plan.expert_placement_every=10"],
+            [*MOE, "model.family=mixtral", "plan.expert=2", "plan.expert_placement_every=10"],
             "plan.expert_placement_every",
             "no key without plan.expert_placement: balanced",
             None,
@@ -158,7 +158,7 @@ KINDS = ["model.blocks={local: {sliding_window: 64}, global: {sliding_window: 0}
             "bf16",
         ),
         (["cluster.gpu=T4", "plan.compute=fp64"], "plan.compute", "fp16 or fp32 on T4", "fp32"),
-        (["cluster.gpu=A100", "plan.linear=fp8_rowwise"], "plan.linear", "A100 has no fp8 products", "compute"),
+        (["cluster.gpu=A100", "plan.linear=fp8_rowwise"], "plan.linear", "A100 has no fp8 matmuls", "compute"),
         (
             ["plan={linear: fp8_rowwise, gather: fp8}"],
             "plan.gather",
@@ -198,7 +198,7 @@ KINDS = ["model.blocks={local: {sliding_window: 64}, global: {sliding_window: 0}
         (["plan={offload: both, layers: [{range: all}]}"], "plan.offload", "inside plan.layers only", None),
         (["plan.expert=2"], "plan.expert", "no key, as the model is dense", None),
         (["model.expert_hidden=64"], "model.expert_hidden", "0, as model.experts is 0", "0"),
-        ([*MIXTURE, "model.experts_per_token=9"], "model.experts_per_token", "1 to model.experts = 8", "8"),
+        ([*MOE, "model.experts_per_token=9"], "model.experts_per_token", "1 to model.experts = 8", "8"),
         # Rules of blocks, which run files had no check for.
         (["model.rope_width=7"], "model.rope_width", "an even number", "8"),
         (["model.query_growth=0.5"], "model.query_growth", "0 without yarn", "0"),
@@ -220,10 +220,10 @@ KINDS = ["model.blocks={local: {sliding_window: 64}, global: {sliding_window: 0}
             "positive numbers",
             None,
         ),
-        ([*MIXTURE, "model.expert_hidden=0"], "model.expert_hidden", "the width inside one expert", "640"),
-        ([*MIXTURE, "model.first_dense_layers=4"], "model.first_dense_layers", "fewer than model.layers = 4", "3"),
-        ([*MIXTURE, "plan.expert=3"], "plan.expert", "a divisor of model.experts = 8", "2"),
-        ([*MIXTURE, "plan={expert: 4, shard: 2}"], "plan.expert", "a divisor of plan.shard × context ranks = 2", "2"),
+        ([*MOE, "model.expert_hidden=0"], "model.expert_hidden", "the width inside one expert", "640"),
+        ([*MOE, "model.first_dense_layers=4"], "model.first_dense_layers", "fewer than model.layers = 4", "3"),
+        ([*MOE, "plan.expert=3"], "plan.expert", "a divisor of model.experts = 8", "2"),
+        ([*MOE, "plan={expert: 4, shard: 2}"], "plan.expert", "a divisor of plan.shard × context ranks = 2", "2"),
         (["model.experts=8", "model.expert_hidden=64"], "model.experts_per_token", "1 to model.experts = 8", "1"),
         (
             [*KINDS, "model.pattern=[3*locl, global, local]"],
@@ -366,9 +366,9 @@ def test_rules_are_checked_beside_unknown_keys_and_not_on_unusable_values(tmp_pa
     assert [m.key for m in mistakes(tmp_path, text=text)] == ["train.steps", "train.lr", "cluster.gpus_per_node"]
 
 
-def test_a_mixture_and_its_fold_pass(tmp_path: Path) -> None:
-    assert mistakes(tmp_path, *MIXTURE, "plan={expert: 4, shard: 4}") == []
-    assert mistakes(tmp_path, *MIXTURE, "plan.offload=optimizer") == []
+def test_a_moe_and_its_fold_pass(tmp_path: Path) -> None:
+    assert mistakes(tmp_path, *MOE, "plan={expert: 4, shard: 4}") == []
+    assert mistakes(tmp_path, *MOE, "plan.offload=optimizer") == []
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ EXPECTED_MISTAKES = [
     ("model.seq_len", "seq_len", "its path is train.seq_len", "train.seq_len"),
     ("model.init", "scrach", "checkpoint:DIR", "scratch"),
     ("model.norm_eps", "0", "number (> 0)", None),
-    ("model.moe_experts", "moe_experts", "mixture of experts", None),
+    ("model.moe_experts", "moe_experts", "MoE model", None),
     ("data.mix", "{}", "at least one", "stdlib"),
     ("data.document_mask", "yes", "true | false, or none", "true"),
     ("data.damaged", "skp", "refuse | skip", "skip"),
@@ -148,7 +148,7 @@ def test_a_model_without_dimensions_says_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_everything_that_a_model_lacks_is_in_one_mistake() -> None:
-    """Also without a file, where nothing comes from the quick start's model, and of a mixture's experts."""
+    """Also without a file, where nothing comes from the quick start's model, and of an MoE layer's experts."""
     for overrides, got in (
         (["model.family=gpt2", "model.hidden=64"], "no layers, heads"),
         (["model.layers=2"], "no family, hidden, heads"),
@@ -260,7 +260,7 @@ def test_a_huge_value_is_refused(tmp_path: Path, override: str, expected: str) -
         ("{tensor: 2, pipeline: 2}", "plan.pipeline", "2 × 2 = 4 ranks, the cluster has 2", None),
     ],
 )
-def test_pins_whose_product_exceeds_the_cluster(
+def test_pins_whose_matmul_exceeds_the_cluster(
     tmp_path: Path, plan: str, key: str, got: str, nearest: str | None
 ) -> None:
     train = "train: {steps: 10, global_batch: 4}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.config.test_key_rules import MIXTURE, mistakes
+from tests.config.test_key_rules import MOE, mistakes
 
-PINS = [*MIXTURE, "plan.schedule=paired", "plan.expert=2", "plan.shard=2"]
+PINS = [*MOE, "plan.schedule=paired", "plan.expert=2", "plan.shard=2"]
 
 
 @pytest.mark.parametrize(

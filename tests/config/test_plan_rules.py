@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.config.test_key_rules import MIXTURE, mistakes
+from tests.config.test_key_rules import MOE, mistakes
 
 from meshwright.config.load import load_plan, load_run
 from meshwright.config.yaml_positions import dump_yaml
@@ -31,7 +31,7 @@ def dense(keys: str, *overrides: str, form: str = "both") -> tuple[str, str, lis
 
 
 def experts(keys: str, *overrides: str, form: str = "both") -> tuple[str, str, list[str], str]:
-    return RUN, keys, [*MIXTURE, *overrides], form
+    return RUN, keys, [*MOE, *overrides], form
 
 
 def samples(keys: str, *overrides: str, form: str = "both") -> tuple[str, str, list[str], str]:
@@ -43,7 +43,7 @@ CASES = (
     dense("schedule: paired"),
     experts("schedule: paired, expert: 1, tensor: 1"),
     experts("schedule: paired, shard: 2, expert: 2, expert_policy: fixed, expert_slots: 4"),
-    samples("schedule: paired, shard: 2, expert: 2", *MIXTURE),
+    samples("schedule: paired, shard: 2, expert: 2", *MOE),
     experts("schedule: paired, pipeline: 2, expert: 1"),
     experts("schedule: paired, shard: 2, expert: 2, expert_exchange: peer", H100),
     experts("schedule: paired, shard: 2, expert: 2, recompute: full"),
@@ -59,7 +59,7 @@ CASES = (
     dense("expert: 2, shard: 2"),
     experts("expert: 3, shard: 3"),
     experts("expert: 4, shard: 2"),
-    samples("expert: 8, hybrid: 4", *MIXTURE),
+    samples("expert: 8, hybrid: 4", *MOE),
     experts("expert: 1, expert_policy: fixed"),
     experts("expert: 2, shard: 2, expert_policy: fixed, expert_slots: 7"),
     experts("expert: 1, expert_slots: 2"),

@@ -8,8 +8,8 @@ import pytest
 from meshwright.costs.bands import COVERED, MIN_RUNS, RunClass, band_of, conformal_band, fitted_bands, known
 from meshwright.costs.constants import table
 
-CLASS = RunClass(several_hosts=True, mixture=False, measured_generation=True, software="measured")
-OTHER_CLASS = RunClass(several_hosts=False, mixture=True, measured_generation=False, software="unknown")
+CLASS = RunClass(several_hosts=True, moe=False, measured_generation=True, software="measured")
+OTHER_CLASS = RunClass(several_hosts=False, moe=True, measured_generation=False, software="unknown")
 
 
 def test_coverage_of_a_band_is_80_percent() -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from meshwright.calibration.record_predictions import predict_records
 from meshwright.costs.collective_costs import MAX_LINE_SHARE, port_rate, rank_group
-from meshwright.costs.compute import product_rate
+from meshwright.costs.compute import matmul_rate
 from meshwright.costs.constants import (
     FILE,
     OWN,
@@ -43,7 +43,7 @@ def test_own_measured_constants_replace_the_published_fit() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, chip in CHIPS.items() if not is_measured(chip.generation)])
-def test_product_rate_of_an_unmeasured_chip_is_scaled_from_the_measured_chip(name: str) -> None:
+def test_matmul_rate_of_an_unmeasured_chip_is_scaled_from_the_measured_chip(name: str) -> None:
     predicted, measured = unmeasured_chip_constants(CHIPS[name]), constants("hopper", OWN)
     h200_best, chip_best = CHIPS["H200"].best_bf16_flops, CHIPS[name].best_bf16_flops
     assert h200_best
@@ -55,7 +55,7 @@ def test_product_rate_of_an_unmeasured_chip_is_scaled_from_the_measured_chip(nam
     assert 0.3 < predicted["gemm"] <= highest_published
 
 
-def test_best_quartile_of_published_hopper_runs_is_near_own_products() -> None:
+def test_best_quartile_of_published_hopper_runs_is_near_own_matmuls() -> None:
     """Other generations use the best quartile; on Hopper it can be compared with own measurements."""
     assert table()["best_quartile"]["hopper"] == pytest.approx(constants("hopper", OWN).gemm, rel=0.12)
 
@@ -76,7 +76,8 @@ def test_own_constants_do_not_change_predictions_of_published_runs() -> None:
 
 @pytest.mark.parametrize("name", CHIPS)
 def test_no_chip_exceeds_its_peak_or_its_line_rates(name: str) -> None:
-    """Limits for every stack and format: 0.88 of the peak for a large product, 0.95 of the line rate for links and ports."""
+    """Limits for every stack and format: 0.88 of the peak for a large matmul, 0.95 of the line rate for links and
+    ports."""
     chip, size = CHIPS[name], 65536.0
     for stack in (*table()["stacks"], OWN):
         for number_format in set(chip.peak_flops) & {"bf16", "fp16", "fp8", "mxfp8", "nvfp4"}:
@@ -84,7 +85,7 @@ def test_no_chip_exceeds_its_peak_or_its_line_rates(name: str) -> None:
             if stack == OWN and not is_measured(chip.generation):
                 k = replace(k, **unmeasured_chip_constants(chip))
             machine = machine_of(ClusterSpec(gpu=name, nodes=2, gpus_per_node=chip.per_node), number_format)
-            flops = 2 * size**3 / float(product_rate(machine, k).seconds(size, size, size))
+            flops = 2 * size**3 / float(matmul_rate(machine, k).seconds(size, size, size))
             assert flops <= chip.sustained * chip.peak_flops[number_format] * (1 + 1e-9)
             node_group, network_group = (
                 rank_group(machine, k, float(chip.per_node), 1.0),

@@ -14,9 +14,9 @@ from meshwright.spec.network import NetworkSpec, NodeGroup
 
 
 def test_a_chip_name_sets_all_rates_of_the_machine() -> None:
-    """`low` is the number of the product format: 1 is fp8 with one scale per tensor."""
+    """`low` is the number of the matmul format: 1 is fp8 with one scale per tensor."""
     machine = machine_of(ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8), "fp8")
-    assert (machine.peak, machine.half_peak, machine.product_format) == (1979e12, 989e12, 1.0)
+    assert (machine.peak, machine.half_peak, machine.matmul_format) == (1979e12, 989e12, 1.0)
     assert (machine.link, machine.nic, machine.domain) == (450e9, 50e9, 8)
     assert machine_of(ClusterSpec(gpu="GB200", nodes=16, gpus_per_node=4)).domain == 64
     assert machine_of(ClusterSpec(gpu="H100", nodes=2, gpus_per_node=4)).domain == 4
@@ -50,9 +50,9 @@ def test_every_chip_has_a_machine() -> None:
 def test_graphics_cards_do_not_use_constants_fitted_on_data_center_devices() -> None:
     """Graphics cards have other memory, links and power limits, so shares fitted on data center devices do not apply.
 
-    Their product rate is the datasheet's peak times a guessed share of it that products reach.
+    Their product rate is the datasheet's peak times a guessed share of it that matmuls reach.
     """
     for name in ("RTX3090", "A10", "RTX4090", "L40S", "RTX5090", "T4", "V100"):
         assert constants(CHIPS[name].generation, "default") == constants("default", "default"), name
-        assert sources(ClusterSpec(gpu=name, gpus_per_node=2))["matrix products"].startswith("datasheet, share a guess")
+        assert sources(ClusterSpec(gpu=name, gpus_per_node=2))["matmuls"].startswith("datasheet, share a guess")
     assert CHIPS["RTX4090"].link < CHIPS["A100"].link / 10

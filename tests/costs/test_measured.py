@@ -17,7 +17,7 @@ from meshwright.costs.sources import sources
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.profile import Correction, MachineProfile, ProductTime
+from meshwright.spec.profile import Correction, MachineProfile, MatmulTime
 from tests.profile.made import NODES, TRUE, made_profile, number
 
 FITTED = constants("hopper", "torchtitan")
@@ -42,11 +42,11 @@ def test_fit_recovers_the_constants_that_generated_the_profile() -> None:
 
 def test_noise_appears_as_residual_and_changes_the_fit_little() -> None:
     profile = made_profile()
-    product_times = [
-        replace(product_time, seconds=product_time.seconds * (1.04 if i % 2 else 0.96))
-        for i, product_time in enumerate(profile.products[::2])
+    matmul_times = [
+        replace(matmul_time, seconds=matmul_time.seconds * (1.04 if i % 2 else 0.96))
+        for i, matmul_time in enumerate(profile.products[::2])
     ]
-    fit = fits(FITTED, replace(profile, products=tuple(product_times)))["matrix products"]
+    fit = fits(FITTED, replace(profile, products=tuple(matmul_times)))["matmuls"]
     assert fit.residual == pytest.approx(0.04, rel=0.3)
     assert fit.values["gemm"] == pytest.approx(TRUE["gemm"], rel=0.06)
 
@@ -105,16 +105,16 @@ def test_corrections_scale_device_time_and_nothing_else() -> None:
     k, _, source_by_name = with_profile(FITTED, machine_of(NODES), profile)
     assert number(k.slow) == 1.2 and source_by_name["slow"] == "corrected by 3 runs"
     assert number(k.gemm) == pytest.approx(TRUE["gemm"], rel=1e-4)
-    without_products = replace(profile, products=())
-    assert number(with_profile(FITTED, machine_of(NODES), without_products)[0].slow) == pytest.approx(
+    without_matmuls = replace(profile, products=())
+    assert number(with_profile(FITTED, machine_of(NODES), without_matmuls)[0].slow) == pytest.approx(
         1.2 * number(FITTED.slow)
     )
 
 
 def processor_cluster(folder: Path) -> ClusterSpec:
     """Two ranks of 2 cores that reach 100 GFLOP/s each."""
-    product_times = tuple(
-        ProductTime(format="fp32", m=m, k=m, n=m, seconds=2 * m**3 / 100e9, burst_seconds=2 * m**3 / 90e9)
+    matmul_times = tuple(
+        MatmulTime(format="fp32", m=m, k=m, n=m, seconds=2 * m**3 / 100e9, burst_seconds=2 * m**3 / 90e9)
         for m in (256, 512)
     )
     profile = MachineProfile(
@@ -125,7 +125,7 @@ def processor_cluster(folder: Path) -> ClusterSpec:
         nodes=1,
         cores=4,
         memory_bytes=32 << 30,
-        products=product_times,
+        products=matmul_times,
         pass_bytes_per_s=8e9,
     )
     return ClusterSpec(gpu="cpu", gpus_per_node=2, profile=write_profile(profile, folder))
@@ -157,12 +157,10 @@ def test_sources_distinguish_measured_fitted_and_guessed_numbers(tmp_path: Path)
     guessed = sources(ClusterSpec(gpu="cpu", gpus_per_node=2), "fp32")
     assert all(text.startswith("guess") for group, text in guessed.items() if group != "software")
     processor_sources = sources(processor_cluster(tmp_path), "fp32")
-    assert processor_sources["matrix products"].startswith("measured") and processor_sources[
-        "matrix products"
-    ].endswith("2026-01-02")
+    assert processor_sources["matmuls"].startswith("measured") and processor_sources["matmuls"].endswith("2026-01-02")
     assert processor_sources["links inside a node"].startswith("guess") and "network" not in processor_sources
     datasheet_sources = sources(NODES)
-    assert datasheet_sources["matrix products"].startswith("datasheet, share fitted on")
+    assert datasheet_sources["matmuls"].startswith("datasheet, share fitted on")
     assert datasheet_sources["network"].startswith("12.5 GB/s as cluster.network states")
     measured_sources = sources(replace(NODES, network=NetworkSpec(), profile=write_profile(made_profile(), tmp_path)))
     assert all(text.startswith("measured") for group, text in measured_sources.items() if group != "software")

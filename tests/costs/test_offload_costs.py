@@ -67,11 +67,11 @@ def test_a_slow_host_link_exposes_copy_time_minus_compute_time() -> None:
 
 
 def test_offloaded_bytes_equal_a_sum_by_hand_and_the_memory_account() -> None:
-    """2 bytes per element and token of Llama-3-8B, equal to the memory account in every recompute mode.
+    """2 bytes per element and token of Llama-3-8B, equal to the memory model in every recompute mode.
 
     Elements per token: inputs and outputs of two norms (4 × 4096); queries, rotated queries and the output of attention (3 × 4096);
-    keys and values together (2048); rotated keys (1024); two results of the feed-forward's first product and their gated product
-    (3 × 14336).
+    keys and values together (2048); rotated keys (1024); two results of the feed-forward's first matmul and their gated
+    product (3 × 14336).
     """
     assert float(offloaded_bytes(MODEL, OFFLOADED)) == 2 * 8192 * (4 * 4096 + 3 * 4096 + 2048 + 1024 + 3 * 14336)
     spec = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])

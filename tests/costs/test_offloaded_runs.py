@@ -46,7 +46,7 @@ def test_the_link_copies_both_ways_at_the_rate_of_updates_after_the_backward() -
 
 def test_steps_are_predicted_within_five_percent_and_memory_within_four() -> None:
     runs = [run for name in FILES for run in accuracy._planned_runs(BENCHMARKS / "results" / name)]
-    checks = {check.kept_run.name: check for check in map(accuracy.check, runs)}
+    checks = {check.recorded_run.name: check for check in map(accuracy.check, runs)}
     assert len(checks) == 14
     errors = {name: check.error for name, check in checks.items()}
     assert max(map(abs, errors.values())) < 0.05, errors

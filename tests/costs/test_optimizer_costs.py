@@ -65,5 +65,5 @@ def test_the_simulated_step_has_the_optimizer_s_time() -> None:
         seconds[name] = simulate_plan(run.model, run.train, plan, run.cluster).step_seconds
     work = optimizer_work(run.model, MuonSpec())
     iterations = work.flops * run.model.layers / 8 / CHIPS["H100"].peak_flops["bf16"]
-    # Other terms are the gradient's and momentum's traffic and the exchanges; products run below their peak.
+    # Other terms are the gradient's and momentum's traffic and the exchanges; matmuls run below their peak.
     assert 1 < (seconds["muon"] - seconds["adamw"]) / iterations < 3

@@ -40,7 +40,7 @@ QUICK = {"one-gpu-update-H200 1b-bf16", "levers-recompute-H200 planned-gpu-0"}
 On the first GPU torchtitan was 2% to 3% faster than the day before, too; the second was 3.2% faster than the other GPU of its host.
 """
 SLOW = {
-    f"gradient-sums{part}-2xH200 {kept_run}-m8" for part in ("", "-before") for kept_run in ("fsdp", "pp2-1f1b")
+    f"gradient-sums{part}-2xH200 {recorded_run}-m8" for part in ("", "-before") for recorded_run in ("fsdp", "pp2-1f1b")
 } | {"gradient-sums-before-2xH200 fsdp-whole-m8"}
 """Excluded: predicted 3.7% to 5.7% too fast, on two GPUs that were 3% slower than earlier ones.
 
@@ -52,38 +52,40 @@ NOT_COMPILED = {"levers-one-gpu-H200 no-compile"}
 
 
 @pytest.fixture(scope="module")
-def kept_runs() -> list[Any]:
-    return accuracy.kept_runs()
+def recorded_runs() -> list[Any]:
+    return accuracy.recorded_runs()
 
 
 @pytest.fixture(scope="module")
-def checks(kept_runs: list[Any]) -> list[Any]:
+def checks(recorded_runs: list[Any]) -> list[Any]:
     return [
-        accuracy.check(kept_run)
-        for kept_run in kept_runs
-        if kept_run.label not in AT_THE_LIMIT | BY_THE_HOST | DOCUMENTS | NOT_COMPILED | QUICK | SLOW
-        and is_like_fitted(kept_run)
+        accuracy.check(recorded_run)
+        for recorded_run in recorded_runs
+        if recorded_run.label not in AT_THE_LIMIT | BY_THE_HOST | DOCUMENTS | NOT_COMPILED | QUICK | SLOW
+        and is_like_fitted(recorded_run)
     ]
 
 
-def is_like_fitted(kept_run: Any) -> bool:
+def is_like_fitted(recorded_run: Any) -> bool:
     """Whether the plan is similar to runs of the fit, so that its 80% band is the narrow band of own runs."""
-    return band_and_source(kept_run.run.cluster, kept_run.plan)[0][1] == table()["own_band"]
+    return band_and_source(recorded_run.run.cluster, recorded_run.plan)[0][1] == table()["own_band"]
 
 
 def test_runs_with_current_kernels_are_predicted_within_4_5_percent(checks: list[Any]) -> None:
     """Runs since the second generation of kernels, which the constants describe."""
     today = {
-        check.kept_run.label: check.error
+        check.recorded_run.label: check.error
         for check in checks
-        if check.kept_run.kernels > 1 and check.kept_run.label not in OVER_TCP
+        if check.recorded_run.kernels > 1 and check.recorded_run.label not in OVER_TCP
     }
     assert len(today) >= 24 and max(abs(error) for error in today.values()) < 0.045
 
 
-def test_mixtures_are_predicted_within_seven_percent(kept_runs: list[Any]) -> None:
-    mixtures = [kept_run for kept_run in kept_runs if kept_run.run.model.experts] + accuracy.single_mixture_runs()
-    errors = {check.kept_run.label: check.error for check in map(accuracy.check, mixtures)}
+def test_mixtures_are_predicted_within_seven_percent(recorded_runs: list[Any]) -> None:
+    moe_layers = [
+        recorded_run for recorded_run in recorded_runs if recorded_run.run.model.experts
+    ] + accuracy.single_moe_runs()
+    errors = {check.recorded_run.label: check.error for check in map(accuracy.check, moe_layers)}
     assert len(errors) >= 27
     assert {label for label, error in errors.items() if abs(error) > 0.07} == set(accuracy.NOT_MODELLED)
 
@@ -91,21 +93,23 @@ def test_mixtures_are_predicted_within_seven_percent(kept_runs: list[Any]) -> No
 def test_the_simulator_is_right_within_five_percent(checks: list[Any]) -> None:
     assert len(checks) >= 43
     assert not {
-        check.kept_run.label: check.error for check in checks if outside(check, check.timeline.step_seconds) > STEP
+        check.recorded_run.label: check.error for check in checks if outside(check, check.timeline.step_seconds) > STEP
     }
     assert statistics.median(abs(check.error) for check in checks) < 0.02
 
 
 def outside(check: Any, predicted: float) -> float:
     """Relative distance of the prediction from the measured step, or from the range of steps if these vary (`UNSTEADY`)."""
-    steps = check.kept_run.steps
+    steps = check.recorded_run.steps
     if max(steps) > (1 + UNSTEADY) * min(steps):
         return max(predicted / max(steps) - 1, 1 - predicted / min(steps))
-    return abs(predicted / check.kept_run.seconds - 1)
+    return abs(predicted / check.recorded_run.seconds - 1)
 
 
 def test_the_closed_form_is_right_within_ten_percent(checks: list[Any]) -> None:
-    assert not {check.kept_run.label: check.closed_error for check in checks if outside(check, check.closed) > CLOSED}
+    assert not {
+        check.recorded_run.label: check.closed_error for check in checks if outside(check, check.closed) > CLOSED
+    }
     assert statistics.median(abs(check.closed_error) for check in checks) < 0.03
 
 
@@ -114,15 +118,15 @@ def test_predicted_order_of_runs_with_equal_work_is_the_measured_order(checks: l
     for check in checks:
         for other in checks:
             same = (
-                check.kept_run.file == other.kept_run.file
-                and check.kept_run.run.train.global_batch == other.kept_run.run.train.global_batch
+                check.recorded_run.file == other.recorded_run.file
+                and check.recorded_run.run.train.global_batch == other.recorded_run.run.train.global_batch
             )
             if (
                 same
-                and check.kept_run.run.model == other.kept_run.run.model
-                and check.kept_run.seconds > 1.06 * other.kept_run.seconds
+                and check.recorded_run.run.model == other.recorded_run.run.model
+                and check.recorded_run.seconds > 1.06 * other.recorded_run.seconds
             ):
                 assert check.timeline.step_seconds > other.timeline.step_seconds, (
-                    check.kept_run.label,
-                    other.kept_run.label,
+                    check.recorded_run.label,
+                    other.recorded_run.label,
                 )

@@ -82,8 +82,8 @@ def test_recompute_and_small_micro_batches_cost_time() -> None:
     assert modes[0] < seconds(small)
 
 
-def test_full_recompute_repeats_all_but_the_last_product() -> None:
-    """A backward is two thirds of the products' work, so one more forward adds a third."""
+def test_full_recompute_repeats_all_but_the_last_matmul() -> None:
+    """A backward is two thirds of the matmuls' work, so one more forward adds a third."""
     without, full = (seconds(plan_of({"shard": 8}, micro=4, recompute=mode)) for mode in ("none", "full"))
     assert 1.15 < full / without < 1.33
 
@@ -227,7 +227,7 @@ def test_a_measured_step_of_gemma() -> None:
 
 
 def test_a_vocabulary_that_is_no_multiple_of_eight_costs_its_logits() -> None:
-    """The loss pads its products to an aligned size (kernels.loss)."""
+    """The loss pads its matmuls to an aligned size (kernels.loss)."""
     plan = plan_of({"shard": 8})
     ragged, even = (seconds(plan, model=replace(LLAMA, vocab_size=size)) for size in (128257, 128256))
     assert even < ragged < 1.0001 * even
@@ -308,9 +308,9 @@ def test_sources_name_the_runs_behind_the_band() -> None:
         assert text in sources(cluster, "bf16", plan_of(mesh))["80% band"]
     assert "80% band" not in sources(ClusterSpec(gpus_per_node=8), "bf16", plan_of({"shard": 8}))
     low = replace(plan_of({"shard": 8}), precision=Precision(linear="fp8_rowwise"))
-    assert "fp8 products" in sources(NODE, "fp8", low)["80% band"]
+    assert "fp8 matmuls" in sources(NODE, "fp8", low)["80% band"]
     layers = plan_of({"shard": 8}, linear="fp8_rowwise")
-    assert "fp8 products" in sources(NODE, "bf16", layers)["80% band"]
+    assert "fp8 matmuls" in sources(NODE, "bf16", layers)["80% band"]
     assert band(1.0, NODE, layers) == band(1.0, NODE, low) != band(1.0, NODE, plan_of({"shard": 8}))
 
 
@@ -334,7 +334,7 @@ def test_fp8_of_experts_leaves_their_weight_gradients_in_bf16() -> None:
     priced = pricing(model, train, plan_of({"shard": 1}, micro=8), NODE)
     assert priced is not None
     shape, layout, machine = priced.shape, priced.layout, priced.machine
-    fp8_machine = replace(machine, peak=2 * machine.peak, product_format=1.0)
+    fp8_machine = replace(machine, peak=2 * machine.peak, matmul_format=1.0)
     k = replace(priced.constants, quantise=0.0)
     wide = layer_times(shape, machine, layout, k)
     as_slow = layer_times(shape, fp8_machine, layout, replace(k, gemm_low=0.5))

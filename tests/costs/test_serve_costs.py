@@ -85,11 +85,11 @@ def test_the_engine_keeps_experts_that_devices_share_in_16_bits_with_fp8() -> No
         assert stated == int8
 
 
-def test_int8_takes_int8_products() -> None:
+def test_int8_takes_int8_matmuls() -> None:
     a100 = ClusterSpec(gpu="A100", gpus_per_node=8)
     plain, faster = (ServeCosts(LLAMA_8B, a100, Quantisation(weights=each)).constants for each in (None, "int8"))
     assert faster.flops_per_s / plain.flops_per_s == pytest.approx(624 / 312 * 0.55 / 0.63)
-    with pytest.raises(BadInput, match="B300 has no int8 products"):
+    with pytest.raises(BadInput, match="B300 has no int8 matmuls"):
         ServeCosts(LLAMA_8B, ClusterSpec(gpu="B300", gpus_per_node=8), Quantisation(weights="int8"))
 
 
@@ -186,7 +186,7 @@ def test_steps_with_prompts_cost_as_much_as_the_graph_that_they_are_padded_to() 
     def seconds(decodes: int, tokens: int) -> float:
         return times.device_seconds(decodes, decodes, [ProfiledChunk(start=0, count=tokens)])
 
-    head = times.product_seconds(128, 9) - times.product_seconds(128, 1)  # of eight decodes more
+    head = times.matmul_seconds(128, 9) - times.matmul_seconds(128, 1)  # of eight decodes more
     assert seconds(0, 65) == pytest.approx(seconds(0, 128), rel=1e-9)
     assert seconds(8, 70) == pytest.approx(seconds(0, 128) + 1.5 * head, rel=1e-9)
     assert seconds(0, 64) < 0.6 * seconds(0, 65)

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.serve_costs import ServeCosts
-from meshwright.costs.serving_software import ServingSoftware, product_format, software_table
+from meshwright.costs.serving_software import ServingSoftware, matmul_format, software_table
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.deployment import InstanceSpec, Quantisation, ServingSoftwareName
@@ -73,10 +73,10 @@ def test_formats_of_experts_are_priced_apart_from_those_of_other_weights() -> No
     assert nvfp4.dense_bytes == plain.dense_bytes > fp8.dense_bytes
 
 
-def test_products_with_weights_of_four_bits_take_the_format_that_the_device_has() -> None:
-    assert product_format(CHIPS["B200"], "nvfp4") == "nvfp4"
-    assert product_format(CHIPS["H200"], "nvfp4") == product_format(CHIPS["B200"], "int4") == "bf16"
-    with pytest.raises(BadInput, match="A100 has no fp8 products"):
+def test_matmuls_with_weights_of_four_bits_take_the_format_that_the_device_has() -> None:
+    assert matmul_format(CHIPS["B200"], "nvfp4") == "nvfp4"
+    assert matmul_format(CHIPS["H200"], "nvfp4") == matmul_format(CHIPS["B200"], "int4") == "bf16"
+    with pytest.raises(BadInput, match="A100 has no fp8 matmuls"):
         costs(LLAMA_70B, "A100", "vllm", "fp8")
 
 

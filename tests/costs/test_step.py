@@ -94,8 +94,8 @@ plans = st.builds(
 def test_no_plan_beats_the_peak_and_no_part_is_negative(plan: Layouts) -> None:
     step = cost(plan)
     tokens = plan.global_batch * plan.seq
-    products = MODEL.dense_params + MODEL.table_params
-    floor = 6 * products * tokens / plan.ranks / 989e12
+    matmuls = MODEL.dense_params + MODEL.table_params
+    floor = 6 * matmuls * tokens / plan.ranks / 989e12
     assert step.seconds >= floor * (4 / 3 if plan.recompute == FULL else 1) * 0.8
     parts = [step.compute, step.bubble, step.host, step.optimizer, step.constant, *step.exposed.values()]
     assert all(float(part) >= 0 for part in parts)
@@ -226,8 +226,8 @@ def test_a_head_size_that_is_no_multiple_of_eight_is_slower() -> None:
     assert float(step_cost(ragged, machine, layout(), K).compute) > 1.2 * float(cost(layout()).compute)
 
 
-def test_a_loss_of_log_probabilities_takes_a_product_of_the_head_more() -> None:
-    """Of three products of the head then four, and a third of the time of its logits; blocks take what they took."""
+def test_a_loss_of_log_probabilities_takes_a_matmul_of_the_head_more() -> None:
+    """Of three matmuls of the head then four, and a third of the time of its logits; blocks take what they took."""
     machine = machine_of(CLUSTER)
     without, with_objective = (layer_times(MODEL, machine, layout(objective=on), K) for on in (0, 1))
     assert 1.2 * without.head < with_objective.head < 1.4 * without.head
@@ -282,15 +282,15 @@ def test_ring_backward_sends_keys_values_and_fp32_gradients(recompute: float, re
 @pytest.mark.parametrize(("recompute", "forwards"), [(0, 1), (ALL_BUT_ATTENTION, 2), (FULL, 2)])
 def test_expert_ranks_pay_for_the_exchange_and_host_sync_of_row_counts(recompute: float, forwards: int) -> None:
     k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
-    mixture = replace(MODEL, moe_layers=8.0, dense_layers=24.0, experts=16.0, top_k=2.0, expert_ffn=1024.0)
+    moe = replace(MODEL, moe_layers=8.0, dense_layers=24.0, experts=16.0, top_k=2.0, expert_ffn=1024.0)
     plan = layout(expert=8, zero=3, recompute=recompute, global_batch=8)
-    step, group = step_cost(mixture, machine, plan, k), rank_group(machine, k, 8.0, 1.0)
+    step, group = step_cost(moe, machine, plan, k), rank_group(machine, k, 8.0, 1.0)
     exchange, counts_exchange = (
-        float(all_to_all(group, k, machine, size)) for size in (4096 * 2 * mixture.expert_in * 2, 0.0)
+        float(all_to_all(group, k, machine, size)) for size in (4096 * 2 * moe.expert_in * 2, 0.0)
     )
     expected = 8 * ((2 + 2 * forwards) * exchange + forwards * (counts_exchange + 50e-6))
     assert float(step.exposed["expert"]) == pytest.approx(expected, rel=1e-6)
-    without_expert_ranks = step_cost(mixture, machine, replace(plan, expert=1.0), k)
+    without_expert_ranks = step_cost(moe, machine, replace(plan, expert=1.0), k)
     assert float(without_expert_ranks.exposed["expert"]) == 0
 
 

@@ -18,7 +18,7 @@ from meshwright.parallel.experts import AllToAll, DistributedExperts
 from meshwright.parallel.token_exchange import PeerTokenExchange, TokenExchange, open_symmetric_window
 from meshwright.parallel.token_exchange_peers import MappedWindow, PeerExchange
 from meshwright.parallel.world import World
-from meshwright.spec.model import mixture_of
+from meshwright.spec.model import moe_of
 from tests.distributed.test_experts import MIXTRAL
 from tests.kernels.emulated_ranks import drawn_loads
 
@@ -47,7 +47,7 @@ def outputs_and_gradients(
 ) -> list[Tensor]:
     """The outputs of each load, and the gradients of rows, weights and experts."""
     spec, draw = replace(MIXTRAL, hidden=32, expert_hidden=16, experts=4), torch.Generator().manual_seed(rank)
-    experts = DistributedExperts(Experts(mixture_of(spec), spec.hidden, plain=dtype != torch.bfloat16), exchange).to(
+    experts = DistributedExperts(Experts(moe_of(spec), spec.hidden, plain=dtype != torch.bfloat16), exchange).to(
         device, dtype
     )
     for parameter in experts.parameters():

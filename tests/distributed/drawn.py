@@ -230,7 +230,7 @@ KIMI_K2 = replace(
     routing_scale=2.8,
 )
 FAMILIES |= {"glm4_moe": GLM4_MOE, "minimax_m2": MINIMAX_M2, "kimi_k2": KIMI_K2}
-MIXTURES = [
+MOE_LAYERS = [
     replace(LLAMA, family="mixtral", layers=8, experts=8, experts_per_token=2, expert_hidden=6, max_seq_len=SEQ),
     replace(
         LLAMA,
@@ -262,7 +262,7 @@ def sized(spec: ModelSpec) -> ModelSpec:
     return replace(spec, **sizes, **experts, **shared, **rope, layers=layers, head_dim=head_dim, max_seq_len=SEQ)
 
 
-FAMILIES |= {spec.family: replace(spec, layers=4) for spec in (DENSE[2], MIXTURES[0])}
+FAMILIES |= {spec.family: replace(spec, layers=4) for spec in (DENSE[2], MOE_LAYERS[0])}
 FAMILIES |= {spec.family: sized(spec) for spec in RECOMBINED.values() if not spec.kv_rank}
 FAMILIES["glm4_moe_lite"] = replace(KIMI_K2, family="glm4_moe_lite", value_head_dim=KIMI_K2.head_dim)
 SIZES: dict[AxisName, tuple[int, ...]] = {
@@ -289,7 +289,7 @@ def draw_case(seed: int, precision: Precision, *, compile: bool = False, of: Mod
     With `precision.reduce_replicas` the plan has replicas.
     """
     draw = Random(seed)
-    models = DENSE if precision.linear != "compute" else [*DENSE, *MIXTURES]
+    models = DENSE if precision.linear != "compute" else [*DENSE, *MOE_LAYERS]
     while True:
         spec = of or draw.choice(models)
         plan = _plan(draw, spec, precision, compile)

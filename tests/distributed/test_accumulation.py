@@ -80,7 +80,7 @@ STAGED = 1024
 
 
 def bytes_by_place(world: World, spec: ModelSpec, plan: Plan) -> tuple[dict[str, int], int]:
-    """Bytes of tensors on the device by the memory account's categories after a step's backwards, and of host memory."""
+    """Bytes of tensors on the device by the memory model's categories after a step's backwards, and of host memory."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
     from meshwright.optim import host
@@ -184,6 +184,6 @@ def sum_errors(world: World, spec: ModelSpec, case: Case) -> tuple[float, float]
 @pytest.mark.parametrize("case", quick_first(1, [Case("1f1b", shard=2), Case("1f1b", micro=2)]), ids=str)
 def test_bf16_sums_round_once_for_each_addition(pool: Pool, case: Case) -> None:
     for from_rounded, from_exact in pool.run(sum_errors, case.plan.ranks, DEEP, case):
-        # On one rank products are added inside the matrix product, which rounds once less than a product that is added.
+        # On one rank matmuls are added inside the matmul, which rounds once less than a matmul that is added.
         assert from_rounded == 0 if case.shard > 1 else from_rounded < ROUNDING
         assert 0 < from_exact < ROUNDING

@@ -1,4 +1,4 @@
-"""Asynchronous tensor-parallel products equal those with blocking collectives, and runs that use them equal one device.
+"""Asynchronous tensor-parallel matmuls equal those with blocking collectives, and runs that use them equal one device.
 
 On CPUs messages transfer the tokens; pieces, their order and the sums are the same as on GPUs (tests/gpu/test_async_tensor.py).
 """
@@ -59,7 +59,7 @@ def test_bf16_stays_within_its_bound(pool: Pool) -> None:
 
 def every_operator(rank: int, group: str, ranks: int, batch: int) -> dict[str, tuple[torch.Tensor, ...]]:
     """Return the results of all operators for the rank's own numbers, in float64."""
-    from meshwright.parallel import products
+    from meshwright.parallel import linear_exchanges
 
     draw = torch.Generator().manual_seed(rank)
     local_tokens, outer_width, inner_width = 6, 10, 7
@@ -81,20 +81,20 @@ def every_operator(rank: int, group: str, ranks: int, batch: int) -> dict[str, t
     two_columns = [column_weight, normal(outer_width, 4)]
 
     def backward(weights: list[torch.Tensor], grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        summed, gathered = products.all_gather_matmul_backward(x, weights, grads, *name)
+        summed, gathered = linear_exchanges.all_gather_matmul_backward(x, weights, grads, *name)
         return summed, *gathered
 
-    y_grads, gathered_gradient = products.matmul_reduce_scatter_input_backward(x_grad, two_columns, *name)
+    y_grads, gathered_gradient = linear_exchanges.matmul_reduce_scatter_input_backward(x_grad, two_columns, *name)
     return {
-        "gathered": (*products.all_gather_matmul(x, [row_weight], [None], *name),),
-        "gathered with bias": (*products.all_gather_matmul(x, [row_weight], [bias], *name),),
-        "gathered for two": (*products.all_gather_matmul(x, two, [bias, None], *name),),
+        "gathered": (*linear_exchanges.all_gather_matmul(x, [row_weight], [None], *name),),
+        "gathered with bias": (*linear_exchanges.all_gather_matmul(x, [row_weight], [bias], *name),),
+        "gathered for two": (*linear_exchanges.all_gather_matmul(x, two, [bias, None], *name),),
         "gathered backward": backward([row_weight], [y]),
         "gathered backward of two": backward(two, ys),
-        "gathered backward, split": products.all_gather_matmul_input_backward(x, [row_weight], [y], *name),
-        "gathered backward of two, split": products.all_gather_matmul_input_backward(x, two, ys, *name),
-        "scattered": (products.matmul_reduce_scatter([y], [column_weight], *name),),
-        "sum of two scattered": (products.matmul_reduce_scatter(ys, two_columns, *name),),
+        "gathered backward, split": linear_exchanges.all_gather_matmul_input_backward(x, [row_weight], [y], *name),
+        "gathered backward of two, split": linear_exchanges.all_gather_matmul_input_backward(x, two, ys, *name),
+        "scattered": (linear_exchanges.matmul_reduce_scatter([y], [column_weight], *name),),
+        "sum of two scattered": (linear_exchanges.matmul_reduce_scatter(ys, two_columns, *name),),
         "scattered backward of two": (*y_grads, gathered_gradient),
     }
 

@@ -75,7 +75,7 @@ WIDER = [
     (GPT_OSS, Case("1f1b", ring=2, tensor=2, expert=2, micro=2, recompute="selective")),
     (GPT_OSS, Case("1f1b", ulysses=2, shard=2, micro=2, recompute="all_but_attention")),
 ]
-"""The last ones: mixtures, of whose experts tensor ranks and the fold over context ranks leave each rank a part."""
+"""The last ones: MoE layers, of whose experts tensor ranks and the fold over context ranks leave each rank a part."""
 SHALLOW = replace(SHARED, layers=2)
 LARGE = [
     (LLAMA, Case("1f1b", replicate=2, ring=2, tensor=2, micro=4)),

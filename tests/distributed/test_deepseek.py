@@ -17,7 +17,7 @@ import torch
 from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initial_values
-from meshwright.models.moe import MixtureOfExperts
+from meshwright.models.moe import MoELayer
 from meshwright.spec.model import ModelSpec, YarnScaling, parameters
 from meshwright.spec.plan import BatchPlan, ExpertPlan, MeshAxis, Plan, Precision
 from tests.distributed.drawn import SEQ, draw_case
@@ -84,10 +84,10 @@ def one_device(spec: ModelSpec, masked: bool) -> list[dict[str, Any]]:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(initial_values(0, specs[name], 0, weight.numel(), "cpu").view(weight.shape))
-    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    loads: dict[MixtureOfExperts, torch.Tensor] = {}
-    for mixture in mixtures:
-        mixture.register_forward_hook(lambda module, _, routed: loads.__setitem__(module, routed.load.double()))
+    moe_layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    loads: dict[MoELayer, torch.Tensor] = {}
+    for moe in moe_layers:
+        moe.register_forward_hook(lambda module, _, routed: loads.__setitem__(module, routed.load.double()))
     trained = {name: weight for name, weight in model.named_parameters() if specs[name].trained}
     decays = {True: TRAIN.weight_decay, False: 0.0}
     groups = [
@@ -107,10 +107,10 @@ def one_device(spec: ModelSpec, masked: bool) -> list[dict[str, Any]]:
         norm = torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
         optimizer.step()
         with torch.no_grad():
-            for mixture in mixtures:
-                if mixture.choice_bias is not None:
-                    load = loads[mixture]
-                    mixture.choice_bias += BIAS_STEP * torch.sign(load.mean() - load)
+            for moe in moe_layers:
+                if moe.choice_bias is not None:
+                    load = loads[moe]
+                    moe.choice_bias += BIAS_STEP * torch.sign(load.mean() - load)
         weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
         figures = {"loss": loss.item(), "norm": norm.item(), "further": [further.item()] * (spec.prediction_depth > 0)}
         steps.append({**figures, "gradients": gradients, "weights": weights})

@@ -70,7 +70,7 @@ TRAIN = TrainSpec(
 BF16_BOUND = 0.15
 """Relative error of a bf16 gradient against fp64; largest for query and key weights, whose terms cancel in the softmax."""
 BF16_LAYOUT_BOUND = 1e-5
-"""Relative error of a bf16 gradient between layouts: the same bf16 products, summed in fp32 in another order."""
+"""Relative error of a bf16 gradient between layouts: the same bf16 matmuls, summed in fp32 in another order."""
 
 BF16_SUM_BOUND = 2**-8
 """Error by norms of a gradient whose parts on replicas, and then their sum, were rounded to bf16.

@@ -1,4 +1,4 @@
-"""Mixtures of experts equal one device with every plan: loss, balance loss, gradient norm, gradients and updated weights.
+"""MoE models equal one device with every plan: loss, balance loss, gradient norm, gradients and updated weights.
 
 The oracle is that of test_equality, whose balance loss weighs enough to be seen. A layer's experts are one stacked weight of its block's
 unit, or lie on ranks of their own; ranks hold different numbers of valid tokens, and some experts get none.

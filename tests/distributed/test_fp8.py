@@ -1,4 +1,4 @@
-"""Products and gathers in fp8 give the same numbers in every layout, and those of an emulation written on its own.
+"""Matmuls and gathers in fp8 give the same numbers in every layout, and those of an emulation written on its own.
 
 Scales of activations are a micro-batch's, so layouts are compared that cut the batch into the same micro-batches. Computing in fp32 makes
 the rounding to fp8 the only coarse one.
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.fp8_products import quantize as quantize_whole
+from meshwright.kernels.fp8_matmuls import quantize as quantize_whole
 from meshwright.kernels.grouped import ExpertOrder
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
@@ -25,7 +25,7 @@ from meshwright.spec.plan import LayerStrategy, Plan, SchedulePlan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, GPT, LLAMA, TRAIN, batch, compare, plan, sharded
 from tests.distributed.test_schedules import DEEP, Case
-from tests.kernels.test_fp8_products import Emulated
+from tests.kernels.test_fp8_matmuls import Emulated
 from tests.kernels.test_grouped_fp8 import EmulatedGroups
 from tests.slow import quick_first
 
@@ -33,7 +33,7 @@ MICRO = 2
 LAYOUT_BOUND = 1e-5
 """Between layouts: the same fp8 numbers, gradients summed in fp32 in another order."""
 EMULATION_BOUND = 2e-2
-"""Against the emulation: another order inside a product now and then rounds an activation to the next fp8 number."""
+"""Against the emulation: another order inside a matmul now and then rounds an activation to the next fp8 number."""
 
 
 def with_fp8(bf16_plan: Plan, linear: str = "fp8_tensorwise", gather: str = "fp8", compute: str = "fp32") -> Plan:
@@ -123,7 +123,7 @@ def test_layouts_agree(pool: Pool, linear: str, name: str) -> None:
     )
 
 
-def test_the_bounds_notice_products_that_are_not_in_fp8(pool: Pool) -> None:
+def test_the_bounds_notice_matmuls_that_are_not_in_fp8(pool: Pool) -> None:
     without_fp8 = expected_of(first_step(pool, LLAMA, with_fp8(plan(1, 1, MICRO), "compute", "compute")))
     for linear in ("fp8_tensorwise", "fp8_rowwise"):
         with pytest.raises(AssertionError):
@@ -135,7 +135,7 @@ def test_the_bounds_notice_products_that_are_not_in_fp8(pool: Pool) -> None:
             )
 
 
-MIXTURE = replace(
+MOE = replace(
     LLAMA,
     family="qwen3_moe",
     qk_norm=True,
@@ -146,7 +146,7 @@ MIXTURE = replace(
     first_dense_layers=1,
     shared_expert_hidden=4,
 )
-MIXTURE_CASES = [
+MOE_CASES = [
     Case("1f1b", shard=2, expert=2, micro=MICRO),
     Case("1f1b", shard=2, micro=MICRO, recompute="selective"),
     Case("1f1b", shard=4, expert=2, micro=MICRO, recompute="full"),
@@ -156,19 +156,19 @@ MIXTURE_CASES = [
 
 
 @cache
-def emulated_mixture_step(weigh_outputs: bool) -> dict[str, Any]:
-    """The first step on one device with scales by row, all products of blocks emulated but the router's.
+def emulated_moe_step(weigh_outputs: bool) -> dict[str, Any]:
+    """The first step on one device with scales by row, all matmuls of blocks emulated but the router's.
 
     With `weigh_outputs` the router's weights multiply the experts' outputs, as they do with expert ranks, not the activations.
     """
-    model = Decoder(MIXTURE, plain=True)
-    initialise(model, MIXTURE, seed=0)
+    model = Decoder(MOE, plain=True)
+    initialise(model, MOE, seed=0)
     for name, module in model.named_modules():
         if isinstance(module, Linear) and name.startswith("layers.") and not name.endswith(".router"):
             module.forward = partial(_emulated_linear, module)
         elif isinstance(module, Experts):
             module.forward = partial(_emulated_experts, module, weigh_outputs)
-    columns, total = batch(0, MIXTURE), 0.0
+    columns, total = batch(0, MOE), 0.0
     valid = (columns[1] >= 0).sum()
     for parts in zip(*(column.split(MICRO) for column in columns), strict=True):
         loss, z_loss, balance, router_z_loss = _losses(model, *parts)
@@ -216,24 +216,24 @@ def _emulated_experts(
     return EmulatedGroups.apply(activation * weights[:, None], experts.down, groups)
 
 
-@pytest.mark.parametrize("case", quick_first(1, MIXTURE_CASES), ids=str)
+@pytest.mark.parametrize("case", quick_first(1, MOE_CASES), ids=str)
 def test_mixtures_equal_the_emulation(pool: Pool, case: Case) -> None:
-    step = first_step(pool, MIXTURE, with_fp8(case.plan, "fp8_rowwise", "compute"))
-    compare(step, [unclipped(emulated_mixture_step(case.expert > 1))], EMULATION_BOUND, weights=False)
+    step = first_step(pool, MOE, with_fp8(case.plan, "fp8_rowwise", "compute"))
+    compare(step, [unclipped(emulated_moe_step(case.expert > 1))], EMULATION_BOUND, weights=False)
 
 
 @pytest.mark.slow
-def test_the_bound_of_mixtures_notices_products_that_are_not_in_fp8(pool: Pool) -> None:
-    without_fp8 = first_step(pool, MIXTURE, with_fp8(plan(1, 1, MICRO), "compute", "compute"))
+def test_the_bound_of_mixtures_notices_matmuls_that_are_not_in_fp8(pool: Pool) -> None:
+    without_fp8 = first_step(pool, MOE, with_fp8(plan(1, 1, MICRO), "compute", "compute"))
     with pytest.raises(AssertionError):
-        compare(without_fp8, [unclipped(emulated_mixture_step(False))], EMULATION_BOUND, weights=False)
+        compare(without_fp8, [unclipped(emulated_moe_step(False))], EMULATION_BOUND, weights=False)
 
 
-@pytest.mark.parametrize("case", quick_first(0, MIXTURE_CASES), ids=str)
+@pytest.mark.parametrize("case", quick_first(0, MOE_CASES), ids=str)
 def test_mixtures_gather_in_fp8(pool: Pool, case: Case) -> None:
     """Weights outside of the experts, which gives the numbers of weights that are gathered as they are."""
-    gathered_wide = first_step(pool, MIXTURE, with_fp8(case.plan, gather="compute"))
-    compare(first_step(pool, MIXTURE, with_fp8(case.plan)), expected_of_all(gathered_wide), LAYOUT_BOUND, weights=False)
+    gathered_wide = first_step(pool, MOE, with_fp8(case.plan, gather="compute"))
+    compare(first_step(pool, MOE, with_fp8(case.plan)), expected_of_all(gathered_wide), LAYOUT_BOUND, weights=False)
 
 
 SCHEDULES = [

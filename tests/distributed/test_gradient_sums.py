@@ -1,4 +1,4 @@
-"""Sums of gradients over micro-batches: how many are added inside the matrix products, and in which dtype."""
+"""Sums of gradients over micro-batches: how many are added inside the matmuls, and in which dtype."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_equality import SEQ
 from tests.distributed.test_schedules import DEEP
 
-TIMES, PRODUCTS = 3, 4
-"""Number of micro-batches, and of weight products in a block: query-key-value, output, gate-up, down."""
+TIMES, MATMULS = 3, 4
+"""Number of micro-batches, and of weight matmuls in a block: query-key-value, output, gate-up, down."""
 
 
 def plan(axis: Any, size: int, times: int = TIMES, schedule: str = "1f1b", **strategy: Any) -> Plan:
@@ -31,7 +31,7 @@ def plan(axis: Any, size: int, times: int = TIMES, schedule: str = "1f1b", **str
 
 
 def added(world: World, plan: Plan) -> tuple[Counter[str], set[torch.dtype]]:
-    """Run one step; returns the number of additions inside a product and in a separate pass, and the dtypes of the sums."""
+    """Run one step; returns the number of additions inside a matmul and in a separate pass, and the dtypes of the sums."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
     from meshwright.parallel import sharded_unit
@@ -53,19 +53,19 @@ def added(world: World, plan: Plan) -> tuple[Counter[str], set[torch.dtype]]:
     tokens = torch.arange(SEQ).remainder(DEEP.vocab_size)[None]
     batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * plan.batch.accumulate
     with (
-        mock.patch.object(sharded_unit, "add_product", counting_calls("product", sharded_unit.add_product)),
+        mock.patch.object(sharded_unit, "add_matmul", counting_calls("product", sharded_unit.add_matmul)),
         mock.patch.object(sharded_unit, "add", counting_calls("pass", sharded_unit.add)),
     ):
         engine.executor.play(engine.training, batches, NullRecorder(), torch.tensor(float(tokens.numel())))
     return calls_by_kernel, dtypes
 
 
-SUMMED = PRODUCTS * DEEP.layers * (TIMES - 1)
+SUMMED = MATMULS * DEEP.layers * (TIMES - 1)
 ENDS = 2 * (TIMES - 1)
 
 
 @pytest.mark.parametrize(
-    ("plan", "products", "separate_passes"),
+    ("plan", "matmuls", "separate_passes"),
     [
         (plan("shard", 2, gradients="whole"), SUMMED, ENDS),
         (plan("shard", 2, gradients="whole", recompute="full"), SUMMED, ENDS),
@@ -76,16 +76,14 @@ ENDS = 2 * (TIMES - 1)
     ],
     ids=["whole", "whole, recomputed", "layered", "one rank", "reduced each time", "one micro-batch"],
 )
-def test_matrix_products_accumulate_their_gradients(
-    pool: Pool, plan: Plan, products: int, separate_passes: int
-) -> None:
+def test_matrix_matmuls_accumulate_their_gradients(pool: Pool, plan: Plan, matmuls: int, separate_passes: int) -> None:
     for calls_by_kernel, dtypes in pool.run(added, plan.ranks, plan):
-        assert calls_by_kernel == Counter({"product": products, "pass": separate_passes}) - Counter()
+        assert calls_by_kernel == Counter({"product": matmuls, "pass": separate_passes}) - Counter()
         assert dtypes <= {torch.float32}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_products_of_a_pipeline_add_up(pool: Pool, schedule: str) -> None:
+def test_matmuls_of_a_pipeline_add_up(pool: Pool, schedule: str) -> None:
     calls_by_rank = [
         calls_by_kernel
         for calls_by_kernel, _ in pool.run(added, 2, plan("pipeline", 2, schedule=schedule, gradients="whole"))

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from meshwright.models.hooks import BlockHooks
-from meshwright.models.moe import MixtureOfExperts
+from meshwright.models.moe import MoELayer
 from meshwright.observe.metrics import read_metrics
-from meshwright.spec.model import ModelSpec, mixture_of
+from meshwright.spec.model import ModelSpec, moe_of
 from meshwright.training.stop import PREEMPT
 from tests.distributed import cases_training
 from tests.distributed.pool import Pool
@@ -92,10 +92,10 @@ def test_experts_get_the_loads_of_the_file(pool: Pool, spec: ModelSpec, case: Ca
             assert figures[1] > 0, "a gradient norm"
 
 
-def mixture(**changes: Any) -> MixtureOfExperts:
+def moe(**changes: Any) -> MoELayer:
     torch.manual_seed(0)
-    described = mixture_of(replace(SHARED, **changes))
-    layer = MixtureOfExperts(described, SHARED.hidden, plain=True, hooks=BlockHooks()).double()
+    described = moe_of(replace(SHARED, **changes))
+    layer = MoELayer(described, SHARED.hidden, plain=True, hooks=BlockHooks()).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return layer
@@ -104,7 +104,7 @@ def mixture(**changes: Any) -> MixtureOfExperts:
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalised", [True, False])
 def test_the_routers_own_choice_replayed_changes_nothing(router: str, normalised: bool) -> None:
-    layer = mixture(router=router, normalised_routing=normalised)
+    layer = moe(router=router, normalised_routing=normalised)
     x = torch.randn(2, 5, SHARED.hidden, dtype=torch.float64)
     expected = layer(x)
     expected.x.square().sum().backward()
@@ -126,7 +126,7 @@ def test_the_routers_own_choice_replayed_changes_nothing(router: str, normalised
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 def test_weights_are_finite_where_the_router_gives_an_expert_no_probability(router: str) -> None:
     """Logits 1,000 below the largest: their probabilities are 0, but the file sends tokens there."""
-    layer = mixture(router=router, normalised_routing=True).float()
+    layer = moe(router=router, normalised_routing=True).float()
     logits = torch.zeros(1, 3, SHARED.experts)
     logits[..., 0] = 500.0
     logits[..., 1:] = -500.0
@@ -157,7 +157,7 @@ def refused(world: Any) -> str:
     loads[..., 1] = 5
     plan = Case("1f1b").plan
     with pytest.raises(BadInput) as error:
-        ReplayedRouting(loads, {0: mixture()}, [0], plan, build_mesh(plan, world), SEQ)
+        ReplayedRouting(loads, {0: moe()}, [0], plan, build_mesh(plan, world), SEQ)
     return str(error.value)
 
 

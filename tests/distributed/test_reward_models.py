@@ -1,6 +1,6 @@
 """A reward model's loss and every gradient equal one device on every axis in float64, with all weights and with adapters.
 
-The oracle is a plain decoder on one device, the product of its last hidden states with the score's weight, and autograd.
+The oracle is a plain decoder on one device, the matmul of its last hidden states with the score's weight, and autograd.
 """
 
 from __future__ import annotations

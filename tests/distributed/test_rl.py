@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.observe.prediction_account import WARM_UP, account_lines, read_account
+from meshwright.observe.prediction_check import WARM_UP, check_lines, read_check
 from meshwright.observe.report_charts import sheet
 from meshwright.observe.runfolder import read_run
 from meshwright.parallel.world import World
@@ -155,17 +155,17 @@ def test_the_account_compares_each_phase(pool: Pool, questions: Path, tmp_path: 
         trained(pool, questions, tmp_path / name, *ranks(2), "train.steps=10", "rl.updates=2", *words)
         lines = map(json.loads, next((tmp_path / name).rglob("metrics.jsonl")).read_text().splitlines())
         records = list(lines)
-        seen[name] = read_account([record for record in records if record["kind"] == "account"][-1])
+        seen[name] = read_check([record for record in records if record["kind"] == "prediction_check"][-1])
         steps = [record["step_seconds"] for record in records if record["kind"] == "step" and record["step"] > WARM_UP]
         assert seen[name].step_seconds.measured == pytest.approx(sum(steps) / len(steps))
         assert sum(part.measured_seconds for part in seen[name].parts) == pytest.approx(
             seen[name].step_seconds.measured
         )
     names = ["hand-over of weights", "sampling", "waiting for rewards", "training"]
-    assert all([part.name for part in account.parts] == names for account in seen.values())
+    assert all([part.name for part in prediction_check.parts] == names for prediction_check in seen.values())
     assert [part.known for part in seen["plain"].parts] == [False] * 4 and seen["plain"].step_seconds.predicted is None
-    assert account_lines(seen["plain"], "run")[2].endswith("; not predicted")
-    assert "CPU times are not predicted without a profile" in account_lines(seen["plain"], "run")[0]
+    assert check_lines(seen["plain"], "run")[2].endswith("; not predicted")
+    assert "CPU times are not predicted without a profile" in check_lines(seen["plain"], "run")[0]
     parts = seen["profile"].parts
     assert [part.known for part in parts] == [True, True, False, True]
     assert all(part.predicted_seconds > 0 for part in parts if part.known)

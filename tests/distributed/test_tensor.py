@@ -96,7 +96,7 @@ def check(pool: Pool, spec: ModelSpec, case: Case) -> None:
 
 
 def test_bf16_stays_within_its_bound(pool: Pool) -> None:
-    """The bound of test_equality holds: partial sums that travel in bf16 are no worse than bf16 products."""
+    """The bound of test_equality holds: partial sums that travel in bf16 are no worse than bf16 matmuls."""
     results = pool.run(sharded, 4, LLAMA, bf16(Case("1f1b", tensor=2, shard=2, micro=2).plan), 1.0, 1)
     compare(results, one_device(LLAMA)[:1], BF16_BOUND, weights=False)
 
@@ -199,11 +199,11 @@ def kept_by_a_block(world: World, spec: ModelSpec, plan: Plan) -> set[tuple[int,
 
 def exchanges_of_a_block(world: World, spec: ModelSpec, plan: Plan) -> list[tuple[int, int]]:
     """Gathers and sums of tokens in a block's forward, and in its backward."""
-    from meshwright.parallel import peers, products
+    from meshwright.parallel import linear_exchanges, peers
 
     copied = plan.tensor_transport == "copy_engine"
     owner, names = (
-        (peers.MessagePeers, ("start_gather", "start_sum")) if copied else (products, ("_gather", "_scatter"))
+        (peers.MessagePeers, ("start_gather", "start_sum")) if copied else (linear_exchanges, ("_gather", "_scatter"))
     )
     with ExitStack() as stack:
         calls_by_name = [stack.enter_context(counting(owner, name)) for name in names]

@@ -107,7 +107,7 @@ def test_k_and_k_steps_equal_2k_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("linear", ["fp8_tensorwise", "fp8_rowwise"])
-def test_products_in_fp8_train_as_well(pool: Pool, tiny: Path, tmp_path: Path, linear: str) -> None:
+def test_matmuls_in_fp8_train_as_well(pool: Pool, tiny: Path, tmp_path: Path, linear: str) -> None:
     longer = [*ranks(2), "train.steps=40"]
     bf16_run = trained(pool, tiny, tmp_path / "wide", *longer)[0]
     low = trained(pool, tiny, tmp_path / "low", *longer, "plan.compute=bf16", f"plan.linear={linear}")[0]
@@ -236,9 +236,7 @@ def test_validation_is_the_same_for_any_number_of_ranks(
 @pytest.mark.parametrize(
     "layout", quick_first(1, [[*staged(2, "1f1b"), "plan.micro_batch=2"], ranks(2)]), ids=["stages", "shards"]
 )
-def test_a_mixture_s_validation_names_each_source_s_loss(
-    pool: Pool, tiny: Path, tmp_path: Path, layout: list[str]
-) -> None:
+def test_a_moe_s_validation_names_each_source_s_loss(pool: Pool, tiny: Path, tmp_path: Path, layout: list[str]) -> None:
     mix = {str(tiny.parent / "data"): 2, str(other_data(tiny, tmp_path)): 1}
     overrides = [f"data.mix={json.dumps(mix)}", "data.document_mask=true", "data.validation_tokens=384"]
     overrides += ["plan.compute=fp64", "train.steps=1", "train.warmup_steps=0", *layout]

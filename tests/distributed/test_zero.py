@@ -119,7 +119,7 @@ def weight_and_gradient_bytes(world: World, plan: Plan) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("stages", quick_first(3, [*ALONE, *MIXED]), ids=str)
 def test_between_micro_batches_a_rank_holds_what_its_stages_say(pool: Pool, stages: tuple[int, ...]) -> None:
-    """Weights whole below stage 3, gradients whole in stage 1; and the memory account counts the same bytes."""
+    """Weights whole below stage 3, gradients whole in stage 1; and the memory model counts the same bytes."""
     plan = by_range(OVER_SHARDS, stages)
     by_text = zip(RANGES, stages * 3 if len(stages) == 1 else stages, strict=True)
     of_layer = [stage for text, stage in by_text for _ in layer_range(text, DEEP.layers)]
@@ -141,7 +141,7 @@ def test_between_micro_batches_a_rank_holds_what_its_stages_say(pool: Pool, stag
 
 
 def counted(plan: Plan) -> dict[str, int]:
-    """The account of a rank in its first block's backward: with sequences so long that no other moment is fuller."""
+    """The memory of a rank in its first block's backward: with sequences so long that no other moment is fuller."""
     return fullest_rank_memory(
         DEEP, TrainSpec(steps=1, global_batch=BATCH, seq_len=1 << 20, loss_chunk=5), plan, cpu=True
     )
@@ -182,12 +182,12 @@ def peak_bytes(world: World, spec: ModelSpec, plan: Plan) -> int:
 
 @pytest.mark.parametrize("case", quick_first(1, [Case("1f1b", pipeline=2), Case("zbv", pipeline=2), Case("1f1b")]))
 def test_without_shards_whole_gradients_need_the_same_memory(pool: Pool, case: Case) -> None:
-    """One rank adds each gradient to the earlier sum, without buffers, and the account has none either."""
+    """One rank adds each gradient to the earlier sum, without buffers, and the prediction check has none either."""
     large_ends = replace(DEEP, layers=4, vocab_size=4096)
     plan = replace(case.plan, precision=Precision(compute="bf16", reduce="fp32"))
     by_sums = [replace(plan, layers=(replace(plan.layers[0], gradients=kept),)) for kept in ("shard", "whole")]
     sharded_peaks, whole_peaks = (pool.run(peak_bytes, plan.ranks, large_ends, each) for each in by_sums)
     assert sharded_peaks == whole_peaks
     long = TrainSpec(steps=1, global_batch=BATCH, seq_len=1 << 14, loss_chunk=5)
-    accounts = [memory_by_rank(large_ends, long, each, cpu=True) for each in by_sums]
-    assert accounts[0] == accounts[1]
+    prediction_checks = [memory_by_rank(large_ends, long, each, cpu=True) for each in by_sums]
+    assert prediction_checks[0] == prediction_checks[1]

@@ -13,7 +13,7 @@ from tests.interop.check import EXPORTED
 
 SPECIMENS: dict[str, ModelSpec] = {spec.family: spec for spec in reversed(EXPORTED.values())}
 COUNTS = ("heads", "kv_heads", "rope_head_dim")
-"""Keys of `FP8_WIDTH_KEYS` that are no sides of products."""
+"""Keys of `FP8_WIDTH_KEYS` that are no sides of matmuls."""
 
 
 def released(family: str) -> list[ModelSpec]:
@@ -22,7 +22,7 @@ def released(family: str) -> list[ModelSpec]:
 
 
 def of_whole_tiles(spec: ModelSpec) -> ModelSpec:
-    """The model with widths that products in fp8 can have, and experts that two ranks can share."""
+    """The model with widths that matmuls in fp8 can have, and experts that two ranks can share."""
     keys = [key for key in FP8_WIDTH_KEYS if key not in COUNTS]
     widths: dict[str, Any] = {key: -(-getattr(spec, key) // FP8_MULTIPLE) * FP8_MULTIPLE for key in keys}
     if spec.kv_rank:

@@ -1,4 +1,5 @@
-"""Every family with every mode of recomputation, products in fp8, drafts, and 8-bit weights; the page of families lists these tests.
+"""Every family with every mode of recomputation, matmuls in fp8, drafts, and 8-bit weights; the page of families lists
+these tests.
 
 Other tests compare each feature with an exact reference. These run it with every family. Where it rounds they see large mistakes only:
 EXAONE 4 without norms of heads differs by 1.2 in gradients, by 0.28 if all layers rotate, FlexOlmo with weights normalised by 0.003.
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.apply import wrap_blocks
-from meshwright.parallel.fp8_weights import use_fp8_products
+from meshwright.parallel.fp8_weights import use_fp8_matmuls
 from meshwright.spec.engine import Speculation, WeightFormat
 from meshwright.spec.plan import RECOMPUTE_MODES, BatchPlan, LayerStrategy, Plan, Precision
 from meshwright.spec.serving_limits import weights_error
@@ -24,7 +25,7 @@ from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts
 from tests.slow import quick_first
 
 ROUNDED = 0.3
-"""Most that 8-bit products may change a gradient, or logits, relative to its norm: seen are 0.23 (Mixtral) and 0.13."""
+"""Most that 8-bit matmuls may change a gradient, or logits, relative to its norm: seen are 0.23 (Mixtral) and 0.13."""
 WITHOUT_INPUT_NORMS = 0.4
 """The same of gradients where norms are of outputs alone: seen are 0.38 (FlexOlmo) and 0.34 (EXAONE 4), alike in all weights.
 
@@ -62,11 +63,11 @@ def test_recomputation_changes_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", quick_first(2, SPECIMENS))
-def test_products_in_fp8_round_and_nothing_else(family: str) -> None:
+def test_matmuls_in_fp8_round_and_nothing_else(family: str) -> None:
     spec = of_whole_tiles(SPECIMENS[family])
     model = built(spec, dtype=torch.float32)
     rounded = copy.deepcopy(model)
-    use_fp8_products(rounded, plan_of(precision=Precision(compute="fp32", linear="fp8_rowwise")), torch.device("cpu"))
+    use_fp8_matmuls(rounded, plan_of(precision=Precision(compute="fp32", linear="fp8_rowwise")), torch.device("cpu"))
     (loss, exact), (near, found) = gradients(model), gradients(rounded)
     assert 0 < abs(near - loss) < 0.1 * loss and found.keys() == exact.keys()
     assert difference(found, exact) < (ROUNDED if spec.input_norms else WITHOUT_INPUT_NORMS)

@@ -39,7 +39,7 @@ class Hosts:
         token.chmod(0o600)
         env = {"MESHWRIGHT_COORDINATOR": f"127.0.0.1:{free_port()}", "MESHWRIGHT_TOKEN_FILE": str(token)}
         cluster = ["cluster.nodes=2", "cluster.gpus_per_node=1", f"train.steps={STEPS}", "checkpoint.every=10"]
-        self._words, self._env = ["train", tiny, *cluster, *more, "--runs", folder, "--agent"], env
+        self._arguments, self._env = ["train", tiny, *cluster, *more, "--runs", folder, "--agent"], env
         self.run = folder / "tiny"
         self.agents: list[Job] = []
         for _ in range(count):
@@ -47,7 +47,7 @@ class Hosts:
 
     def add_agent(self) -> Job:
         """Start the agent of one more host."""
-        self.agents.append(Job(self._words, self.run, self._env))
+        self.agents.append(Job(self._arguments, self.run, self._env))
         return self.agents[-1]
 
     @property
@@ -185,8 +185,16 @@ def test_a_run_that_shrinks_and_grows_has_the_losses_of_undisturbed_runs_with_th
     assert shrunk_at < grown_at < STEPS and [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
 
     copy_at(run, shrunk_at, tmp_path / "shrunk")
-    words = ["train", tiny, "cluster.gpus_per_node=1", f"train.steps={STEPS}", *waits, "--runs", tmp_path / "shrunk"]
-    shrunk = Job(words, tmp_path / "shrunk" / "tiny")
+    arguments = [
+        "train",
+        tiny,
+        "cluster.gpus_per_node=1",
+        f"train.steps={STEPS}",
+        *waits,
+        "--runs",
+        tmp_path / "shrunk",
+    ]
+    shrunk = Job(arguments, tmp_path / "shrunk" / "tiny")
     assert shrunk.process.wait(120) == 0, shrunk.output()
     copy_at(run, grown_at, tmp_path / "grown")
     grown = Hosts(tmp_path / "grown", tiny, 2, *waits)

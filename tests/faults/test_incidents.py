@@ -29,8 +29,8 @@ def test_each_injected_failure_names_its_rank(
     plan: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tiny, run = make_tiny(tmp_path_factory.getbasetemp() / "tiny"), tmp_path / "tiny"
-    words = ["train", tiny, plan, "train.steps=100_000", f"checkpoint.every={EVERY}", "supervision.restarts=50"]
-    job = Job([*words, "--runs", tmp_path], run)
+    arguments = ["train", tiny, plan, "train.steps=100_000", f"checkpoint.every={EVERY}", "supervision.restarts=50"]
+    job = Job([*arguments, "--runs", tmp_path], run)
     source, expected = random.Random(plan), []
     try:
         for number in range(1, INJECTIONS + 1):

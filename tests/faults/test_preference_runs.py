@@ -39,8 +39,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", RUNS)
 def test_promises_are_kept(pairs: Path, tmp_path: Path, name: str) -> None:
     """A rank is killed; the newest checkpoint is corrupt: the run ends with the bits of an undisturbed one."""
-    words = [str(pairs), *RUNS[name], "plan.compile=false"]
-    suite = Suite(tiny_run(pairs, *words[1:]), words, tmp_path, steps=36, patience=PATIENCE)
+    arguments = [str(pairs), *RUNS[name], "plan.compile=false"]
+    suite = Suite(tiny_run(pairs, *arguments[1:]), arguments, tmp_path, steps=36, patience=PATIENCE)
     for scenario in ("kill-rank0", "corrupt-newest")[: 2 if name == "dpo" else 1]:
         verdict = suite.run(scenario_named(scenario))
         assert verdict.ok, (scenario, verdict.observed)
@@ -57,21 +57,21 @@ def test_a_rank_killed_while_the_reference_is_computed(pairs: Path, tmp_path: Pa
     source = write_records(tmp_path / "many.jsonl", [question(number) for number in range(1200)])
     prepare([str(source)], str(pairs.parent / "base"), tmp_path / "many", chat=ChatRequest(preferences=True))
     steps = 12
-    words = [
+    arguments = [
         "train",
         pairs,
         f'data.mix={{"{tmp_path / "many"}": 1}}',
         *(f"train.steps={steps}", "train.global_batch=64", "train.validate_every=0"),
         *("plan.compile=false", "plan.micro_batch=1", "checkpoint.every=6", "supervision.restarts=1"),
     ]
-    words += ["--runs", tmp_path]
-    whole = Job([*words, "name=whole"], tmp_path / "whole")
+    arguments += ["--runs", tmp_path]
+    whole = Job([*arguments, "name=whole"], tmp_path / "whole")
     assert whole.process.wait(180) == 0, whole.output()
     (stored,) = tmp_path.glob("many/**/reference-*")
     expected = read_reference(stored, 2400)
     stored.unlink()
     run = tmp_path / "killed"
-    job = Job([*words, "name=killed"], run)
+    job = Job([*arguments, "name=killed"], run)
     until(lambda: len(job.ranks()) == 2, job)
     rank = job.ranks()[1]
     page = page_of(rank)

@@ -18,7 +18,7 @@ from tests.training.tiny import make_tiny
 WORDS = ["cluster.gpus_per_node=2", "plan.replicate=2", "train.steps=18", "checkpoint.every=4"]
 
 
-def start(tiny: Path, runs: Path, *words: str, faults: str = "", skipped: tuple[tuple[int, int], ...] = ()) -> Job:
+def start(tiny: Path, runs: Path, *arguments: str, faults: str = "", skipped: tuple[tuple[int, int], ...] = ()) -> Job:
     """A run with `faults` in its code, or one that leaves out the samples `skipped` from its start."""
     run = runs / "tiny"
     run.mkdir(parents=True)
@@ -26,7 +26,7 @@ def start(tiny: Path, runs: Path, *words: str, faults: str = "", skipped: tuple[
         state = to_plain(State(status="finished", skipped=skipped))
         (run / STATE_FILE).write_text(to_sealed_json({"time": 1.0, "term": 1, **state}) + "\n")
     env = with_code(runs, faults) if faults else {}
-    return Job(["train", tiny, *WORDS, *words, "--runs", runs], run, env)
+    return Job(["train", tiny, *WORDS, *arguments, "--runs", runs], run, env)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.training.tiny import make_tiny
 STEPS = 60
 
 
-def words(tmp_path_factory: pytest.TempPathFactory, runs: Path, *more: str) -> list[object]:
+def arguments(tmp_path_factory: pytest.TempPathFactory, runs: Path, *more: str) -> list[object]:
     tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
     return ["train", tiny, f"train.steps={STEPS}", "checkpoint.every=10", *more, "--runs", runs]
 
@@ -36,7 +36,7 @@ def only_incident(run: Path) -> dict[str, Any]:
 
 def test_training_goes_on_after_a_rank_was_killed(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     run = tmp_path / "tiny"
-    job = Job(words(tmp_path_factory, tmp_path, "supervision.restarts=1"), run)
+    job = Job(arguments(tmp_path_factory, tmp_path, "supervision.restarts=1"), run)
     until(lambda: last_step(run) >= 12, job)
     os.kill(job.ranks()[0], signal.SIGKILL)
     assert job.process.wait(180) == 0, job.output()
@@ -51,7 +51,7 @@ def test_a_stopped_rank_counts_as_hung_and_is_replaced(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run = tmp_path / "tiny"
-    job = Job(words(tmp_path_factory, tmp_path, "supervision.restarts=1"), run)
+    job = Job(arguments(tmp_path_factory, tmp_path, "supervision.restarts=1"), run)
     until(lambda: last_step(run) >= 12, job)
     os.kill(job.ranks()[1], signal.SIGSTOP)
     stopped = time.monotonic()

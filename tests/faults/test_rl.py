@@ -31,7 +31,7 @@ STEPS, CALLS = 8, 32
 SAME = ("loss", "grad_norm", "tokens", "reward", "answer_tokens", "entropy", "left_out_prompts", "epochs", "clipped")
 
 
-def words(folder: Path, count: int) -> list[str]:
+def wild_judge_arguments(folder: Path, count: int) -> list[str]:
     """The words of a run on `count` ranks whose reward function is a copy of the wild judge in `folder`."""
     folder.mkdir()
     shutil.copy(judge.__file__, folder / "judge.py")
@@ -48,7 +48,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     questions = make_questions(tmp_path_factory.getbasetemp() / "questions")
     runs = tmp_path_factory.mktemp(f"undisturbed-{request.param}-")
-    trained(pool, questions, runs, *words(runs / "judge", request.param))
+    trained(pool, questions, runs, *wild_judge_arguments(runs / "judge", request.param))
     (folder,) = [path.parent for path in runs.rglob("metrics.jsonl")]
     steps = steps_of(folder)
     # The function has failed in every way, each of which leaves out its question, and others were trained on.
@@ -110,7 +110,7 @@ def test_a_killed_run_ends_with_the_same_bits(
     questions = tmp_path_factory.getbasetemp() / "questions" / "tiny.yaml"
     folder, run, (disturb, kills) = tmp_path / "judge", tmp_path / "tiny", MOMENTS[moment]
     count = int(undisturbed.parent.name.split("-")[1])
-    arguments = ["train", questions, *words(folder, count), "supervision.restarts=5", "--runs", tmp_path]
+    arguments = ["train", questions, *wild_judge_arguments(folder, count), "supervision.restarts=5", "--runs", tmp_path]
     job = Job(arguments, run)
     disturb(job, folder)
     assert job.process.wait(300) == 0, job.output()

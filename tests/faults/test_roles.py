@@ -57,18 +57,18 @@ class Deployment:
         addresses = {each: f"unix:{self.sockets}/{each}" for each in prefill}
         store = f"unix:{self.sockets}/store"
         if name == "cache":
-            words = ["cache", store, "--gib", "0.001"]
+            arguments = ["cache", store, "--gib", "0.001"]
         elif name == "router":
             urls = [f"http://127.0.0.1:{self.ports[each]}" for each in ("decode-0", "decode-1", *prefill)]
-            words = ["route", *urls, "--health-seconds", "0.3", "--port", str(port)]
+            arguments = ["route", *urls, "--health-seconds", "0.3", "--port", str(port)]
         else:
             admin = self.admin_ports.setdefault(name, free_port())
-            words = ["serve", str(self.folder), *OPTIONS, "--role", name.partition("-")[0]]
-            words += ["--admin-port", str(admin), "--admin-key", "admin", "--transfer-seconds", "5"]
-            words += ["--block-cache", store, "--port", str(port), "--no-log-requests"]
-            words += ["--prefill-engines", ",".join(addresses.values())]
-            words += ["--transfer-address", addresses[name]] if name in addresses else []
-        command = [sys.executable, "-m", "meshwright", *words]
+            arguments = ["serve", str(self.folder), *OPTIONS, "--role", name.partition("-")[0]]
+            arguments += ["--admin-port", str(admin), "--admin-key", "admin", "--transfer-seconds", "5"]
+            arguments += ["--block-cache", store, "--port", str(port), "--no-log-requests"]
+            arguments += ["--prefill-engines", ",".join(addresses.values())]
+            arguments += ["--transfer-address", addresses[name]] if name in addresses else []
+        command = [sys.executable, "-m", "meshwright", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.processes[name] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 

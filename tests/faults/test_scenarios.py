@@ -30,9 +30,9 @@ def test_the_promise_of_a_scenario_is_kept(suite: Suite, name: str) -> None:
 @pytest.mark.xdist_group("scenarios")
 def test_promises_are_kept_with_adapters(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A rank is killed; the newest checkpoint, of adapters alone, is corrupt: the run ends with the bits of an undisturbed one."""
-    file, words = make_tiny(tmp_path_factory.getbasetemp() / "tiny"), "model.adapter={rank: 2, alpha: 4}"
+    file, arguments = make_tiny(tmp_path_factory.getbasetemp() / "tiny"), "model.adapter={rank: 2, alpha: 4}"
     runs = tmp_path_factory.mktemp("adapted")
-    adapted = Suite(tiny_run(file, words), [str(file), words], runs, steps=36, patience=PATIENCE)
+    adapted = Suite(tiny_run(file, arguments), [str(file), arguments], runs, steps=36, patience=PATIENCE)
     for name in ("kill-rank0", "corrupt-newest"):
         verdict = adapted.run(scenario_named(name))
         assert verdict.ok, (name, verdict.observed)

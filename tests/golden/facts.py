@@ -72,8 +72,8 @@ from meshwright.workload.activations import elements_per_token, saved_elements
 from meshwright.workload.cache_size import cache_bytes_per_block
 from meshwright.workload.cross_node_bytes import cross_node_bytes
 from meshwright.workload.device_work import step_work
+from meshwright.workload.layer_matmuls import layer_matmuls
 from meshwright.workload.layer_messages import layer_messages
-from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layout_bytes import layout_memory
 from meshwright.workload.layouts import layout_of
 from meshwright.workload.model_shape import shape_of
@@ -219,9 +219,9 @@ def work_facts(name: str) -> Facts:
         layout, shape = layout_of(spec, train, plan), shape_of(spec, train.seq_len)
         step, label = step_shape(shape, layout), "+".join(f"{axis}{size}" for axis, size in sizes.items())
         linears: dict[Any, float] = defaultdict(float)
-        for product in layer_products(shape, step, layout.tensor):
-            sizes_of = tuple(float(size) for size in (product.m, product.k, product.n, product.count))
-            linears[product.role, *sizes_of] += float(product.layers)
+        for matmul in layer_matmuls(shape, step, layout.tensor):
+            sizes_of = tuple(float(size) for size in (matmul.m, matmul.k, matmul.n, matmul.count))
+            linears[matmul.role, *sizes_of] += float(matmul.layers)
         facts[f"linears {label}"] = sorted([*key, count] for key, count in linears.items() if count)
         messages = [
             [message.op, message.axis, *map(float, (message.ranks, message.bytes, message.forward, message.backward))]

@@ -21,7 +21,8 @@ checkpoint: {at_end: false}
 """
 """A small run file of bf16."""
 LAYOUT_BOUND = 2e-3
-"""Relative difference of bf16 losses over six steps between layouts: the same products, gradients summed in another order."""
+"""Relative difference of bf16 losses over six steps between layouts: the same matmuls, gradients summed in another
+order."""
 LIMIT = 200
 """Seconds for one run; ranks that wait for each other say so before it is over (`timeout_seconds`)."""
 RUNS_LIMIT = 5 * LIMIT

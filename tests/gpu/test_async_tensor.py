@@ -1,4 +1,4 @@
-"""Asynchronous tensor-parallel products on two GPUs: operators against blocking ones, with delays, and whole runs."""
+"""Asynchronous tensor-parallel matmuls on two GPUs: operators against blocking ones, with delays, and whole runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 GPUS = 2
 ROUNDS = 40
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Largest error over the largest value: the same products in pieces; in bf16 each rank's product is rounded."""
+"""Largest error over the largest value: the same matmuls in pieces; in bf16 each rank's matmul is rounded."""
 FP32_BOUND = 1e-4
 """Relative difference of fp32 losses over six steps, twenty times closer than bf16's."""
 CASES = {
@@ -140,20 +140,24 @@ def all_of(
     tensors: dict[str, torch.Tensor], name: str, before_each: Callable[[], None] = lambda: None
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     """Return the results of every operator by its name; `before_each` is called before each operator."""
-    from meshwright.parallel import products
+    from meshwright.parallel import linear_exchanges
 
     x, y, row_weight, column_weight = (tensors[key] for key in ("x", "y", "rows", "columns"))
     results: dict[str, tuple[torch.Tensor, ...]] = {}
     biases, pair = [tensors["bias"], None], [row_weight, row_weight.flip(0)]
     for operator_name, operator, inputs in (
-        ("gathered", products.all_gather_matmul, (x, [row_weight], biases[:1])),
-        ("gathered backward", products.all_gather_matmul_backward, (x, [row_weight], [y])),
-        ("scattered", products.matmul_reduce_scatter, ([y], [column_weight])),
-        ("gathered backward, split", products.all_gather_matmul_input_backward, (x, [row_weight], [y])),
-        ("scattered backward", products.matmul_reduce_scatter_input_backward, (x, [column_weight])),
-        ("gathered for two", products.all_gather_matmul, (x, pair, biases)),
-        ("gathered backward of two", products.all_gather_matmul_backward, (x, pair, [y, y])),
-        ("sum of two scattered", products.matmul_reduce_scatter, ([y, y], [column_weight, column_weight.flip(1)])),
+        ("gathered", linear_exchanges.all_gather_matmul, (x, [row_weight], biases[:1])),
+        ("gathered backward", linear_exchanges.all_gather_matmul_backward, (x, [row_weight], [y])),
+        ("scattered", linear_exchanges.matmul_reduce_scatter, ([y], [column_weight])),
+        ("gathered backward, split", linear_exchanges.all_gather_matmul_input_backward, (x, [row_weight], [y])),
+        ("scattered backward", linear_exchanges.matmul_reduce_scatter_input_backward, (x, [column_weight])),
+        ("gathered for two", linear_exchanges.all_gather_matmul, (x, pair, biases)),
+        ("gathered backward of two", linear_exchanges.all_gather_matmul_backward, (x, pair, [y, y])),
+        (
+            "sum of two scattered",
+            linear_exchanges.matmul_reduce_scatter,
+            ([y, y], [column_weight, column_weight.flip(1)]),
+        ),
     ):
         before_each()
         results[operator_name] = tuple(leaves(operator(*inputs, name, GPUS)))

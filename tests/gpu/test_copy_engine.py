@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 CASES = {
     "shard 2": ["plan.reshard=true", "plan.micro_batch=1"],
     "shard 2, kept": ["plan.reshard=false", "plan.micro_batch=2"],
-    "shard 2, products in fp8": ["plan.linear=fp8_tensorwise", "plan.gather=compute"],
+    "shard 2, matmuls in fp8": ["plan.linear=fp8_tensorwise", "plan.gather=compute"],
     "shard 2, gathered in fp8": ["plan.linear=fp8_tensorwise", "plan.gather=fp8"],
 }
 

@@ -15,7 +15,7 @@ from meshwright.kernels.attention import attention, make_mask
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
-MIXTURE = LLAMA.replace(
+MOE = LLAMA.replace(
     "ffn_hidden: 1024", "ffn_hidden: 1024, experts: 8, experts_per_token: 2, expert_hidden: 256"
 ).replace("family: llama", "family: qwen3_moe")
 DETERMINISTIC = [
@@ -37,7 +37,7 @@ def losses_of(records: list[Record]) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in steps(records)}
 
 
-@pytest.mark.parametrize("text", [LLAMA, MIXTURE], ids=["dense", "experts"])
+@pytest.mark.parametrize("text", [LLAMA, MOE], ids=["dense", "experts"])
 def test_runs_and_a_resume_are_equal_bit_for_bit(tmp_path: Path, text: str) -> None:
     losses = [losses_of(trained(tmp_path, text, name, 1, DETERMINISTIC)) for name in ("a", "b")]
     assert losses[0] == losses[1] and len(losses[0]) == 12

@@ -1,4 +1,4 @@
-"""Mixtures of experts on GPUs: the block against its plain version, no host synchronisation, runs equal in all layouts."""
+"""MoE models on GPUs: the block against its plain version, no host synchronisation, runs equal in all layouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.gpu.runs import RUNS_LIMIT, Record, figures, needs, steps, trained
-from tests.models.tiny import MIXTURES, built
+from tests.models.tiny import MOE_LAYERS, built
 
 from meshwright.kernels.grouped import order_by_expert, sum_copies
 from meshwright.parallel.apply import COMPILER_OPTIONS
@@ -156,11 +156,11 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("mixture", MIXTURES)
-def test_the_fast_path_equals_the_plain_one_and_never_waits(mixture: str, compiled: bool) -> None:
+@pytest.mark.parametrize("moe", MOE_LAYERS)
+def test_the_fast_path_equals_the_plain_one_and_never_waits(moe: str, compiled: bool) -> None:
     """Given the same choices: x is such that bf16 decides as fp64 does for all but a few tokens, which are left out."""
-    exact = built(MIXTURES[mixture], plain=True).layers["1"].moe.cuda()
-    fast = built(MIXTURES[mixture]).layers["1"].moe.bfloat16().cuda()
+    exact = built(MOE_LAYERS[moe], plain=True).layers["1"].moe.cuda()
+    fast = built(MOE_LAYERS[moe]).layers["1"].moe.bfloat16().cuda()
     run = torch.compile(fast, fullgraph=True, dynamic=False, options=COMPILER_OPTIONS) if compiled else fast
     x = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0)).cuda()
     run(x.bfloat16().requires_grad_()).x.sum().backward()  # compiles, and makes cuBLAS's workspaces

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from meshwright.kernels import row_quantize
 from meshwright.kernels.add_norm import add_rms_norm
-from meshwright.kernels.fixed_product import FEW_ROWS, FEW_TOKENS, fixed_linear, fp8_linear, inner_splits, is_few
-from meshwright.kernels.fp8_products import Fp8Matrix, quantize
-from meshwright.kernels.int8_products import Int8Matrix, grouped_int8, int8_linear
+from meshwright.kernels.fixed_matmul import FEW_ROWS, FEW_TOKENS, fixed_linear, fp8_linear, inner_splits, is_few
+from meshwright.kernels.fp8_matmuls import Fp8Matrix, quantize
+from meshwright.kernels.int8_matmuls import Int8Matrix, grouped_int8, int8_linear
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.swiglu import gated_activation
 from meshwright.models.decoder import Decoder
@@ -28,13 +28,13 @@ from meshwright.spec.errors import BadInput
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(4096, 6144), (14336, 4096), (4096, 4096), (512, 1000), (1024, 128256)]
-"""(inputs, outputs) of products: with and without parts, outputs that do not fill the last tile."""
+"""(inputs, outputs) of matmuls: with and without parts, outputs that do not fill the last tile."""
 WIDE = {
     name: replace(spec, hidden=256, heads=8, kv_heads=spec.kv_heads * 2, head_dim=32, ffn_hidden=512, vocab_size=512)
     for name, spec in {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING, "qwen3 moe": QWEN3_MOE}.items()
 }
 WIDE["qwen3 moe"] = replace(WIDE["qwen3 moe"], expert_hidden=96)
-"""Families with widths that fp8 products take."""
+"""Families with widths that fp8 matmuls take."""
 FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8 weights": {"weights": "fp8"},
@@ -64,7 +64,7 @@ def rounded(x: Tensor) -> Fp8Matrix:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("inner", "outer"), SHAPES[2:4])
-def test_fixed_product(inner: int, outer: int, dtype: torch.dtype) -> None:
+def test_fixed_matmul(inner: int, outer: int, dtype: torch.dtype) -> None:
     for tokens in (1, 20, 300):
         x, weight, bias = operands(tokens, inner, outer, dtype)
         exact = x.double() @ weight.double().t() + bias.double()
@@ -74,24 +74,24 @@ def test_fixed_product(inner: int, outer: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(("inner", "outer"), SHAPES)
-def test_bits_of_a_product_do_not_depend_on_the_number_of_tokens(inner: int, outer: int, fp8: bool) -> None:
+def test_bits_of_a_matmul_do_not_depend_on_the_number_of_tokens(inner: int, outer: int, fp8: bool) -> None:
     """Numbers of tokens that take each of the tiles, with a program for each part and with one for all."""
     x, weight, bias = operands(600, inner, outer)
     weight_fp8 = rounded(weight)
 
-    def product(x: Tensor) -> Tensor:
+    def matmul(x: Tensor) -> Tensor:
         if fp8:
             return fp8_linear(rounded(x), weight_fp8, bias, torch.bfloat16, invariant=True)
         return fixed_linear(x, weight, bias)
 
-    whole = product(x)
+    whole = matmul(x)
     for begin, count in ((0, 1), (7, 1), (500, 2), (3, 17), (100, 64), (0, 65), (1, 129), (299, 257)):
-        assert torch.equal(product(x[begin : begin + count]), whole[begin : begin + count]), (begin, count)
+        assert torch.equal(matmul(x[begin : begin + count]), whole[begin : begin + count]), (begin, count)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 33, FEW_TOKENS, FEW_TOKENS + 1, 300])
 @pytest.mark.parametrize(("inner", "outer"), SHAPES[:3])
-def test_fp8_product(inner: int, outer: int, tokens: int) -> None:
+def test_fp8_matmul(inner: int, outer: int, tokens: int) -> None:
     x, weight, bias = operands(tokens, inner, outer)
     a, b = rounded(x), rounded(weight)
     exact = (a.values.double() * a.scale) @ (b.values.double() * b.scale).t() + bias.double()
@@ -102,7 +102,7 @@ def test_fp8_product(inner: int, outer: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5, 33, 100, 300])
 @pytest.mark.parametrize(("inner", "outer"), [*SHAPES[:4], (1000, 70)])
-def test_int8_product_is_that_of_a_cpu(inner: int, outer: int, tokens: int) -> None:
+def test_int8_matmul_is_that_of_a_cpu(inner: int, outer: int, tokens: int) -> None:
     """Of the same integers; scales and bias may be applied in one rounding more or less."""
     x, weight, bias = operands(tokens, inner, outer)
     a, b = (row_quantize.quantize_rows(matrix, "int8") for matrix in (x, weight))
@@ -115,7 +115,7 @@ def test_int8_product_is_that_of_a_cpu(inner: int, outer: int, tokens: int) -> N
 
 @pytest.mark.parametrize("tokens", [0, 6, 192, 3000])
 @pytest.mark.parametrize("experts", [8, 64])
-def test_grouped_int8_product_is_the_plain_one(experts: int, tokens: int) -> None:
+def test_grouped_int8_matmul_is_the_plain_one(experts: int, tokens: int) -> None:
     draw = torch.Generator().manual_seed(tokens)
     sizes = torch.bincount(torch.randint(experts, (tokens,), generator=draw) ** 2 // experts, minlength=experts)
     x, _, _ = operands(max(tokens, 1), 512, 16)

@@ -1,4 +1,4 @@
-"""fp8 on a GPU: Triton kernels, products and layers against the plain implementation, and whole runs.
+"""fp8 on a GPU: Triton kernels, matmuls and layers against the plain implementation, and whole runs.
 
 The kernels round to the same bits. The plain implementation runs on the CPU with copies of the same inputs.
 """
@@ -18,10 +18,10 @@ import torch
 from tests.gpu.runs import LLAMA, RUNS_LIMIT, figures, needs, trained
 from torch import Tensor, nn
 
-from meshwright.kernels import fp8_products as fp8
+from meshwright.kernels import fp8_matmuls as fp8
 from meshwright.kernels import gated
 from meshwright.kernels.assembler import VARIABLE
-from meshwright.kernels.fp8_products import (
+from meshwright.kernels.fp8_matmuls import (
     E4M3,
     E5M2,
     Fp8Matrix,
@@ -40,12 +40,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 TOKENS, IN, OUT = 208, 336, 272
 """No multiples of a tile, but of 16."""
 EXACT, FAST = 5e-3, 2e-2
-"""Relative error of a product against one summed in fp32: rounding the result to bf16, and sums kept narrower."""
+"""Relative error of a matmul against one summed in fp32: rounding the result to bf16, and sums kept narrower."""
 FLIPPED = {E4M3: (EXACT / 2**3) ** 0.5, E5M2: (EXACT / 2**2) ** 0.5}
-"""Relative error of a product after another product whose result is rounded to this fp8 dtype.
+"""Relative error of a matmul after another matmul whose result is rounded to this fp8 dtype.
 
 Two inputs with relative difference d are rounded to different fp8 numbers with probability d / spacing, and then differ by the spacing of
-the dtype: sqrt(d · spacing) in the root mean square. After several products two correct results differ as much as each from the exact one.
+the dtype: sqrt(d · spacing) in the root mean square. After several matmuls two correct results differ as much as each
+from the exact one.
 """
 NO_WORSE = 1.1
 """How far a network may be from the exact one, over how far its twin is."""
@@ -109,7 +110,7 @@ def test_values_that_are_not_finite_reach_the_result() -> None:
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_products(scaling: Any, fast: bool) -> None:
+def test_matmuls(scaling: Any, fast: bool) -> None:
     a, b = numbers(0, TOKENS, IN), numbers(1, OUT, IN)
     theirs = matmul(quantize(a, scaling), quantize(b, scaling), torch.bfloat16)
     ours = matmul(quantize(a.cuda(), scaling), quantize(b.cuda(), scaling), torch.bfloat16, fast=fast)
@@ -135,12 +136,12 @@ def test_no_compiler_turns_a_weight_before_the_backward(scaling: Any, weight_in_
 
 
 def test_the_activation_is_rounded_as_the_twin_rounds_it() -> None:
-    projected, slope = numbers(0, TOKENS, 2 * IN), numbers(1, TOKENS, IN)
+    projected, grad_out = numbers(0, TOKENS, 2 * IN), numbers(1, TOKENS, IN)
     for ours, theirs in (
         (gated._activation(projected.cuda()), gated._activation(projected)),
         (
-            gated._activation_gradient(projected.cuda(), slope.cuda(), E5M2),
-            gated._activation_gradient(projected, slope, E5M2),
+            gated._activation_gradient(projected.cuda(), grad_out.cuda(), E5M2),
+            gated._activation_gradient(projected, grad_out, E5M2),
         ),
     ):
         for actual, expected in zip(ours, theirs, strict=True):
@@ -214,7 +215,7 @@ def test_a_gated_network_and_its_gradients(compiled: bool) -> None:
     torch.manual_seed(0)
     errors = agreeing(Gated().bfloat16(), torch.randn(2, 96, 128).bfloat16(), 128, compiled)
     assert errors.pop("output") < FLIPPED[E4M3]
-    assert errors.pop("down.weight") < FLIPPED[E4M3]  # of the activation, which only the first product is behind
+    assert errors.pop("down.weight") < FLIPPED[E4M3]  # of the activation, which only the first matmul is behind
     assert {name: error for name, error in errors.items() if error > FLIPPED[E5M2]} == {}
 
 

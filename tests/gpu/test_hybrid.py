@@ -13,14 +13,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 SAMPLES = LLAMA.replace("mix: stdlib", "mix: stdlib, packing: none").replace(
     "global_batch: 8", "global_batch_tokens: 4096"
 )
-MIXTURE = SAMPLES.replace(
-    "family: llama", "family: mixtral, experts: 4, experts_per_token: 2, expert_hidden: 256"
-).replace("warmup_steps", "balance_loss: 0.05, warmup_steps")
+MOE = SAMPLES.replace("family: llama", "family: mixtral, experts: 4, experts_per_token: 2, expert_hidden: 256").replace(
+    "warmup_steps", "balance_loss: 0.05, warmup_steps"
+)
 """The loss of a rank with other placements of samples has the balance loss's gradients."""
 HYBRID = ["plan.hybrid=2", "plan.capacity=256"]
 
 
-@pytest.mark.parametrize("text", [SAMPLES, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("text", [SAMPLES, MOE], ids=["dense", "mixture"])
 def test_divided_samples_agree_with_whole_ones(text: str, tmp_path: Path) -> None:
     needs(2)
     whole = figures(trained(tmp_path, text, "whole", 1))

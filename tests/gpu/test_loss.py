@@ -13,10 +13,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 7), (333, 1000), (300, 8192), (40, 50257), (150, 128256)])
 def test_the_kernel_equals_its_twin(tokens: int, columns: int, dtype: torch.dtype) -> None:
-    slopes_agree(tokens, columns, dtype, "cuda")
+    gradients_agree(tokens, columns, dtype, "cuda")
 
 
-def slopes_agree(tokens: int, columns: int, dtype: torch.dtype, device: str) -> None:
+def gradients_agree(tokens: int, columns: int, dtype: torch.dtype, device: str) -> None:
     """Of random logits, a fifth of them minus infinity and every fifth target left out."""
     from meshwright.kernels.loss_triton import gradient_in_place
 
@@ -27,7 +27,7 @@ def slopes_agree(tokens: int, columns: int, dtype: torch.dtype, device: str) -> 
     targets[::5] = -1
     drawn = torch.randn(tokens, device=device)
     for z_loss, weights in ((0.0, None), (0.01, None), (0.0, drawn), (0.01, drawn)):
-        sums, slope = _gradient_eager(logits, targets, z_loss, weights)
+        sums, grad_out = _gradient_eager(logits, targets, z_loss, weights)
         in_place = logits.clone()
         losses, squares = gradient_in_place(in_place, targets, z_loss, weights)
         assert losses[targets < 0].eq(0).all()
@@ -35,7 +35,7 @@ def slopes_agree(tokens: int, columns: int, dtype: torch.dtype, device: str) -> 
         assert squares.sum().item() == pytest.approx(sums.squares.item(), rel=1e-5)
         assert (sums.squares > 0) == (z_loss > 0 and tokens > 1)  # the only target of one token is left out
         step = torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-4
-        assert ((in_place - slope).float().abs() <= step * slope.float().abs() + 1e-7).all()
+        assert ((in_place - grad_out).float().abs() <= step * grad_out.float().abs() + 1e-7).all()
 
 
 def test_values_that_are_not_finite_reach_the_result() -> None:

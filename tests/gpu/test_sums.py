@@ -1,11 +1,11 @@
-"""GPU: Triton kernels sum and scale gradients to the bits of torch's operators; products add to sums in a wider dtype."""
+"""GPU: Triton kernels sum and scale gradients to the bits of torch's operators; matmuls add to sums in a wider dtype."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from meshwright.kernels.sums import MIN_FUSED_ELEMENTS, add, add_product, matmul, scale
+from meshwright.kernels.sums import MIN_FUSED_ELEMENTS, add, add_matmul, matmul, scale
 
 pytestmark = pytest.mark.gpu
 
@@ -39,12 +39,12 @@ def test_places_off_the_grid_and_rows_apart() -> None:
     assert torch.equal(total, expected)
 
 
-def test_products_are_added_unrounded() -> None:
+def test_matmuls_are_added_unrounded() -> None:
     a, b = (torch.randn(1024, 512, device="cuda").bfloat16() for _ in range(2))
     exact = a.t().double() @ b.double()
     total = matmul(a.t(), b, torch.float32)
     assert total.dtype == torch.float32
     assert (total - exact).norm() < 1e-5 * exact.norm(), "nothing was rounded to bf16 on the way"
     for _ in range(3):
-        add_product(total, a.t(), b)
+        add_matmul(total, a.t(), b)
     assert (total - 4 * exact).norm() < 1e-5 * (4 * exact).norm()

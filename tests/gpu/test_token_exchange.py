@@ -10,7 +10,7 @@ from tests.distributed.cases_token_exchange import by_kernels_and_messages
 from tests.distributed.pool import Pool
 from tests.kernels.emulated_ranks import EmulatedRanks, check_exchanges, drawn_loads
 
-from meshwright.kernels.fp8_products import quantize
+from meshwright.kernels.fp8_matmuls import quantize
 from meshwright.spec.errors import BadInput
 
 pytestmark = pytest.mark.gpu
@@ -96,7 +96,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_outputs_and_gradients_of_two_processes_equal_those_by_messages(processes: Pool, compiled: bool) -> None:
-    """Through the grouped products in bf16: the same rows, but products may be tiled otherwise among more rows."""
+    """Through the grouped matmuls in bf16: the same rows, but matmuls may be tiled otherwise among more rows."""
     for pairs in processes.run(by_kernels_and_messages, 2, None, 300, compiled):
         assert len(pairs) == 4 * 3 + 2
         for ours, theirs in pairs:

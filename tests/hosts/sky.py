@@ -47,16 +47,16 @@ def loaded(file: Path, home: Path) -> dict[str, Any]:
     return json.loads(_run(_LOAD, [str(file)], home).splitlines()[-1])
 
 
-def parsed(words: Sequence[str], home: Path) -> dict[str, Any]:
+def parsed(arguments: Sequence[str], home: Path) -> dict[str, Any]:
     """The command that `sky` finds in its arguments, and its parameters."""
-    return json.loads(_run(_PARSE, words, home).splitlines()[-1])
+    return json.loads(_run(_PARSE, arguments, home).splitlines()[-1])
 
 
-def _run(code: str, words: Sequence[str], home: Path) -> str:
+def _run(code: str, arguments: Sequence[str], home: Path) -> str:
     env = {"PATH": os.environ["PATH"], "HOME": str(home), "MESHWRIGHT_TOKEN": TOKEN}
     env |= {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     answer = subprocess.run(
-        [PYTHON, "-c", code, *words], env=env, cwd=home, capture_output=True, text=True, timeout=120, check=False
+        [PYTHON, "-c", code, *arguments], env=env, cwd=home, capture_output=True, text=True, timeout=120, check=False
     )
     assert answer.returncode == 0, answer.stderr + answer.stdout
     return answer.stdout

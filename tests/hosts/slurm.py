@@ -90,17 +90,17 @@ class Slurm:
 
     def run(
         self,
-        words: Sequence[str],
+        arguments: Sequence[str],
         folder: Path | None = None,
         env: Mapping[str, str] | None = None,
         seconds: float = 60.0,
     ) -> str:
         """What a command of Slurm prints on host 0, within a time."""
-        command = [*self._hosts.prefix(0), *(["env", "-C", str(folder)] if folder else []), *words]
+        command = [*self._hosts.prefix(0), *(["env", "-C", str(folder)] if folder else []), *arguments]
         answer = subprocess.run(
             command, env=self._environment(env), capture_output=True, text=True, timeout=seconds, check=False
         )
-        assert answer.returncode == 0, f"{words}: {answer.stderr}{answer.stdout}"
+        assert answer.returncode == 0, f"{arguments}: {answer.stderr}{answer.stdout}"
         return answer.stdout
 
     def close(self) -> None:

@@ -47,9 +47,9 @@ class Nodes:
     def add(self) -> Any:
         return self._cluster.add_node(num_cpus=1)
 
-    def submit(self, *words: str) -> None:
+    def submit(self, *arguments: str) -> None:
         """Render the program as the page says, and start it."""
-        launch = [sys.executable, "-m", "meshwright", "launch", "--to", "ray", str(make_tiny(self.folder)), *words]
+        launch = [sys.executable, "-m", "meshwright", "launch", "--to", "ray", str(make_tiny(self.folder)), *arguments]
         subprocess.run([*launch, "--runs", "runs", "--out", "run_ray.py"], cwd=self.folder, check=True)
         with (self.folder / "driver.log").open("ab") as log:
             self._driver = subprocess.Popen(
@@ -98,8 +98,8 @@ class Nodes:
 
     def coordinator(self) -> int:
         for file in Path("/proc").glob("[0-9]*/cmdline"):
-            words = file.read_bytes().split(b"\0") if file.exists() else []
-            if b"coordinate" in words and os.fsencode(self.folder / "tiny.yaml") in words:
+            arguments = file.read_bytes().split(b"\0") if file.exists() else []
+            if b"coordinate" in arguments and os.fsencode(self.folder / "tiny.yaml") in arguments:
                 return int(file.parent.name)
         raise AssertionError(self.log())
 
@@ -125,19 +125,19 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     cluster.close()
 
 
-def words(steps: int = STEPS, *more: str) -> list[str]:
+def arguments(steps: int = STEPS, *more: str) -> list[str]:
     return ["cluster.nodes=2", "cluster.gpus_per_node=1", f"train.steps={steps}", "checkpoint.every=10", *more]
 
 
 def test_a_run_on_two_nodes_ends_with_code_0_and_leaves_no_token(nodes: Nodes) -> None:
-    nodes.submit(*words(12))
+    nodes.submit(*arguments(12))
     assert nodes.code() == 0, nodes.log()
     assert nodes.steps() == list(range(1, 13))
     assert not list(nodes.folder.glob(".meshwright-*"))
 
 
 def test_an_agent_on_another_node_takes_the_place_of_one_whose_node_is_killed(nodes: Nodes) -> None:
-    nodes.submit(*words())
+    nodes.submit(*arguments())
     nodes.until(lambda: len(nodes.steps()) > 12)
     head, other = nodes.members()
     raylet = parent(parent(head))
@@ -150,7 +150,7 @@ def test_an_agent_on_another_node_takes_the_place_of_one_whose_node_is_killed(no
 
 
 def test_a_run_goes_on_with_the_nodes_that_are_left(nodes: Nodes) -> None:
-    nodes.submit(*words(STEPS, "supervision.wait_seconds=1"))
+    nodes.submit(*arguments(STEPS, "supervision.wait_seconds=1"))
     nodes.until(lambda: len(nodes.steps()) > 12)
     head, other = nodes.members()
     nodes.kill_node_of(other)
@@ -159,7 +159,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(nodes: Nodes) -> None:
 
 
 def test_the_coordinator_moves_if_its_node_is_lost(nodes: Nodes) -> None:
-    nodes.submit(*words())
+    nodes.submit(*arguments())
     nodes.until(lambda: len(nodes.steps()) > 12)
     coordinator = nodes.coordinator()
     nodes.kill_node_of(nodes.starter(coordinator))
@@ -171,7 +171,7 @@ def test_the_coordinator_moves_if_its_node_is_lost(nodes: Nodes) -> None:
 
 
 def test_a_killed_agent_starts_again_on_its_node(nodes: Nodes) -> None:
-    nodes.submit(*words())
+    nodes.submit(*arguments())
     nodes.until(lambda: len(nodes.steps()) > 12)
     os.kill(nodes.members()[1], signal.SIGKILL)
     assert nodes.code() == 0, nodes.log()
@@ -179,18 +179,18 @@ def test_a_killed_agent_starts_again_on_its_node(nodes: Nodes) -> None:
 
 
 def test_a_stop_signal_ends_the_run_with_a_checkpoint_and_code_75(nodes: Nodes) -> None:
-    nodes.submit(*words())
+    nodes.submit(*arguments())
     nodes.until(lambda: len(nodes.steps()) > 12)
     nodes.stop(signal.SIGTERM)
     assert nodes.code() == 75, nodes.log()
     assert "ended on request after step" in nodes.log() and len(nodes.steps()) < STEPS
-    nodes.submit(*words())
+    nodes.submit(*arguments())
     assert nodes.code() == 0, nodes.log()
     assert nodes.steps() == list(range(1, STEPS + 1))
 
 
 def test_bad_data_ends_the_run_with_code_2_and_starts_nothing_again(nodes: Nodes) -> None:
-    nodes.submit(*words(12, "data.mix={'gone': 1}"))
+    nodes.submit(*arguments(12, "data.mix={'gone': 1}"))
     assert nodes.code() == 2 and "start again" not in nodes.log()
 
 

@@ -148,8 +148,8 @@ def test_skypilot(folder: Path) -> None:
         ["bash", "-c", f"{token}; echo $MESHWRIGHT_TOKEN"], capture_output=True, text=True, check=True
     )
     assert len(made.stdout.strip()) == 64
-    command, *words = shlex.split(launch)
+    command, *arguments = shlex.split(launch)
     assert command == "sky"
-    found = parsed(words, folder)
+    found = parsed(arguments, folder)
     assert found["command"] == "launch" and found["entrypoint"] == ["first.sky.yaml"]
     assert "MESHWRIGHT_TOKEN" in str(found["secret"])

@@ -37,9 +37,9 @@ class Cluster:
         path = f"{folder / 'bin'}:{os.environ['PATH']}"
         self._env = {"PATH": path, "GLOO_SOCKET_IFNAME": INTERFACE}
 
-    def submit(self, *words: str) -> int:
+    def submit(self, *arguments: str) -> int:
         """Render the run's script as the page says, and submit it; returns the job's number."""
-        launch = ["meshwright", "launch", "--to", "slurm", *words, "--runs", "runs", "--out", "run.sbatch"]
+        launch = ["meshwright", "launch", "--to", "slurm", *arguments, "--runs", "runs", "--out", "run.sbatch"]
         self.slurm.run(launch, self.folder, self._env)
         answer = self.slurm.run(["sbatch", "--time=00:10:00", "run.sbatch"], self.folder, self._env)
         return int(re.findall(r"\d+", answer)[-1])
@@ -74,7 +74,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(slurm, tmp_path)
 
 
-def words(folder: Path, steps: int) -> list[str]:
+def arguments(folder: Path, steps: int) -> list[str]:
     return [
         str(make_tiny(folder)),
         "cluster.nodes=2",
@@ -85,7 +85,7 @@ def words(folder: Path, steps: int) -> list[str]:
 
 
 def test_a_run_on_two_nodes_ends_with_code_0(cluster: Cluster) -> None:
-    ended = cluster.until_ended(cluster.submit(*words(cluster.folder, 12)))
+    ended = cluster.until_ended(cluster.submit(*arguments(cluster.folder, 12)))
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), cluster.log()
     assert cluster.last_step() == 12
     members = json.loads((cluster.run / "supervision.jsonl").read_text().splitlines()[-1])["members"]
@@ -94,7 +94,7 @@ def test_a_run_on_two_nodes_ends_with_code_0(cluster: Cluster) -> None:
 
 
 def test_a_preempted_run_is_queued_again_and_continues_from_its_checkpoint(cluster: Cluster) -> None:
-    job = cluster.submit(*words(cluster.folder, STEPS))
+    job = cluster.submit(*arguments(cluster.folder, STEPS))
     cluster.until(lambda: cluster.last_step() >= 20)
     cluster.slurm.run(["scancel", "--signal=USR1", str(job)])
     cluster.until(lambda: cluster.state(job)["Restarts"] == "1")
@@ -109,7 +109,7 @@ def test_a_preempted_run_is_queued_again_and_continues_from_its_checkpoint(clust
 
 
 def test_a_cancelled_run_saves_and_is_not_queued_again(cluster: Cluster) -> None:
-    job = cluster.submit(*words(cluster.folder, STEPS))
+    job = cluster.submit(*arguments(cluster.folder, STEPS))
     cluster.until(lambda: cluster.last_step() >= 20)
     cluster.slurm.run(["scancel", str(job)])
     cluster.until_ended(job)
@@ -119,5 +119,5 @@ def test_a_cancelled_run_saves_and_is_not_queued_again(cluster: Cluster) -> None
 
 
 def test_a_run_with_bad_data_is_not_queued_again(cluster: Cluster) -> None:
-    ended = cluster.until_ended(cluster.submit(*words(cluster.folder, 12), "data.mix={'gone': 1}"))
+    ended = cluster.until_ended(cluster.submit(*arguments(cluster.folder, 12), "data.mix={'gone': 1}"))
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), cluster.log()

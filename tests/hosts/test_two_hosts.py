@@ -90,8 +90,8 @@ class Flow:
         self._line()
         self.sender = self._start(hosts.prefix(0), SEND, address(1))
 
-    def _start(self, prefix: Sequence[str], code: str, *words: str) -> subprocess.Popen[str]:
-        command = [*prefix, sys.executable, "-c", code, *words]
+    def _start(self, prefix: Sequence[str], code: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [*prefix, sys.executable, "-c", code, *arguments]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def _line(self) -> str:

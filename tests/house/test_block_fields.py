@@ -16,7 +16,7 @@ from tests.house.test_architecture import SOURCE, files
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
-from meshwright.spec.blocks.mixture import MixtureSpec, RouterSpec
+from meshwright.spec.blocks.moe import MoESpec, RouterSpec
 from meshwright.spec.blocks.positions import RotarySpec
 from meshwright.spec.model import ModelSpec
 
@@ -37,7 +37,7 @@ NOT_OF_LAYERS |= {
     "adapter",
 }
 """Keys of ModelSpec that are no body's; `positions`, `norm` and `head` are names of modules too."""
-BODIES = (AttentionSpec, LatentAttentionSpec, FeedForwardSpec, MixtureSpec, RouterSpec, RotarySpec)
+BODIES = (AttentionSpec, LatentAttentionSpec, FeedForwardSpec, MoESpec, RouterSpec, RotarySpec)
 KEYS = {field.name for field in fields(ModelSpec)} - NOT_OF_LAYERS
 OWN = {field.name for body in BODIES for field in fields(body)}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.kernels import assembler, gated
-from meshwright.kernels.fp8_products import Fp8Matrix
+from meshwright.kernels.fp8_matmuls import Fp8Matrix
 
 
 @pytest.mark.parametrize(

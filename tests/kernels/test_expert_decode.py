@@ -1,4 +1,4 @@
-"""The kernels of mixtures with few tokens against the plain modules in fp64, in Triton's interpreter or on the GPU."""
+"""The kernels of MoE layers with few tokens against the plain modules in fp64, in Triton's interpreter or on the GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from meshwright.kernels.expert_decode import Choices, Routing, expert_outputs, rounded_expert_outputs, route
 from meshwright.kernels.row_quantize import quantize_rows
 from meshwright.models.hooks import BlockHooks
-from meshwright.models.moe import MixtureOfExperts
+from meshwright.models.moe import MoELayer
 from meshwright.spec.engine import WeightFormat
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.model import mixture_of as described_mixture
+from meshwright.spec.model import moe_of as described_moe
 from tests.models.tiny import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL
 
 triton, tl = (pytest.importorskip(name) for name in ("triton", "triton.language"))
@@ -34,13 +34,13 @@ SPECS = {
 }
 
 
-def mixture_of(spec: ModelSpec) -> MixtureOfExperts:
+def moe_of(spec: ModelSpec) -> MoELayer:
     draw = torch.Generator().manual_seed(0)
-    mixture = MixtureOfExperts(described_mixture(spec), spec.hidden, plain=True, hooks=BlockHooks())
-    for parameter in mixture.parameters():
+    moe = MoELayer(described_moe(spec), spec.hidden, plain=True, hooks=BlockHooks())
+    for parameter in moe.parameters():
         parameter.data = torch.randn(parameter.shape, generator=draw).to(DEVICE, DTYPE) / 4
         parameter.requires_grad_(False)
-    return mixture
+    return moe
 
 
 def routing_of(spec: ModelSpec) -> Routing:
@@ -58,11 +58,11 @@ def rows(count: int, width: int) -> Tensor:
 @pytest.mark.parametrize("case", SPECS)
 def test_choices_are_those_of_the_plain_router(case: str, tokens: int) -> None:
     spec = SPECS[case]
-    mixture, x = mixture_of(spec), rows(tokens, spec.hidden)
-    bias = mixture.choice_bias
-    choices = route(x, mixture.router.weight, bias, routing_of(spec))
-    logits = (x.double() @ mixture.router.weight.double().t()).to(DTYPE)
-    expected = mixture.choose_experts(logits[None].double())
+    moe, x = moe_of(spec), rows(tokens, spec.hidden)
+    bias = moe.choice_bias
+    choices = route(x, moe.router.weight, bias, routing_of(spec))
+    logits = (x.double() @ moe.router.weight.double().t()).to(DTYPE)
+    expected = moe.choose_experts(logits[None].double())
     assert torch.equal(choices.chosen.long(), expected.chosen[0])
     torch.testing.assert_close(choices.weights.double(), expected.weights[0], rtol=1e-5, atol=1e-6)
     places = torch.full((tokens, spec.experts), -1, dtype=torch.int8, device=DEVICE)
@@ -166,12 +166,12 @@ def test_experts_in_8_bits(tokens: int, number_format: WeightFormat) -> None:
 @torch.no_grad()
 def test_a_tokens_bits_do_not_depend_on_the_batch() -> None:
     spec = SPECS["weights sum to 1"]
-    mixture, x = mixture_of(spec), rows(40, spec.hidden)
+    moe, x = moe_of(spec), rows(40, spec.hidden)
     results = []
     for part in (x, x[:1], x[:20]):
-        choices = route(part, mixture.router.weight, None, routing_of(spec))
-        results.append(expert_outputs(part, mixture.experts.gate_up, mixture.experts.down, choices)[0])
-    if DEVICE == "cpu":  # numpy's products have other bits for other shapes
+        choices = route(part, moe.router.weight, None, routing_of(spec))
+        results.append(expert_outputs(part, moe.experts.gate_up, moe.experts.down, choices)[0])
+    if DEVICE == "cpu":  # numpy's matmuls have other bits for other shapes
         torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
     else:
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

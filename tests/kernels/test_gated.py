@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import gated
-from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, quantize
+from meshwright.kernels.fp8_matmuls import E4M3, Fp8Matrix, quantize
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear, WeightQueue
 from meshwright.kernels.swiglu import gated_activation
 from meshwright.spec.plan import Recompute
-from tests.kernels.test_fp8_products import numbers, relative
+from tests.kernels.test_fp8_matmuls import numbers, relative
 from tests.kernels.test_linear import SLOWLY, gradients, with_sink, wrap
 
 WIDTH, HIDDEN, TOKENS = 32, 48, 32
@@ -64,11 +64,11 @@ def test_the_fused_network_equals_separate_layers(compiler: str | None, mode: Re
 
 
 def test_what_is_rounded_is_the_activation_and_its_gradient() -> None:
-    projected, slope = numbers(0, TOKENS, 2 * HIDDEN).requires_grad_(), numbers(1, TOKENS, HIDDEN)
+    projected, grad_out = numbers(0, TOKENS, 2 * HIDDEN).requires_grad_(), numbers(1, TOKENS, HIDDEN)
     activation = gated_activation(projected, plain=True)
-    activation.backward(slope)
+    activation.backward(grad_out)
     rounded, transposed = gated._activation(projected.detach())
-    rounded_gradient, transposed_gradient = gated._activation_gradient(projected.detach(), slope, E4M3)
+    rounded_gradient, transposed_gradient = gated._activation_gradient(projected.detach(), grad_out, E4M3)
     expected, expected_gradient = quantize(activation.detach(), "tensorwise"), quantize(projected.grad, "tensorwise")
     for ours, ours_transposed, theirs in (
         (rounded, transposed, expected),

@@ -1,4 +1,4 @@
-"""Grouped products against one dense product a row, and rows sorted by expert and back."""
+"""Grouped matmuls against one dense matmul a row, and rows sorted by expert and back."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def some_rows(sizes: list[int], dtype: torch.dtype, device: str = "cpu") -> tupl
     return x, weight, offsets.to(device), groups.to(device)
 
 
-def checked(product: Tensor, x: Tensor, weight: Tensor, groups: Tensor, bound: float) -> None:
+def checked(matmul: Tensor, x: Tensor, weight: Tensor, groups: Tensor, bound: float) -> None:
     """Output and both gradients against a matrix of its own for every row."""
-    slope = torch.randn(product.shape, generator=torch.Generator().manual_seed(1)).to(product)
-    actual = (product, *torch.autograd.grad(product, (x, weight), slope))
+    grad_out = torch.randn(matmul.shape, generator=torch.Generator().manual_seed(1)).to(matmul)
+    actual = (matmul, *torch.autograd.grad(matmul, (x, weight), grad_out))
     wide_x, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
     dense = (wide_weight[groups] @ wide_x[..., None])[..., 0]
-    exact = (dense, *torch.autograd.grad(dense, (wide_x, wide_weight), slope.double()))
+    exact = (dense, *torch.autograd.grad(dense, (wide_x, wide_weight), grad_out.double()))
     for ours, theirs in zip(actual, exact, strict=True):
         assert (ours.double() - theirs).norm() <= bound * theirs.norm()
 
@@ -57,12 +57,12 @@ def test_the_plain_twin_multiplies_every_row_with_its_group_s_matrix(case: str, 
 
 @pytest.mark.parametrize("case", SIZES)
 def test_the_fast_path_s_gradients(case: str) -> None:
-    """torch's grouped product also runs on a processor, slowly: the same calls, the same formats."""
+    """torch's grouped matmul also runs on a processor, slowly: the same calls, the same formats."""
     x, weight, offsets, groups = some_rows(SIZES[case], torch.bfloat16)
-    slope = torch.randn(len(groups), 24, generator=torch.Generator().manual_seed(1)).bfloat16()
+    grad_out = torch.randn(len(groups), 24, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.no_grad():
-        actual = grouped_gradients(slope, x, weight, offsets)
-        exact = grouped_gradients_loop(slope.double(), x.double(), weight.double(), offsets)
+        actual = grouped_gradients(grad_out, x, weight, offsets)
+        exact = grouped_gradients_loop(grad_out.double(), x.double(), weight.double(), offsets)
     for ours, theirs in zip(actual, exact, strict=True):
         assert (ours.double() - theirs).norm() <= 1e-2 * theirs.norm()
 
@@ -74,8 +74,8 @@ def test_the_fast_path_on_a_gpu(case: str, compiled: bool) -> None:
     junk = torch.full((1 << 24,), torch.nan, device="cuda")  # an empty group must not see what memory was left with
     del junk
     x, weight, offsets, groups = some_rows(SIZES[case], torch.bfloat16, "cuda")
-    product = torch.compile(grouped_linear, fullgraph=True) if compiled else grouped_linear
-    checked(product(x, weight, offsets), x, weight, groups, 1e-2)
+    matmul = torch.compile(grouped_linear, fullgraph=True) if compiled else grouped_linear
+    checked(matmul(x, weight, offsets), x, weight, groups, 1e-2)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Grouped products in fp8 against an independent emulation in float64, and the products of experts in a model."""
+"""Grouped matmuls in fp8 against an independent emulation in float64, and the matmuls of experts in a model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.fp8_products import E4M3, scale_of
+from meshwright.kernels.fp8_matmuls import E4M3, scale_of
 from meshwright.kernels.grouped_fp8 import GROUPED_FP8_OPERATOR, grouped_linear_fp8, transposed_matrices
-from tests.kernels.test_fp8_products import OUTPUT_BOUND, emulated_matrix, numbers
+from tests.kernels.test_fp8_matmuls import OUTPUT_BOUND, emulated_matrix, numbers
 from tests.kernels.test_grouped import SIZES
 
 IN, OUT = 32, 48
@@ -47,10 +47,10 @@ def operands(sizes: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("case", SIZES)
 def test_output_and_gradients_equal_the_emulation(case: str) -> None:
-    x, weight, offsets, groups, slope = operands(SIZES[case])
+    x, weight, offsets, groups, grad_out = operands(SIZES[case])
     ours, theirs = grouped_linear_fp8(x, weight, offsets), EmulatedGroups.apply(x, weight, groups)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.detach().abs().max()))
-    for actual, expected in zip(*(torch.autograd.grad(y, (x, weight), slope) for y in (ours, theirs)), strict=True):
+    for actual, expected in zip(*(torch.autograd.grad(y, (x, weight), grad_out) for y in (ours, theirs)), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     exact = (weight[groups] @ x[..., None])[..., 0]
     assert 0 < (ours - exact).norm() < OUTPUT_BOUND * exact.norm(), "fp8 rounds, but no more than its digits"
@@ -76,11 +76,11 @@ def test_values_that_are_not_finite_reach_the_result() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 def test_it_compiles() -> None:
-    x, weight, offsets, _, slope = operands(SIZES["uneven"])
+    x, weight, offsets, _, grad_out = operands(SIZES["uneven"])
     compiled = torch.compile(grouped_linear_fp8, fullgraph=True, backend="aot_eager")
-    for product in (compiled, grouped_linear_fp8):
-        out = product(x, weight, offsets)
-        gradients = torch.autograd.grad(out, (x, weight), slope)
+    for matmul in (compiled, grouped_linear_fp8):
+        out = matmul(x, weight, offsets)
+        gradients = torch.autograd.grad(out, (x, weight), grad_out)
         assert out.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
     assert torch.equal(compiled(x, weight, offsets), grouped_linear_fp8(x, weight, offsets))
     torch.library.opcheck(
@@ -93,13 +93,13 @@ def test_it_compiles() -> None:
 def test_on_a_gpu_it_equals_the_processor(case: str) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("torch multiplies groups in fp8 on Hopper only")
-    x, weight, offsets, _, slope = operands(SIZES[case])
-    x, weight, slope = (tensor.detach().bfloat16() for tensor in (x, weight, slope))
+    x, weight, offsets, _, grad_out = operands(SIZES[case])
+    x, weight, grad_out = (tensor.detach().bfloat16() for tensor in (x, weight, grad_out))
     results = []
     for device in ("cpu", "cuda"):
         rows, matrices = (tensor.to(device).requires_grad_() for tensor in (x, weight))
         out = grouped_linear_fp8(rows, matrices, offsets.to(device))
-        results.append((out, *torch.autograd.grad(out, (rows, matrices), slope.to(device))))
+        results.append((out, *torch.autograd.grad(out, (rows, matrices), grad_out.to(device))))
     for expected, actual in zip(*results, strict=True):
         assert (actual.cpu().float() - expected.float()).norm() <= 2e-2 * expected.float().norm()
     scale = scale_of(weight.abs().amax((1, 2)), E4M3)  # beyond it a GPU's cast saturates, a CPU's gives NaN

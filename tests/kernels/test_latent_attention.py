@@ -98,7 +98,7 @@ class Step(NamedTuple):
     @classmethod
     def of(cls, lengths: list[int], counts: list[int], block: int, heads: int, rank: int, rotated: int) -> Step:
         layer, tables, _ = filled(lengths, block, rank, rotated, torch.float32)
-        # As a product for each head leaves them: heads first in memory.
+        # As a matmul for each head leaves them: heads first in memory.
         q, rotary = draws(9, (heads, sum(counts), rank), (sum(counts), heads, rotated), dtype=torch.float32)
         return cls(
             q.transpose(0, 1), rotary, layer, tables, torch.tensor(lengths, dtype=torch.int32), starts_of(counts)

@@ -41,9 +41,9 @@ def with_sink(model: nn.Module, sink: WeightGradientSink | None = None) -> Weigh
 
 
 class Layer(nn.Module):
-    """Norms, nonlinearities and residuals between products: results an in-place compiler would like to write over.
+    """Norms, nonlinearities and residuals between matmuls: results an in-place compiler would like to write over.
 
-    Without `norm` the first product's input is the block's own.
+    Without `norm` the first matmul's input is the block's own.
     """
 
     def __init__(self, linear: type[nn.Linear], bias: bool, norm: bool) -> None:
@@ -166,7 +166,7 @@ def test_without_a_queue_backward_is_whole(compiler: str | None) -> None:
 
 
 @pytest.mark.parametrize("compiler", [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
-def test_products_are_handed_over_one_by_one(compiler: str | None) -> None:
+def test_matmuls_are_handed_over_one_by_one(compiler: str | None) -> None:
     """Of every weight and micro-batch once, and nothing is left in its gradient; a factor on one is seen."""
     model, sums = stack(Linear), {}
     wrap(model, compiler, "selective")
@@ -227,9 +227,9 @@ def test_every_gradient_of_a_decoder(compiler: str | None, spec: Any) -> None:
     queue, sink = WeightQueue(), with_sink(model)
     with sink.defer_to(queue):
         model(tokens, targets=tokens.roll(-1, 1)).backward()
-    products = [name for name, module in model.named_modules() if isinstance(module, Linear)]
-    assert queue.pending == len(products) and (spec.experts or len(products) == 4 * spec.layers)
-    assert all(model.get_parameter(f"{name}.weight").grad is None for name in products)
+    matmuls = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+    assert queue.pending == len(matmuls) and (spec.experts or len(matmuls) == 4 * spec.layers)
+    assert all(model.get_parameter(f"{name}.weight").grad is None for name in matmuls)
     queue.drain()
     assert_equal(gradients(model, []), gradients(reference, []), 1e-12)
 

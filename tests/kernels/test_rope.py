@@ -13,7 +13,7 @@ from meshwright.spec.model import RopeScaling
 HEAD_DIM = 16
 
 
-def test_rotation_is_a_complex_product():
+def test_rotation_is_a_complex_matmul():
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2, 7, 3, HEAD_DIM, generator=draw, dtype=torch.float64)
     actual = rotate(x, rotary_tables(torch.arange(7), HEAD_DIM, 10000.0, None, torch.float64))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from meshwright.kernels import router
 from meshwright.models.hooks import BlockHooks
-from meshwright.models.moe import MixtureOfExperts
-from meshwright.spec.model import ModelSpec, mixture_of
+from meshwright.models.moe import MoELayer
+from meshwright.spec.model import ModelSpec, moe_of
 from tests.models.tiny import DEEPSEEK_V3, MIXTRAL
 
 triton = pytest.importorskip("triton")
@@ -25,10 +25,10 @@ SPECS = {
 }
 
 
-def results(mixture: MixtureOfExperts, logits: Tensor, seed: int) -> list[Tensor]:
+def results(moe: MoELayer, logits: Tensor, seed: int) -> list[Tensor]:
     """A router's choice, and the gradient of logits by random gradients of its weights and sums of probabilities."""
     logits = logits.clone().requires_grad_()
-    choice = mixture.choose_experts(logits)
+    choice = moe.choose_experts(logits)
     draw = torch.Generator().manual_seed(seed)
     outputs = choice.weights, choice.probability_sums
     slopes = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x) for x in outputs]
@@ -46,15 +46,15 @@ def of_logits(spec: ModelSpec, batch: int, seq: int) -> Tensor:
 def test_choices_and_gradients_equal_those_of_torch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By several tiles, of which the last of each sequence is not full."""
     spec = SPECS[case]
-    mixture = MixtureOfExperts(mixture_of(spec), spec.hidden, plain=False, hooks=BlockHooks())
-    if mixture.choice_bias is not None:
-        mixture.choice_bias.data = torch.linspace(-0.3, 0.3, spec.experts)
-    mixture.to(DEVICE)
+    moe = MoELayer(moe_of(spec), spec.hidden, plain=False, hooks=BlockHooks())
+    if moe.choice_bias is not None:
+        moe.choice_bias.data = torch.linspace(-0.3, 0.3, spec.experts)
+    moe.to(DEVICE)
     logits = of_logits(spec, 2, 20).to(DEVICE)
-    expected = results(mixture, logits.double(), 7)
+    expected = results(moe, logits.double(), 7)
     monkeypatch.setattr("meshwright.models.moe.has_kernel", lambda x, experts: x.dtype != torch.float64)
     monkeypatch.setattr("meshwright.kernels.router_triton.TILE", 16 * triton.next_power_of_2(spec.experts))
-    actual = results(mixture, logits, 7)
+    actual = results(moe, logits, 7)
     weights, chosen, sums, loads, gradient = actual
     assert weights.dtype == sums.dtype == torch.float32 and gradient.dtype == torch.bfloat16
     assert torch.equal(chosen, expected[1]) and torch.equal(loads, expected[3])
@@ -66,14 +66,14 @@ def test_choices_and_gradients_equal_those_of_torch(case: str, monkeypatch: pyte
 def test_experts_without_probability_that_a_bias_chooses_have_finite_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their scores are divided by the least sum, which does not depend on the logits."""
     spec = replace(SPECS["a softmax with a bias"], experts=5, experts_per_token=2)
-    mixture = MixtureOfExperts(mixture_of(spec), spec.hidden, plain=False, hooks=BlockHooks())
-    assert mixture.choice_bias is not None
-    mixture.choice_bias.data = torch.tensor([0.0, 0.0, 0.0, 2.0, 3.0])
-    mixture.to(DEVICE)
+    moe = MoELayer(moe_of(spec), spec.hidden, plain=False, hooks=BlockHooks())
+    assert moe.choice_bias is not None
+    moe.choice_bias.data = torch.tensor([0.0, 0.0, 0.0, 2.0, 3.0])
+    moe.to(DEVICE)
     logits = torch.tensor([[[9.0, -20.0, 0.0, -22.0, -23.0], [200.0, 0.0, 0.0, 0.0, 0.0]]]).to(DEVICE)
-    expected = results(mixture, logits.double(), 1)
+    expected = results(moe, logits.double(), 1)
     monkeypatch.setattr("meshwright.models.moe.has_kernel", lambda x, experts: x.dtype != torch.float64)
-    for actual, exact in zip(results(mixture, logits, 1), expected, strict=True):
+    for actual, exact in zip(results(moe, logits, 1), expected, strict=True):
         torch.testing.assert_close(actual.double(), exact.double(), rtol=1e-5, atol=1e-12)
     assert expected[0][0, 0, 1].item() == pytest.approx(math.exp(-22 - 9 - math.log1p(math.exp(-9))) / 1e-12, rel=1e-6)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.add_norm import add_rms_norm
-from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, quantize
+from meshwright.kernels.fp8_matmuls import E4M3, Fp8Matrix, quantize
 from meshwright.kernels.row_quantize import quantize_add_rms_norm, quantize_gated, quantize_rows
 from meshwright.kernels.swiglu import gated_activation
 

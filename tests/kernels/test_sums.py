@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.kernels.sums import add, add_product, matmul, scale
+from meshwright.kernels.sums import add, add_matmul, matmul, scale
 
 DTYPES = [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
 
@@ -19,14 +19,14 @@ def test_a_sum_is_kept_in_its_own_format(gradient_dtype: torch.dtype, sum_dtype:
 
 
 @pytest.mark.parametrize(("gradient_dtype", "sum_dtype"), DTYPES)
-def test_products_are_added_in_the_sums_format(gradient_dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
+def test_matmuls_are_added_in_the_sums_format(gradient_dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 32, generator=draw, dtype=torch.float64).to(gradient_dtype) for _ in range(2))
     exact, bound = a.double().t() @ b.double(), {torch.bfloat16: 3e-3, torch.float64: 1e-14}[gradient_dtype]
     total = matmul(a.t(), b, sum_dtype)
     for count in (1, 2, 3):
         assert total.dtype == sum_dtype and (total - count * exact).norm() < bound * (count * exact).norm()
-        add_product(total, a.t(), b)
+        add_matmul(total, a.t(), b)
 
 
 def test_a_factor_is_not_rounded_to_what_it_scales() -> None:

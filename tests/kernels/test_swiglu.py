@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from meshwright.kernels.swiglu import gated_activation
 
 
-def gradient(x: torch.Tensor, slope: torch.Tensor, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def gradient(x: torch.Tensor, grad_out: torch.Tensor, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.clone().requires_grad_()
     y = gated_activation(x, **options)
-    y.backward(slope)
+    y.backward(grad_out)
     assert x.grad is not None
     return y.detach(), x.grad
 
@@ -37,9 +37,9 @@ def test_rows_are_weighted(gelu: bool) -> None:
 @pytest.mark.parametrize("gelu", [False, True])
 def test_the_kernel_equals_the_plain_twin(gelu: bool, shape: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
     x = torch.randn(shape, device="cuda", dtype=dtype) * 3
-    slope = torch.randn(*shape[:-1], shape[-1] // 2, device="cuda", dtype=dtype)
-    fast = gradient(x, slope, gelu=gelu)
-    true = gradient(x.double(), slope.double(), gelu=gelu, plain=True)
+    grad_out = torch.randn(*shape[:-1], shape[-1] // 2, device="cuda", dtype=dtype)
+    fast = gradient(x, grad_out, gelu=gelu)
+    true = gradient(x.double(), grad_out.double(), gelu=gelu, plain=True)
     for ours, theirs in zip(fast, true, strict=True):
         assert (ours.double() - theirs).norm() / theirs.norm() < bound
 

@@ -7,7 +7,7 @@ import torch
 
 from meshwright.spec.errors import BadInput
 from tests.kernels.emulated_ranks import EmulatedRanks, check_exchanges, drawn_loads
-from tests.kernels.test_fp8_products import numbers
+from tests.kernels.test_fp8_matmuls import numbers
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")

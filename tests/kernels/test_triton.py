@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.fp8_products import E4M3
+from meshwright.kernels.fp8_matmuls import E4M3
 from meshwright.kernels.gated import _swiglu, _swiglu_gradient
 from meshwright.kernels.pack import pack
 from meshwright.kernels.sums import add, scale
 from meshwright.kernels.swiglu import gated_activation
 from meshwright.optim import fused
-from tests.gpu.test_loss import slopes_agree
-from tests.kernels.test_fp8_products import numbers
+from tests.gpu.test_loss import gradients_agree
+from tests.kernels.test_fp8_matmuls import numbers
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
@@ -56,7 +56,7 @@ def test_sums(count: int, gradient_dtype: torch.dtype, out_dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", [7, 8192, 20001])
 def test_loss(columns: int, dtype: torch.dtype) -> None:
-    slopes_agree(6, columns, dtype, "cpu")
+    gradients_agree(6, columns, dtype, "cpu")
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
@@ -84,13 +84,13 @@ def test_gated_activation(shape: tuple[int, ...], gelu: bool, weighted: bool, dt
     from meshwright.kernels.swiglu_triton import fused_gated_activation
 
     tensors = [torch.randn(shape).to(dtype), *([torch.rand(shape[:-1])] if weighted else [])]
-    slope = torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
+    grad_out = torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
     actual_inputs = [tensor.clone().requires_grad_() for tensor in tensors]
     exact_inputs = [tensor.double().requires_grad_() for tensor in tensors]
     ours = fused_gated_activation(*actual_inputs, gelu=gelu)
     theirs = gated_activation(*exact_inputs, gelu=gelu, plain=True)
-    ours.backward(slope)
-    theirs.backward(slope.double())
+    ours.backward(grad_out)
+    theirs.backward(grad_out.double())
     bound = torch.finfo(dtype).eps
     rounded = bound if dtype == torch.bfloat16 else 4 * bound  # in fp32 the kernel's own operations round too
     torch.testing.assert_close(ours.double(), theirs, rtol=rounded, atol=rounded)
@@ -127,13 +127,13 @@ def test_gated(shape: tuple[int, int], dtype: torch.dtype) -> None:
     from meshwright.kernels.gated_triton import round_swiglu, round_swiglu_gradient
 
     tokens, width = shape
-    projected, slope = numbers(0, tokens, 2 * width).to(dtype), numbers(1, tokens, width).to(dtype)
+    projected, grad_out = numbers(0, tokens, 2 * width).to(dtype), numbers(1, tokens, width).to(dtype)
     factor, out_dtype = torch.tensor(2.0**-7), torch.float32
     for (straight, transposed), theirs in (
         (round_swiglu(projected, factor, out_dtype), _swiglu(projected)),
         (
-            round_swiglu_gradient(projected, slope, factor, out_dtype),
-            torch.cat(_swiglu_gradient(projected, slope), dim=1),
+            round_swiglu_gradient(projected, grad_out, factor, out_dtype),
+            torch.cat(_swiglu_gradient(projected, grad_out), dim=1),
         ),
     ):
         assert same(transposed, straight.t())

@@ -46,7 +46,7 @@ class FakeRay:
         bundle = scheduling_strategy.placement_group_bundle_index
         methods = SimpleNamespace(
             place=_method(lambda folder: self._answer(self.placed(bundle, self.number("place", bundle)))),
-            run=_method(lambda words, folder, env: self._run(bundle, env)),
+            run=_method(lambda arguments, folder, env: self._run(bundle, env)),
             stop=_method(lambda number: self.stops.append((bundle, number))),
         )
         return SimpleNamespace(remote=lambda: methods)

@@ -209,7 +209,7 @@ def test_pods_get_an_account_only_to_label_nodes() -> None:
     text = jobset_yaml(job, CONTAINER)
     account = labelling["serviceAccountName"]
     commands = [line.lstrip("# ").split() for line in text.splitlines() if line.startswith("#   kubectl create")]
-    granted = {words[2]: words[3:] for words in commands}
+    granted = {arguments[2]: arguments[3:] for arguments in commands}
     assert granted["serviceaccount"][0] == account
     assert granted["clusterrole"] == [account, "--verb=patch", "--resource=nodes"]
     assert f"--clusterrole={account}" in granted["clusterrolebinding"]

@@ -40,7 +40,7 @@ def pod(workload: Any) -> Any:
     return workload["spec"]["template"]["spec"]
 
 
-def words(workload: Any) -> list[str]:
+def arguments(workload: Any) -> list[str]:
     (container,) = pod(workload)["containers"]
     return container["command"][1:]
 
@@ -93,7 +93,7 @@ def test_servers_find_each_other_by_services() -> None:
     rendered = objects(PAIR_JOB)
     prefill, decode = (rendered["StatefulSet", f"chat-{role}"] for role in ("prefill", "decode"))
     for server, role in ((prefill, "prefill"), (decode, "decode")):
-        given = options(words(server))
+        given = options(arguments(server))
         assert str(given["model"]) == "/workspace/llama" and given["role"] == role and given["host"] == "0.0.0.0"
         settings = {field.name: given[field.name] for field in dataclasses.fields(ServeSpec)}
         spec = ServeSpec(**{key: value for key, value in settings.items() if value is not None})
@@ -105,10 +105,10 @@ def test_servers_find_each_other_by_services() -> None:
         )
         assert server["spec"]["template"]["metadata"]["labels"] == service["spec"]["selector"]
     # A pod of a StatefulSet has the name SET-NUMBER, and its address the name SET-NUMBER.SERVICE.
-    assert options(words(decode))["prefill_engines"] == ",".join(
+    assert options(arguments(decode))["prefill_engines"] == ",".join(
         f"chat-prefill-{n}.chat-prefill:8100" for n in range(3)
     )
-    assert options(words(prefill))["transfer_address"] == "0.0.0.0:8100"
+    assert options(arguments(prefill))["transfer_address"] == "0.0.0.0:8100"
     assert (prefill["spec"]["replicas"], decode["spec"]["replicas"]) == (3, 2)
     limits = [pod(server)["containers"][0]["resources"]["limits"] for server in (prefill, decode)]
     assert limits == [{"nvidia.com/gpu": 2}, {"nvidia.com/gpu": 1}]
@@ -117,10 +117,10 @@ def test_servers_find_each_other_by_services() -> None:
 def test_the_router_knows_all_roles_and_the_cache_has_memory() -> None:
     rendered = objects(PAIR_JOB)
     router, cache = (rendered["Deployment", f"chat-{name}"] for name in ("router", "cache"))
-    targets = [target_of(url) for url in options(words(router))["servers"]]
+    targets = [target_of(url) for url in options(arguments(router))["servers"]]
     assert targets == [("chat-prefill", 8000), ("chat-decode", 8000)]
     assert all(("Service", host) in rendered for host, _ in targets)
-    given = options(words(cache))
+    given = options(arguments(cache))
     assert (given["address"], given["gib"]) == ("0.0.0.0:8200", 64)
     assert pod(cache)["containers"][0]["resources"]["limits"] == {"memory": "66560Mi"}
     assert {name for kind, name in objects(COLOCATED) if kind != "Service"} == {
@@ -140,7 +140,7 @@ def test_servers_get_the_plan_and_the_keys(tmp_path: Path) -> None:
     (container,) = server["containers"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert (
-        Path(options(words(rendered["StatefulSet", "chat-prefill"]))["plan"])
+        Path(options(arguments(rendered["StatefulSet", "chat-prefill"]))["plan"])
         == Path(mounts["plan"]) / "deployment.yaml"
     )
     assert {volume["name"] for volume in server["volumes"]} == set(mounts)

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.events.messages import FailureMessage
 from meshwright.launch.probe import STEPS, Probe, Watch, check_here, failure_text, leading, too_slow, with_fastest_probe
-from meshwright.observe.prediction_account import WARM_UP, TypicalStep
+from meshwright.observe.prediction_check import WARM_UP, TypicalStep
 from meshwright.planner.candidate import Candidate, SearchResult
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERNAL, EXIT_NO_RESOURCES, BadInput, OutOfResources

@@ -90,8 +90,8 @@ TEXT_KEYS = [
 CONTAINER = Container("registry.example/meshwright:1", "shared")
 
 
-def job_of(words: list[str], runs: str, run: RunSpec | None = None) -> SchedulerJob:
-    return scheduler_job(run or run_of(), PLAN, words, Path(runs))
+def job_of(arguments: list[str], runs: str, run: RunSpec | None = None) -> SchedulerJob:
+    return scheduler_job(run or run_of(), PLAN, arguments, Path(runs))
 
 
 def started_by_slurm(script: str, folder: Path) -> list[list[str]]:
@@ -141,9 +141,9 @@ def command_of(text: str) -> list[str]:
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(HOSTILE.filter(bool), min_size=1, max_size=3), HOSTILE.filter(lambda text: text.strip("/. ")))
 @example(["a\nAGENT\ntouch broken\n", "it's"], "runs\nAGENT\nexit 9")
-def test_slurm_passes_each_argument_as_given(tmp_path: Path, words: list[str], runs: str) -> None:
-    job = job_of(words, runs)
-    expected = ["train", *words, "--runs", str(Path(runs)), "--agent"]
+def test_slurm_passes_each_argument_as_given(tmp_path: Path, arguments: list[str], runs: str) -> None:
+    job = job_of(arguments, runs)
+    expected = ["train", *arguments, "--runs", str(Path(runs)), "--agent"]
     assert started_by_slurm(slurm_script(job), tmp_path) == [expected]
     assert not (tmp_path / "broken").exists()
 

@@ -41,14 +41,14 @@ def rendered(*overrides: str) -> RayJob:
 def test_the_program_has_the_job() -> None:
     job = rendered("supervision.spares=1", "supervision.restarts=2")
     assert (job.hosts, job.restarts, job.resources) == (5, 2, {"CPU": 8, "GPU": 8})
-    assert job.words[0] == "train" and job.words[-3:] == ["--runs", "runs", "--agent"]
+    assert job.arguments[0] == "train" and job.arguments[-3:] == ["--runs", "runs", "--agent"]
     assert rendered("cluster.gpu=cpu").resources == {"CPU": 8}
     assert rendered("checkpoint.grace_seconds=300").stop_seconds == 350
 
 
 def test_words_are_literal_text() -> None:
-    words = ('data.mix={"it\'s {x}": 1}', "data.mix={'a\\\\b': 1}")
-    assert set(words) <= set(rendered(*words).words)
+    arguments = ('data.mix={"it\'s {x}": 1}', "data.mix={'a\\\\b': 1}")
+    assert set(arguments) <= set(rendered(*arguments).arguments)
 
 
 def test_agents_run_once_their_bundle_is_placed() -> None:

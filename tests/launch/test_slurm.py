@@ -19,7 +19,7 @@ def options_of(script: str) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", script, re.MULTILINE))
 
 
-def srun_words(script: str) -> list[str]:
+def srun_arguments(script: str) -> list[str]:
     (line,) = [line for line in script.splitlines() if line.startswith("srun ")]
     return shlex.split(line)
 
@@ -58,7 +58,7 @@ def test_it_is_valid_bash_and_all_options_are_slurm_s(overrides: tuple[str, ...]
     script = slurm_script(job_of(*overrides))
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert set(options_of(script)) <= slurm_options()["sbatch"]
-    options_used = [argument.partition("=")[0] for argument in srun_words(script) if argument.startswith("--")]
+    options_used = [argument.partition("=")[0] for argument in srun_arguments(script) if argument.startswith("--")]
     assert {argument.removeprefix("--") for argument in options_used} <= slurm_options()["srun"]
 
 
@@ -67,7 +67,7 @@ def test_one_agent_runs_on_each_node_and_the_job_can_be_requeued() -> None:
     options = options_of(script)
     assert options["nodes"] == "5" and options["ntasks-per-node"] == "1" and options["gpus-per-node"] == "8"
     assert options["open-mode"] == "append" and "requeue" in options and "exclusive" in options
-    assert {"--nodes=5", "--kill-on-bad-exit=0", "--wait=0", "--no-kill"} <= set(srun_words(script))
+    assert {"--nodes=5", "--kill-on-bad-exit=0", "--wait=0", "--no-kill"} <= set(srun_arguments(script))
     assert "no-kill" in options
 
 

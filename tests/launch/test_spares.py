@@ -9,7 +9,7 @@ from meshwright.launch.agent import starts_spares
 
 
 @pytest.mark.parametrize(
-    ("words", "starts"),
+    ("arguments", "starts"),
     [
         (["cluster.gpu=cpu"], True),
         (["cluster.gpu=cpu", "train.keep_cores=true"], False),
@@ -17,5 +17,5 @@ from meshwright.launch.agent import starts_spares
         (["cluster.gpu=cpu", "supervision.restarts=0"], False),
     ],
 )
-def test_cpu_ranks_that_keep_their_cores_have_no_spares(words: list[str], starts: bool) -> None:
-    assert starts_spares(load_run(None, ["model=llama-nano", *words])) == starts
+def test_cpu_ranks_that_keep_their_cores_have_no_spares(arguments: list[str], starts: bool) -> None:
+    assert starts_spares(load_run(None, ["model=llama-nano", *arguments])) == starts

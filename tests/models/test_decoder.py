@@ -165,7 +165,7 @@ def test_flops_of_the_spec_equal_those_of_torch_s_counter(model_name):
 def test_the_chunked_loss_has_as_many_flops_as_the_plain_loss():
     """Counted in bf16, with a vocabulary that needs no padding.
 
-    Wider dtypes accumulate with an in-place product that the counter does not count.
+    Wider dtypes accumulate with an in-place matmul that the counter does not count.
     """
     counts, spec = [], replace(LLAMA, vocab_size=136)
     for plain in (False, True):

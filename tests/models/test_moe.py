@@ -1,4 +1,4 @@
-"""Mixtures of experts: against a loop over tokens and experts, the balance loss, and loss and gradients of transformers."""
+"""MoE models: against a loop over tokens and experts, the balance loss, and loss and gradients of transformers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.checkpoint.models.hf import import_hf
 from meshwright.models.hooks import BlockHooks
-from meshwright.models.moe import MixtureOfExperts, RoutedOutput
-from meshwright.spec.model import mixture_of as described_mixture
+from meshwright.models.moe import MoELayer, RoutedOutput
+from meshwright.spec.model import moe_of as described_moe
 from meshwright.spec.model import parameters
 from tests.checkpoint.test_hf import Rotary
-from tests.models.tiny import MIXTRAL, MIXTURES, SHARED, built, some_tokens
+from tests.models.tiny import MIXTRAL, MOE_LAYERS, SHARED, built, some_tokens
 from tests.slow import quick_first
 
 
-def mixture_of(model_name: str, **options: Any) -> MixtureOfExperts:
-    return built(MIXTURES[model_name], **options).layers["1"].moe
+def moe_of(model_name: str, **options: Any) -> MoELayer:
+    return built(MOE_LAYERS[model_name], **options).layers["1"].moe
 
 
 def some_input(batch: int = 2, seq: int = 12) -> torch.Tensor:
@@ -30,7 +30,7 @@ def some_input(batch: int = 2, seq: int = 12) -> torch.Tensor:
     return torch.randn(batch, seq, MIXTRAL.hidden, generator=generator, dtype=torch.float64)
 
 
-def naive(moe: MixtureOfExperts, spec: Any, token: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+def naive(moe: MoELayer, spec: Any, token: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     """Output and chosen experts of one token, most probable expert first."""
     probabilities = torch.softmax(moe.router(token), 0)
     chosen = sorted(range(spec.experts), key=lambda e: -probabilities[e].item())[: spec.experts_per_token]
@@ -53,9 +53,9 @@ def naive(moe: MixtureOfExperts, spec: Any, token: torch.Tensor) -> tuple[torch.
 
 
 @pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("model_name", MIXTURES)
+@pytest.mark.parametrize("model_name", MOE_LAYERS)
 def test_every_token_is_routed_to_its_most_probable_experts(model_name: str, plain: bool) -> None:
-    spec, moe, x = MIXTURES[model_name], mixture_of(model_name, plain=plain), some_input()
+    spec, moe, x = MOE_LAYERS[model_name], moe_of(model_name, plain=plain), some_input()
     routed = moe(x)
     loads = torch.zeros(2, spec.experts, dtype=torch.float64)
     for sequence in range(2):
@@ -70,7 +70,7 @@ def test_every_token_is_routed_to_its_most_probable_experts(model_name: str, pla
 
 
 def test_balance_is_1_for_even_loads_and_the_number_of_experts_for_one_loaded_expert() -> None:
-    moe, x = mixture_of("shared expert"), some_input(batch=3)
+    moe, x = moe_of("shared expert"), some_input(batch=3)
     with torch.no_grad():
         moe.router.weight.zero_()
         assert moe(x).balance == pytest.approx(3 * 1.0)  # all probabilities are equal, whichever experts are chosen
@@ -100,7 +100,7 @@ def test_inference_computes_no_losses() -> None:
     """By torch's operators on the meta device, where no kernel runs: without balance loss and sums that nobody reads."""
     counts = {}
     for losses in (False, True):
-        moe, x = mixture_of("mixtral").to("meta"), some_input().to("meta")
+        moe, x = moe_of("mixtral").to("meta"), some_input().to("meta")
         with CountedOperators() as operators:
             moe(x, losses=losses)
         counts[losses] = len(operators.names)
@@ -108,14 +108,14 @@ def test_inference_computes_no_losses() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_name", MIXTURES)
+@pytest.mark.parametrize("model_name", MOE_LAYERS)
 def test_inference_has_the_output_of_training(model_name: str) -> None:
-    moe, x = mixture_of(model_name), some_input()
+    moe, x = moe_of(model_name), some_input()
     assert torch.equal(moe(x, losses=False), moe(x).x)
 
 
 def test_experts_without_tokens_have_zero_gradients() -> None:
-    moe, x = mixture_of("mixtral"), some_input(batch=1, seq=1)
+    moe, x = moe_of("mixtral"), some_input(batch=1, seq=1)
     routed = moe(x)
     routed.x.sum().backward()
     idle = routed.load == 0
@@ -127,7 +127,7 @@ def test_experts_without_tokens_have_zero_gradients() -> None:
 
 def test_the_balance_loss_reaches_the_router() -> None:
     """Its gradient moves the router towards experts that are chosen less."""
-    moe, x = mixture_of("mixtral"), some_input(batch=8)
+    moe, x = moe_of("mixtral"), some_input(batch=8)
     before = moe(x).balance
     (gradient,) = torch.autograd.grad(before, moe.router.weight)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_the_balance_loss_reaches_the_router() -> None:
 
 
 def test_the_squares_of_the_router_z_loss_are_those_of_its_logits() -> None:
-    moe, x = mixture_of("mixtral"), some_input(batch=3)
+    moe, x = moe_of("mixtral"), some_input(batch=3)
     assert moe(x).squares == 0
     moe.z_loss = True
     squares = moe(x).squares
@@ -151,7 +151,7 @@ def test_the_squares_of_the_router_z_loss_are_those_of_its_logits() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 @pytest.mark.parametrize("model_name", quick_first(1, ["mixtral", "shared expert"]))
 def test_a_block_compiles_whole(model_name: str) -> None:
-    model, tokens = built(MIXTURES[model_name]), some_tokens(MIXTURES[model_name])
+    model, tokens = built(MOE_LAYERS[model_name]), some_tokens(MOE_LAYERS[model_name])
     results = []
     for wrap in (False, True):
         for block in model.layers.values():
@@ -166,7 +166,7 @@ def test_a_block_compiles_whole(model_name: str) -> None:
 def test_the_host_reads_no_value_before_the_experts() -> None:
     """On the meta device the host can read no value; the whole block runs there."""
     with torch.device("meta"):
-        moe = MixtureOfExperts(described_mixture(MIXTRAL), MIXTRAL.hidden, plain=False, hooks=BlockHooks())
+        moe = MoELayer(described_moe(MIXTRAL), MIXTRAL.hidden, plain=False, hooks=BlockHooks())
         routed = moe(torch.empty(2, 12, MIXTRAL.hidden))
     assert isinstance(routed, RoutedOutput)
     assert routed.x.shape == (2, 12, MIXTRAL.hidden) and routed.load.shape == (MIXTRAL.experts,)

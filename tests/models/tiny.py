@@ -203,7 +203,7 @@ DEEPSEEK_V3 = replace(
 )
 LATENT = {"deepseek v2": DEEPSEEK_V2, "deepseek lite": DEEPSEEK_LITE, "deepseek v3": DEEPSEEK_V3}
 """Models with latent attention."""
-MIXTURES = {
+MOE_LAYERS = {
     "mixtral": MIXTRAL,
     "qwen3 moe": QWEN3_MOE,
     "shared expert": SHARED,
@@ -221,7 +221,7 @@ ALL = {
     "local and global": LOCAL_GLOBAL,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
-    **MIXTURES,
+    **MOE_LAYERS,
     "glm4 moe": GLM4_MOE,
     "minimax m2": MINIMAX_M2,
 }

@@ -64,7 +64,7 @@ def test_curves_share_axes_and_keep_their_own_positions(runs: list[Path]) -> Non
     assert [len(charts.tables[name]["step"]) for name in ("steps0", "steps1", "validation1")] == [40, 20, 2]
 
 
-def test_each_source_of_a_mixture_has_a_chart(runs: list[Path]) -> None:
+def test_each_source_of_a_moe_has_a_chart(runs: list[Path]) -> None:
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.write(
             json.dumps({"kind": "validation", "step": 40, "loss": 2.0, "by_source": {"code": 1.0, "text": 3.0}}) + "\n"

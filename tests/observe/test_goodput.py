@@ -1,4 +1,4 @@
-"""The goodput account of runs with known durations: restarts, hangs, rollbacks, skipped steps, pauses, damaged files."""
+"""The goodput breakdown of runs with known durations: restarts, hangs, rollbacks, skipped steps, pauses, damaged files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Run:
     def ends(self) -> None:
         self.writer.end(0)
 
-    def account(self) -> RunGoodput:
+    def breakdown(self) -> RunGoodput:
         lines = [json.loads(line) for line in self.path.read_text().splitlines()]
         found = goodput(lines, self.incidents)
         assert found is not None
@@ -170,7 +170,7 @@ STORIES = [
 def test_every_second_is_in_its_category(tmp_path: Path, story: Callable[[Run], None]) -> None:
     run = Run(tmp_path / "wall_time.jsonl")
     story(run)
-    found = run.account()
+    found = run.breakdown()
     assert found.wall_seconds == pytest.approx(run.now - BEGIN, abs=1e-3)
     assert dict(found.seconds) == pytest.approx(run.true, abs=1e-3)
     assert found.goodput == pytest.approx(run.true["productive"] / (run.now - BEGIN))

@@ -10,7 +10,7 @@ import yaml
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.observe.chart_page import figures_json
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
-from meshwright.observe.prediction_account import compare_with_prediction, typical_step
+from meshwright.observe.prediction_check import compare_with_prediction, typical_step
 from meshwright.observe.report import render, write_report
 from meshwright.observe.report_charts import Sheet
 from meshwright.observe.report_parts import plan_section
@@ -128,10 +128,10 @@ PREDICTED = Predicted(
 )
 
 
-def write_account(folder, predicted=PREDICTED, **changes):
+def write_check(folder, predicted=PREDICTED, **changes):
     found = typical_step(read_run(folder).steps)
     with MetricsWriter(folder / "metrics.jsonl", resume_from=40) as writer:
-        writer.write_account(40, {**to_plain(compare_with_prediction(predicted, found)), **changes})
+        writer.write_check(40, {**to_plain(compare_with_prediction(predicted, found)), **changes})
 
 
 def page_of(folder):
@@ -171,7 +171,7 @@ def test_the_report_holds_everything_a_run_left(folder):
 
 
 def test_what_was_predicted_stands_beside_what_was_measured(folder):
-    write_account(folder)
+    write_check(folder)
     page = page_of(folder)
     shown = page.text.partition("Predicted and measured")[2].partition("Why this plan")[0]
     for text in ("Step time400 ms350 ms to 450 ms500 ms+25.0%", "MFU, causal50.0%", "9.66 GB8.59 GB-11.1%"):
@@ -186,7 +186,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(folder):
     assert page.classes().count("slim") == 6 and "off" in page.classes()
 
 
-def test_the_loss_of_each_source_of_a_mixture_is_drawn(folder):
+def test_the_loss_of_each_source_of_a_moe_is_drawn(folder):
     with MetricsWriter(folder / "metrics.jsonl", resume_from=40) as writer:
         writer.write_validation(40, 2.5, by_source={"corpora/code": 2.0, HOSTILE: 3.0})
     page = page_of(folder)
@@ -194,7 +194,7 @@ def test_the_loss_of_each_source_of_a_mixture_is_drawn(folder):
 
 
 def test_without_figures_of_the_device_the_card_has_a_table_and_no_bars(folder):
-    write_account(folder, Predicted(memory_peak_bytes=9 << 30))
+    write_check(folder, Predicted(memory_peak_bytes=9 << 30))
     page = page_of(folder)
     assert (
         "without a profile; meshwright profile measures this machine" in page.text and "Step time–500 ms" in page.text
@@ -207,13 +207,16 @@ def test_a_run_that_was_not_held_to_account_has_no_card(folder):
 
 
 def test_an_account_that_cannot_be_read_is_named(folder):
-    write_account(folder, mfu={"measured": HOSTILE})
+    write_check(folder, mfu={"measured": HOSTILE})
     page = page_of(folder)
-    assert "the account after step 40: not an account" in page.text and "Predicted and measured" not in page.text
+    assert (
+        "the prediction check after step 40: not a prediction check" in page.text
+        and "Predicted and measured" not in page.text
+    )
 
 
 def test_parts_with_hostile_names_are_only_shown(folder):
-    write_account(folder, parts=[{"name": HOSTILE, "measured": {HOSTILE: 1.0}, "predicted": {}}])
+    write_check(folder, parts=[{"name": HOSTILE, "measured": {HOSTILE: 1.0}, "predicted": {}}])
     page = page_of(folder)
     assert page.text.count(HOSTILE) == 2 and page.tags.count("script") == 2 and "img" not in page.tags
 
@@ -227,7 +230,7 @@ def test_on_a_gpu_allocated_memory_is_compared_without_the_framework_s(folder):
 
 
 def test_the_memory_picture_shows_the_fullest_rank(folder):
-    write_account(folder, memory_bytes={"measured": 10 << 30, "predicted": 9 << 30})
+    write_check(folder, memory_bytes={"measured": 10 << 30, "predicted": 9 << 30})
     assert "10.7 GB (+11.1%)" in page_of(folder).text
 
 
@@ -475,14 +478,14 @@ def test_the_goodput_card_has_every_category_and_a_bar_of_the_whole_wall_time(fo
     writer.pause("save", 2, 5.0)
     writer.step(3, 0.0, skipped=True)
     page = Page(write_report(folder).read_text(encoding="utf-8"))
-    account = read_run(folder).goodput
-    assert account.wall_seconds == pytest.approx(49.0)
-    assert all(name.replace("_", " ") in page.text for name in account.seconds)
+    prediction_check = read_run(folder).goodput
+    assert prediction_check.wall_seconds == pytest.approx(49.0)
+    assert all(name.replace("_", " ") in page.text for name in prediction_check.seconds)
     card = render(read_run(folder)).split('id="goodput"')[1].split("</section>")[0]
     widths = [float(width) for width in re.findall(r"width:([\d.]+)%", card)]
     assert sum(widths) == pytest.approx(100.0, abs=0.01)
-    assert f"{100 * account.goodput:.1f}% of 49.0 s wall time was productive" in page.text
-    tile = f"49.0 sof all starts; {100 * account.goodput:.1f}% productive"
+    assert f"{100 * prediction_check.goodput:.1f}% of 49.0 s wall time was productive" in page.text
+    tile = f"49.0 sof all starts; {100 * prediction_check.goodput:.1f}% productive"
     assert tile in page.text.replace("\n", ""), "one wall time on the page"
 
 
@@ -504,7 +507,7 @@ CUT_OFF = """JSON.stringify([...document.querySelectorAll('main *')].filter(each
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_pages_are_whole_on_a_telephone(folder, tmp_path):
-    write_account(folder)
+    write_check(folder)
     writer = WallTimeWriter(folder / "wall_time.jsonl", iter([1030.0, 1040.0]).__next__)
     writer.start(0, 30.0, 2.0)
     writer.step(1, 0.5, skipped=False)

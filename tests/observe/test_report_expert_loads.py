@@ -18,7 +18,7 @@ def test_cells_have_the_load_over_the_layers_mean() -> None:
     cells = dict(re.findall(r'<path class="column (h\d)" d="([^"]*)"', card))
     assert {level: path.count("M") for level, path in cells.items()} == {"h1": 1, "h2": 2, "h4": 1}
     assert cells["h4"].startswith("M0,0H500") and cells["h1"].startswith("M500,0H1000")
-    assert "In mixture 1 expert 0 has 1.50 × the mean load." in card
+    assert "In MoE layer 1 expert 0 has 1.50 × the mean load." in card
     assert "added over 2 recorded steps up to step\n 3." in card
 
 

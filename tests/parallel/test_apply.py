@@ -72,14 +72,14 @@ class Counting(TorchDispatchMode):
 
 
 def test_recompute_runs_again_what_it_says() -> None:
-    products, attention, elementwise = {}, {}, {}
+    matmuls, attention, elementwise = {}, {}, {}
     for mode in get_args(Recompute):
         with Counting() as counter:
             loss_and_gradients(plan(mode))
-        products[mode] = counter.runs[torch.ops.aten.mm.default]
+        matmuls[mode] = counter.runs[torch.ops.aten.mm.default]
         attention[mode] = counter.runs[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
         elementwise[mode] = counter.runs[torch.ops.aten.silu.default]
-    assert products["full"] == products["all_but_attention"] > products["selective"] == products["none"]
+    assert matmuls["full"] == matmuls["all_but_attention"] > matmuls["selective"] == matmuls["none"]
     assert (
         attention["full"]
         == 2 * attention["all_but_attention"]

@@ -13,7 +13,7 @@ from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts
 from meshwright.parallel import fp8_weights as fp8
-from meshwright.parallel.fp8_weights import use_fp8_products
+from meshwright.parallel.fp8_weights import use_fp8_matmuls
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import LayerStrategy, Plan, Precision
 from tests.parallel.test_apply import SPEC, plan
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def scalings(tested_plan: Plan) -> dict[str, str | None]:
     with torch.device("meta"):
         model = Decoder(SPEC)
-    use_fp8_products(model, tested_plan, CPU)
+    use_fp8_matmuls(model, tested_plan, CPU)
     return {name: module.scaling for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
@@ -43,11 +43,11 @@ def test_linear_layers_of_blocks_and_nothing_else() -> None:
     assert {name[:8]: scaling for name, scaling in scalings(mixed).items()} == {"layers.0": None, "layers.1": "rowwise"}
 
 
-def test_of_a_mixture_all_but_the_router() -> None:
+def test_of_a_moe_all_but_the_router() -> None:
     spec = replace(SPEC, family="mixtral", experts=4, experts_per_token=2, expert_hidden=16, shared_expert_hidden=16)
     with torch.device("meta"):
         model = Decoder(spec)
-    use_fp8_products(
+    use_fp8_matmuls(
         model, replace(LOW, layers=(LayerStrategy(range="0"), LayerStrategy(range="1", linear="compute"))), CPU
     )
     scaled = {name for name, module in model.named_modules() if isinstance(module, Linear) and module.scaling}
@@ -56,22 +56,22 @@ def test_of_a_mixture_all_but_the_router() -> None:
     assert [module.fp8 for module in model.modules() if isinstance(module, Experts)] == [True, False]
 
 
-def test_a_gpu_without_grouped_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_grouped_matmuls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(fp8, "find_miscompiled_kernel", lambda device: None)
     spec = replace(SPEC, family="mixtral", experts=4, experts_per_token=2, expert_hidden=16)
     with torch.device("meta"):
-        dense, mixture = Decoder(SPEC), Decoder(spec)
-    use_fp8_products(dense, LOW, torch.device("cuda", 0))
-    with pytest.raises(BadInput, match="no grouped fp8 products for experts on NVIDIA B200: expected Hopper"):
-        use_fp8_products(mixture, LOW, torch.device("cuda", 0))
+        dense, moe = Decoder(SPEC), Decoder(spec)
+    use_fp8_matmuls(dense, LOW, torch.device("cuda", 0))
+    with pytest.raises(BadInput, match="no grouped fp8 matmuls for experts on NVIDIA B200: expected Hopper"):
+        use_fp8_matmuls(moe, LOW, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
     ("name", "capability", "wrong", "message"),
     [
-        ("NVIDIA A100-SXM4-80GB", (8, 0), None, "NVIDIA A100-SXM4-80GB has no fp8 products.*compute capability 8.9"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), None, "NVIDIA A100-SXM4-80GB has no fp8 matmuls.*compute capability 8.9"),
         ("NVIDIA H200", (9, 0), None, None),
         (
             "NVIDIA H200",
@@ -90,9 +90,9 @@ def test_a_gpu_that_would_compute_something_else_is_refused(
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/mine")
     with torch.device("meta"):
         model = Decoder(SPEC)
-    use_fp8_products(model, plan("none"), torch.device("cuda", 0))
+    use_fp8_matmuls(model, plan("none"), torch.device("cuda", 0))
     with nullcontext() if message is None else pytest.raises(BadInput, match=message):
-        use_fp8_products(model, LOW, torch.device("cuda", 0))
+        use_fp8_matmuls(model, LOW, torch.device("cuda", 0))
 
 
 def test_a_frozen_weight_is_stored_as_each_step_would_round_it() -> None:

@@ -186,7 +186,7 @@ def test_a_compiled_block_with_adapters_saves_the_predicted_bytes(spec: ModelSpe
 
 
 def test_full_recompute_saves_the_input_of_a_block_with_a_split_backward() -> None:
-    """The compiler of torch 2.11 would save all products, whose factors are gradients of its taps."""
+    """The compiler of torch 2.11 would save all matmuls, whose factors are gradients of its taps."""
     model = built(MODELS["llama"]).bfloat16()
     (block,) = model.layers.values()
     compiled = torch.compile(_forward_with_recompute, fullgraph=True, backend="aot_eager_decomp_partition")

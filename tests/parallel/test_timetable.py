@@ -1,7 +1,7 @@
 """When offloaded activations are freed on the device and copied back.
 
 They are freed when another layer needs the memory and copied back when memory is free; the device's memory never exceeds
-the memory account.
+the memory model.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def test_groups_that_cannot_be_served_are_shown_and_never_chosen() -> None:
     assert "colocated: prefill and decode instances" in next(choice_reasons(best, options[1:], LIMITS))
 
 
-def test_a_mixture_has_deployments_with_groups_of_experts() -> None:
+def test_a_moe_has_deployments_with_groups_of_experts() -> None:
     run = load_run(None, ["model=qwen3-30b-a3b", "cluster.gpu=H200", "cluster.gpus_per_node=4"])
     space = deployment_space(run.model, run.cluster, Quantisation(), lambda instance: None)
     entries = [deployment.instances[0] for deployment in space.deployments if not deployment.runnable]

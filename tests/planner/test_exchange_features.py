@@ -48,10 +48,10 @@ def test_matmuls_in_fp8_are_a_feature_of_chips_with_fp8_only(chip: str, has_fp8:
     words = ("model=qwen3-30b-a3b", f"cluster.gpu={chip}", "cluster.nodes=2", "cluster.gpus_per_node=8")
     steps = feature_steps(*_planned(*words, "train.seq_len=4096", "train.global_batch=64", "plan.expert=8"))
     assert steps[0].feature == FEATURES[0].name
-    in_fp8 = [step.feature for step in steps if step.alone_products == "fp8"]
-    assert in_fp8 == (["products in fp8 blocks"] if has_fp8 else [])
-    assert ("products in fp8 blocks" in [step.feature for step in steps]) == has_fp8
-    assert steps[-1].together_products == ("fp8" if has_fp8 else None)
+    in_fp8 = [step.feature for step in steps if step.alone_matmuls == "fp8"]
+    assert in_fp8 == (["matmuls in fp8 blocks"] if has_fp8 else [])
+    assert ("matmuls in fp8 blocks" in [step.feature for step in steps]) == has_fp8
+    assert steps[-1].together_matmuls == ("fp8" if has_fp8 else None)
 
 
 def test_dense_models_have_no_such_features() -> None:

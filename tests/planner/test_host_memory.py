@@ -78,7 +78,7 @@ def test_a_plan_offloads_no_more_than_the_host_memory() -> None:
 def test_no_offload_where_it_is_hardly_faster() -> None:
     plan = search(run_with("cluster.host_memory_gib=512")).best.plan
     assert {layer.offload for layer in plan.layers} == {"none"}
-    # A few layers recompute their matrix products (all_but_attention), the others only cheap operations (selective).
+    # A few layers recompute their matmuls (all_but_attention), the others only cheap operations (selective).
     assert {layer.recompute for layer in plan.layers} == {"selective", "all_but_attention"}
 
 

@@ -55,7 +55,7 @@ def test_the_largest_model_fills_device_and_host(moments: str, record: float) ->
     on_device = WORK * entry.parameters + record * entry.parameters - entry.host_bytes
     other = entry.plan.predicted.memory_peak_bytes - on_device
     assert 0 < other < 0.12 * device and entry.plan.predicted.memory_peak_bytes <= device
-    named = search(load_run(None, [*words, *model_words(entry.model), "data.mix=stdlib"])).best.plan
+    named = search(load_run(None, [*words, *model_arguments(entry.model), "data.mix=stdlib"])).best.plan
     assert fits(replace(run, model=entry.model), named, memory_budget(run)), "the same words train it"
     larger = min(
         parameter_count(model) for model in family(run.model, 1e11) if parameter_count(model) > entry.parameters
@@ -63,7 +63,7 @@ def test_the_largest_model_fills_device_and_host(moments: str, record: float) ->
     assert (WORK + record) * larger - min(host, record * larger) + other > 0.995 * device
 
 
-def model_words(model: ModelSection) -> list[str]:
+def model_arguments(model: ModelSection) -> list[str]:
     return [f"model.{name}={getattr(model, name)}" for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden")]
 
 

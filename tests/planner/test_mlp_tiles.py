@@ -76,7 +76,7 @@ def test_a_pin_decides() -> None:
     [
         ({"mesh": (MeshAxis(axis="tensor", size=2),)}, "tensor ranks"),
         ({"mesh": (MeshAxis(axis="pipeline", size=2),), "schedule": SchedulePlan(name="zb_h1")}, "zb_h1"),
-        ({"layers": (LayerStrategy(recompute="full", linear="fp8_tensorwise"),)}, "products in fp8"),
+        ({"layers": (LayerStrategy(recompute="full", linear="fp8_tensorwise"),)}, "matmuls in fp8"),
     ],
 )
 def test_pairs_that_do_not_train_are_named(changes: dict[str, object], feature: str) -> None:

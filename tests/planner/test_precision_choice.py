@@ -1,4 +1,4 @@
-"""Formats of products: those of the chip, down to a limit, for dense layers and experts; what can be trained is said."""
+"""Formats of matmuls: those of the chip, down to a limit, for dense layers and experts; what can be trained is said."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_formats_of_the_chip_down_to_the_limit() -> None:
     assert plan.predicted is not None
     assert entries["bf16", "bf16"].seconds == pytest.approx(plan.predicted.step_seconds or 0.0)
     assert not entries["fp8-tensor", "fp8-tensor"].cannot_train
-    assert "no products in fp8-block" in entries["fp8-block", "fp8-block"].cannot_train
+    assert "no matmuls in fp8-block" in entries["fp8-block", "fp8-block"].cannot_train
 
 
 def test_fp8_is_priced_as_a_plan_in_fp8() -> None:

@@ -10,7 +10,7 @@ from tests.slow import quick_first
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.serve_costs import ServeCosts
-from meshwright.costs.serving_software import product_format
+from meshwright.costs.serving_software import matmul_format
 from meshwright.planner import deployment_search
 from meshwright.planner.deployment_estimate import PromptChunk
 from meshwright.planner.deployment_search import plan_deployment
@@ -30,7 +30,7 @@ from meshwright.spec.model import ModelSpec
 
 MODELS = ("llama3-8b", "llama3-70b", "qwen3-32b", "qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v3")
 LARGEST_SHARE = 0.75
-"""Share of the peak that products reach at most."""
+"""Share of the peak that matmuls reach at most."""
 QUESTIONS = 200
 
 
@@ -63,8 +63,7 @@ def test_no_step_is_faster_than_its_device() -> None:
         read += work.attended(decodes, decodes * length) * work.cache_bytes / expert
         assert read / chip.hbm <= times.seconds(decodes, decodes * length), seed
         peak, expert_peak = (
-            chip.peak_flops[product_format(chip, name)]
-            for name in (formats.weights, formats.experts or formats.weights)
+            chip.peak_flops[matmul_format(chip, name)] for name in (formats.weights, formats.experts or formats.weights)
         )
         local = 2048 / expert
         ideal = local * (work.dense_flops / peak + work.expert_flops / expert_peak)
@@ -72,7 +71,7 @@ def test_no_step_is_faster_than_its_device() -> None:
             work.pairs([PromptChunk(0, 2048)])
             * work.attention_flops
             / expert
-            / chip.peak_flops[product_format(chip, None)]
+            / chip.peak_flops[matmul_format(chip, None)]
         )
         assert ideal <= LARGEST_SHARE * times.seconds(0, 0, [PromptChunk(0, 2048)]), seed
     assert priced > QUESTIONS / 3

@@ -74,9 +74,9 @@ def test_every_mode_of_recompute_is_named_with_its_layers() -> None:
     ],
 )
 def test_experts_that_cannot_be_spread_are_what_is_told(words: list[str], message: str) -> None:
-    mixture = ["model.experts=8", "model.experts_per_token=2", "model.expert_hidden=64"]
+    moe = ["model.experts=8", "model.experts_per_token=2", "model.expert_hidden=64"]
     with pytest.raises(BadInput, match=message):
-        search(ask(*mixture, *words))
+        search(ask(*moe, *words))
 
 
 @pytest.mark.parametrize(

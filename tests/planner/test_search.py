@@ -132,7 +132,7 @@ def test_what_fits_by_the_exact_account_is_found(memory: float) -> None:
 
 
 def test_a_refusal_never_names_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the closed form rejects every plan, the exact memory account decides."""
+    """Where the closed form rejects every plan, the exact memory model decides."""
     question = run("llama3-1b", batch=8, seq=2048)
     monkeypatch.setattr("meshwright.planner.layout_search.MARGINS", (1e-6,))
     result = search(question, trainable=True).best.plan

@@ -9,7 +9,7 @@ import pytest
 from meshwright.calibration.record_predictions import predict_records
 from meshwright.config.load import load_run
 from meshwright.costs.software import SOFTWARE, software_named
-from meshwright.planner.precision_choice import PRODUCT_FORMATS, format_named
+from meshwright.planner.precision_choice import MATMUL_FORMATS, format_named
 from meshwright.planner.software_plan import best_with, software_listed
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
@@ -67,10 +67,10 @@ def test_the_plan_has_the_price_of_a_published_run_with_its_layout(
     assert best.seconds == pytest.approx(prediction.seconds, rel=1e-3)
 
 
-def test_fp8_products_of_the_run_are_priced_with_software_that_has_them() -> None:
+def test_fp8_matmuls_of_the_run_are_priced_with_software_that_has_them() -> None:
     run = _run("llama3-8b")
     low = replace(run, plan=PlanKeys(linear="fp8_tensorwise"))
-    known = {entry.name for entry in PRODUCT_FORMATS}
+    known = {entry.name for entry in MATMUL_FORMATS}
     assert all(known.issuperset(software.formats) for software in SOFTWARE)
     for name, precision in (("torchtitan", "fp8-tensor"), ("nanotron", "bf16")):
         wide, narrow = (best_with(each, software_named(name)) for each in (run, low))

@@ -53,19 +53,19 @@ def test_all_axes_and_schedules_are_there() -> None:
     assert {SCHEDULES[number] for number in space.schedule} == {*SCHEDULES} - {"gpipe", "paired"}
     assert len({mesh.order for mesh in space.meshes}) > 1
     assert space.offloads == ("none", "activations", "optimizer", "both")
-    mixtures = points(run("qwen3-30b-a3b", seq=4096))
-    assert {mesh.expert for mesh in mixtures.meshes} == {1, 2, 4, 8}
-    paired = mixtures.schedule == SCHEDULES.index("paired")
-    assert paired.any() and not (mixtures.accumulate[paired] % 2).any()
-    assert (mixtures.column("pipeline")[paired] == 1).all()
+    moe_layers = points(run("qwen3-30b-a3b", seq=4096))
+    assert {mesh.expert for mesh in moe_layers.meshes} == {1, 2, 4, 8}
+    paired = moe_layers.schedule == SCHEDULES.index("paired")
+    assert paired.any() and not (moe_layers.accumulate[paired] % 2).any()
+    assert (moe_layers.column("pipeline")[paired] == 1).all()
 
 
 def test_training_is_offered_its_own_axes() -> None:
     space = points(run(), trainable=True)
     assert {axis for mesh in space.meshes for axis in AXES if mesh.size(axis) > 1} == {*AXES}
     assert space.offloads == points(run()).offloads
-    mixture = run("qwen3-30b-a3b", seq=4096)
-    assert {mesh.expert for mesh in points(mixture, trainable=True).meshes} == {1, 2, 4, 8}
+    moe = run("qwen3-30b-a3b", seq=4096)
+    assert {mesh.expert for mesh in points(moe, trainable=True).meshes} == {1, 2, 4, 8}
     folds = {
         (mesh.expert, mesh.size("tensor")) for mesh in points(run("mixtral-8x7b", seq=4096), trainable=True).meshes
     }

@@ -122,9 +122,9 @@ def test_a_suspect_that_fails_is_excluded_and_a_spare_host_replaces_it() -> None
     job = Job(RULES, "c/3")
     job.fail(incident(-signal.SIGBUS))
     job.take(AttemptPrepared(2), Ready("a/1"))  # as reports of a host that waits say again
-    note, prepare = job.take(SelfTestEnded(2, "b/2", "wrong product"))
+    note, prepare = job.take(SelfTestEnded(2, "b/2", "wrong matmul"))
     assert isinstance(note, Note) and "b/2 failed the self-test" in note.text and isinstance(prepare, Prepare)
-    assert job.state.members == ("a/1", "c/3") and job.state.excluded[0].cause == "wrong product"
+    assert job.state.members == ("a/1", "c/3") and job.state.excluded[0].cause == "wrong matmul"
     assert types(job.take(AttemptPrepared(2), AttemptPrepared(3))) == [BeginAttempt]
     assert job.take(Ready("b/7")) == [] and job.state.ready == () and is_excluded(job.state, "b/7")
 
@@ -163,7 +163,7 @@ def test_a_test_that_does_not_end_is_repeated_once_with_a_longer_limit_before_it
             assert job.take(SelfTestEnded(3, "a/1", exchange="late", complete=False))[-1] == Finish(5)
     job = Job()
     job.fail(incident(-signal.SIGBUS))
-    job.take(SelfTestEnded(2, "b/2", "wrong product", "late", complete=False))
+    job.take(SelfTestEnded(2, "b/2", "wrong matmul", "late", complete=False))
     assert [exclusion.host for exclusion in job.state.excluded] == ["b/2"]
 
 

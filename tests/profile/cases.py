@@ -10,8 +10,8 @@ from meshwright.parallel.world import World
 from meshwright.profile import attention_times as attention
 from meshwright.profile import collective_times as collectives
 from meshwright.profile import interference
+from meshwright.profile import matmul_times as matmuls
 from meshwright.profile import memory_rates as memory
-from meshwright.profile import product_times as products
 from meshwright.profile.measure import measure
 from meshwright.profile.team import Team
 from meshwright.spec.cluster import ClusterSpec
@@ -20,8 +20,8 @@ from meshwright.spec.profile import MachineProfile
 from meshwright.workload.device_work import Work
 
 TINY: tuple[tuple[Any, str, Any], ...] = (
-    (products, "CPU_SHAPES", ((32, 16, 64), (64, 64, 64))),
-    (products, "CACHE_BYTES", {"cpu": 1 << 16}),
+    (matmuls, "CPU_SHAPES", ((32, 16, 64), (64, 64, 64))),
+    (matmuls, "CACHE_BYTES", {"cpu": 1 << 16}),
     (attention, "CPU_CASES", ((16, 4, 2, 8, 32, None),)),
     (memory, "ELEMENTS", {"cpu": 1 << 12}),
     (memory, "PARAMETERS", {"cpu": (1 << 10, 3)}),

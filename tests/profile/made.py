@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from meshwright.costs.collective_costs import all_reduce, gather, rank_group
-from meshwright.costs.compute import product_rate
+from meshwright.costs.compute import matmul_rate
 from meshwright.costs.constants import Constants, constants
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.machine_rates import machine_of
@@ -21,8 +21,8 @@ from meshwright.spec.profile import (
     HostLink,
     Interference,
     MachineProfile,
+    MatmulTime,
     Operation,
-    ProductTime,
 )
 
 NODES = ClusterSpec(gpu="H200", nodes=2, gpus_per_node=8, network=NetworkSpec(port_gb_per_s=12.5))
@@ -80,7 +80,7 @@ def made_profile() -> MachineProfile:
         link_bytes_per_s=number(machine.link),
         port_bytes_per_s=number(machine.nic),
         versions={"torch": "2.11.0"},
-        products=tuple(_product(shape, dtype, k) for shape in SHAPES for dtype in FORMATS),
+        products=tuple(_matmul(shape, dtype, k) for shape in SHAPES for dtype in FORMATS),
         attention=tuple(
             _attention(8192, head, machine, window) for window in (None, 1024, 128) for head in (64, 128, 256)
         ),
@@ -101,10 +101,10 @@ def made_profile() -> MachineProfile:
     )
 
 
-def _product(shape: tuple[int, int, int], dtype: Literal["bf16", "fp8"], k: Constants) -> ProductTime:
+def _matmul(shape: tuple[int, int, int], dtype: Literal["bf16", "fp8"], k: Constants) -> MatmulTime:
     m, inner, n = shape
-    seconds = number(product_rate(machine_of(NODES, dtype), k).seconds(*map(float, shape)))
-    return ProductTime(format=dtype, m=m, k=inner, n=n, seconds=seconds, burst_seconds=seconds * 0.9)
+    seconds = number(matmul_rate(machine_of(NODES, dtype), k).seconds(*map(float, shape)))
+    return MatmulTime(format=dtype, m=m, k=inner, n=n, seconds=seconds, burst_seconds=seconds * 0.9)
 
 
 def _attention(seq: int, head: int, machine: Machine, window: int | None) -> AttentionTime:

@@ -58,7 +58,7 @@ def test_one_rank_measures_all_but_what_takes_two(tmp_path: Path) -> None:
     )
     again = loaded(profile, tmp_path)
     assert set(fits(constants("cpu", "torchtitan"), again, "fp32")) == {
-        "matrix products",
+        "matmuls",
         "attention",
         "device memory",
         "optimizer",
@@ -127,19 +127,19 @@ def test_a_runs_own_shapes_are_measured_so_that_its_work_is_priced(
     assert all(seconds[part] > 0 for part in ("attention", "elementwise", "loss", "optimizer", "copies"))
 
 
-def test_every_product_of_an_fp8_layer_is_asked_for() -> None:
+def test_every_matmul_of_an_fp8_layer_is_asked_for() -> None:
     model = from_plain(ModelSpec, {**MODEL_PRESETS["llama-nano"], "vocab_size": 128, "layers": 1})
     plan = Plan(
         mesh=(MeshAxis(axis="shard", size=1),),
         batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1),
         precision=Precision(linear="fp8_tensorwise"),
     )
-    products, attention = cases_of(step_work(model, TrainSpec(steps=1, global_batch=1, seq_len=16), plan))
-    assert [shape for shape, dtype in products if dtype == "fp8"][:3] == [
+    matmuls, attention = cases_of(step_work(model, TrainSpec(steps=1, global_batch=1, seq_len=16), plan))
+    assert [shape for shape, dtype in matmuls if dtype == "fp8"][:3] == [
         (16, 256, 512),
         (16, 512, 256),
         (512, 16, 256),
     ]
-    assert len(products) == 3 * 4 - 1 + 1 and attention == [(16, 4, 2, 64, 16, None)], (
+    assert len(matmuls) == 3 * 4 - 1 + 1 and attention == [(16, 4, 2, 64, 16, None)], (
         "two of the square layer are alike, and there is the head"
     )

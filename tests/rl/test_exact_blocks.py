@@ -1,6 +1,7 @@
 """Blocks with the engine's forward: it is that of the engine's cache and blocks, and gradients are those of the trainer's blocks.
 
-A CPU has no products in a fixed order, so results are compared within rounding here; `tests/gpu/test_exact.py` compares bits.
+A CPU has no matmuls in a fixed order, so results are compared within rounding here; `tests/gpu/test_exact.py` compares
+bits.
 """
 
 from __future__ import annotations

@@ -96,14 +96,14 @@ ERRORS: dict[str, list[str]] = {
     # asynchronous there: answers to one batch outlive it; here a step waits for all of its answers
     "long answers are cut off or dropped, so that lengths are biased (slime)": [f"{RUNS}::{UPDATES}"],
     # Engine and trainer
-    "tiles and splits of products follow the batch (vLLM, SGLang)": [f"{BITS}::{EQUAL}", f"{GPU_BITS}::{EQUAL}"],
+    "tiles and splits of matmuls follow the batch (vLLM, SGLang)": [f"{BITS}::{EQUAL}", f"{GPU_BITS}::{EQUAL}"],
     "attention of prompts other than that of decodes": [f"{BITS}::{EQUAL}", f"{GPU_BITS}::{EQUAL}"],
     "fused norm, rotation or gate rounds in other places": [f"{GPU_BITS}::{EQUAL}"],
     "log-softmax by another kernel": [f"{GPU_BITS}::test_log_probabilities_do_not_depend_on_the_other_rows"],
     "rotary tables in the dtype of activations (torchtitan)": [
         f"{HERE}::test_rotary_tables_are_those_of_the_engine_in_every_dtype"
     ],
-    "a router's product sends a token to another expert; sums of experts and of tensor ranks": [f"{RULES}::{BROKEN}"],
+    "a router's matmul sends a token to another expert; sums of experts and of tensor ranks": [f"{RULES}::{BROKEN}"],
     "adapters merged on one side": [f"{RULES}::{BROKEN}", f"{RUNS}::{RESUMED}"],
     "fp8 scales of a micro-batch on one side and of a token on the other": [f"{RULES}::{BROKEN}"],
     "the sampled log-probability is copied to where it should be computed": [f"{HERE}::{SAMPLED}"],

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from meshwright.costs.serve_work import device_work
 from meshwright.kernels.attention import attention
-from meshwright.kernels.fp8_products import quantize
+from meshwright.kernels.fp8_matmuls import quantize
 from meshwright.kernels.grouped import ExpertOrder
-from meshwright.kernels.int8_products import MOST_INPUTS
+from meshwright.kernels.int8_matmuls import MOST_INPUTS
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts
@@ -38,7 +38,8 @@ Both round numbers that differ by the order of additions, so a few are rounded t
 
 
 def round_weights(model: Decoder) -> Decoder:
-    """The model with the trainer's fp8 products by rows, in the layers of the blocks and in routed experts, not in routers."""
+    """The model with the trainer's fp8 matmuls by rows, in the layers of the blocks and in routed experts, not in
+    routers."""
 
     def rounded(x: Tensor) -> Tensor:
         values, scale = quantize(x.flatten(0, -2), "rowwise")
@@ -76,7 +77,7 @@ def integers(x: Tensor) -> Tensor:
 
 
 def round_to_integers(model: Decoder) -> Decoder:
-    """The model with int8 products in the layers of the blocks and in routed experts, not in routers and `kv_up`."""
+    """The model with int8 matmuls in the layers of the blocks and in routed experts, not in routers and `kv_up`."""
 
     def multiply(x: Tensor, layer: Linear) -> Tensor:
         return F.linear(integers(x), integers(layer.weight), layer.bias)

@@ -55,7 +55,7 @@ def test_logits_are_those_without_graphs(name: str, prompt_unit: int) -> None:
     assert max(replays) > 1, replays
 
 
-def test_products_in_8_bits_have_graphs() -> None:
+def test_matmuls_in_8_bits_have_graphs() -> None:
     model = tiny(LLAMA)
     engine = engine_of(model, weights="int8")
     graphs = with_graphs(engine)

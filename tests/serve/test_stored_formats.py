@@ -15,8 +15,8 @@ from torch import Tensor
 
 from meshwright.checkpoint.models.single_device import load_model
 from meshwright.checkpoint.models.stored_model import open_model
-from meshwright.kernels.block_products import Fp8Blocks, block_values, group_values, quantize_groups
-from meshwright.kernels.fp8_products import quantize
+from meshwright.kernels.block_matmuls import Fp8Blocks, block_values, group_values, quantize_groups
+from meshwright.kernels.fp8_matmuls import quantize
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.tensor_inference import divide_for_inference

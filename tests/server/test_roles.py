@@ -394,7 +394,7 @@ def test_a_prompt_that_began_without_the_store_is_stored(folder: Path, tmp_path:
         client.use_identity(blocks.identity())
         if lost:
             connect(client)
-        client.hand_in(3, TOKENS, "")
+        client.publish(3, TOKENS, "")
         if lost:
             client._lose(retry=0.0)
         server.run(news_of(server, ""))

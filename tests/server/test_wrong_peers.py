@@ -23,7 +23,7 @@ from meshwright.serve.generation import Update
 from meshwright.server import prefill_jobs, store_client
 from meshwright.server.engine_process import EngineConnection, EngineLoop
 from meshwright.server.frames import BadFrame, FrameSocket, listen
-from meshwright.server.prefill_jobs import MOST_TEXTS, PrefillConnection, PrefillJobs
+from meshwright.server.prefill_jobs import MOST_SEQUENCES, PrefillConnection, PrefillJobs
 from meshwright.server.remote_prefill import SHARED_KEYS
 from meshwright.server.staging import Staging
 from meshwright.server.store_client import Fetch, StoreClient
@@ -99,7 +99,7 @@ class Engine:
     def fetch(self, tokens: list[int], salt: str, done: Callable[[], None]) -> None:
         self.looked_up.append(done)
 
-    def hand_in(self, number: int, tokens: list[int], salt: str) -> None:
+    def publish(self, number: int, tokens: list[int], salt: str) -> None:
         pass
 
 
@@ -171,7 +171,7 @@ def test_a_number_of_texts_out_of_range_is_refused(sender: Sender) -> None:
     connection, peer = sender.connect()
     for _ in ("welcome", "load"):  # a descriptor ends what is read at once
         peer.receive()
-    for number, count in enumerate((0, MOST_TEXTS + 1)):
+    for number, count in enumerate((0, MOST_SEQUENCES + 1)):
         sender.say(connection, peer, {"prefill": PROMPT | {"job": number, "count": count}})
         assert [frame.message["failed"] for frame in peer.receive()] == [number]
     assert not sender.engine.prompts and sender.jobs.connections

@@ -21,7 +21,7 @@ from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 from meshwright.workload.activations import busiest_rows
 from meshwright.workload.plan_bytes import fullest_rank_memory
-from tests.workload.test_plan_bytes import ATTENTION, EXPERT, HIDDEN, MIXTURE, TRAIN, plan
+from tests.workload.test_plan_bytes import ATTENTION, EXPERT, HIDDEN, MOE, TRAIN, plan
 
 CLUSTER = ClusterSpec(gpu="H200", gpus_per_node=4)
 OWN = ExpertPlan(expert=4, expert_shard=1)
@@ -33,7 +33,7 @@ def run_with(tmp_path: Path, loads: list[int]) -> RunSpec:
     lines = [f"{layer},{step},{','.join(map(str, loads))}" for layer in range(4) for step in range(8)]
     path.write_text("\n".join(["layer,step," + ",".join(f"expert_{index}" for index in range(8)), *lines]) + "\n")
     train = replace(TRAIN, expert_load=str(path))
-    return RunSpec(name="run", model=MIXTURE, train=train, cluster=CLUSTER)
+    return RunSpec(name="run", model=MOE, train=train, cluster=CLUSTER)
 
 
 def copied(policy: ExpertPolicy, slots: int, *, keep: bool = False) -> Plan:
@@ -68,11 +68,11 @@ def test_equal_loads_need_no_copies(tmp_path: Path) -> None:
 def test_slots_take_memory_for_whole_experts() -> None:
     """Two gathered blocks are in flight. Copies that are kept exist in all 8 layers, with the two experts of the rank."""
     by_slots = [
-        fullest_rank_memory(MIXTURE, TRAIN, copied("hecate" if slots else "none", slots), cpu=False)["gathered"]
+        fullest_rank_memory(MOE, TRAIN, copied("hecate" if slots else "none", slots), cpu=False)["gathered"]
         for slots in (0, 1, 2)
     ]
     assert by_slots[1] - by_slots[0] == by_slots[2] - by_slots[1] == 2 * 2 * EXPERT
-    kept = fullest_rank_memory(MIXTURE, TRAIN, copied("hecate", 2, keep=True), cpu=False)["gathered"]
+    kept = fullest_rank_memory(MOE, TRAIN, copied("hecate", 2, keep=True), cpu=False)["gathered"]
     block = ATTENTION + HIDDEN * 8 + 4 * EXPERT
     assert kept - by_slots[2] == pytest.approx(2 * (8 * 4 * EXPERT - 2 * block), rel=1e-6)
 

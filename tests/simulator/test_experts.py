@@ -1,4 +1,4 @@
-"""Simulated mixtures of experts and offload to host memory: effects on a block, and agreement with the closed form."""
+"""Simulated MoE models and offload to host memory: effects on a block, and agreement with the closed form."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_experts_of_expert_ranks_are_not_gathered() -> None:
 
 
 @pytest.mark.parametrize("expert", [2, 8])
-def test_simulated_mixture_is_near_its_closed_form(expert: int) -> None:
+def test_simulated_moe_is_near_its_closed_form(expert: int) -> None:
     chosen_plan = plan({"shard": 8}, expert, accumulate=8)
     node = replace(NODES, nodes=1)
     closed = plan_time(MIXTRAL, job(chosen_plan), chosen_plan, node)

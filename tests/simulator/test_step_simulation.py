@@ -172,8 +172,8 @@ def test_copy_engine_gathers_overlap_reductions_and_slow_compute_less() -> None:
     )
 
 
-def test_accumulation_in_products_moves_six_of_ten_bytes() -> None:
-    """Products of bf16 blocks accumulate and move 6 instead of 10 bytes; fp8 products cannot. The closed form agrees."""
+def test_accumulation_in_matmuls_moves_six_of_ten_bytes() -> None:
+    """Matmuls of bf16 blocks accumulate and move 6 instead of 10 bytes; fp8 matmuls cannot. The closed form agrees."""
     whole_gradients = plan({"shard": 8}, accumulate=4, gradients="whole")
     low = replace(whole_gradients, precision=replace(whole_gradients.precision, linear="fp8_tensorwise"))
     bf16, fp8 = (

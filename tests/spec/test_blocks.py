@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.kernels.grouped import GROUPED_OPERATOR
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.memory import Elements, saved
-from meshwright.spec.blocks.mixture import MixtureSpec
+from meshwright.spec.blocks.moe import MoESpec
 from meshwright.spec.blocks.positions import RopeScaling
 from meshwright.spec.blocks.transfers import transfers
 from meshwright.spec.dimension_checks import check_dimensions
@@ -86,7 +86,7 @@ def test_saved_elements_by_hand() -> None:
     )  # both norms' inputs, qkv, attention, gate and up
     assert saved(table, "none", narrow=False) == Elements(own=whole, rounded=2 * hidden + ffn)
     assert saved(table, "none", narrow=True) == Elements(own=whole, rounded=2 * hidden + ffn + queries)
-    selected = 2 * hidden + (queries + 2 * keys) + queries + 2 * ffn  # the block's input and results of products
+    selected = 2 * hidden + (queries + 2 * keys) + queries + 2 * ffn  # the block's input and results of matmuls
     assert saved(table, "selective", narrow=True) == Elements(own=selected)
     assert saved(table, "all_but_attention", narrow=True) == Elements(own=hidden + queries)
     assert saved(table, "full", narrow=True) == Elements(own=hidden)
@@ -131,8 +131,8 @@ def test_tensor_ranks_transfer_where_the_division_changes(
 def test_mistakes_name_keys_and_the_nearest_value() -> None:
     heads = AttentionSpec(heads=8, kv_heads=3, head_dim=16)
     assert list(map(str, heads.mistakes())) == ["kv_heads is 3: expected a divisor of heads (8); nearest: 2"]
-    (mixture,) = (body for body in block_of(QWEN3_MOE, routed=True).bodies if isinstance(body, MixtureSpec))
-    wrong = replace(mixture, per_token=9)
+    (moe,) = (body for body in block_of(QWEN3_MOE, routed=True).bodies if isinstance(body, MoESpec))
+    wrong = replace(moe, per_token=9)
     assert list(map(str, wrong.mistakes())) == ["experts_per_token is 9: expected 1 to experts (6); nearest: 6"]
 
 

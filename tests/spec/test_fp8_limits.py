@@ -1,4 +1,4 @@
-"""Features and sizes that matrix products in fp8 support."""
+"""Features and sizes that matmuls in fp8 support."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from meshwright.spec.model import ModelSpec
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
 
 
-def test_every_side_of_a_product_is_a_multiple_of_16() -> None:
+def test_every_side_of_a_matmul_is_a_multiple_of_16() -> None:
     assert supports_fp8(LLAMA, 8192) and supports_fp8(LLAMA, 8192, 8)
     assert not supports_fp8(LLAMA, 8200) and not supports_fp8(LLAMA, 128, 16)
 
 
-def test_the_products_of_experts_and_of_latent_attention_count() -> None:
-    mixture, latent = (from_plain(ModelSpec, MODEL_PRESETS[name]) for name in ("qwen3-30b-a3b", "deepseek-v2-lite"))
-    assert supports_fp8(mixture, 4096) and supports_fp8(latent, 4096)
-    assert not supports_fp8(replace(mixture, expert_hidden=776), 4096)
+def test_the_matmuls_of_experts_and_of_latent_attention_count() -> None:
+    moe, latent = (from_plain(ModelSpec, MODEL_PRESETS[name]) for name in ("qwen3-30b-a3b", "deepseek-v2-lite"))
+    assert supports_fp8(moe, 4096) and supports_fp8(latent, 4096)
+    assert not supports_fp8(replace(moe, expert_hidden=776), 4096)
     assert not supports_fp8(replace(latent, shared_expert_hidden=8), 4096)
     for odd in (replace(latent, kv_rank=520), replace(latent, rope_head_dim=72), replace(latent, q_rank=24)):
         assert not supports_fp8(odd, 4096)

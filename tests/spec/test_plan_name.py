@@ -47,8 +47,8 @@ def test_plan_names_use_the_terms_of_papers(plan: Plan, name: str) -> None:
 def test_experts_on_several_ranks_are_named() -> None:
     plan = plan_on(shard=16)
     for expert, suffix in ((8, ", EP8"), (1, "")):
-        mixture = replace(plan, experts=ExpertPlan(expert=expert, expert_shard=16 // expert))
-        assert plan_name(mixture) == f"FSDP16 (ZeRO-3){suffix}, micro-batch 2"
+        moe = replace(plan, experts=ExpertPlan(expert=expert, expert_shard=16 // expert))
+        assert plan_name(moe) == f"FSDP16 (ZeRO-3){suffix}, micro-batch 2"
 
 
 def test_every_schedule_has_a_name() -> None:

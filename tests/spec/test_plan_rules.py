@@ -28,4 +28,4 @@ def on(tensor: int, linear: Linear, *layers: Linear | None) -> Plan:
     ],
 )
 def test_fp8_is_not_trained_beside_tensor_ranks(plan: Plan, refused: bool) -> None:
-    assert untrained(plan) == untrained(plan, "linear") == ["products in fp8 with tensor ranks"] * refused
+    assert untrained(plan) == untrained(plan, "linear") == ["matmuls in fp8 with tensor ranks"] * refused

@@ -1,4 +1,4 @@
-"""The self-test of a host finds wrong products, memory and exchanges."""
+"""The self-test of a host finds wrong matmuls, memory and exchanges."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from meshwright.training.self_test import (
     main,
     partners,
     write_pattern,
+    wrong_matmul,
     wrong_memory,
-    wrong_product,
 )
 from tests.slow import quick_first
 
 CPU = torch.device("cpu")
 
 
-def test_right_products_and_memory_pass() -> None:
-    assert wrong_product(CPU) == "" and wrong_memory(CPU, 1 << 20) == ""
+def test_right_matmuls_and_memory_pass() -> None:
+    assert wrong_matmul(CPU) == "" and wrong_memory(CPU, 1 << 20) == ""
 
 
-def test_a_wrong_product_is_found() -> None:
+def test_a_wrong_matmul_is_found() -> None:
     calls = []
 
     def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        product = a @ b
+        matmul = a @ b
         calls.append(1)
         if len(calls) == 3:
-            product[17, 5] += 1
-        return product
+            matmul[17, 5] += 1
+        return matmul
 
-    assert wrong_product(CPU, multiply) == "torch.float32 product 2: 1 of 262144 elements differ, first [17, 5]"
+    assert wrong_matmul(CPU, multiply) == "torch.float32 matmul 2: 1 of 262144 elements differ, first [17, 5]"
 
 
 def test_a_flipped_bit_is_found() -> None:
@@ -91,7 +91,7 @@ def test_the_command_tests_all_ranks(command: Callable[..., tuple[object, Any]],
     code, answer = command("cpu", str(ranks))
     checks = [Check(**check) for check in answer["checks"]]
     assert code == 0 and answer["ok"] and (answer["device"], answer["ranks"]) == ("cpu", ranks)
-    assert checks == [Check(rank, name, True) for rank in range(ranks) for name in ("product", "memory", "exchange")]
+    assert checks == [Check(rank, name, True) for rank in range(ranks) for name in ("matmul", "memory", "exchange")]
 
 
 def test_a_process_that_does_not_answer_fails(command: Callable[..., tuple[object, Any]]) -> None:

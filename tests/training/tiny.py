@@ -10,7 +10,7 @@ from meshwright.config.profile_file import to_json
 from meshwright.data.prepare import prepare
 from meshwright.launch import prepare as launching
 from meshwright.launch.prepare import PreparedRun
-from meshwright.spec.profile import MachineProfile, ProductTime
+from meshwright.spec.profile import MachineProfile, MatmulTime
 from meshwright.spec.run import RunSpec
 
 RUN_FILE = """\
@@ -43,7 +43,7 @@ def make_tiny(folder: Path) -> Path:
 
 def cpu_profile(file: Path) -> Path:
     """`file` with a profile of a CPU of two ranks: its times are predicted then."""
-    product = ProductTime(format="fp32", m=512, k=512, n=512, seconds=5e-3, burst_seconds=5e-3)
+    matmul = MatmulTime(format="fp32", m=512, k=512, n=512, seconds=5e-3, burst_seconds=5e-3)
     profile = MachineProfile(
         date="2026-01-02T03:04:05Z",
         gpu="cpu",
@@ -52,7 +52,7 @@ def cpu_profile(file: Path) -> Path:
         nodes=1,
         cores=4,
         memory_bytes=32 << 30,
-        products=(product,),
+        products=(matmul,),
     )
     file.write_text(to_json(profile), encoding="utf-8")
     return file

@@ -33,8 +33,8 @@ from meshwright.spec.plan import (
     Recompute,
     SchedulePlan,
 )
+from meshwright.workload.layer_matmuls import layer_matmuls
 from meshwright.workload.layer_messages import weight_collectives
-from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts, layout_of, layouts_of, strategy_columns
 from meshwright.workload.model_shape import shape_of
 from meshwright.workload.rank_layers import balanced_layers
@@ -140,19 +140,19 @@ def test_numbers_of_gathers_and_reductions_equal_those_of_the_schedule(
 
 
 @pytest.mark.parametrize("name", [*sorted(MODELS), "deepseek-v2-lite", "deepseek-v3"])
-def test_products_multiply_every_matrix_of_a_block_once(name: str) -> None:
+def test_matmuls_multiply_every_matrix_of_a_block_once(name: str) -> None:
     model = from_plain(ModelSpec, MODEL_PRESETS[name])
     for kind in range(len(model.block_kinds)):
         shape = shape_of(model, TRAIN.seq_len, kind=kind)
-        products = layer_products(shape, StepShape(1, 1, 16, max(1, model.experts), 1), 1)
-        elements = sum(float(product.k * product.n * product.count * product.layers) for product in products)
+        matmuls = layer_matmuls(shape, StepShape(1, 1, 16, max(1, model.experts), 1), 1)
+        elements = sum(float(matmul.k * matmul.n * matmul.count * matmul.layers) for matmul in matmuls)
         matrices = [parameter.shape for parameter in block_parameters(model, kind) if len(parameter.shape) > 1]
         assert elements == model.layers * sum(map(prod, matrices))
         work, half = (
-            sum(float(product.m * product.k * product.n) for product in products if product.role == "linear")
-            for products in (layer_products(shape, StepShape(1, 1, 16, 1, 1), width) for width in (1, 2))
+            sum(float(matmul.m * matmul.k * matmul.n) for matmul in matmuls if matmul.role == "linear")
+            for matmuls in (layer_matmuls(shape, StepShape(1, 1, 16, 1, 1), width) for width in (1, 2))
         )
         assert half == work / 2
         assert shape.scatters == model.layers * (
-            1 if model.block_kinds[kind].mixture and not model.shared_expert_hidden else 2
+            1 if model.block_kinds[kind].moe and not model.shared_expert_hidden else 2
         )

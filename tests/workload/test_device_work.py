@@ -37,7 +37,7 @@ def plan_of(micro: int = 2, accumulate: int = 1, axes: dict[AxisName, int] | Non
 @pytest.mark.parametrize(
     "axes", [{"shard": 8}, {"tensor": 2}, {"pipeline": 2}, {"context_ring": 2, "context_ulysses": 2}]
 )
-def test_products_and_attention_add_up_to_the_models_flops(name: str, axes: dict[AxisName, int]) -> None:
+def test_matmuls_and_attention_add_up_to_the_models_flops(name: str, axes: dict[AxisName, int]) -> None:
     model, train = model_of(name), TrainSpec(steps=1, global_batch=2, seq_len=SEQ if name != "gpt3-13b" else 2048)
     plan = plan_of(2, 3, axes)
     work = step_work(model, train, plan)
@@ -45,7 +45,7 @@ def test_products_and_attention_add_up_to_the_models_flops(name: str, axes: dict
     tokens = 2 * 3 * train.seq_len
     scores = 12.0 * model.layers * model.heads * model.head_dim * train.seq_len / 2
     # Tensor ranks get whole rows of the vocabulary, so each loses less than one row.
-    assert work.product_flops * share == pytest.approx(
+    assert work.matmul_flops * share == pytest.approx(
         tokens * (flops_per_token(model, train.seq_len, causal=True) - scores), rel=1e-4
     )
     (attention,) = work.attention
@@ -72,7 +72,7 @@ def test_only_fp8_layers_are_rounded() -> None:
     assert without_first.quantise_bytes / all_layers.quantise_bytes == pytest.approx(31 / 32)
     assert {linear.format for linear in all_layers.linears} == {"fp8", "bf16"}, "the head stays in bf16"
     assert sum(linear.count for linear in all_layers.linears if linear.format == "fp8") == 4 * 32
-    assert all_layers.product_flops == pytest.approx(without_first.product_flops)
+    assert all_layers.matmul_flops == pytest.approx(without_first.matmul_flops)
 
 
 def test_experts_multiply_rows_in_fp8_and_weight_gradients_in_bf16() -> None:
@@ -82,7 +82,7 @@ def test_experts_multiply_rows_in_fp8_and_weight_gradients_in_bf16() -> None:
     )
     tokens, routed = 8 * 4096, 8 * (2 * 2048 + 2 * 768 + 768)  # inputs and output gradients of a token's eight copies
     assert low.quantise_bytes == pytest.approx(tokens * 48 * (3 * routed + 4 * (2048 + 5120 + 4096 + 2048)))
-    assert low.product_flops == pytest.approx(wide.product_flops)
+    assert low.matmul_flops == pytest.approx(wide.matmul_flops)
     experts = 6 * tokens * 48 * 8 * 3 * 2048 * 768
     attention = 6 * tokens * 48 * (2048 * 5120 + 4096 * 2048)
     in_fp8 = sum(linear.flops for linear in low.linears if linear.format == "fp8")
@@ -130,13 +130,13 @@ def test_expert_ranks_receive_tokens_of_all_ranks_by_all_to_all() -> None:
     single = step_work(model, train, plan_of(1, 1, {"shard": 8}, experts=ExpertPlan(expert=1, expert_shard=8)))
     distributed = step_work(model, train, plan_of(1, 1, {"shard": 8}, experts=ExpertPlan(expert=4, expert_shard=2)))
     routed_tokens = 4096 * model.experts_per_token
-    products = {
+    matmuls = {
         (linear.m, linear.count)
         for linear in distributed.linears
         if (linear.k, linear.n) == (model.hidden, 2 * model.expert_hidden)
     }
-    assert products == {(routed_tokens // (model.experts // 4), model.layers * model.experts / 4)}
-    assert distributed.product_flops == pytest.approx(single.product_flops)
+    assert matmuls == {(routed_tokens // (model.experts // 4), model.layers * model.experts / 4)}
+    assert distributed.matmul_flops == pytest.approx(single.matmul_flops)
     assert distributed.parameters == single.parameters == pytest.approx(parameter_count(model) / 8)
     exchanges = [collective for collective in distributed.collectives if collective.op == "all_to_all"]
     assert [(collective.ranks, collective.bytes, collective.count) for collective in exchanges] == [

@@ -21,5 +21,5 @@ def test_draws_have_the_shares_of_the_ranges_and_log_uniform_lengths_within() ->
 
 def test_sources_are_mixed_by_samples() -> None:
     first, second = [LengthRange(1, 4, 10), LengthRange(5, 8, 30)], [LengthRange(5, 8, 7)]
-    mixture = mixed_histogram([(1.0, first), (3.0, second)])
-    assert mixture.shares.tolist() == pytest.approx([0.0625, 0.1875, 0.75]) and mixture.longest == 8
+    moe = mixed_histogram([(1.0, first), (3.0, second)])
+    assert moe.shares.tolist() == pytest.approx([0.0625, 0.1875, 0.75]) and moe.longest == 8

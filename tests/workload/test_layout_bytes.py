@@ -1,6 +1,6 @@
-"""Memory in closed form against the exact account of the same plans.
+"""Memory in closed form against the exact memory model of the same plans.
 
-The plans cover every axis, schedule and strategy, and mixtures of experts.
+The plans cover every axis, schedule and strategy, and MoE models.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ def test_gradients_of_blocks_take_the_room_that_they_free() -> None:
     assert memory["activations"] == saved + BACKWARD_TEMPORARIES - STREAM + 2 * BLOCK
 
 
-MIXTURE = replace(MODEL, experts=8, experts_per_token=2, expert_hidden=2048, first_dense_layers=2)
+MOE = replace(MODEL, experts=8, experts_per_token=2, expert_hidden=2048, first_dense_layers=2)
 EXPERT = 3 * HIDDEN * 2048
 ATTENTION = HIDDEN * (1024 + QKV) + 2 * HIDDEN
 
@@ -304,15 +304,15 @@ def test_memory_of_experts_by_expert_and_shard_ranks() -> None:
         replace(plan({"shard": 4}, recompute="full"), experts=ExpertPlan(expert=n, expert_shard=4 // n))
         for n in (1, 2, 4)
     ]
-    by_rank = [fullest_rank_memory(MIXTURE, TRAIN, fold, cpu=False) for fold in folds]
-    assert {memory["weights"] for memory in by_rank} == {parameter_count(MIXTURE)}
+    by_rank = [fullest_rank_memory(MOE, TRAIN, fold, cpu=False) for fold in folds]
+    assert {memory["weights"] for memory in by_rank} == {parameter_count(MOE)}
     block = ATTENTION + HIDDEN * 8
     for memory, local_experts in zip(by_rank, (8, 4, 2), strict=True):
         rank_block = block + local_experts * EXPERT
         reduced = max(4 * rank_block * 5 // 4, 4 * (TABLE + HIDDEN) * 5 // 4)
         assert memory["gathered"] == 2 * (2 * rank_block + 2 * (TABLE + HIDDEN)) + reduced + 2 * rank_block
     routed = 2 * (4 * HIDDEN + QKV + 1024 + 512 + 1024 + 2 * 3 * 2048 + 2 * HIDDEN + 8)
-    assert activation_bytes(MIXTURE, TRAIN, plan({"shard": 4})) == (TOKENS * (2 * SAVED + 6 * routed),)
+    assert activation_bytes(MOE, TRAIN, plan({"shard": 4})) == (TOKENS * (2 * SAVED + 6 * routed),)
 
 
 def test_the_token_exchange_by_kernels_has_room_for_its_bound() -> None:
@@ -320,7 +320,7 @@ def test_the_token_exchange_by_kernels_has_room_for_its_bound() -> None:
     for bound, room in ((None, 4), (1.5, 1.5), (8, 4)):
         whole = replace(plan({"shard": 4}, recompute="full"), experts=ExpertPlan(expert=4))
         peers = replace(whole, experts=ExpertPlan(expert=4, exchange="peer", receive_bound=bound))
-        messages, kernels = (fullest_rank_memory(MIXTURE, TRAIN, each, cpu=False) for each in (whole, peers))
+        messages, kernels = (fullest_rank_memory(MOE, TRAIN, each, cpu=False) for each in (whole, peers))
         assert kernels["framework"] - messages["framework"] == 2 * room * 2 * TOKENS * HIDDEN * 2
         assert kernels["activations"] > messages["activations"]
 
@@ -330,7 +330,7 @@ def test_allocated_bytes_exclude_the_framework() -> None:
     assert allocated(memory) == sum(memory.values()) - FRAMEWORK_BYTES["cuda"]
 
 
-def test_fp8_saves_inputs_of_products_and_gathers_blocks_in_one_byte() -> None:
+def test_fp8_saves_inputs_of_matmuls_and_gathers_blocks_in_one_byte() -> None:
     """One byte for norm outputs, activations and a copy of attention's output; two for residuals and attention inputs."""
     wide = plan({"shard": 4}, reshard=False)
     low = replace(wide, precision=Precision(linear="fp8_tensorwise", gather="fp8"))
@@ -344,12 +344,12 @@ def test_fp8_saves_inputs_of_products_and_gathers_blocks_in_one_byte() -> None:
 
 
 def test_fp8_experts_save_their_activations_in_the_compute_dtype() -> None:
-    mixture = replace(MODEL, experts=8, experts_per_token=2, expert_hidden=64, shared_expert_hidden=32)
+    moe = replace(MODEL, experts=8, experts_per_token=2, expert_hidden=64, shared_expert_hidden=32)
     wide = replace(plan({"shard": 4}, reshard=False), layers=(LayerStrategy(reshard=False),))
     low = replace(wide, precision=Precision(linear="fp8_rowwise"))
     norm_outputs, attention_copy = 2 * HIDDEN, 1024
     saved = LAYERS * TOKENS * (norm_outputs - attention_copy + 32)
-    assert activation_bytes(mixture, TRAIN, wide)[0] - activation_bytes(mixture, TRAIN, low)[0] == saved
+    assert activation_bytes(moe, TRAIN, wide)[0] - activation_bytes(moe, TRAIN, low)[0] == saved
 
 
 def test_copy_engine_gathers_use_a_window() -> None:

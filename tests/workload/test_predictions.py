@@ -1,4 +1,4 @@
-"""Work, memory and time of modules that predict further tokens, against sums by hand and the exact account."""
+"""Work, memory and time of modules that predict further tokens, against sums by hand and the exact memory model."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_parameters_of_a_rank_are_those_of_the_module() -> None:
     block, replicated = BLOCK - 2 * HIDDEN, 2 * HIDDEN * HIDDEN + 5 * HIDDEN
     assert with_modules.head - without.head == DEPTH * (block // 2 + replicated) + TABLE // 2
     on_one_rank = stage_part(PREDICTING, 1, 4, 1, ((range(8),),), 0)
-    assert on_one_rank.head == on_one_rank.ends == DEPTH * MODULE + 2 * TABLE + HIDDEN
+    assert on_one_rank.head == on_one_rank.embed_head == DEPTH * MODULE + 2 * TABLE + HIDDEN
     experts = 256 * 3 * 7168 * 2048
-    ends = [
+    embed_head = [
         stage_part(replace(V3, prediction_depth=depth), 1, 64, 64, ((range(60),), (range(60, 61),)), 1)
         for depth in (0, 1)
     ]
     others = prediction_parameter_count(V3) - experts - 256  # every rank has all biases of the choice
-    assert ends[1].head - ends[0].head == pytest.approx(others + 129280 * 7168 + experts // 64, abs=256)
+    assert embed_head[1].head - embed_head[0].head == pytest.approx(others + 129280 * 7168 + experts // 64, abs=256)
 
 
 def test_memory_of_the_modules_is_a_category_of_its_own() -> None:
@@ -102,14 +102,14 @@ def test_the_closed_form_agrees_with_the_account_of_each_plan(model: ModelSpec) 
 
 @pytest.mark.parametrize("axes", [{"shard": 8}, {"tensor": 2}, {"pipeline": 2}, {"context_ring": 2}])
 @pytest.mark.parametrize("model", [V3, PREDICTING], ids=["v3", "dense"])
-def test_products_and_attention_add_up_to_the_models_flops(model: ModelSpec, axes: dict) -> None:
+def test_matmuls_and_attention_add_up_to_the_models_flops(model: ModelSpec, axes: dict) -> None:
     train, tested = TrainSpec(steps=1, global_batch=2, seq_len=4096), plan_of(2, 3, axes)
     work, share = step_work(model, train, tested), tested.ranks // tested.data_ranks
     blocks = model.layers + model.prediction_depth
     scores = 6 * blocks * (model.heads * model.head_dim + model.value_width) * train.seq_len / 2
     tokens = 2 * 3 * train.seq_len
-    products = tokens * (flops_per_token(model, train.seq_len, causal=True) - scores)
-    assert work.product_flops * share == pytest.approx(products, rel=2e-4)
+    matmuls = tokens * (flops_per_token(model, train.seq_len, causal=True) - scores)
+    assert work.matmul_flops * share == pytest.approx(matmuls, rel=2e-4)
     (attention,) = work.attention
     assert attention.count * share * attention.heads == pytest.approx(3 * blocks * model.heads)
 
@@ -128,7 +128,7 @@ def test_the_head_takes_the_time_of_its_modules() -> None:
     in_block = block.forward + block.backward_input + block.backward_weight
     lookup = embed.forward + embed.backward_input + embed.backward_weight
     projection = added / DEPTH - in_block - base - lookup
-    # Of the same rate as the head's products: 2·hidden² weights to vocabulary × hidden.
+    # Of the same rate as the head's matmuls: 2·hidden² weights to vocabulary × hidden.
     assert 0 < projection < 1.2 * base * 2 * 4096 / 128256
     assert costs[DEPTH].compute(31) == block
     assert costs[DEPTH].parameters("head").count > costs[0].parameters("head").count + DEPTH * 218e6

@@ -1,4 +1,4 @@
-"""The head of a reward model in the plan: parameters, memory, FLOPs and products of one row, without a vocabulary."""
+"""The head of a reward model in the plan: parameters, memory, FLOPs and matmuls of one row, without a vocabulary."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_parameters_and_flops() -> None:
     assert trained_parameter_count(adapted) == trained_parameter_count(adapter_of(LANGUAGE, rank=8)) + LANGUAGE.hidden
 
 
-def test_products_are_the_flops() -> None:
+def test_matmuls_are_the_flops() -> None:
     work, attention = step_work(REWARD, TRAIN, plan()), 12.0 * REWARD.layers * REWARD.heads * REWARD.head_dim * 4096 / 2
     expected = 8 * 4096 * (flops_per_token(REWARD, 4096, causal=True) - attention)
-    assert work.product_flops == pytest.approx(expected, rel=1e-6)
+    assert work.matmul_flops == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 2}, {"tensor": 2}])

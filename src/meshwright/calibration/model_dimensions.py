@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from meshwright.spec.blocks.block import BlockSpec, SublayerSpec
 from meshwright.spec.blocks.feed_forward import Activation, FeedForwardSpec
-from meshwright.spec.blocks.mixture import MixtureSpec, RouterSpec
+from meshwright.spec.blocks.moe import MoESpec, RouterSpec
 from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import BlockBody, BodyPlace
 from meshwright.spec.blocks.table import AttendOp, LinearOp, Op, Value
@@ -146,11 +146,15 @@ def looks_like_gpt(name: str) -> bool:
 
 def shape_from_dimensions(dims: Mapping[str, Any]) -> Shape:
     """The Shape of `dims`: layers, hidden, heads, kv_heads, ffn, vocab, and any of the optional keys in `FAMILIES`."""
-    heads, hidden, layers = dims["heads"], dims["hidden"], dims["layers"]
+    heads = dims["heads"]
+    hidden = dims["hidden"]
+    layers = dims["layers"]
     head_dim = dims.get("head_dim") or hidden / heads
     value_head = dims.get("v_head_dim") or head_dim
     moe_layers = layers - min(layers, dims.get("first_dense", 0)) if dims.get("experts") else 0
-    attention_layers, mixer_layers, dense_layers = layers, 0, layers - moe_layers
+    attention_layers = layers
+    mixer_layers = 0
+    dense_layers = layers - moe_layers
     if "hybrid" in dims:
         hybrid_layers = sum(dims["hybrid"])
         attention_layers, mixer_layers, moe_layers = (layers * count / hybrid_layers for count in dims["hybrid"])
@@ -172,8 +176,9 @@ def shape_from_dimensions(dims: Mapping[str, Any]) -> Shape:
         columns=attention_params / hidden - heads * value_head,
     )
     activation: Activation = "swiglu" if dims.get("gated", 1) else "gelu"
-    expert_in, expert_ffn = dims.get("expert_in", hidden), dims.get("expert_ffn", 0)
-    mixture = MixtureSpec(
+    expert_in = dims.get("expert_in", hidden)
+    expert_ffn = dims.get("expert_ffn", 0)
+    moe = MoESpec(
         experts=dims.get("experts", 0),
         per_token=dims.get("top_k", 0),
         expert=FeedForwardSpec(width=expert_ffn, activation=activation),
@@ -186,7 +191,7 @@ def shape_from_dimensions(dims: Mapping[str, Any]) -> Shape:
         (attention, attention_layers),
         (PublishedMixerSpec(columns=6 * hidden), mixer_layers),
     ]
-    networks: list[tuple[BlockBody, float]] = [(dense, dense_layers), (mixture, moe_layers)]
+    networks: list[tuple[BlockBody, float]] = [(dense, dense_layers), (moe, moe_layers)]
     if "hybrid" in dims:  # one body a layer
         runs = [(_block(hidden, body), count) for body, count in (*mixers, *networks) if count]
     else:  # which mixers stand beside which networks does not matter
@@ -236,7 +241,9 @@ class PublishedAttentionSpec:
 
     def operations(self, place: BodyPlace) -> Iterator[Op]:
         """Projection, rotation, attention, output projection."""
-        name, queries, values = place.name, self.heads * self.head_dim, self.heads * self.value_head_dim
+        name = place.name
+        queries = self.heads * self.head_dim
+        values = self.heads * self.value_head_dim
         joined = Value(name("joined"), queries + self.kv_width)
         parts = {"q": queries, "k": self.kv_width / 2, "v": self.kv_width / 2}
         yield LinearOp(
@@ -303,7 +310,10 @@ class PublishedMixerSpec:
 
 def _latent_params(dims: Mapping[str, Any], head_dim: float, value_head_dim: float) -> float:
     """Weights of one multi-head latent attention layer (DeepSeek-V2, section 2.1)."""
-    hidden, heads, kv_rank, rope_dim = dims["hidden"], dims["heads"], dims["kv_rank"], dims["rope_dim"]
+    hidden = dims["hidden"]
+    heads = dims["heads"]
+    kv_rank = dims["kv_rank"]
+    rope_dim = dims["rope_dim"]
     query_params = dims["q_rank"] * (hidden + heads * head_dim) if dims.get("q_rank") else hidden * heads * head_dim
     key_value_params = hidden * (kv_rank + rope_dim) + kv_rank * heads * (head_dim - rope_dim + value_head_dim)
     return query_params + key_value_params + heads * value_head_dim * hidden

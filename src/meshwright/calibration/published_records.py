@@ -152,7 +152,8 @@ def _software(record: Record, conventions: tuple[Convention, ...]) -> tuple[Trai
         except BadInput as error:
             raise _CannotBePriced(str(error)) from error
         return software, software.constants
-    source, note = record.get("source") or "", record.get("note") or ""
+    source = record.get("source") or ""
+    note = record.get("note") or ""
     software = software_of(source, note, 2025.0 + release_of(source, note))
     return software, next((convention.stack for convention in conventions if convention.stack), software.constants)
 
@@ -306,7 +307,9 @@ def _set_default(dims: dict[str, float], key: str, default: float, assumed: list
 
 
 def _layout(record: Record, software: TrainingSoftware, chip: Chip, assumed: list[str]) -> Layouts:
-    ranks, tensor, pipeline = _required_size(record, "gpus"), _required_size(record, "tp"), _required_size(record, "pp")
+    ranks = _required_size(record, "gpus")
+    tensor = _required_size(record, "tp")
+    pipeline = _required_size(record, "pp")
     context = _size_or_default(record, "cp", 1, assumed)
     data = _size(record, "dp") or 0.0
     if not data:
@@ -386,7 +389,8 @@ def _attention_kernel(record: Record, chip: Chip, assumed: list[str]) -> tuple[f
 
 def _recipe_experts(model_shape: Shape, machine: Machine, layout: Layouts) -> float:
     """The most expert ranks inside a fast domain that divide the experts and the ranks of a pipeline stage."""
-    ranks, experts = int(layout.tensor * layout.context * layout.data), int(model_shape.experts)
+    ranks = int(layout.tensor * layout.context * layout.data)
+    experts = int(model_shape.experts)
     limit = int(min(machine.domain, ranks, experts))
     return float(next(count for count in range(limit, 0, -1) if ranks % count == 0 and experts % count == 0))
 
@@ -403,10 +407,11 @@ def _with_experts(
     stated |= {key: value for column, key in _SWITCHES.items() if (value := _switch(record, column)) is not None}
     if balance := (record.get("balance") or "").strip().lower():
         stated["imbalance"] = 1.0 if balance in ("forced", "even", "balanced") else _balance(record)
-    experts, ranks = float(model_shape.experts), layout.tensor * layout.context * layout.data
+    experts = float(model_shape.experts)
+    ranks = layout.tensor * layout.context * layout.data
     if layout.expert > 1 and not experts:
         raise _CannotBePriced(
-            f"ep is {layout.expert:g}, but {record.get('model')!r} is no mixture of experts in the family table"
+            f"ep is {layout.expert:g}, but {record.get('model')!r} is no MoE model in the family table"
         )
     if layout.expert > max(1.0, experts):
         raise _CannotBePriced(f"ep is {layout.expert:g}, more than the {experts:g} experts of {record.get('model')!r}")
@@ -474,7 +479,7 @@ def _recompute(text: str, assumed: list[str]) -> float:
 def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) -> Machine:
     per_node = _size_or_default(record, "gpus_per_node", chip.per_node, assumed)
     domain = max(per_node, chip.domain)
-    number_format, low = _product_format(record, chip, assumed)
+    number_format, low = _matmul_format(record, chip, assumed)
     interconnect = record.get("interconnect") or ""
     nic = port_bandwidth(interconnect, per_node)
     if nic is None:
@@ -485,7 +490,7 @@ def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) ->
     return Machine(
         peak=chip.peak_flops.get(number_format, chip.half_peak),
         half_peak=chip.half_peak,
-        product_format=low,
+        matmul_format=low,
         hbm=chip.hbm,
         memory=chip.memory_bytes,
         link=chip.link,
@@ -500,8 +505,8 @@ def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) ->
     )
 
 
-def _product_format(record: Record, chip: Chip, assumed: list[str]) -> tuple[str, float]:
-    """(dtype in the chip table, its `Machine.product_format`); without a dtype, MLPerf records use the chip's narrowest."""
+def _matmul_format(record: Record, chip: Chip, assumed: list[str]) -> tuple[str, float]:
+    """(dtype in the chip table, its `Machine.matmul_format`); without a dtype, MLPerf records use the chip's narrowest."""
     dtype_text = (record.get("dtype") or "").lower()
     if not dtype_text:
         narrow_dtypes = ("nvfp4", "fp8") if "mlcommons" in (record.get("source") or "") else ()

@@ -77,14 +77,15 @@ def class_of(case: PublishedCase, values: Mapping[str, Any] | None = None) -> Ru
     values = values or table()
     return RunClass(
         several_hosts=bool(case.layout.ranks > case.machine.per_node),
-        mixture=bool(case.shape.moe_layers > 0),
+        moe=bool(case.shape.moe_layers > 0),
         measured_generation=case.generation in values["measured_with"],
         software=known_software(case.stack, values),
     )
 
 
 def _price(cases: Sequence[PublishedCase], constants_given: dict[str, Any] | None) -> list[dict[str, Any]]:
-    cost, by_category = price(cases, constants_given), memory(cases, constants_given, as_printed=True)
+    cost = price(cases, constants_given)
+    by_category = memory(cases, constants_given, as_printed=True)
     least_bytes = _least_memory(cases, constants_given)
     values = constants_given or table()
     predictions = []

@@ -58,7 +58,7 @@ def _whole_graph(model: str, gpu: str, pull_request: int) -> Convention:
         only={"model": model, "gpu": gpu, "note": r"container 26\.0[6-9]", "dtype": "mxfp8"},
         layout={"host_sizes": 0, "exchange_overlaps": 1},
         stack="bridge_graphs",
-        because="the step is one graph, products of experts are fused, tokens travel beside compute (recipes of 26.06, pull request "
+        because="the step is one graph, matmuls of experts are fused, tokens travel beside compute (recipes of 26.06, pull request "
         f"{pull_request})",
     )
 
@@ -232,7 +232,8 @@ def applicable_conventions(record: Record) -> tuple[Convention, ...]:
 
 def with_conventions(record: Record) -> tuple[dict[str, str], tuple[str, ...]]:
     """`record` with its source's conventions applied, and the changes, each with its reason."""
-    cells, changes = dict(record), []
+    cells = dict(record)
+    changes = []
     for convention in applicable_conventions(record):
         blank = {key: value for key, value in convention.blanks.items() if not (cells.get(key) or "").strip()}
         changed = blank | {key: value for key, value in convention.read_as.items() if cells.get(key) != value}

@@ -1,4 +1,4 @@
-"""Disturbances from inside the processes: values of a step, a bit of a weight, products of the self-test, the clock.
+"""Disturbances from inside the processes: values of a step, a bit of a weight, matmuls of the self-test, the clock.
 
 Nothing outside a process can change these at a chosen step. A file `sitecustomize.py`, which Python reads at its start,
 is put before the module path of the job; the product has no code for it.
@@ -22,7 +22,7 @@ VARIABLE = "MESHWRIGHT_CHAOS_CODE"
 
 `FAULT:RANK:STEP` or `FAULT:RANK:STEP:ATTEMPTS` disturbs a rank in a step, once in each of the first ATTEMPTS attempts (by default
 the first only): `nan`, `spike` or `bit` a weight, `gradient` a reduced gradient, which becomes NaN; `crash` kills the rank. The
-other forms are `clock:FILE`, and `product:FILE` for the products of the self-test on a host that the file names.
+other forms are `clock:FILE`, and `matmul:FILE` for the matmuls of the self-test on a host that the file names.
 """
 JUMP_SECONDS = 86400
 """Offset of the wall clock from the real time: first a day ahead, then a day behind."""
@@ -47,12 +47,12 @@ def patch_self_test(module):
     file = faults[0][1]
 
     def multiply(a, b):
-        product = torch.mm(a, b)
+        matmul = torch.mm(a, b)
         if os.path.exists(file) and open(file).read() == os.environ.get("{HOST_VARIABLE}", os.uname().nodename):
-            product[17, 5] += 1
-        return product
+            matmul[17, 5] += 1
+        return matmul
 
-    module.wrong_product.__defaults__ = (multiply,)
+    module.wrong_matmul.__defaults__ = (multiply,)
 
 
 def patch_step(module):
@@ -114,7 +114,7 @@ if faults[0][0] == "clock":
 else:
     target_module, patch = (
         ("meshwright.training.self_test", patch_self_test)
-        if faults[0][0] == "product"
+        if faults[0][0] == "matmul"
         else ("meshwright.training.train_step", patch_step)
     )
     sys.meta_path.insert(0, Loader())
@@ -147,9 +147,9 @@ def disturb_values(fault: str, printed: str) -> Callable[[Stage], None]:
 
 
 def make_host_wrong(stage: Stage) -> None:
-    """Let the matrix products of a training host be wrong, and let its rank end as by an error of the processor."""
+    """Let the matmuls of a training host be wrong, and let its rank end as by an error of the processor."""
     file = stage.folder / "wrong-host"
-    job = stage.start(with_code(stage.folder, f"product:{file}"))
+    job = stage.start(with_code(stage.folder, f"matmul:{file}"))
     job.until_step(middle(stage))
     host = training_host(stage)
     file.write_text(host_name(host))
@@ -178,7 +178,7 @@ def jump_clock(stage: Stage) -> None:
 CODE_FAULTS = (
     Scenario(
         name="bad-host",
-        promise=f"A host whose matrix products are wrong after a failure is excluded, a spare host replaces it, and {CONTINUES}.",
+        promise=f"A host whose matmuls are wrong after a failure is excluded, a spare host replaces it, and {CONTINUES}.",
         play=make_host_wrong,
         hosts=3,
         overrides=("cluster.nodes=2",),

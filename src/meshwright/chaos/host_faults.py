@@ -11,13 +11,15 @@ from meshwright.chaos.process_faults import CONTINUES, RESTART_SECONDS, after, m
 from meshwright.chaos.processes import children, command, processes_with, send
 from meshwright.chaos.scenario import Scenario, Stage
 
-LOST_SECONDS, REPLACED_SECONDS = 10.0, 25.0
+LOST_SECONDS = 10.0
+REPLACED_SECONDS = 25.0
 """Most seconds from the loss of a host to its detection, and to the next step."""
 FAILOVER_SECONDS = 20.0
 """Most seconds from the loss of the coordinator's host to the next step."""
 HEALED_SECONDS = 5.0
 """Most seconds from the end of a partition to the next step."""
-FLAP_SECONDS, PARTITION_SECONDS = 3.0, 20.0
+FLAP_SECONDS = 3.0
+PARTITION_SECONDS = 20.0
 """Seconds without a link: too short for a host to be lost, and long enough that it counts as lost."""
 FLAP_HANG_SECONDS = 10.0
 """Limit of a hang for the short cut: TCP doubles its waits between retransmissions, so ranks exchange nothing for up to
@@ -76,7 +78,8 @@ def lose_coordinator(stage: Stage) -> None:
     job.until(lambda: bool(job.states), "the first attempt")
     stage.launch(2)  # a spare host, as the others train
     job.until_step(middle(stage))
-    agent, coordinator = job.processes[0], coordinator_of(stage)
+    agent = job.processes[0]
+    coordinator = coordinator_of(stage)
     stage.mark()
     stage.expect_incident("failure", host=host_name(0))
     if namespace_obstacle() is None:

@@ -118,7 +118,8 @@ class Hosts:
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", switch, "link", "set", "switch", "up")
         for host in range(count):
-            name, port = f"{self._prefix}{host}", f"port{host}"
+            name = f"{self._prefix}{host}"
+            port = f"port{host}"
             self._add(name)
             if links.relayed:
                 for namespace, device in ((name, INTERFACE), (switch, port)):
@@ -155,8 +156,8 @@ class Hosts:
             own.mkdir(mode=0o1777, exist_ok=True)
         network = f"--net=/run/netns/{self._prefix}{host}"
         namespaces = ["nsenter", network, "unshare", "--uts", "--mount", "--propagation", "private"]
-        words = [host_name(host), str(names.resolve()), "" if own is None else str(own.resolve()), *folders]
-        script = ["sh", "-c", _HOLD, "sh", *words]
+        arguments = [host_name(host), str(names.resolve()), "" if own is None else str(own.resolve()), *folders]
+        script = ["sh", "-c", _HOLD, "sh", *arguments]
         self._holders.append(self._await_ready([*namespaces, *script], f"the namespaces of {host_name(host)}"))
 
     def _await_ready(
@@ -171,7 +172,7 @@ class Hosts:
         return process
 
     def prefix(self, host: int) -> list[str]:
-        """Words before a command that runs it on a host, in the working directory of this process."""
+        """Arguments before a command that runs it on a host, in the working directory of this process."""
         if not self._holders:
             return []
         namespaces = ["nsenter", f"--target={self._holders[host].pid}", "--net", "--uts", "--mount"]

@@ -19,7 +19,8 @@ POLL_SECONDS = 0.01
 """Seconds between two looks at the job."""
 RECENT_STEPS = 10
 """Steps over which the time of a step is averaged."""
-LONGEST_SECONDS, LONGEST_GPU_SECONDS = 180.0, 600.0
+LONGEST_SECONDS = 180.0
+LONGEST_GPU_SECONDS = 600.0
 """Seconds that a job may take to reach an awaited point or its end; compilation for a GPU takes longer."""
 
 
@@ -34,7 +35,8 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inode, self._offset = 0, 0
+        self._inode = 0
+        self._offset = 0
         self._seen: set[str] = set()
 
     def read(self) -> list[str]:
@@ -42,7 +44,8 @@ class Tail:
         try:
             status = self._path.stat()
             if status.st_ino != self._inode or status.st_size < self._offset:
-                self._inode, self._offset = status.st_ino, 0
+                self._inode = status.st_ino
+                self._offset = 0
             if status.st_size == self._offset:
                 return []
             with self._path.open("rb") as file:
@@ -62,7 +65,7 @@ class ChaosJob:
 
     def __init__(
         self,
-        words: Sequence[str],
+        arguments: Sequence[str],
         run: Path,
         output: Path,
         token: str,
@@ -74,11 +77,14 @@ class ChaosJob:
 
         A wait for a point of the job ends after `longest_seconds`. `show` receives each line of progress.
         """
-        self._longest_seconds, self._show = longest_seconds, show
-        self.run, self.output_file = run, output
+        self._longest_seconds = longest_seconds
+        self._show = show
+        self.run = run
+        self.output_file = output
         self.processes: list[subprocess.Popen[bytes]] = []
         """The command's process on each host."""
-        self._words, self._token = words, token
+        self._arguments = arguments
+        self._token = token
         self._forgotten: set[int] = set()
         self.steps: list[tuple[float, int]] = []
         """Time and number of each finished step."""
@@ -95,10 +101,11 @@ class ChaosJob:
         self.started = time.monotonic()
 
     def launch(self, prefix: Sequence[str] = (), env: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start the command's process on one host; `prefix` are words before it, `env` further environment variables."""
+        """Start the command's process on one host; `prefix` are arguments before it, `env` further environment
+        variables."""
         with self.output_file.open("ab") as file:
             process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "meshwright", *self._words],
+                [*prefix, sys.executable, "-m", "meshwright", *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

@@ -19,9 +19,11 @@ RESTART_SECONDS = 15.0
 """Most seconds from the end of a process to the next step."""
 HANG_SECONDS = 8.0
 """Most seconds to the detection of a hang on CPU ranks: 5, and 3 steps, and the time between two looks."""
-SLOW_SECONDS, SLOW_STEPS = 6.0, 8
+SLOW_SECONDS = 6.0
+SLOW_STEPS = 8
 """Least time and steps in which a rank is slow."""
-LONGEST_TURN, STOPPED_TURNS = 0.1, 3
+LONGEST_TURN = 0.1
+STOPPED_TURNS = 3
 """A slow rank runs for the time of a step, at most these seconds, and is then stopped for so many times as long."""
 
 
@@ -64,11 +66,14 @@ def slow_rank(stage: Stage) -> None:
 
     It is stopped where it computes: a rank that stops inside a collective looks like a slow network, on all ranks.
     """
-    job, rank = stage.job, stage.template.ranks - 1
-    pid, turn = job.ranks()[rank], min(LONGEST_TURN, job.step_seconds)
+    job = stage.job
+    rank = stage.template.ranks - 1
+    pid = job.ranks()[rank]
+    turn = min(LONGEST_TURN, job.step_seconds)
     stage.expect_straggler(rank)
     stage.mark()
-    deadline, step = time.monotonic() + SLOW_SECONDS, job.last_step
+    deadline = time.monotonic() + SLOW_SECONDS
+    step = job.last_step
     while job.process.poll() is None and (time.monotonic() < deadline or job.last_step < step + SLOW_STEPS):
         await_running(pid, turn)
         for number, turns in ((signal.SIGSTOP, STOPPED_TURNS), (signal.SIGCONT, 1)):
@@ -110,7 +115,8 @@ def terminate(stage: Stage) -> None:
 
 def terminate_during_save(stage: Stage) -> None:
     """Send SIGTERM to the launcher as soon as a checkpoint's unfinished folder exists."""
-    job, checkpoints = stage.job, stage.run / "checkpoints"
+    job = stage.job
+    checkpoints = stage.run / "checkpoints"
     job.until_step(middle(stage))
     while not any(name.endswith(".partial") for name in os.listdir(checkpoints)):
         stage.require(job.process.poll() is None, "the job ended before the next checkpoint")

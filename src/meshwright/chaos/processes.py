@@ -48,7 +48,7 @@ def _status(pid: int) -> list[str]:
 
 
 def command(pid: int) -> list[str]:
-    """The words that a process was started with; empty if the process has ended."""
+    """The arguments that a process was started with; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:

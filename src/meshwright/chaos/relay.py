@@ -20,7 +20,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+TUNSETIFF = 0x400454CA
+IFF_TAP = 0x0002
+IFF_NO_PI = 0x1000
 CLONE_NEWNET = 0x40000000
 FRAME_BYTES = 1 << 16
 MOST_FRAMES = 20_000
@@ -47,7 +49,8 @@ def relay(links: Sequence[tuple[int, int]], seconds: float, loss: float) -> None
     for descriptor in (*other, sys.stdin.fileno()):
         poll.register(descriptor, select.POLLIN)
     waiting: list[tuple[float, int, int, bytes]] = []
-    number, drawn = 0, random.Random(0)
+    number = 0
+    drawn = random.Random(0)
     while True:
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:

@@ -44,7 +44,7 @@ ORPHAN_SECONDS = 3.0
 class Template:
     """The training command that scenarios disturb."""
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     """Run file and overrides."""
     name: str
     """Name of the run."""
@@ -90,8 +90,10 @@ class Stage:
 
         `show` receives lines of progress.
         """
-        self._show, self.links = show, links
-        self.template, self.folder = template, folder
+        self._show = show
+        self.links = links
+        self.template = template
+        self.folder = folder
         self.run = folder / template.name
         """Folder of the run."""
         self.jobs: list[ChaosJob] = []
@@ -121,17 +123,15 @@ class Stage:
 
     def start(self, env: Mapping[str, str] = MappingProxyType({}), hosts: int | None = None) -> ChaosJob:
         """Start the training command, on all hosts or on the first ones, with further environment variables."""
-        arguments = ["train", *self.template.words, *self._overrides, "--runs", str(self.folder)]
+        arguments = ["train", *self.template.arguments, *self._overrides, "--runs", str(self.folder)]
         if self._host_count > 1:
             arguments.append("--agent")
             if self.hosts is None:
                 self.hosts = Hosts(self._host_count, self.folder, self.links)
                 self.on_close(self.hosts.close)
                 self.notes.append(f"{self._host_count} hosts as {self.hosts.emulation}")
-        longest, output = (
-            LONGEST_GPU_SECONDS if self.template.gpu else LONGEST_SECONDS,
-            self.folder / f"output-{len(self.jobs) + 1}.txt",
-        )
+        longest = LONGEST_GPU_SECONDS if self.template.gpu else LONGEST_SECONDS
+        output = self.folder / f"output-{len(self.jobs) + 1}.txt"
         self._show(f"start of meshwright {' '.join(arguments)}")
         job = ChaosJob(arguments, self.run, output, self.token, longest_seconds=longest, show=self._show)
         self.jobs.append(job)
@@ -155,7 +155,9 @@ class Stage:
         """The disturbance begins now."""
         job = self.jobs[-1]
         job.poll()
-        self.injected, self._attempt, self._ended = time.monotonic(), job.attempt, None
+        self.injected = time.monotonic()
+        self._attempt = job.attempt
+        self._ended = None
         self._show(f"the disturbance begins after step {job.last_step}")
 
     def signal(self, pid: int, number: int) -> None:
@@ -182,7 +184,8 @@ class Stage:
         It need not if the rank computed for less than `COMPUTE_SHARE` of the steps before, or if ranks wait for each other inside
         compute.
         """
-        self.slow_rank, self._last_calm_step = rank, self.job.last_step
+        self.slow_rank = rank
+        self._last_calm_step = self.job.last_step
 
     def straggler(self) -> dict[str, Any] | None:
         """Return cause and rank by the straggler analysis of the steps around the disturbance; None without a cause."""
@@ -405,7 +408,8 @@ def _violations(
     code = stage.job.code
     if code != scenario.code:
         violations.append(f"exit code {code} instead of {scenario.code}")
-    detected, recovery = stage.detected_seconds(scenario.detected_by), stage.recovery()
+    detected = stage.detected_seconds(scenario.detected_by)
+    recovery = stage.recovery()
     recovered = recovery and recovery[0]
     for description, seconds, limit, factor in (
         ("detected", detected, scenario.detect_within, 1.0),
@@ -447,7 +451,8 @@ def _straggler_violations(stage: Stage) -> list[str]:
 
 def _gpu_loss_violations(stage: Stage) -> list[str]:
     """Whether every step has a loss, and steps that were trained twice have close ones; their difference becomes a note."""
-    steps, repeated = [step for step, _ in stage.losses()], stage.repeated_steps()
+    steps = [step for step, _ in stage.losses()]
+    repeated = stage.repeated_steps()
     violations = [] if steps == list(range(1, stage.template.steps + 1)) else ["steps are missing in the metrics"]
     if repeated:
         largest = max(abs(last / first - 1) for _, first, last in repeated)
@@ -459,7 +464,8 @@ def _gpu_loss_violations(stage: Stage) -> list[str]:
 
 def _observations(scenario: Scenario, stage: Stage) -> list[str]:
     """Return the measured times and the end of the run, in words."""
-    detected, recovery = stage.detected_seconds(scenario.detected_by), stage.recovery()
+    detected = stage.detected_seconds(scenario.detected_by)
+    recovery = stage.recovery()
     texts = [] if detected is None else [f"detected after {detected:.2f} s"]
     if recovery is not None:
         texts.append(f"training again after {recovery[0]:.1f} s with {recovery[1]} steps repeated")

@@ -30,27 +30,32 @@ class Suite:
     def __init__(
         self,
         run: RunSpec,
-        words: list[str],
+        arguments: list[str],
         folder: Path,
         steps: int,
         patience: float = 1.0,
         show: Callable[[str], object] = lambda text: None,
         links: Links = Links(),
     ) -> None:
-        """`words` describe `run` on the command line; it is shortened to `steps` steps with a few checkpoints.
+        """`arguments` describe `run` on the command line; it is shortened to `steps` steps with a few checkpoints.
 
-        Keys of checkpoints among `words` have precedence. Limits in seconds are multiplied by `patience`, for machines that do
-        other work at the same time. `show` receives lines of progress. `links` are those of hosts.
+        Keys of checkpoints among `arguments` have precedence. Limits in seconds are multiplied by `patience`, for
+        machines that do other work at the same time. `show` receives lines of progress. `links` are those of hosts.
         """
-        keys_given = {override.partition("=")[0] for override in words}
+        keys_given = {override.partition("=")[0] for override in arguments}
         every = max(1, steps // CHECKPOINTS)
         if "checkpoint.every" in keys_given and isinstance(run.checkpoint.every, int) and run.checkpoint.every:
             every = run.checkpoint.every
         shortened = {"train.steps": steps, "checkpoint.every": every}
         shortened |= {} if "checkpoint.keep" in keys_given else {"checkpoint.keep": CHECKPOINTS + 4}
-        words = [*words, *(f"{key}={value}" for key, value in shortened.items())]
-        self._template = Template(tuple(words), run.name, steps, run.cluster.ranks, every, gpu=not run.cluster.is_cpu)
-        self._folder, self._patience, self._show, self._links = folder, patience, show, links
+        arguments = [*arguments, *(f"{key}={value}" for key, value in shortened.items())]
+        self._template = Template(
+            tuple(arguments), run.name, steps, run.cluster.ranks, every, gpu=not run.cluster.is_cpu
+        )
+        self._folder = folder
+        self._patience = patience
+        self._show = show
+        self._links = links
         self._undisturbed: dict[tuple[tuple[str, ...], int], Losses] = {}
 
     def run(self, scenario: Scenario) -> PromiseVerdict:

@@ -30,7 +30,9 @@ class BenchModel(TemplateLM):
 
     def __init__(self, folder: Path, files: ModelFiles, chats: ChatPrompts | None = None) -> None:
         super().__init__()
-        self._folder, self._files, self._chats = folder, files, chats
+        self._folder = folder
+        self._files = files
+        self._chats = chats
         self._loaded: Decoder | Engine | None = None
 
     @property

@@ -62,7 +62,7 @@ Question = Annotated[
 
 
 def bench_serve(
-    words: Question,
+    arguments: Question,
     plan: Annotated[
         Path | None,
         typer.Option("--plan", metavar="DEPLOYMENT.yaml", help="Deployment to start; the planner's if left out."),
@@ -105,7 +105,7 @@ def bench_serve(
     check_writable("--out", out)
     tested = None if rates is None else read_rates(rates)
     files: list[Any] = call_all(
-        lambda: deployment_question(words), lambda: None if plan is None else read_deployment(plan)
+        lambda: deployment_question(arguments), lambda: None if plan is None else read_deployment(plan)
     )
     question: LocatedValues[DeploymentSpec] = files[0]
     planned: LocatedValues[Deployment] | None = files[1]
@@ -120,10 +120,11 @@ def bench_serve(
         served, _ = model_in(folder)
     call_all(lambda: _check_model(question, served, folder), lambda: _check_file(planned, served, spec.cluster, plan))
     with question.at_keys():
-        requests, costs = workload_requests(spec.serve.workload), _costs(spec)
+        requests = workload_requests(spec.serve.workload)
+        costs = _costs(spec)
         deployment = _planned(spec, requests) if planned is None else planned.value
     if planned is None:
-        _check_deployment(deployment, served, spec.cluster, words[0])
+        _check_deployment(deployment, served, spec.cluster, arguments[0])
     tested = tested or _rates_of(deployment)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the servers are stopped on the way out
     say(f"{deployment_name(deployment)}: starting {deployment.devices} device{'s' * (deployment.devices > 1)}")
@@ -176,7 +177,8 @@ def _check_model(question: LocatedValues[DeploymentSpec], served: ModelSpec, fol
     differences: dict[Position, BadInput] = {}
     """By position: the dimensions of a preset have that of its name, where one difference says enough."""
     for name in SAME_DIMENSIONS:
-        theirs, ours = getattr(served, name), getattr(question.value.model, name)
+        theirs = getattr(served, name)
+        ours = getattr(question.value.model, name)
         if theirs != ours:
             problem = f"model.{name}: expected {theirs}, as in the weights {folder}, got {ours}"
             position = question.document.value_position(("model", name))
@@ -345,8 +347,10 @@ class _Test:
         from meshwright.observe.load_report import LatencyFigures
         from meshwright.simulator.serve_types import WARM_UP
 
-        edge, limits = int(WARM_UP * len(ttft)), self.spec.serve.limits
-        ttft, tpot = ttft[edge : len(ttft) - edge], tpot[edge : len(tpot) - edge]
+        edge = int(WARM_UP * len(ttft))
+        limits = self.spec.serve.limits
+        ttft = ttft[edge : len(ttft) - edge]
+        tpot = tpot[edge : len(tpot) - edge]
         met = (ttft <= limits.ttft_seconds) & (tpot <= limits.tpot_seconds)
         ends = np.isfinite(ttft) & np.isfinite(tpot)
         if not ends.any():
@@ -359,7 +363,8 @@ class _Test:
         from meshwright.spec.deployment import deployment_name
         from meshwright.spec.model import parameter_count
 
-        limits, spec = self.spec.serve.limits, self.spec
+        limits = self.spec.serve.limits
+        spec = self.spec
         return LoadReport(
             model=f"{spec.model.preset or self.model.family}, {short(parameter_count(self.model))} parameters",
             weights=str(self.folder),
@@ -401,14 +406,16 @@ class _Test:
         predicted = []
         for time in times:
             rate = bisect_right(self._starts, time) - 1
-            occupancy, since = self._served[rate].occupancy[index], time - self._starts[rate]
+            occupancy = self._served[rate].occupancy[index]
+            since = time - self._starts[rate]
             predicted.append(occupancy[max(0, bisect_right(occupancy, since, key=lambda entry: entry.seconds) - 1)])
         return predicted
 
 
 async def _checked(test: Coroutine[Any, Any, None], running: RunningDeployment) -> None:
     """Wait for the end of a test. Raises CommunicationFailure once a server has ended, KeyboardInterrupt after SIGTERM."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(test)
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(test)
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:

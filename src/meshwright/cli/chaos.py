@@ -16,7 +16,7 @@ from meshwright.spec.errors import BadInput
 
 
 def chaos(
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[RUN.yaml] [KEY=VALUE]...", help="A run file, and values that replace its own.", show_default=False
@@ -51,11 +51,11 @@ def chaos(
             else "\n".join(f"{e['scenario']:22}{e['promise']}" for e in entries)
         )
         return
-    if not words or scenario is None:
-        raise BadInput("name a run file (or KEY=VALUE words) and --scenario NAME; --list names all scenarios")
+    if not arguments or scenario is None:
+        raise BadInput("name a run file (or KEY=VALUE arguments) and --scenario NAME; --list names all scenarios")
     chosen = scenario_named(scenario)
     undo_on_sigterm()
-    verdict = Suite(load(words, runs), words, runs / "chaos", steps, show=_progress()).run(chosen)
+    verdict = Suite(load(arguments, runs), arguments, runs / "chaos", steps, show=_progress()).run(chosen)
     if as_json:
         print(json.dumps(verdict.as_plain()))
     else:

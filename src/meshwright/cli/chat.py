@@ -30,7 +30,8 @@ COMMANDS = {
     "/quit": "end (as Ctrl-D, or Ctrl-C twice)",
 }
 PROMPT = "> "
-TEMPERATURE, NEW_TOKENS = 0.7, 1024
+TEMPERATURE = 0.7
+NEW_TOKENS = 1024
 """Of answers, where neither an option nor the model's generation_config.json says otherwise; fewer tokens where the context ends."""
 
 
@@ -103,13 +104,11 @@ class ChatConversation:
         tokens: int,
         system: str | None = None,
     ) -> None:
-        self._engine, self._prompts, self._stop_ids, self._sampling, self._tokens = (
-            engine,
-            prompts,
-            stop_ids,
-            sampling,
-            tokens,
-        )
+        self._engine = engine
+        self._prompts = prompts
+        self._stop_ids = stop_ids
+        self._sampling = sampling
+        self._tokens = tokens
         self.reset(system)
 
     @property
@@ -132,7 +131,8 @@ class ChatConversation:
         number = self._engine.submit(
             self._prompts.ids(messages), new_tokens=self._tokens, sampling=self._sampling, stop_ids=self._stop_ids
         )
-        pieces, reason = [], "abort"
+        pieces = []
+        reason = "abort"
         with _first_interrupt(lambda: self._engine.abort(number)):
             for update in self._engine.run():
                 if update.error is not None:
@@ -194,7 +194,8 @@ def _obey(conversation: ChatConversation, text: str) -> str | None:
 
 def read_line() -> str | None:
     """The next message from the terminal; None at its end, or after Ctrl-C twice."""
-    lines, interrupts = [], 0
+    lines = []
+    interrupts = 0
     while True:
         try:
             line = input(PROMPT if not lines else "  ")
@@ -202,7 +203,8 @@ def read_line() -> str | None:
             print()
             return None
         except KeyboardInterrupt:
-            interrupts, lines = interrupts + 1, []
+            interrupts = interrupts + 1
+            lines = []
             if interrupts > 1:
                 print()
                 return None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.cli.options import Json, Runs, Words, read, say
+from meshwright.cli.options import Arguments, Json, Runs, read, say
 from meshwright.spec.errors import EXIT_BAD_INPUT, BadConfig, MeshwrightError, Mistake
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshwright.launch.refusals import Refusals
 
 
-def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
+def check(arguments: Arguments = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
     """Check a run without starting it: configuration, data, divisibility, plan, disk, and what it would resume.
 
     Every mistake is reported, not only the first. The exit code is that of the gravest: 2 bad input, 3 out of resources, 4 damaged data.
@@ -31,7 +31,7 @@ def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False)
     from meshwright.launch.refusals import Refusals
     from meshwright.spec.support import support_as_plain, support_lines
 
-    reading = read(words, runs)
+    reading = read(arguments, runs)
     mistakes, code = _mistakes_of(reading, Refusals(reading, runs, say))
     run = reading.sound_part() if reading.is_sound("model") else None
     if as_json:
@@ -49,7 +49,7 @@ def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False)
 
 
 def find_mistakes(
-    words: list[str] | None,
+    arguments: list[str] | None,
     runs: Path,
     known: MeshwrightError | None = None,
     *,
@@ -59,7 +59,7 @@ def find_mistakes(
     """Every mistake of the run that the command line describes, and the exit code; other parameters as in `Refusals`."""
     from meshwright.launch.refusals import Refusals
 
-    reading = read(words, runs)
+    reading = read(arguments, runs)
     return _mistakes_of(reading, Refusals(reading, runs, note, known, fresh=fresh))
 
 
@@ -72,16 +72,17 @@ def _mistakes_of(reading: RunReading, refusals: Refusals) -> tuple[list[Mistake]
 
 
 @contextmanager
-def report_all_mistakes(words: list[str] | None, runs: Path, *, fresh: bool = False) -> Iterator[None]:
+def report_all_mistakes(arguments: list[str] | None, runs: Path, *, fresh: bool = False) -> Iterator[None]:
     """Report every mistake of the run, as `check` does, when the block raises an error about it."""
     try:
         yield
     except MeshwrightError as error:
         if not isinstance(error, BadConfig) and error.key is None:
             raise
-        mistakes, code = find_mistakes(words, runs, error, note=lambda text: None, fresh=fresh)
+        mistakes, code = find_mistakes(arguments, runs, error, note=lambda text: None, fresh=fresh)
         if not mistakes:
             if error.key is None:
                 raise
-            mistakes, code = [read(words, runs).refusal(error, error.key, "")], error.exit_code
+            mistakes = [read(arguments, runs).refusal(error, error.key, "")]
+            code = error.exit_code
         raise BadConfig(mistakes, code) from error

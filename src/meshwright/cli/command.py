@@ -14,7 +14,7 @@ _DOTTED = re.compile(r"--[a-z_]+\.[^\s=]+=", re.IGNORECASE)
 
 
 class Command(TyperCommand):
-    """A command that takes `--train.steps=200` as `train.steps=200`, if it takes KEY=VALUE words."""
+    """A command that takes `--train.steps=200` as `train.steps=200`, if it takes KEY=VALUE arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         takes_keys = any("KEY=VALUE" in (getattr(each, "metavar", None) or "") for each in self._arguments())

@@ -56,7 +56,8 @@ def compare(
         raise BadInput(f"expected two runs or more, got {len(distinct)}; `meshwright runs` lists them")
     check_writable("--out", out)
     compared = compared_runs(folders)
-    names, keys = [run.name for run in compared], differing_keys(compared)
+    names = [run.name for run in compared]
+    keys = differing_keys(compared)
     path = out or folders[0].parent / PAGE
     write_durable(path, comparison_page(" · ".join(names) if len(names) < 4 else f"{len(names)} runs", compared))
     if open_page:

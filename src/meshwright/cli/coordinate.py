@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.check import report_all_mistakes
-from meshwright.cli.options import Runs, Words, load, print_now
+from meshwright.cli.options import Arguments, Runs, load, print_now
 
 
 def coordinate(
-    words: Words = None,
+    arguments: Arguments = None,
     runs: Runs = Path("runs"),
     listen: Annotated[
         str,
@@ -39,7 +39,7 @@ def coordinate(
     from meshwright.launch.control import coordinator_address
     from meshwright.launch.hosts import run_coordinator
 
-    with report_all_mistakes(words, runs):
-        run = load(words, runs)
+    with report_all_mistakes(arguments, runs):
+        run = load(arguments, runs)
         code = run_coordinator(run, runs, coordinator_address(listen), print_now, announce)
     sys.exit(code)

@@ -423,7 +423,8 @@ def _open_target(
 
     config = target if target.suffix in (".yaml", ".yml") else target / "config.yaml"
     if config != target and not config.is_file():
-        mix, preference = {str(target): 1.0}, preference_of(target)
+        mix = {str(target): 1.0}
+        preference = preference_of(target)
         data = open_data(DataSpec(mix=mix), seq_len=seq_len or 2048, seed=seed or 0, preference=preference)
         return data, TrainSpec(steps=1, global_batch=global_batch or 8)
     options = {"--seq-len": seq_len, "--global-batch": global_batch, "--seed": seed}
@@ -472,7 +473,8 @@ def _part_summary(prepared: PreparedPart) -> dict[str, Any]:
 
 
 def _part_sentences(prepared: PreparedPart) -> str:
-    number, count = prepared.part.number, prepared.part.count
+    number = prepared.part.number
+    count = prepared.part.count
     first = "already prepared by this command: part" if prepared.reused else "prepared part"
     return (
         f"{first} {number} of {count}: {prepared.documents:,} documents, {prepared.tokens:,} tokens\n"
@@ -486,8 +488,10 @@ def _summary(prepared: PreparedCorpus) -> dict[str, Any]:
         for split, manifest in prepared.manifests.items()
     }
     manifest = next(iter(prepared.manifests.values()))
-    tokenizer, text = manifest.tokenizer, manifest.text_format
-    left_out, answers = prepared.left_out, prepared.answers
+    tokenizer = manifest.tokenizer
+    text = manifest.text_format
+    left_out = prepared.left_out
+    answers = prepared.answers
     return {
         "out": str(prepared.out),
         "splits": splits,

@@ -57,7 +57,7 @@ class Drafting(NamedTuple):
 
 
 class MatmulFlags(StrEnum):
-    """Formats of products with weights, narrower than the model's dtype."""
+    """Formats of matmuls with weights, narrower than the model's dtype."""
 
     FP8 = "fp8"
     INT8 = "int8"
@@ -92,9 +92,7 @@ def generate(
     ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0 from all.")] = 50,
     seed: Annotated[int, typer.Option(help="Another seed draws another continuation.")] = 0,
-    weights: Annotated[
-        MatmulFlags | None, typer.Option(help="Format of the products with the blocks' weights.")
-    ] = None,
+    weights: Annotated[MatmulFlags | None, typer.Option(help="Format of the matmuls with the blocks' weights.")] = None,
     kv_cache: Annotated[CacheFormat | None, typer.Option(help="Format of cached keys and values.")] = None,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Make each text independent of the others, bit for bit.")
@@ -281,7 +279,8 @@ class _TextsInOrder:
 
     def __init__(self, prompts: Sequence[str], show: Callable[[str], object]) -> None:
         self.texts = [""] * len(prompts)
-        self._prompts, self._show = prompts, show
+        self._prompts = prompts
+        self._show = show
         self._ended = [False] * len(prompts)
         self._current = self._shown = 0
         show(prompts[0])
@@ -298,7 +297,8 @@ class _TextsInOrder:
             if not self._ended[self._current]:
                 return
             self._show("\n")
-            self._current, self._shown = self._current + 1, 0
+            self._current = self._current + 1
+            self._shown = 0
             if self._current < len(self.texts):
                 self._show(self._prompts[self._current])
 
@@ -394,7 +394,8 @@ def _continued_by_engine_ranks(
     else:
         check_split(model, tensor)
         cluster = cluster_here(tensor, f"--tensor {tensor}", "expected at most that many")
-    options, source = engine_options(prompts, how, formats), weights.partition(":")[2]
+    options = engine_options(prompts, how, formats)
+    source = weights.partition(":")[2]
     job = EngineJob(
         folder=source,
         cluster=cluster,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import Runs, Words, check_runs, check_writable, say, split_words
+from meshwright.cli.options import Arguments, Runs, check_runs, check_writable, say, split_arguments
 from meshwright.spec.errors import BadInput, nearest
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ OPTIONS = {
 
 
 def launch(
-    words: Words = None,
+    arguments: Arguments = None,
     to: Annotated[
         str, typer.Option("--to", metavar="|".join(OPTIONS), help="The scheduler; required.", show_default=False)
     ] = "",
@@ -120,12 +120,13 @@ def launch(
             "--cache-gib": cache_gib,
         },
     )
-    container, queued = _container(to, image, claim), _queue(queue, topology)
+    container = _container(to, image, claim)
+    queued = _queue(queue, topology)
     if to == "serving":
         _write(
             out,
             *_serving(
-                words,
+                arguments,
                 model,
                 name=name or "meshwright",
                 container=container,
@@ -135,11 +136,11 @@ def launch(
             ),
         )
         return
-    run = _load(words, runs)
+    run = _load(arguments, runs)
     planned = with_vocabulary(run)
     plan, _ = plan_for(planned)
     refuse_untrainable(planned, plan)
-    job = scheduler_job(run, plan, words or [], runs)
+    job = scheduler_job(run, plan, arguments or [], runs)
     _write(out, _rendered(to, job, container, queued), job.summary)
 
 
@@ -183,19 +184,19 @@ def _write(out: Path | None, text: str, summary: str) -> None:
         say(summary)
 
 
-def _serving(words: list[str] | None, model: str | None, **options: Any) -> tuple[str, str]:
+def _serving(arguments: list[str] | None, model: str | None, **options: Any) -> tuple[str, str]:
     """The rendered deployment and its summary; `options` are fields of `ServingJob`. Raises BadInput without a deployment or a model."""
     from meshwright.config.deployment_file import read_deployment
     from meshwright.launch.kubernetes_serving import ServingJob, serving_yaml
     from meshwright.spec.deployment import deployment_name
 
-    if words is None or len(words) != 1:
+    if arguments is None or len(arguments) != 1:
         raise BadInput(
             "--to serving needs the file of one deployment: meshwright plan serve.yaml --out deployment.yaml"
         )
     if model is None:
         raise BadInput("--to serving needs --model FOLDER: the model's folder in the pods")
-    deployment = read_deployment(Path(words[0]))
+    deployment = read_deployment(Path(arguments[0]))
     with deployment.at_keys():
         text = serving_yaml(ServingJob(deployment.value, model=model, **options))
     return text, deployment_name(deployment.value)
@@ -223,7 +224,7 @@ def _container(to: str, image: str | None, claim: str | None) -> Container | Non
     return Container(image, claim)
 
 
-def _load(words: list[str] | None, runs: Path) -> RunSpec:
+def _load(arguments: list[str] | None, runs: Path) -> RunSpec:
     """The run, with its cluster in the file or on the command line, as this machine is not where it will run."""
     from meshwright.config.load import read_run
     from meshwright.config.presets import cluster_names
@@ -236,7 +237,7 @@ def _load(words: list[str] | None, runs: Path) -> RunSpec:
             key="cluster",
         )
 
-    path, overrides = split_words(words)
+    path, overrides = split_arguments(arguments)
     check_runs(runs)
     reading = read_run(path, overrides, runs=runs, detect=refuse_detection, model_reader=folder_spec)
     run = reading.run()

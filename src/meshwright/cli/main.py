@@ -54,8 +54,8 @@ COMMANDS = {name: name for names in GROUPS.values() for name in names} | {
 """Command → its module in this package. It has a function of the same name, or an `app` with several commands."""
 
 
-def app_for(words: Sequence[str]) -> typer.Typer:
-    """The command line with all commands, or with the command that `words` begin with: building each takes time."""
+def app_for(arguments: Sequence[str]) -> typer.Typer:
+    """The command line with all commands, or with the command that `arguments` begin with: building each takes time."""
     app = typer.Typer(
         name="meshwright",
         help="Train large language models from one plan.\n\n"
@@ -69,7 +69,7 @@ def app_for(words: Sequence[str]) -> typer.Typer:
     )
     app.callback()(_root)
     panels = {name: group for group, names in GROUPS.items() for name in names}
-    for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
+    for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
         module = import_module(f"meshwright.cli.{COMMANDS[name]}")
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name, rich_help_panel=panels[name])
@@ -99,7 +99,7 @@ def main() -> None:
     complete_streams()
     failure: MeshwrightError | None = None
     try:
-        app_for(_words_to_complete() or sys.argv[1:])(prog_name="meshwright")
+        app_for(_arguments_to_complete() or sys.argv[1:])(prog_name="meshwright")
     except BadConfig as error:
         _say(f"{len(error.mistakes)} mistake{'s' * (len(error.mistakes) > 1)} in the configuration:\n{error}", error)
     except MeshwrightError as error:
@@ -128,8 +128,8 @@ def _collect_rarely() -> None:
     atexit.register(gc.freeze)
 
 
-def _words_to_complete() -> list[str]:
-    """The words after `meshwright` on a line that a shell wants completed; empty otherwise."""
+def _arguments_to_complete() -> list[str]:
+    """The arguments after `meshwright` on a line that a shell wants completed; empty otherwise."""
     if "_MESHWRIGHT_COMPLETE" not in os.environ:
         return []
     return os.environ.get("_TYPER_COMPLETE_ARGS", os.environ.get("COMP_WORDS", "")).split()[1:]

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 REFRESH_SECONDS = 1.0
 MARKS = ("metrics.jsonl", "config.yaml", "supervision.jsonl", "lease.json")
 """Files of which a run's folder has at least one, also at its begin."""
-JSON_ROWS, JSON_COLUMNS = 64, 100
+JSON_ROWS = 64
+JSON_COLUMNS = 100
 """Largest heat map in the JSON output."""
 
 

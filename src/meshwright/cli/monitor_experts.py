@@ -28,12 +28,13 @@ def expert_lines(table: ExpertLoadTable | None, height: int, width: int, *, colo
     """The picture in at most `height` lines; empty without loads. A cell of several layers or experts shows the largest load."""
     if table is None or height < LEAST_LINES:
         return []
-    layers, experts = len(table.ratio), len(table.ratio[0])
-    label = len(f"mixture {layers}-{layers}") + 2
+    layers = len(table.ratio)
+    experts = len(table.ratio[0])
+    label = len(f"MoE layer {layers}-{layers}") + 2
     layer_groups = _ranges(layers, height - 2)
     columns = _ranges(experts, max(1, width - label))
     busiest_layer, busiest_expert = table.busiest
-    finding = f"  expert {busiest_expert} of mixture {busiest_layer + 1}: "
+    finding = f"  expert {busiest_expert} of MoE layer {busiest_layer + 1}: "
     finding += f"{number_text.short(table.ratio[busiest_layer][busiest_expert])} ×"
     title = Text.assemble(("expert load / mean", "bold"), finding, "  ")
     for _, colour, character, text in LEVELS:
@@ -41,7 +42,7 @@ def expert_lines(table: ExpertLoadTable | None, height: int, width: int, *, colo
     lines = [title]
     for first, end in layer_groups:
         numbers = f"{first + 1}" if end == first + 1 else f"{first + 1}-{end}"
-        line = Text.assemble((f"mixture {numbers}".ljust(label), "dim"))
+        line = Text.assemble((f"MoE layer {numbers}".ljust(label), "dim"))
         levels = (_level(max(max(values[left:right]) for values in table.ratio[first:end])) for left, right in columns)
         for (_, colour, character, _), same in groupby(levels, lambda level: LEVELS[level]):
             line.append_text(_cells(colour, character, len(list(same)), colours=colours))

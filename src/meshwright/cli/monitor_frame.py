@@ -28,14 +28,17 @@ LEVELS = (
     (float("inf"), "magenta", "@", ">2"),
 )
 """Upper bound of a ratio, its colour, its character without colours, and its text in the legend."""
-LEAST_HEAT_ROWS, MOST_HEAT_ROWS = 3, 32
-LISTED_STATES, LISTED_WAITS = 8, 6
+LEAST_HEAT_ROWS = 3
+MOST_HEAT_ROWS = 32
+LISTED_STATES = 8
+LISTED_WAITS = 6
 """Most lines about what ranks do and about waits, if the terminal has space for more."""
 
 
 def frame(snapshot: RunSnapshot, console: Console) -> Group:
     """The picture in the size of a console, one line less high, so that nothing scrolls."""
-    width, height = console.size.width, max(1, console.size.height - 1)
+    width = console.size.width
+    height = max(1, console.size.height - 1)
     colours = console.color_system is not None and not console.no_color
     top = _figure_lines(snapshot, width)
     states = _titled("ranks", _state_lines(snapshot, LISTED_STATES))
@@ -116,7 +119,8 @@ def _heat_rows(heat: HeatMap, label: int, *, colours: bool) -> list[Text]:
 
 def _axis(heat: HeatMap, label: int) -> Text:
     """The first and last step below the map, and the meaning of a cell."""
-    first, last = f"{heat.steps[0][0]:,}", f"{heat.steps[-1][1]:,}"
+    first = f"{heat.steps[0][0]:,}"
+    last = f"{heat.steps[-1][1]:,}"
     groups = (max(last - first + 1 for first, last in numbers) for numbers in (heat.ranks, heat.steps))
     ranks, steps = groups
     parts = [f"slowest of {ranks} ranks"] * (ranks > 1) + [f"mean of {steps} steps"] * (steps > 1)

@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
 
 
-def _require_words(context: typer.Context, words: list[str] | None) -> list[str] | None:
-    if not words:
+def _require_arguments(context: typer.Context, arguments: list[str] | None) -> list[str] | None:
+    if not arguments:
         context.fail(
             "name a run file, or at least one KEY=VALUE, e.g. model=llama3-1b; `meshwright quickstart` needs neither"
         )
-    return words
+    return arguments
 
 
 _METAVAR = "[RUN.yaml] [KEY=VALUE]..."
-Words = Annotated[
+Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar=_METAVAR,
         help="A run file, and values that replace its own, e.g. `train.steps=200 model=llama3-8b`. Without a file the values alone "
         "describe the run; the values assumed for other keys are printed first.",
         show_default=False,
-        callback=_require_words,
+        callback=_require_arguments,
     ),
 ]
-QuickstartWords = Annotated[
+QuickstartArguments = Annotated[
     list[str] | None,
     typer.Argument(metavar=_METAVAR, help="Values that replace the quick start's, or a run file.", show_default=False),
 ]
@@ -45,34 +45,35 @@ Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder that c
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; everything else goes to stderr.")]
 
 
-def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
+def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
     """The run file, if one is named, and the overrides. Raises BadInput for a second file."""
-    files = [word for word in words or [] if "=" not in word]
+    files = [word for word in arguments or [] if "=" not in word]
     if len(files) > 1:
         raise BadInput(
             f"a single run file is expected, got {len(files)}: {' '.join(files)}; overrides are written key=value"
         )
-    return (Path(files[0]) if files else None), [word for word in words or [] if "=" in word]
+    return (Path(files[0]) if files else None), [word for word in arguments or [] if "=" in word]
 
 
-def read(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> RunReading:
+def read(arguments: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> RunReading:
     """The values that the command line describes, with their mistakes.
-    `model.init: checkpoint:NAME` looks for the run NAME in `runs`; `otherwise` is the run file if the words name none."""
+    `model.init: checkpoint:NAME` looks for the run NAME in `runs`; `otherwise` is the run file if the arguments name
+    none."""
     from meshwright.config.load import read_run
     from meshwright.families.folder import folder_spec
     from meshwright.launch.machine import found_cluster
 
-    path, overrides = split_words(words)
+    path, overrides = split_arguments(arguments)
     check_runs(runs)
     return read_run(path or otherwise, overrides, runs=runs, detect=found_cluster, model_reader=folder_spec)
 
 
-def load(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> RunSpec:
+def load(arguments: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> RunSpec:
     """The run that the command line describes; the first rank of a job prints the assumed values on stderr.
 
     Parameters as in `read`. Raises BadConfig with every mistake in its keys.
     """
-    reading = read(words, runs, otherwise=otherwise)
+    reading = read(arguments, runs, otherwise=otherwise)
     run = reading.run()
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         for note in reading.notes:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import Json, Words, check_writable, load, say, split_words
+from meshwright.cli.options import Arguments, Json, check_writable, load, say, split_arguments
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput
 
@@ -74,7 +74,7 @@ Precision = Annotated[
     typer.Option(
         "--precision",
         metavar="FORMAT",
-        help="The step with products in every format down to this one (bf16, fp8-tensor, fp8-row, fp8-block, mxfp8, nvfp4), for dense "
+        help="The step with matmuls in every format down to this one (bf16, fp8-tensor, fp8-row, fp8-block, mxfp8, nvfp4), for dense "
         "layers and experts; which of them this release can train.",
     ),
 ]
@@ -112,7 +112,7 @@ Largest = Annotated[
 
 
 def plan(
-    words: Words = None,
+    arguments: Arguments = None,
     pin: Pin = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen plan as YAML, to edit and pass back.")
@@ -179,7 +179,7 @@ def plan(
     """
     from meshwright.config.deployment_file import asks_for_deployment
 
-    words = [*(words or []), *map(_override, pin or [])]
+    arguments = [*(arguments or []), *map(_override, pin or [])]
     given = {
         "--for": for_,
         "--include-untrainable": include_untrainable,
@@ -196,12 +196,14 @@ def plan(
         "--explain": explain,
     }
     if largest:
-        _print_largest(words, {**given, "--out": out, "--html": html}, as_json=as_json)
+        _print_largest(arguments, {**given, "--out": out, "--html": html}, as_json=as_json)
         return
-    if asks_for_deployment(*split_words(words)):
+    if asks_for_deployment(*split_arguments(arguments)):
         from meshwright.cli.plan_deployment import answer_deployment
 
-        answer_deployment(words, out, html, as_json=as_json, refused=[name for name, value in given.items() if value])
+        answer_deployment(
+            arguments, out, html, as_json=as_json, refused=[name for name, value in given.items() if value]
+        )
         return
     from meshwright.cli.plan_answer import PlanQuestion, answer_question
     from meshwright.cli.plan_words import remarks
@@ -217,7 +219,7 @@ def plan(
         price,
         probe,
         include_untrainable,
-        _steps_assumed(words),
+        _steps_assumed(arguments),
         chips,
         software,
         features,
@@ -225,7 +227,7 @@ def plan(
     )
     check_writable("--out", out)
     check_writable("--html", html)
-    run = load(words)
+    run = load(arguments)
     for remark in remarks(run):
         say(remark)
     answer = answer_question(run if probe else with_vocabulary(run), question, note=say)
@@ -247,22 +249,22 @@ def plan(
         show(answer)
 
 
-def _print_largest(words: list[str] | None, given: dict[str, object], *, as_json: bool) -> None:
+def _print_largest(arguments: list[str] | None, given: dict[str, object], *, as_json: bool) -> None:
     """Raises BadInput if any option of `given` has a value."""
     from meshwright.cli.plan_largest import largest_as_plain, largest_as_text
 
     if refused := [name for name, value in given.items() if value]:
         raise BadInput(f"--largest cannot be combined with {' and '.join(refused)}")
-    run = load(words)
+    run = load(arguments)
     if as_json:
         print(json.dumps(largest_as_plain(run)))
     else:
         print("\n".join(largest_as_text(run)))
 
 
-def _steps_assumed(words: list[str] | None) -> bool:
+def _steps_assumed(arguments: list[str] | None) -> bool:
     """Whether neither a run file nor an override gives the number of steps."""
-    return not any("=" not in word or word.startswith("train.steps=") for word in words or ())
+    return not any("=" not in word or word.startswith("train.steps=") for word in arguments or ())
 
 
 def _override(pin: str) -> str:

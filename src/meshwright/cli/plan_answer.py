@@ -301,7 +301,8 @@ def _answer_for_file(run: RunSpec, question: PlanQuestion) -> PlanAnswer:
 
 def _answer_by_search(run: RunSpec, question: PlanQuestion) -> PlanAnswer:
     chosen = choose_or_suggest_fixes(run, memory_bytes=device_memory(run))
-    result, faster = chosen.answer, None
+    result = chosen.answer
+    faster = None
     if question.for_train:
         refuse_untrainable(chosen.run, result.best.plan)  # pins may select a plan that this release cannot train
     if question.include_untrainable:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.options import check_writable, say, split_words
+from meshwright.cli.options import check_writable, say, split_arguments
 from meshwright.cli.plan_deployment_text import show
 from meshwright.cli.planned_deployment import ServePlan
 from meshwright.cli.quantised_folder import with_stored_formats
@@ -26,9 +26,9 @@ from meshwright.spec.fields import to_plain
 
 
 def answer_deployment(
-    words: list[str] | None, out: Path | None, html: Path | None, *, as_json: bool, refused: Sequence[str] = ()
+    arguments: list[str] | None, out: Path | None, html: Path | None, *, as_json: bool, refused: Sequence[str] = ()
 ) -> None:
-    """Plan the deployment that the words ask for, print it, and write the files that are asked for.
+    """Plan the deployment that the arguments ask for, print it, and write the files that are asked for.
 
     `refused` are options of a training plan that were given; they raise BadInput.
     """
@@ -36,7 +36,7 @@ def answer_deployment(
         raise BadInput(f"{', '.join(refused)}: for plans of trainings; leave out for a file with `serve`")
     check_writable("--out", out)
     check_writable("--html", html)
-    plan = serve_plan(words)
+    plan = serve_plan(arguments)
     if out is not None:
         write_durable(out, deployment_yaml(plan.answer.deployment))
     if html is not None:
@@ -50,10 +50,11 @@ def answer_deployment(
         show(plan)
 
 
-def serve_plan(words: list[str] | None) -> ServePlan:
-    """The plan of the deployment that the words of a command ask for."""
-    question = deployment_question(words)
-    spec, serve = question.value, question.value.serve
+def serve_plan(arguments: list[str] | None) -> ServePlan:
+    """The plan of the deployment that the arguments of a command ask for."""
+    question = deployment_question(arguments)
+    spec = question.value
+    serve = question.value.serve
     if spec.model.head == "score":
         if serve.quantisation != Quantisation():
             expected = "none with a reward model, whose weights are computed with as they are"
@@ -73,9 +74,9 @@ def serve_plan(words: list[str] | None) -> ServePlan:
     return ServePlan(spec, answer, workload_rate(requests))
 
 
-def deployment_question(words: list[str] | None) -> LocatedValues[DeploymentSpec]:
-    """The question in the file that the words name, with its vocabulary. Raises BadConfig with every mistake."""
-    path, overrides = split_words(words)
+def deployment_question(arguments: list[str] | None) -> LocatedValues[DeploymentSpec]:
+    """The question in the file that the arguments name, with its vocabulary. Raises BadConfig with every mistake."""
+    path, overrides = split_arguments(arguments)
     if path is None:
         raise BadInput("a plan of a deployment needs a file with `serve`: meshwright plan serve.yaml [KEY=VALUE]...")
     question = read_deployment_spec(path, overrides, detect=found_cluster, model_reader=folder_spec, note=say)

@@ -23,7 +23,8 @@ from meshwright.spec.model import parameter_count
 
 def page(plan: ServePlan) -> str:
     """The HTML of the page."""
-    answer, spec = plan.answer, plan.spec
+    answer = plan.answer
+    spec = plan.spec
     name = spec.model.preset or spec.model.family
     line = f"{number_text.short(parameter_count(spec.model))} parameters · {machines_line(spec.cluster)}"
     margin = answer.margin_over_colocated

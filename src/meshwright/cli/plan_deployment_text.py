@@ -31,7 +31,9 @@ BAR = 30
 
 def show(plan: ServePlan) -> None:
     """Print the whole answer."""
-    console, answer, model = Console(highlight=False), plan.answer, plan.spec.model
+    console = Console(highlight=False)
+    answer = plan.answer
+    model = plan.spec.model
     parameters = short(parameter_count(model))
     console.print(
         f"[bold]{model.preset or model.family}[/bold], {parameters} parameters, on {machines_line(plan.spec.cluster)}"

@@ -158,7 +158,8 @@ def _bars(block: AnswerBars) -> str:
 
 
 def _timeline(answer: PlanAnswer) -> str:
-    run, plan = answer.run, answer.plan
+    run = answer.run
+    plan = answer.plan
     if plan.predicted is None or plan.predicted.step_seconds is None:
         return ""
     drawn = min(plan.batch.accumulate, MICRO_BATCHES_DRAWN * plan.axis_size("pipeline"))
@@ -174,7 +175,8 @@ def _timeline(answer: PlanAnswer) -> str:
 
 def _scaling(answer: PlanAnswer) -> str:
     """Charts over the sizes of --gpus."""
-    points, tokens = answer.points, answer.tokens
+    points = answer.points
+    tokens = answer.tokens
     estimated = [point for point in points if point.tokens_per_second]
     if not estimated:
         return ""
@@ -182,8 +184,10 @@ def _scaling(answer: PlanAnswer) -> str:
     gpus = [log2(point.gpus) for point in estimated]
     marks = tuple((log2(point.gpus), f"{point.gpus:,}") for point in estimated)
     low, high = (gpus[0], gpus[-1]) if len(gpus) > 1 else (gpus[0] - 1, gpus[0] + 1)
-    axis, tables = Axis("gpus", "GPUs", low, high, marks), {"points": {"gpus": gpus}}
-    mfus, hours = [point.mfu for point in estimated], [point.gpu_hours(tokens) for point in estimated] if tokens else []
+    axis = Axis("gpus", "GPUs", low, high, marks)
+    tables = {"points": {"gpus": gpus}}
+    mfus = [point.mfu for point in estimated]
+    hours = [point.gpu_hours(tokens) for point in estimated] if tokens else []
     shares = [efficiency[point.gpus] for point in estimated]
     charts = [
         Chart(

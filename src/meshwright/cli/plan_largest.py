@@ -67,7 +67,8 @@ def _lines(entry: Largest) -> list[str]:
     form = FORMS.get((entry.offload, entry.moments), f"offload {entry.offload}, moments {entry.moments}")
     if entry.model is None or entry.plan is None or entry.plan.predicted is None:
         return [f"{form}: no model fits"]
-    model, predicted = entry.model, entry.plan.predicted
+    model = entry.model
+    predicted = entry.plan.predicted
     device, host = (
         ", ".join(f"{use} {size / 1e9:.1f}" for use, size in sizes.items()) for sizes in _by_place(entry).values()
     )

@@ -39,7 +39,9 @@ def samples_as_plain(run: RunSpec, choice: SampleChoice) -> dict[str, Any]:
 
 
 def _layout(played: PlayedLayout) -> dict[str, Any]:
-    layout, steps, time = played.layout, played.steps, played.times.time
+    layout = played.layout
+    steps = played.steps
+    time = played.times.time
     quantiles = {f"p{round(100 * share)}": steps.quantile(share) for share in QUANTILES}
     return {
         "name": layout_name(layout),

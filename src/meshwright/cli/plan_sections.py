@@ -28,7 +28,7 @@ from meshwright.cli.plan_words import (
     three_digits,
     two_digits,
 )
-from meshwright.costs.plan_costs import as_nodes, format_of_products
+from meshwright.costs.plan_costs import as_nodes, matmul_dtype
 from meshwright.costs.sources import sources
 from meshwright.launch.probe import Probe
 from meshwright.planner.candidate import Candidate, untrainable
@@ -181,8 +181,8 @@ def sections_of(answer: PlanAnswer, *, explain: bool = True) -> Iterator[AnswerS
 
 def sources_of(answer: PlanAnswer) -> dict[str, str]:
     """The source of the predicted numbers: measured, fitted or guessed."""
-    product_format = format_of_products(answer.plan.precision, answer.run.cluster)
-    return sources(answer.run.cluster, product_format, answer.plan)
+    matmul_format = matmul_dtype(answer.plan.precision, answer.run.cluster)
+    return sources(answer.run.cluster, matmul_format, answer.plan)
 
 
 def _rl_remark(answer: PlanAnswer) -> Remark:
@@ -441,24 +441,24 @@ def _features(answer: PlanAnswer) -> AnswerSection | None:
 def _formats(answer: PlanAnswer) -> AnswerSection | None:
     if answer.question.precision is None:
         return None
-    title = "this plan with matrix products in other formats, the fastest first"
+    title = "this plan with matmuls in other formats, the fastest first"
     if not answer.formats:
         return AnswerSection(
             "formats", title, (), "its step time is not known, or the chip has none of these formats", list
         )
-    mixture = answer.plan.experts is not None
+    moe = answer.plan.experts is not None
     shown = [
         entry for entry in answer.formats if entry.dense == entry.experts or "bf16" in (entry.dense, entry.experts)
     ]
     rows = tuple(
         (
-            *((entry.dense, entry.experts) if mixture else (entry.dense,)),
+            *((entry.dense, entry.experts) if moe else (entry.dense,)),
             seconds_text(entry.seconds),
             entry.cannot_train or "yes",
         )
         for entry in shown
     )
-    heads = (*(("dense layers", "experts") if mixture else ("format",)), "step", "can be trained")
+    heads = (*(("dense layers", "experts") if moe else ("format",)), "step", "can be trained")
     return AnswerSection("formats", title, (AnswerTable(rows, heads),), plain=lambda: to_plain(answer.formats))
 
 

@@ -53,11 +53,13 @@ def caution(run: RunSpec) -> str:
 
 def remarks(run: RunSpec) -> Iterator[str]:
     """Assumptions that the planner makes about unusual clusters: chips without bf16, more chips per node than vendors build."""
-    chip, per_node, network = CHIPS.get(run.cluster.gpu), run.cluster.ranks_per_node, run.cluster.network
+    chip = CHIPS.get(run.cluster.gpu)
+    per_node = run.cluster.ranks_per_node
+    network = run.cluster.network
     chosen = run.plan == "auto" or isinstance(run.plan, PlanKeys)
     if chosen and pins_of(run).compute is None and (old := without_bf16(run.cluster)):
         yield (
-            f"{' and '.join(old)} has no bf16, so plans compute in fp32; plan.compute=fp16 plans fp16 products, "
+            f"{' and '.join(old)} has no bf16, so plans compute in fp32; plan.compute=fp16 plans fp16 matmuls, "
             "which this release cannot train"
         )
     if chip and chip.per_node > 1 and per_node > chip.domain and not (network and network.domain):
@@ -137,7 +139,8 @@ def machines_line(cluster: ClusterSpec) -> str:
 
 def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     """(label, text) facts of the plan, without its mesh."""
-    batch, precision = plan.batch, plan.precision
+    batch = plan.batch
+    precision = plan.precision
     ranks = "ranks" if plan.data_ranks == plan.ranks else "data ranks"
     ranks = "rank" if plan.data_ranks == 1 else ranks
     times = "once" if batch.accumulate == 1 else f"{batch.accumulate} times"
@@ -162,7 +165,7 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     sums = {"device": "", "bf16": ", over micro-batches in bf16", "host": ", over micro-batches in host memory"}
     summed = f"sum gradients in {precision.reduce}{replicas}{sums[plan.accumulation]}"
     entries.append(("precision", f"compute {precision.compute}{low}, {summed}"))
-    copied = {GATHERS: "by copy engines", TOKENS: "between tensor ranks by copy engines, beside the products"}
+    copied = {GATHERS: "by copy engines", TOKENS: "between tensor ranks by copy engines, beside the matmuls"}
     entries += [(option.transfer_name, copied[option]) for option in copied_options(plan)]
     entries.append(("compile", "each block" if plan.compile else "no"))
     if fixed := fixed_keys(run):
@@ -176,7 +179,8 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
 
 def adapter_text(model: ModelSpec, seq_len: int) -> str:
     """What the adapters of a model are and save, in words."""
-    adapter, base = model.adapter, without_adapter(model)
+    adapter = model.adapter
+    base = without_adapter(model)
     assert adapter is not None
     targets = (*adapter.targets, *(("moe.experts",) if adapter.experts else ()))
     flops, full = (flops_per_token(of, seq_len, causal=True) for of in (model, base))
@@ -189,11 +193,13 @@ def adapter_text(model: ModelSpec, seq_len: int) -> str:
 
 def _prediction_text(run: RunSpec, plan: Plan) -> str:
     """Return the costs of the modules that predict further tokens, in words."""
-    model, seq = run.model, run.train.seq_len
+    model = run.model
+    seq = run.train.seq_len
     without = replace(model, prediction_depth=0)
     flops, others = (flops_per_token(of, seq, causal=True) for of in (model, without))
     bytes_added = max(parts["predictions"] for _, parts in memory_by_rank(run, plan))
-    count, modules = prediction_parameter_count(model), model.prediction_depth
+    count = prediction_parameter_count(model)
+    modules = model.prediction_depth
     text = f"{modules} module{'s' * (modules > 1)} with the head: {short(count)} parameters, {1 - others / flops:.1%} of the FLOPs"
     text += f", {bytes_text(bytes_added)} of its rank"
     predicted = plan.predicted
@@ -258,7 +264,8 @@ def memory_by_rank(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]
 
 def expense_sentences(spent: Expense, idle: Idle | None) -> Iterator[str]:
     """Price, power and what a million tokens and the whole training take."""
-    price, watts = spent.price_per_gpu_hour, spent.watts_per_gpu
+    price = spent.price_per_gpu_hour
+    watts = spent.watts_per_gpu
     each = []
     if spent.money_per_million_tokens is not None:
         each.append(f"{price.unit}{three_digits(spent.money_per_million_tokens)}")
@@ -318,7 +325,8 @@ def _strategy(strategy: LayerStrategy) -> str:
 
 
 def _span(axis: str, indices: list[int]) -> str:
-    low, high = min(indices), max(indices)
+    low = min(indices)
+    high = max(indices)
     return f"{axis} {low}" if low == high else f"{axis} {low}-{high}"
 
 

@@ -30,7 +30,8 @@ class ServePlan:
         It has whole instances of one of the simulated deployments, in the same proportion. Fewer instances share load a little less
         evenly than the simulated ones.
         """
-        answer, ranks = self.answer, self.spec.cluster.ranks
+        answer = self.answer
+        ranks = self.spec.cluster.ranks
         runnable = answer.chosen.deployment.runnable
         options = [answer.chosen, *(option for option in answer.alternatives if option.deployment.runnable == runnable)]
         parts = [_part(option.deployment, self.rate / (ranks * option.goodput_per_gpu)) for option in options]
@@ -39,8 +40,10 @@ class ServePlan:
 
 def headline(plan: ServePlan) -> str:
     """Goodput with its band, in a sentence."""
-    answer, ranks = plan.answer, plan.spec.cluster.ranks
-    rate, idle = answer.chosen.goodput_per_gpu, ranks - answer.deployment.devices
+    answer = plan.answer
+    ranks = plan.spec.cluster.ranks
+    rate = answer.chosen.goodput_per_gpu
+    idle = ranks - answer.deployment.devices
     whole = f", {rate_text(rate * ranks)} on all {ranks}" if ranks > 1 else ""
     whole += f", {idle} of them idle" if idle else ""
     return f"{rate_text(rate)} requests/s a device (80%: {rate_text(answer.low)} to {rate_text(answer.high)}){whole}"

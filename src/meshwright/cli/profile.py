@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.options import check_writable, split_words
+from meshwright.cli.options import check_writable, split_arguments
 from meshwright.cli.profile_engine import profile_engine
 from meshwright.cli.profile_table import table
 from meshwright.durable.writes import write_durable
@@ -37,7 +37,7 @@ JsonOption = Annotated[
 
 
 def profile(
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[RUN.yaml] [cluster.KEY=VALUE]...",
@@ -87,9 +87,9 @@ def profile(
 ) -> None:
     """Measure this machine, so that predictions use its measured rates instead of datasheets.
 
-    It measures matrix products and attention by shape, device memory, the optimizer, collectives by size and group, links to the host,
-    and how communication slows compute down. It uses every device and trains nothing. It takes about two minutes on GPUs and half a minute
-    on a CPU. A run or question then names the file.
+    It measures matmuls and attention by shape, device memory, the optimizer, collectives by size and group, links to
+    the host, and how communication slows compute down. It uses every device and trains nothing. It takes about two
+    minutes on GPUs and half a minute on a CPU. A run or question then names the file.
 
     Examples:
 
@@ -124,11 +124,11 @@ def profile(
     if serve:
         if shapes_of is not None:
             raise BadInput("--serve and --shapes-of measure different things; give one")
-        profile_engine(*split_words(words), out, seconds, json_output)
+        profile_engine(*split_arguments(arguments), out, seconds, json_output)
         return
-    if shapes_of is not None and words:
-        raise BadInput(f"{words[0]}: with --shapes-of the run determines what is measured; leave it out")
-    cluster = _cluster(words) if shapes_of is None else _cluster_of(shapes_of)
+    if shapes_of is not None and arguments:
+        raise BadInput(f"{arguments[0]}: with --shapes-of the run determines what is measured; leave it out")
+    cluster = _cluster(arguments) if shapes_of is None else _cluster_of(shapes_of)
     measured = _measured(cluster, seconds, shapes_of)
     from meshwright.config.profile_file import to_json
 
@@ -146,12 +146,12 @@ def _cluster_of(folder: Path) -> ClusterSpec:
     return load_resolved(folder / "config.yaml").cluster
 
 
-def _cluster(words: list[str] | None) -> ClusterSpec:
+def _cluster(arguments: list[str] | None) -> ClusterSpec:
     """The cluster that the command line describes; its devices must be on this host."""
     from meshwright.config.load import load_cluster
     from meshwright.launch.machine import found_cluster
 
-    path, overrides = split_words(words)
+    path, overrides = split_arguments(arguments)
     other = next((word for word in overrides if not word.startswith(("cluster.", "cluster="))), None)
     if other is not None:
         raise BadInput(f"{other}: profile takes keys of the cluster only, e.g. cluster.gpus_per_node=2")
@@ -188,7 +188,8 @@ def _measured_here(cluster: ClusterSpec, seconds: float | None, shapes_of: Path 
             f"{cluster.nodes} --nproc-per-node {cluster.gpus_per_node} … -m meshwright profile --out FILE"
         )
     folder = Path(tempfile.mkdtemp(prefix="meshwright-"))
-    question, destination = folder / "job.json", folder / "answer.json"
+    question = folder / "job.json"
+    destination = folder / "answer.json"
     job = {"cluster": to_plain(cluster), "seconds": seconds, "run": _absolute(shapes_of)}
     write_durable(question, json.dumps(job))
     devices = f"{cluster.ranks} {cluster.gpu}" + (
@@ -218,7 +219,7 @@ def _correct(folder: Path, out: Path | None) -> None:
     """Correct the machine's profile by the predicted and measured step time of the run in `folder`."""
     from meshwright.config.load import load_plan, load_resolved
     from meshwright.config.profile_file import load_profile, to_json
-    from meshwright.observe.prediction_account import WARM_UP
+    from meshwright.observe.prediction_check import WARM_UP
     from meshwright.profile.feedback import with_correction
 
     run = load_resolved(folder / "config.yaml")
@@ -243,14 +244,14 @@ def _correct(folder: Path, out: Path | None) -> None:
 
 def _measured_step(folder: Path, first: int) -> float:
     """Median seconds of the run's steps behind the first `first`, which warm up or have a smaller batch."""
-    from meshwright.observe.prediction_account import FEWEST_STEPS, typical_step
+    from meshwright.observe.prediction_check import FEWEST_STEPS, typical_step
     from meshwright.observe.runfolder import read_run
 
     run = read_run(folder)
     steps = [step for step in run.steps if step["step"] > first]
     typical_step = typical_step(steps)
-    if run.account is not None:
-        return run.account.step_seconds.measured
+    if run.prediction_check is not None:
+        return run.prediction_check.step_seconds.measured
     if typical_step is None or len(steps) < FEWEST_STEPS:
         raise BadInput(
             f"{folder}: expected at least {first + FEWEST_STEPS} steps in metrics.jsonl, of which the first {first} do not count, got "

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from meshwright.spec.profile import MachineProfile
     from meshwright.spec.serve_profile import EngineProfile
 
-GPU_SECONDS, CPU_SECONDS = 75.0, 10.0
+GPU_SECONDS = 75.0
+CPU_SECONDS = 10.0
 """Seconds of measurement if the command line gives none; a GPU's engine needs up to half a minute to start."""
 SEQUENCES = 256
 
@@ -125,7 +126,8 @@ def _table(measured: EngineProfile) -> list[str]:
     from meshwright.costs.serve_work import device_work
     from meshwright.costs.step_times import InstanceStepTimes
 
-    k, item = measured.constants, measured.item_bytes
+    k = measured.constants
+    item = measured.item_bytes
     work = device_work(measured.model, weights=measured.weights, item=item, cache_item=1 if measured.kv_cache else item)
     times = InstanceStepTimes(work, k)
     lines = ["decodes  positions  prompt tokens  measured ms  modelled ms"]
@@ -137,7 +139,7 @@ def _table(measured: EngineProfile) -> list[str]:
         )
     return [
         *lines,
-        f"weights {k.weight_bytes_per_s / 1e9:,.4g} GB/s, products {flops_text(k.flops_per_s)}, keys and values "
+        f"weights {k.weight_bytes_per_s / 1e9:,.4g} GB/s, matmuls {flops_text(k.flops_per_s)}, keys and values "
         f"{k.cache_bytes_per_s / 1e9:,.4g} GB/s, attention of prompts {flops_text(k.attention_flops_per_s)}",
         f"a step {1e3 * k.decode_seconds:.3f} ms, launch with a prompt {1e3 * k.prompt_seconds:.3f} ms, "
         f"median error of steps left out {100 * measured.median_error:.1f}%",

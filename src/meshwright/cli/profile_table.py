@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshwright.spec.profile import MachineProfile, ProductTime
+    from meshwright.spec.profile import MachineProfile, MatmulTime
 
 
 def table(profile: MachineProfile) -> list[str]:
@@ -14,28 +14,28 @@ def table(profile: MachineProfile) -> list[str]:
     head = (
         f"{profile.device}: {profile.devices} × {profile.gpu} a node, {profile.nodes} node{'s' * (profile.nodes > 1)}"
     )
-    lines = [*_products(profile), *_attention(profile), *_memory(profile), *_links(profile), *_beside(profile)]
+    lines = [*_matmuls(profile), *_attention(profile), *_memory(profile), *_links(profile), *_beside(profile)]
     fits = list(_fits(profile))
     width = max(len(name) for name, _ in [*lines, *fits])
     measured = [f"  {name:<{width}}  {text}" for name, text in lines]
     return [head, *measured, "fit of the cost model:", *(f"  {name:<{width}}  {text}" for name, text in fits)]
 
 
-def _products(profile: MachineProfile) -> Iterator[tuple[str, str]]:
+def _matmuls(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     for number_format in dict.fromkeys(entry.format for entry in profile.products):
-        products = [entry for entry in profile.products if entry.format == number_format]
-        rates = sorted(products, key=_rate)
-        burst = max(_rate(entry, burst=True) for entry in products)
+        matmuls = [entry for entry in profile.products if entry.format == number_format]
+        rates = sorted(matmuls, key=_rate)
+        burst = max(_rate(entry, burst=True) for entry in matmuls)
         shapes = " to ".join(
             f"{flops_text(_rate(entry))} ({entry.m} × {entry.k} × {entry.n})" for entry in (rates[0], rates[-1])
         )
         yield (
-            f"products {number_format}",
-            f"{len(products)} shapes: {shapes}; on a rested device up to {flops_text(burst)}",
+            f"matmuls {number_format}",
+            f"{len(matmuls)} shapes: {shapes}; on a rested device up to {flops_text(burst)}",
         )
 
 
-def _rate(entry: ProductTime, *, burst: bool = False) -> float:
+def _rate(entry: MatmulTime, *, burst: bool = False) -> float:
     return 2.0 * entry.m * entry.k * entry.n / (entry.burst_seconds if burst else entry.seconds)
 
 
@@ -91,7 +91,7 @@ def _beside(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     for entry in profile.interference:
         cost = (entry.together_seconds - entry.compute_seconds) / entry.other_seconds
         where = f" over {entry.nodes} nodes" if entry.nodes > 1 else ""
-        yield f"products with {entry.op}{where}", f"{100 * cost:.0f}% of its time added to theirs"
+        yield f"matmuls with {entry.op}{where}", f"{100 * cost:.0f}% of its time added to theirs"
 
 
 def _fits(profile: MachineProfile) -> Sequence[tuple[str, str]]:

@@ -25,7 +25,8 @@ def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str |
     folder = Path(path)
     if source != "hf" or question.model.head == "score" or (found := folder_quantization(folder)) is None:
         return question, None
-    formats, quantisation = {scheme.native for scheme in found.schemes}, question.serve.quantisation
+    formats = {scheme.native for scheme in found.schemes}
+    quantisation = question.serve.quantisation
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     sizes = [f"{_bytes(question, None)} expanded to bf16"]
     sizes += [
@@ -34,7 +35,7 @@ def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str |
         if not weights_error(question.model, each)
     ]
     names = " or ".join(dict.fromkeys(scheme.name for scheme in found.schemes))
-    told = f"model.init: weights in {names}, {stored / 1e9:.3g} GB in the folder; on a device {', '.join(sizes)}"
+    stored_text = f"model.init: weights in {names}, {stored / 1e9:.3g} GB in the folder; on a device {', '.join(sizes)}"
     stored_format = formats.pop() if len(formats) == 1 else None
     if stored_format == "fp8 blocks" and not _multiplies_blocks(question.model):
         stored_format = None
@@ -43,8 +44,8 @@ def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str |
         chosen = replace(question.serve, quantisation=replace(quantisation, weights=native))
         return replace(
             question, serve=chosen
-        ), f"{told}; the plan has {native}, in which the engine multiplies them as stored"
-    return question, f"{told}; the plan has {quantisation.weights or 'bf16'}"
+        ), f"{stored_text}; the plan has {native}, in which the engine multiplies them as stored"
+    return question, f"{stored_text}; the plan has {quantisation.weights or 'bf16'}"
 
 
 def _multiplies_blocks(spec: ModelSpec) -> bool:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import QuickstartWords, Runs, load, show
+from meshwright.cli.options import QuickstartArguments, Runs, load, show
 from meshwright.cli.train import start_ranks
 from meshwright.durable.writes import write_durable
 
@@ -28,7 +28,7 @@ NEXT = (
 
 
 def quickstart(
-    words: QuickstartWords = None,
+    arguments: QuickstartArguments = None,
     runs: Runs = Path("runs"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Start again beside an earlier quick start.")] = False,
 ) -> None:
@@ -48,7 +48,7 @@ def quickstart(
     from meshwright.launch.folder import renamed
 
     started = time.perf_counter()
-    run = load(words, runs, otherwise=QUICKSTART)
+    run = load(arguments, runs, otherwise=QUICKSTART)
     run = renamed(run, runs) if fresh else run
     folder = runs / run.name
     if code := start_ranks(run, runs, None):
@@ -78,7 +78,8 @@ def _closing(folder: Path, seconds: float) -> None:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     print()
     if "held_out_loss" in summary:
-        loss, entropy = summary["held_out_loss"], summary["unigram_entropy_nats"]
+        loss = summary["held_out_loss"]
+        entropy = summary["unigram_entropy_nats"]
         side = "below" if loss < entropy else "above"
         bits = summary["bits_per_byte"]
         show(

@@ -51,7 +51,7 @@ def report(
         answer = {
             "report": str(path),
             "steps": steps,
-            "account": to_plain(content.account),
+            "prediction_check": to_plain(content.prediction_check),
             "goodput": content.goodput.as_plain() if content.goodput else None,
             "stragglers": findings.stragglers,
             "missing": [*content.notes, *findings.notes],

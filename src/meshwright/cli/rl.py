@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.check import report_all_mistakes
-from meshwright.cli.options import Runs, Words, load
+from meshwright.cli.options import Arguments, Runs, load
 from meshwright.cli.train import train
 from meshwright.spec.errors import BadInput
 
 
 def rl(
-    words: Words = None,
+    arguments: Arguments = None,
     runs: Runs = Path("runs"),
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start a new run beside an earlier one of this name, as NAME-2, NAME-3, …")
@@ -31,9 +31,9 @@ def rl(
 
         meshwright rl rl.yaml rl.samples=16 rl.policy=dapo
     """
-    with report_all_mistakes(words, runs, fresh=fresh):
-        if load(words, runs).rl is None:
+    with report_all_mistakes(arguments, runs, fresh=fresh):
+        if load(arguments, runs).rl is None:
             raise BadInput(
                 "rl: expected a section with reward: {file: FILE.py}, as `meshwright rl` learns from rewards", key="rl"
             )
-    train(words, runs, fresh)
+    train(arguments, runs, fresh)

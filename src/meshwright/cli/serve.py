@@ -59,7 +59,8 @@ def serve(
     settings = load_settings(ServeSpec, config, given, planned, partial(_check, folder))
     values = {key: setting.value for key, setting in planned.items()}
     with settings.at_keys():
-        spec, experts = settings.value, _experts(values)
+        spec = settings.value
+        experts = _experts(values)
         if spec.draft_model not in (None, MTP):
             spec = replace(spec, draft_model=str(_draft_folder(spec.draft_model)))
         cluster = _devices(folder, spec.tensor, experts.count)

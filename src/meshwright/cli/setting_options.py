@@ -21,7 +21,8 @@ def add_options(command: Any, settings: type, given: Collection[str] = ()) -> No
     """Replace `**options` of a command by an option for each key of `settings`; those in `given` get none."""
     signature = inspect.signature(command, eval_str=True)
     fixed = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    docs, hints = docs_of(settings), hints_of(settings)
+    docs = docs_of(settings)
+    hints = hints_of(settings)
     options = [
         _option(field.name, hints[field.name], docs[field.name], field.default)
         for field in dataclasses.fields(settings)
@@ -46,9 +47,11 @@ def _option(name: str, annotation: Any, help: str, default: Any) -> inspect.Para
     """The option of a key; without a value the key keeps the file's value or its default."""
     if typing.get_origin(annotation) in (Union, types.UnionType):
         annotation = next((part for part in typing.get_args(annotation) if part is not type(None)), annotation)
-    choices, plain = None, typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+    choices = None
+    plain = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
     if typing.get_origin(plain) is Literal:
-        choices, plain = click.Choice(typing.get_args(plain)), str
+        choices = click.Choice(typing.get_args(plain))
+        plain = str
     flag = f"--{name.replace('_', '-')}"
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if plain is bool else flag,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli.effective_time import effective_answer, show_effective
-from meshwright.cli.options import Json, Runs, Words, check_writable, load, say
+from meshwright.cli.options import Arguments, Json, Runs, check_writable, load, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ PRINTED = {"compute": "compute", "closing": "norm, optimizer", "idle": "idle"}
 
 
 def simulate(
-    words: Words = None,
+    arguments: Arguments = None,
     runs: Runs = Path("runs"),
     trace: Annotated[
         Path | None,
@@ -80,7 +80,7 @@ def simulate(
 
     check_writable("--trace", trace)
     assumed = Assumptions.parse(assume or [])
-    run = with_vocabulary(load(words, runs))
+    run = with_vocabulary(load(arguments, runs))
     for remark in remarks(run):
         say(remark)
     plan, candidates = plan_for(run)

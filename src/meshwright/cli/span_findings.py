@@ -34,7 +34,8 @@ def span_findings(folder: Path) -> SpanFindings:
         return SpanFindings(notes=(f"heat map, stragglers and timeline: spans/ has {size / 1e9:.1f} GB",))
     timeline = _timeline(folder, starts[-1])
     try:
-        figures, diagnosis = heat_map_of_run(folder), diagnose_run(folder)
+        figures = heat_map_of_run(folder)
+        diagnosis = diagnose_run(folder)
     except BadInput as error:
         return SpanFindings(timeline=timeline, notes=(f"heat map and stragglers: {_without_path(error, folder)}",))
     return SpanFindings(figures, diagnosis.as_plain(), diagnosis.sentence, timeline)
@@ -57,7 +58,8 @@ def heat_map_figures(ranks: np.ndarray, steps: np.ndarray, seconds: np.ndarray) 
 
     if len(ranks) < 2 or not len(steps):
         return None
-    seconds, numbers = np.where(seconds > 0, seconds, np.nan), ranks.tolist()
+    seconds = np.where(seconds > 0, seconds, np.nan)
+    numbers = ranks.tolist()
     cells = heat_map(steps, seconds, MOST_ROWS, MOST_COLUMNS)
     ratio = [[float(value) if np.isfinite(value) else None for value in values] for values in cells.ratio]
     excess = {numbers[index]: value for index, value in excess_of_ranks(seconds).items()}

@@ -199,7 +199,8 @@ def answer_of_ranks(module: str, question: object, cluster: ClusterSpec, weights
     from meshwright.launch.local import run_ranks
 
     folder = Path(tempfile.mkdtemp(prefix="meshwright-"))
-    question_file, answer_file = folder / "job.json", folder / "answer.json"
+    question_file = folder / "job.json"
+    answer_file = folder / "answer.json"
     question_file.write_text(json.dumps(question), encoding="utf-8")
     threads = max(1, usable_cores() // cluster.ranks)
     print(f"loading {weights} on {cluster.ranks} ranks", file=sys.stderr)

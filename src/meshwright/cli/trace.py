@@ -36,7 +36,8 @@ def trace(
     """
     from meshwright.observe.span_trace import write_span_trace
 
-    wanted, folder = parse_steps("--steps", steps), find_run(run)
+    wanted = parse_steps("--steps", steps)
+    folder = find_run(run)
     file = out or folder / "traces" / "spans.json.gz"
     file.parent.mkdir(parents=True, exist_ok=True)
     figures = write_span_trace(folder, file, wanted)

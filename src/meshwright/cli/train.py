@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from meshwright.cli.check import report_all_mistakes
-from meshwright.cli.options import Runs, Words, load, print_now
+from meshwright.cli.options import Arguments, Runs, load, print_now
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ ReplayRouting = Annotated[
 
 
 def train(
-    words: Words = None,
+    arguments: Arguments = None,
     runs: Runs = Path("runs"),
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start a new run beside an earlier one of this name, as NAME-2, NAME-3, …")
@@ -87,9 +87,9 @@ def train(
     from meshwright.observe.closing import closing_lines
     from meshwright.spec.rank_environment import check_tasks, is_node_agent, started_by_launcher
 
-    report = partial(report_all_mistakes, words, runs, fresh=fresh)
+    report = partial(report_all_mistakes, arguments, runs, fresh=fresh)
     with report():
-        run = load(words, runs)
+        run = load(arguments, runs)
         steps = parse_steps("--profile-steps", profile_steps)
         drawn = parse_steps("--timeline", timeline)
         for option, span in (("--profile-steps", steps), ("--timeline", drawn)):
@@ -104,7 +104,7 @@ def train(
             sys.exit(
                 start_agent(
                     run,
-                    words or [],
+                    arguments or [],
                     runs,
                     refused={
                         "--fresh": fresh,
@@ -136,7 +136,7 @@ def start_ranks(
     return run_job(run, runs, profile=profile, timeline=timeline, replay=replay, note=print_now, announce=announce)
 
 
-def start_agent(run: RunSpec, words: list[str], runs: Path, refused: dict[str, object]) -> int:
+def start_agent(run: RunSpec, arguments: list[str], runs: Path, refused: dict[str, object]) -> int:
     """Be the agent of this host; returns the job's exit code. Raises BadInput for options that agents do not take."""
     from meshwright.launch.hosts import run_agent
 
@@ -145,7 +145,7 @@ def start_agent(run: RunSpec, words: list[str], runs: Path, refused: dict[str, o
             raise BadInput(
                 f"{option} and --agent exclude each other (the agent of a node, if Slurm or Kubernetes started it)"
             )
-    return run_agent(run, words, runs)
+    return run_agent(run, arguments, runs)
 
 
 def join_ranks(
@@ -228,7 +228,8 @@ def announce(prepared: PreparedRun) -> None:
     from meshwright.spec.model import flops_per_token, layer_order, parameter_count
 
     assignment = prepared.assignment
-    run, plan = assignment.run, assignment.plan
+    run = assignment.run
+    plan = assignment.plan
     saves_memory = any(layer.recompute != "none" or layer.offload != "none" for layer in plan.layers)
     seq = run.train.seq_len
     print_now(f"{'resume' if prepared.resumes else 'run'} {assignment.folder}")

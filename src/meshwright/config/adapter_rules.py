@@ -21,7 +21,8 @@ def complete_adapter(document: YamlDocument) -> None:
 
     Checkpoints name the base by `model.init`, so its path becomes absolute, as does that of `model.adapter.init`.
     """
-    adapter, model = document.get(("model", "adapter")), document.get(("model",))
+    adapter = document.get(("model", "adapter"))
+    model = document.get(("model",))
     if not isinstance(adapter, dict):
         return
     source, _, folder = str(model.get("init")).partition(":")

@@ -63,7 +63,8 @@ def _apply_preset_defaults(document: YamlDocument) -> None:
     """Replaces the quick start's training settings and node size by those of a preset or chip named in overrides."""
     if document.top.file != EMBEDDED:
         return
-    preset, chip = document.get(("model", "preset")), CHIPS.get(str(document.get(("cluster", "gpu"))))
+    preset = document.get(("model", "preset"))
+    chip = CHIPS.get(str(document.get(("cluster", "gpu"))))
     default = run_preset(preset)["train"] if isinstance(preset, str) and preset in MODEL_PRESETS else {}
     values: dict[KeyPath, Any] = {("train", key): value for key, value in default.items()}
     values |= {("cluster", "gpus_per_node"): chip.per_node} if chip else {}
@@ -176,7 +177,8 @@ def _dimensions_of_preset(document: YamlDocument) -> dict[str, Any] | None:
         name = str(preset)
         expected = f"a preset ({', '.join(MODEL_PRESETS)})"
         if hint := no_folder_hint(name) or ("; that is a folder" if os.path.isdir(name) else ""):
-            expected, name = f"{expected}, or weights as model.init=hf:DIR{hint}", name.rpartition("/")[2].lower()
+            expected = f"{expected}, or weights as model.init=hf:DIR{hint}"
+            name = name.rpartition("/")[2].lower()
         document.reject(("model", "preset"), expected, nearest=nearest(name, MODEL_PRESETS))
     return dimensions or {}
 
@@ -226,7 +228,8 @@ def _inherited(stored: dict[str, Any]) -> dict[str, Any]:
 
 def _reject_differences(document: YamlDocument, stored: dict[str, Any], of_preset: dict[str, Any]) -> None:
     """Rejects each given key that differs from the dimensions of the initial weights, and a preset that does."""
-    model, free = document.data["model"], _free(document)
+    model = document.data["model"]
+    free = _free(document)
     weights = model["init"]
     for name, value in stored.items():
         if name in model and name not in free and not _equal(model[name], value):
@@ -298,7 +301,8 @@ def _complete_kv_heads(document: YamlDocument) -> str | None:
 
 def _complete_head_dim(document: YamlDocument) -> str | None:
     model = document.data["model"]
-    heads, hidden = model.get("heads"), model.get("hidden")
+    heads = model.get("heads")
+    hidden = model.get("hidden")
     if model.get("head_dim") is not None or heads is None or hidden is None:
         return None
     if _is_count(heads) and _is_count(hidden) and hidden % heads == 0:
@@ -318,7 +322,8 @@ def _put_beside(document: YamlDocument, existing_key: str, name: str, value: Any
 
 def _limit_sequence(document: YamlDocument) -> None:
     """Sets an absent `train.seq_len` to its default or the model's longest sequence, whichever is less."""
-    longest, train = document.data["model"].get("max_seq_len"), document.data["train"]
+    longest = document.data["model"].get("max_seq_len")
+    train = document.data["train"]
     default = next(f.default for f in dataclasses.fields(TrainSpec) if f.name == "seq_len")
     if isinstance(train, dict) and "seq_len" not in train and _is_count(longest) and longest < default:
         document.put(("train", "seq_len"), longest, document.value_position(("model", "max_seq_len")))
@@ -328,10 +333,12 @@ def complete_batch(document: YamlDocument) -> None:
     """Sets what follows from `train.global_batch_tokens`: the sequences that the planner assumes, and the mask of documents."""
     train = document.data.get("train")
     path: KeyPath = ("train", "global_batch_tokens")
-    tokens, seq_len = document.get(path), document.get(("train", "seq_len")) or TrainSpec.seq_len
+    tokens = document.get(path)
+    seq_len = document.get(("train", "seq_len")) or TrainSpec.seq_len
     if not isinstance(train, dict) or not _is_count(tokens) or not _is_count(seq_len):
         return
-    batch, file = train.get("global_batch"), document.value_position(("train", "global_batch")).file
+    batch = train.get("global_batch")
+    file = document.value_position(("train", "global_batch")).file
     if batch not in (None, "none") and file != EMBEDDED:
         expected = "no train.global_batch beside it (none drops an inherited one): a step has so many tokens or so many sequences"
         document.reject(path, expected, f"{tokens} beside train.global_batch {batch}")
@@ -351,7 +358,8 @@ def _complete_epochs(document: YamlDocument) -> None:
     epochs = document.get(path)
     if epochs in (None, "none"):
         return
-    steps, file = document.get(("train", "steps")), document.value_position(("train", "steps")).file
+    steps = document.get(("train", "steps"))
+    file = document.value_position(("train", "steps")).file
     if steps not in (None, "none") and file != EMBEDDED:
         expected = "no train.steps beside it (none drops an inherited one): a run has so many steps or so many epochs"
         document.reject(path, expected, f"{epochs} beside train.steps {steps}")
@@ -362,7 +370,8 @@ def _complete_epochs(document: YamlDocument) -> None:
 def _limit_warmup(document: YamlDocument) -> None:
     """Sets the quick start's warm-up to a tenth of the steps when an override makes the run shorter than it."""
     path: KeyPath = ("train", "warmup_steps")
-    steps, warmup = document.get(("train", "steps")), document.get(path)
+    steps = document.get(("train", "steps"))
+    warmup = document.get(path)
     if document.value_position(path).file == EMBEDDED and _is_count(steps) and warmup is not None and warmup >= steps:
         document.put(path, steps // 10, document.value_position(path))
 

@@ -114,7 +114,8 @@ def _switch_mistakes(deployment: Deployment, document: YamlDocument) -> Iterator
     """Switches for tokens on their way to experts of other devices need instances whose devices divide the experts."""
     if any(instance.expert > 1 for instance in deployment.instances):
         return
-    engine, usual = deployment.engine, EngineSwitches()
+    engine = deployment.engine
+    usual = EngineSwitches()
     for key, value, default in (
         ("expert_dispatch", engine.expert_dispatch, usual.expert_dispatch),
         ("expert_micro_batches", engine.expert_micro_batches, usual.expert_micro_batches),
@@ -245,7 +246,8 @@ def _context(document: YamlDocument) -> int | None:
 
 def _long_prompts(document: YamlDocument, path: KeyPath, lengths: Sequence[int]) -> Iterator[Mistake]:
     """More prompts of a trace than may miss the limits are too long for the model."""
-    context, attainment = _context(document), document.get(("serve", "limits", "attainment"))
+    context = _context(document)
+    attainment = document.get(("serve", "limits", "attainment"))
     share = attainment if isinstance(attainment, int | float) else ServeLimits.attainment
     short = len(lengths) if context is None else sum(length < context for length in lengths)
     if context is not None and short < share * len(lengths):

@@ -103,7 +103,8 @@ def plan_rules(run: RunValues) -> Iterator[Mistake]:
 
 
 def _names(run: RunValues) -> Iterator[Mistake]:
-    name, init = None if run.document.partial else run("name"), run("model.init")
+    name = None if run.document.partial else run("name")
+    init = run("model.init")
     if name is not None and not _NAME.fullmatch(name):
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".-") or None
         yield run.mistake("name", "a folder name of letters, digits, '.', '_' and '-', not beginning with '.'", plain)
@@ -156,7 +157,8 @@ def _experts(run: RunValues) -> Iterator[Mistake]:
 
 
 def _sequence(run: RunValues) -> Iterator[Mistake]:
-    seq_len, longest = run("train.seq_len"), run("model.max_seq_len")
+    seq_len = run("train.seq_len")
+    longest = run("model.max_seq_len")
     if seq_len and longest and seq_len > longest:
         learned = run("model.positions") == "learned"
         remedy = "the length of its learned positions" if learned else "which can be raised"
@@ -164,7 +166,8 @@ def _sequence(run: RunValues) -> Iterator[Mistake]:
 
 
 def _warmup(run: RunValues) -> Iterator[Mistake]:
-    steps, warmup = run("train.steps"), run("train.warmup_steps")
+    steps = run("train.steps")
+    warmup = run("train.warmup_steps")
     if steps and warmup and warmup >= steps and not run("train.epochs"):
         near = str(min(steps - 1, -(-steps // 10)))
         yield run.mistake("train.warmup_steps", f"fewer than train.steps = {steps}", near)
@@ -185,7 +188,8 @@ def _data(run: RunValues) -> Iterator[Mistake]:
             near = nearest(name, [source for source in sources if source])
             expected = "a source that data.mix names, with its weight, or data.validation"
             yield run.mistake_at(("data", "streams", name), expected, near, name)
-    lanes, batch = run("data.lanes"), run("train.global_batch")
+    lanes = run("data.lanes")
+    batch = run("train.global_batch")
     if lanes and batch and lanes % batch:
         near = str(-(-lanes // batch) * batch)
         yield run.mistake(
@@ -242,7 +246,8 @@ def _chip(run: RunValues) -> Iterator[Mistake]:
 
 def _plan_file(run: RunValues) -> Iterator[Mistake]:
     """Keys that only a plan file has: it is made for a batch, and it has the times of samples."""
-    batch, made_for = run("train.global_batch"), run("plan.global_batch")
+    batch = run("train.global_batch")
+    made_for = run("plan.global_batch")
     if batch and made_for and not run("train.global_batch_tokens") and made_for != batch:
         yield run.mistake("plan.global_batch", f"train.global_batch = {batch}", str(batch))
     for key in ("global_batch", "micro_batch"):
@@ -267,12 +272,15 @@ def _order(run: RunValues) -> Iterator[Mistake]:
 
 
 def _rank_count(run: RunValues) -> int | None:
-    nodes, per_node = run("cluster.nodes"), run("cluster.gpus_per_node")
+    nodes = run("cluster.nodes")
+    per_node = run("cluster.gpus_per_node")
     return nodes * per_node if nodes and per_node else None
 
 
 def _emulated(run: RunValues) -> Iterator[Mistake]:
-    nodes, per_node, emulated = run("cluster.nodes"), run("cluster.gpus_per_node"), run("cluster.emulate_nodes")
+    nodes = run("cluster.nodes")
+    per_node = run("cluster.gpus_per_node")
+    emulated = run("cluster.emulate_nodes")
     if not emulated or emulated == 1:
         return
     if nodes and nodes > 1:
@@ -300,11 +308,14 @@ def _model_ranks(run: RunValues) -> dict[str, int]:
 
 
 def _ranks(run: RunValues) -> Iterator[Mistake]:
-    ranks, replicate, shard = _rank_count(run), run("plan.replicate"), run("plan.shard")
+    ranks = _rank_count(run)
+    replicate = run("plan.replicate")
+    shard = run("plan.shard")
     if ranks is None:
         return
     if ranks > MOST_RANKS:
-        nodes, per_node = run("cluster.nodes"), run("cluster.gpus_per_node")
+        nodes = run("cluster.nodes")
+        per_node = run("cluster.gpus_per_node")
         key = "cluster.nodes" if nodes > per_node else "cluster.gpus_per_node"
         got = f"{nodes} × {per_node} = {ranks}"
         yield run.mistake(key, f"cluster.nodes × cluster.gpus_per_node of at most {MOST_RANKS}", None, got)
@@ -328,9 +339,11 @@ def _ranks(run: RunValues) -> Iterator[Mistake]:
         got = f"{product} = {pinned_ranks} ranks, the cluster has {ranks}" if len(pinned) > 1 else str(pinned_ranks)
         yield run.mistake(worst, f"axes whose product divides the cluster's {ranks} ranks", None, got)
         return
-    data, free = ranks // pinned_ranks, any(run(f"plan.{axis}") is None for axis in _MODEL_AXES)
+    data = ranks // pinned_ranks
+    free = any(run(f"plan.{axis}") is None for axis in _MODEL_AXES)
     sizes = {f"plan.{axis}": run(f"plan.{axis}") for axis in DATA_AXES if run(f"plan.{axis}")}
-    product, exact = math.prod(sizes.values()), len(sizes) == 2 and not free
+    product = math.prod(sizes.values())
+    exact = len(sizes) == 2 and not free
     if data % product or (exact and data != product):
         key = "plan.shard" if shard else "plan.replicate"
         quotient, remainder = divmod(data, replicate) if shard and replicate else (data, 0)
@@ -347,7 +360,9 @@ def _ranks(run: RunValues) -> Iterator[Mistake]:
 def _global_batch(run: RunValues) -> Iterator[Mistake]:
     """Pinned data ranks and micro-batch divide the global batch; the planner chooses unpinned ones so that they do."""
     keys = ("plan.replicate", "plan.shard", "plan.micro_batch")
-    batch, ranks, pinned = run("train.global_batch"), _rank_count(run), {key: run(key) for key in keys if run(key)}
+    batch = run("train.global_batch")
+    ranks = _rank_count(run)
+    pinned = {key: run(key) for key in keys if run(key)}
     if (ranks is None and batch) or any((ranks or 0) % (run(f"plan.{axis}") or 1) for axis in DATA_AXES):
         return  # without a batch of the run's the one of a plan file is checked by itself
     pinned = {key: size for key, size in pinned.items() if size > 1}
@@ -366,9 +381,11 @@ def _global_batch(run: RunValues) -> Iterator[Mistake]:
 
 def _batch_ramp(run: RunValues) -> Iterator[Mistake]:
     """Stages of a ramp follow each other, and none is larger than the batch that the plan is made for."""
-    batch, last = run("train.global_batch"), 0
+    batch = run("train.global_batch")
+    last = 0
     for index, stage in enumerate(run("train.batch_ramp") or ()):
-        until, size = stage["until"], stage["batch"]
+        until = stage["until"]
+        size = stage["batch"]
         path: KeyPath = ("train", "batch_ramp", index)
         if run("train.global_batch_tokens"):
             expected = "no ramp, as train.global_batch_tokens gives the batch in tokens"
@@ -386,7 +403,8 @@ def _batch_ramp(run: RunValues) -> Iterator[Mistake]:
 
 def _stages(run: RunValues) -> Iterator[Mistake]:
     """Layers fill the pinned pipeline in the stage order of the pinned schedule, or of any schedule if none is pinned."""
-    layers, stages = run("model.layers"), run("plan.stages")
+    layers = run("model.layers")
+    stages = run("plan.stages")
     if stages is not None and not stages:
         yield run.mistake("plan.stages", "a row of layer ranges for each pipeline rank, or no key", "none")
     elif layers:
@@ -397,7 +415,8 @@ def _stages(run: RunValues) -> Iterator[Mistake]:
 
 def _unlisted_stages(run: RunValues) -> Iterator[Mistake]:
     """Where layers differ, stages of equally many take unlike times: the search balances them, and a plan file lists them."""
-    values, pipeline = _model_values(run), _pipeline_ranks(run)
+    values = _model_values(run)
+    pipeline = _pipeline_ranks(run)
     if run("plan.stages") or pipeline == 1 or values is None:
         return
     if len((model := from_plain(ModelSpec, values)).block_kinds) == 1:
@@ -437,7 +456,8 @@ def _schedule_of_each_order(table: tuple[tuple[str, ...], ...]) -> tuple[Schedul
 
 def _layers(run: RunValues) -> Iterator[Mistake]:
     """Layer ranges that lie outside of the model, overlap, or leave a layer out."""
-    layers, strategies = run("model.layers"), run("plan.layers")
+    layers = run("model.layers")
+    strategies = run("plan.layers")
     if not layers or strategies is None:
         return
     covered: set[int] = set()
@@ -458,7 +478,8 @@ def _layers(run: RunValues) -> Iterator[Mistake]:
         covered.update(chosen)
     uncovered = set(range(layers)) - covered
     if uncovered and readable:
-        expected, got = f"ranges that cover layers 0-{layers - 1}", f"none for {layer_numbers(uncovered)}"
+        expected = f"ranges that cover layers 0-{layers - 1}"
+        got = f"none for {layer_numbers(uncovered)}"
         yield run.mistake("plan.layers", expected, None, got)
 
 

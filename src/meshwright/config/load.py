@@ -111,7 +111,9 @@ def read_run(
     mistakes += profile_mistakes(document, unusable) + _expert_load_mistakes(document, unusable)
     mistakes += _lengths_mistakes(document, unusable)
     if other := [mistake for mistake in mistakes if mistake.key in KEYS_OF_OTHER_FILES]:
-        mistakes, document.partial = other, True  # what the run lacks is in no file: later checks leave it out too
+        # what the run lacks is in no file: later checks leave it out too
+        mistakes = other
+        document.partial = True
     return RunReading(document, shown_name(path), tuple(mistakes), frozenset(unusable), tuple(notes))
 
 
@@ -186,7 +188,8 @@ def differences(a: RunSpec, b: RunSpec) -> list[tuple[str, Any, Any]]:
     Keys that do not change the training are ignored: cluster, plan, checkpoint, observe, validation and time limits.
     The order of `data.mix` is compared, as the order of samples may depend on it. A section that only one of the runs has is one key.
     """
-    ours, theirs = _flat(a), _flat(b)
+    ours = _flat(a)
+    theirs = _flat(b)
     keys = dict.fromkeys([*ours, *theirs])
     found = {
         key: (ours.get(key), theirs.get(key)) for key in keys if _as_list(ours.get(key)) != _as_list(theirs.get(key))
@@ -246,7 +249,8 @@ def profile_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mis
     file = document.get(path)
     if not isinstance(file, str) or file == "none" or path in unusable or ("cluster",) in unusable:
         return []
-    position, shown = document.value_position(path), os.path.relpath(file)
+    position = document.value_position(path)
+    shown = os.path.relpath(file)
     expected = "a file that `meshwright profile --out FILE` wrote"
     if not os.path.isfile(file):
         close = nearest(os.path.basename(file), [near.name for near in Path(file).parent.glob("*.json")])
@@ -288,7 +292,8 @@ def _expert_load_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> lis
     model, wrong = validate(ModelSection, document.data.get("model") or {})
     if not isinstance(source, str) or source in ("none", EQUAL_LOADS) or path in unusable or wrong:
         return []
-    position, option = document.value_position(path), "train.expert_load"
+    position = document.value_position(path)
+    option = "train.expert_load"
     try:
         read_loads(Path(source), from_plain(ModelSection, model), option)
     except BadInput as error:
@@ -304,7 +309,8 @@ def _lengths_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mi
     source = document.get(path)
     if not isinstance(source, str) or source == "none" or path in unusable:
         return []
-    position, option = document.value_position(path), "data.lengths"
+    position = document.value_position(path)
+    option = "data.lengths"
     try:
         read_lengths(Path(source), option)
     except BadInput as error:

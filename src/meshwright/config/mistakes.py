@@ -29,7 +29,9 @@ from meshwright.spec.secrets import is_secret_name
 from meshwright.spec.serve import ServeSpec
 
 _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
-_EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
+_EXPERTS = (
+    "no such key; an MoE model is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
+)
 _NOT_YET = "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses, hybrid and expert"
 _WHOLE_DISTRIBUTION = (
     "no such key; answers are drawn from all tokens, as the trainer's probabilities are of all of them: delete the line"
@@ -110,7 +112,8 @@ def _foreign_word(cls: type, word: Any) -> Meaning:
 
 def meant_key(cls: type, path: KeyPath, document: YamlDocument) -> KeyPath | None:
     """The key that was probably meant by the unknown key at `path`."""
-    parent, word = path[:-1], normalized(str(path[-1]))
+    parent = path[:-1]
+    word = normalized(str(path[-1]))
     section = section_at(cls, parent, document.get(parent))
     siblings = list(hints_of(section)) if section else []
     all_paths = _key_of_name(cls)
@@ -148,7 +151,9 @@ def _key_of_name(cls: type) -> dict[str, KeyPath]:
 
 
 def _unknown_key_mistake(cls: type, document: YamlDocument, path: KeyPath, meant: KeyPath | None) -> Mistake:
-    parent, position, got = path[:-1], document.key_position(path), f"'{shorten(str(path[-1]))}'"
+    parent = path[:-1]
+    position = document.key_position(path)
+    got = f"'{shorten(str(path[-1]))}'"
     expected = f"a key of {dotted(parent)}" if parent else "a top-level key"
     refused = _refusal(path if _has_model(cls) else ("plan", *path))
     foreign = _foreign_word(cls, path[-1])
@@ -169,7 +174,8 @@ def _unknown_key_mistake(cls: type, document: YamlDocument, path: KeyPath, meant
 
 def _refusal(path: KeyPath) -> str | None:
     """The reason why a key of other trainers does not exist."""
-    section, name = path[0], str(path[-1])
+    section = path[0]
+    name = str(path[-1])
     if len(path) == 1 and name in KEYS_OF_OTHER_FILES:
         return f"no key of a run file; {KEYS_OF_OTHER_FILES[name]}"
     if name.endswith(("dropout", "dropout_p", "dropout_prob")):
@@ -200,7 +206,8 @@ def _missing_key_mistakes(cls: type, document: YamlDocument, paths: list[KeyPath
 
 
 def _value_mistake(cls: type, document: YamlDocument, path: KeyPath) -> Mistake:
-    annotation, value = annotation_at(cls, path), document.get(path)
+    annotation = annotation_at(cls, path)
+    value = document.get(path)
     expected = _shorthands(cls, path) + expected_text(annotation)
     if isinstance(value, int) and value > LARGEST_COUNT and accepts(annotation, int) and "<" not in expected:
         expected += f" of at most {LARGEST_COUNT:,}"

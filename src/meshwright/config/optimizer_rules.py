@@ -25,7 +25,8 @@ REQUIRED = {
 
 def final_learning_rate(run: RunValues) -> Iterator[Mistake]:
     """A `train.min_learning_rate` that can only be meant as a learning rate, as other programs have it."""
-    fraction, peak = run("train.min_learning_rate"), run("train.learning_rate")
+    fraction = run("train.min_learning_rate")
+    peak = run("train.learning_rate")
     if fraction and fraction < LEAST_FRACTION:
         near = f"{fraction / peak:.3g}" if peak and LEAST_FRACTION <= fraction / peak <= 1 else str(LEAST_FRACTION)
         expected = f"a fraction of train.learning_rate, 0 or at least {LEAST_FRACTION}, and no learning rate"

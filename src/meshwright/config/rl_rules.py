@@ -40,7 +40,8 @@ def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
         yield run.mistake(
             "plan.compute", "fp32, as rl samples with the trainer's dtype, and an engine on CPUs has fp32", "fp32"
         )
-    longest, new = run("train.seq_len"), run("rl.new_tokens")
+    longest = run("train.seq_len")
+    new = run("rl.new_tokens")
     if longest and new and new > longest:
         yield run.mistake(
             "rl.new_tokens", f"at most train.seq_len = {longest}, which has the question too", str(longest // 2)
@@ -59,7 +60,8 @@ def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
 
 def _reward(run: RunValues) -> Iterator[Mistake]:
     """Either a function or a model judges; keys of the other have no effect."""
-    file, model = run("rl.reward.file"), run("rl.reward.model")
+    file = run("rl.reward.file")
+    model = run("rl.reward.model")
     if file is None and model is None:
         yield run.mistake("rl.reward", "file: FILE.py with a function, or model: DIR of a reward model")
     if file is not None and model is not None:

@@ -10,7 +10,8 @@ from meshwright.spec.errors import Mistake
 
 def samples(run: RunValues) -> Iterator[Mistake]:
     """Samples of any length have a batch in tokens, and no feature that needs sequences of equal length."""
-    tokens, longest = run("train.global_batch_tokens"), run("train.seq_len")
+    tokens = run("train.global_batch_tokens")
+    longest = run("train.seq_len")
     if run("data.packing") != "none":
         if tokens:
             expected = "none, as train.global_batch_tokens gives the batch in tokens"

@@ -29,7 +29,9 @@ _LIST: Any = list
 _DICT: Any = dict
 _LITERAL: Any = Literal
 # Tags of a union's branches, taken out of an error's path again.
-_SECTION, _TEXT, _NUMBER = "|section|", "|text|", "|number|"
+_SECTION = "|section|"
+_TEXT = "|text|"
+_NUMBER = "|number|"
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ def all_keys(cls: type, under: KeyPath = ()) -> Iterator[KeyPath]:
 
 def expected_text(annotation: Any) -> str:
     """The values that a field accepts, in words."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if annotation == hints_of(RunSpec)["plan"]:
         return "auto, a plan file, or a section of pins"
     if len(several := variants(arguments)) > 1:
@@ -211,7 +214,8 @@ def _sections(cls: type) -> list[type]:
 
 def _allow_streams_in_mix(definitions: dict[str, Any]) -> None:
     """Allows a section of `data.streams`, with a weight, in place of a weight in `data.mix`."""
-    mix, stream = definitions["DataSpec"]["properties"]["mix"], definitions["StreamSpec"]
+    mix = definitions["DataSpec"]["properties"]["mix"]
+    stream = definitions["StreamSpec"]
     weight = dict(mix["additionalProperties"])
     section = {**stream, "properties": {**stream["properties"], "weight": weight}}
     mix["additionalProperties"] = {"anyOf": [weight, section]}
@@ -226,7 +230,8 @@ def _allow(prop: dict[str, Any], shorthand: dict[str, Any]) -> None:
 
 
 def _pydantic_type(annotation: Any) -> Any:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin is Annotated:
         limits = [_limits(bound) for bound in arguments[1:] if isinstance(bound, Bound)]
         return _ANNOTATED[_pydantic_type(arguments[0]), *limits]

@@ -33,7 +33,8 @@ def load_settings(
     """
     document = YamlDocument({}, Position(COMMAND_LINE)) if path is None else read_yaml(path)
     refuse_question(document, "settings of a server or router; `meshwright plan` and `bench-serve` read this file")
-    keys, others = hints_of(settings), dict[str, PlannedSetting]()
+    keys = hints_of(settings)
+    others = dict[str, PlannedSetting]()
     for key, (value, position) in (planned or {}).items():
         if key in keys:
             document.put((key,), value, position)

@@ -128,8 +128,10 @@ class _TraceReader:
 
 def _equal_requests(workload: Workload, seed: int) -> tuple[TimedRequest, ...]:
     """Requests of one size with Poisson arrivals; the whole blocks of the shared prefix have the same ids."""
-    draw, time = random.Random(seed), 0.0
-    tokens, new_tokens = workload.input_tokens or 1, workload.output_tokens or 1
+    draw = random.Random(seed)
+    time = 0.0
+    tokens = workload.input_tokens or 1
+    new_tokens = workload.output_tokens or 1
     shared = int(workload.prefix_sharing * tokens) // PREFIX_BLOCK
     requests = []
     for _ in range(SYNTHETIC_REQUESTS):

@@ -102,7 +102,8 @@ def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
 
 def _without_dropped_streams(data: dict[str, Any], mix: dict[str, Any]) -> dict[str, Any]:
     """The section `data` without the streams that its own mix names and the new `mix` does not."""
-    streams, earlier = data.get("streams"), data.get("mix")
+    streams = data.get("streams")
+    earlier = data.get("mix")
     if not isinstance(streams, dict) or not isinstance(earlier, dict):
         return data
     dropped = earlier.keys() - mix.keys()
@@ -115,7 +116,8 @@ def _with_base(path: Path, shown: str, extended_by: tuple[Path, ...], detect: De
     if document.has(("global_batch",)) and document.has(("micro_batch",)):
         beside = f"a run file; a plan is given beside one, as plan={shown}"
         document.complain(document.key_position(("micro_batch",)), "micro_batch", beside, "a plan")
-        document.data, document.partial = {}, True
+        document.data = {}
+        document.partial = True
     position = document.value_position(("extends",))
     name = document.data.pop("extends", None)
     _expand(document, path.parent, detect)
@@ -180,14 +182,16 @@ def _changed(document: YamlDocument, steps: list[str]) -> KeyPath:
 class _CannotOverride(Exception):
     def __init__(self, expected: str, got: str) -> None:
         super().__init__(expected, got)
-        self.expected, self.got = expected, got
+        self.expected = expected
+        self.got = got
 
 
 def _nested(current: Any, steps: list[str], value: Any, path: KeyPath) -> Any:
     """The data that sets `value` at `steps` when it is merged over `current`."""
     if not steps:
         return value
-    step, below = steps[0], steps[1:]
+    step = steps[0]
+    below = steps[1:]
     if isinstance(current, list):
         if not step.isdigit() or int(step) >= len(current):
             raise _CannotOverride(f"an item of {dotted(path)}, 0 to {len(current) - 1}", format_value(step))
@@ -222,7 +226,8 @@ def _expand(document: YamlDocument, folder: Path, detect: Detect) -> None:
 
 
 def _expand_cluster(document: YamlDocument, folder: Path, detect: Detect) -> None:
-    cluster, position = document.get(("cluster",)), document.value_position(("cluster",))
+    cluster = document.get(("cluster",))
+    position = document.value_position(("cluster",))
     if not isinstance(cluster, str):
         return
     if cluster == "auto":
@@ -264,7 +269,8 @@ VALIDATION = "validation"
 
 def _expand_streams(document: YamlDocument) -> None:
     """Moves the sources of `data.mix` that are sections to `data.streams`; their weights stay."""
-    mix, validation = document.get(("data", "mix")), document.get(("data", "validation"))
+    mix = document.get(("data", "mix"))
+    validation = document.get(("data", "validation"))
     if isinstance(validation, dict):
         _move_stream(document, ("data", "validation"), VALIDATION, validation)
         document.data["data"]["validation"] = VALIDATION

@@ -25,7 +25,9 @@ class ProofSession:
     """The proofs of the messages of one connection: `sign` in one direction, `accepts` in the other."""
 
     def __init__(self, key: bytes, own: bytes, other: bytes) -> None:
-        self._key, self._own, self._other = key, own, other
+        self._key = key
+        self._own = own
+        self._other = other
         self._sent = self._received = 0
 
     def sign(self, *parts: bytes) -> str:
@@ -44,7 +46,8 @@ class Challenge:
     """The connecting side's part of the proof."""
 
     def __init__(self, key: str, scope: str = "") -> None:
-        self._key, self._scope = key.encode(), scope.encode()
+        self._key = key.encode()
+        self._scope = scope.encode()
         self.nonce = secrets.token_hex(NONCE_BYTES)
 
     def session(self, nonce: object, proof: object) -> ProofSession:

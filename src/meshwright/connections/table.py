@@ -20,7 +20,8 @@ class ConnectionTable(Generic[Connection]):
     """
 
     def __init__(self, limits: ListenerLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limits, self._clock = limits, clock
+        self.limits = limits
+        self._clock = clock
         self._most = limits.most
         self._deadlines: dict[Connection, float] = {}
         self._waiting: dict[Connection, None] = {}

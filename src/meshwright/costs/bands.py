@@ -15,7 +15,8 @@ import numpy as np
 
 COVERED = 0.8
 """Share of runs between the ends of a band."""
-MIN_RUNS, MIN_SOURCES = 20, 3
+MIN_RUNS = 20
+MIN_SOURCES = 3
 """Fewest runs and sources of a class with a band of its own; others take that of a wider class."""
 SOURCE_WEIGHT = 0.35
 """Runs of a source of n runs weigh n^-SOURCE_WEIGHT each: 1 counts sources alike, 0 counts runs alike.
@@ -34,7 +35,7 @@ class RunClass:
     """What decides how well a run is predicted."""
 
     several_hosts: bool
-    mixture: bool
+    moe: bool
     measured_generation: bool
     """Whether constants of its device generation follow many runs."""
     software: Known
@@ -46,7 +47,7 @@ class RunClass:
     def _words(self) -> list[str]:
         return [
             "several hosts" if self.several_hosts else "one host",
-            "mixture" if self.mixture else "dense",
+            "mixture" if self.moe else "dense",
             f"{self.software} software",
             ("measured" if self.measured_generation else "unmeasured") + " generation",
         ]

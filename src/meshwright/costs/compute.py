@@ -1,9 +1,9 @@
 """Seconds of one layer's arithmetic on one device, for one micro-batch.
 
-A matrix product (m, k, n) takes 2 m k n / (peak × share) × (1 + narrow × (1/m + 1/k + 1/n)). The last factor is the roofline's memory
-term: the bytes per FLOP of a product are proportional to the sum of its dimensions' inverses. If the number of multiprocessors is known,
-m n is rounded up to whole waves of tiles. The time of attention follows from its FLOPs at a separate share of the peak, with a window at
-that of another kernel; that of all other operations from their bytes.
+A matmul (m, k, n) takes 2 m k n / (peak × share) × (1 + narrow × (1/m + 1/k + 1/n)). The last factor is the roofline's
+memory term: the bytes per FLOP of a matmul are proportional to the sum of its dimensions' inverses. If the number of
+multiprocessors is known, m n is rounded up to whole waves of tiles. The time of attention follows from its FLOPs at a
+separate share of the peak, with a window at that of another kernel; that of all other operations from their bytes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.device_rates import Machine, expert_products
+from meshwright.costs.device_rates import Machine, expert_matmuls
 from meshwright.workload.arrays import Array
-from meshwright.workload.layer_products import Product, layer_products
+from meshwright.workload.layer_matmuls import Matmul, layer_matmuls
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, Layouts
 from meshwright.workload.model_shape import Shape
 from meshwright.workload.step_shape import StepShape, step_shape
 
 KERNELS_WITH_TAIL = 16.0
-"""Kernels of one layer's forward with a tail effect (matrix products, norms, activation, attention)."""
+"""Kernels of one layer's forward with a tail effect (matmuls, norms, activation, attention)."""
 
 PRICE_OF_ORDER = (64.0, 128.0), (0.16, 0.01)
 """Head sizes, and what a fixed order of its sums adds to attention's backward (`kernels.fixed_order_attention`), relative to it.
@@ -36,7 +36,7 @@ WIDE_HEAD = 192.0
 UNFUSED_SCORE_BYTES = 8.0
 """Bytes moved per score, forward, by attention that a run states to be unfused: those of Megatron-LM's tables."""
 BACKWARD_RATIO = 2.5
-"""Time of fused attention's backward relative to its forward: five products instead of two (Dao et al. 2022)."""
+"""Time of fused attention's backward relative to its forward: five matmuls instead of two (Dao et al. 2022)."""
 QUERY_BLOCK_KEYS = 350.0
 """Keys in whose time attention with a window does what it does once for a block of queries, whatever the window.
 
@@ -48,7 +48,7 @@ NORM_BYTES = 6.0
 A norm reads and writes 8 elements in all if it is fused with a residual sum (`workload.device_work`).
 """
 MISALIGNED_HEAD = 1.35
-"""Slow-down of products and attention if the head size is no multiple of 8."""
+"""Slow-down of matmuls and attention if the head size is no multiple of 8."""
 
 ACTIVATION_BYTES_RATIO = 2 / 3
 """Bytes per element of an expert's activation function, relative to those of dispatch and combine.
@@ -60,9 +60,9 @@ EXPERT_ROUNDING_BYTES = 3.0
 HEAD_ROUNDING_BYTES = 6.0
 """Bytes per weight of the head to round its gradient from fp32 to bf16 (`kernels.loss`)."""
 HEAD_SUM_BYTES = 0.1 * 8.0
-"""Bytes per weight of the head and chunk of logits that its gradient's fp32 sum moves and its product does not hide.
+"""Bytes per weight of the head and chunk of logits that its gradient's fp32 sum moves and its matmul does not hide.
 
-Of 8 bytes the product hides all but a tenth: 24 more chunks took 1.1 ms, not 12 (2026-11-23-levers-one-gpu-H200.jsonl).
+Of 8 bytes the matmul hides all but a tenth: 24 more chunks took 1.1 ms, not 12 (2026-11-23-levers-one-gpu-H200.jsonl).
 """
 OBJECTIVE_LOGITS = 1 / 3
 """Times that log-probabilities read the logits: a loss with its gradient reads them twice and writes them once."""
@@ -80,11 +80,11 @@ ADAPTER_PASSES = 2.4, 3.9
 """Seconds of an adapter in reads of its layer's input and output at full memory rate, forward and backward, mean of A and B.
 
 A reads the input; its backward reads it again and adds to the input's gradient. B adds to the output; its backward reads the output's
-gradient twice. That is 1.5 and 2.5 passes; products so narrow take 1.57 times as long: adapters of rank 16 on all linear layers of
-Llama-3-8B took 47 ms of a step on an H200, and passes at full rate 30 (2026-11-29-lora-2xH200.json).
+gradient twice. That is 1.5 and 2.5 passes; matmuls so narrow take 1.57 times as long: adapters of rank 16 on all linear
+layers of Llama-3-8B took 47 ms of a step on an H200, and passes at full rate 30 (2026-11-29-lora-2xH200.json).
 """
 TILE = 128.0
-"""Tile of a matrix product that one multiprocessor computes at a time; libraries use 64 to 256 (CUTLASS)."""
+"""Tile of a matmul that one multiprocessor computes at a time; libraries use 64 to 256 (CUTLASS)."""
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,17 @@ def elements_in_waves(m: Array, n: Array, multiprocessors: Array, count: Array =
 
 
 @dataclass(frozen=True)
-class ProductRate:
-    """Rate of a device's matrix products in one format."""
+class MatmulRate:
+    """Rate of a device's matmuls in one format."""
 
     flops: Array
-    """FLOP/s of a large product."""
+    """FLOP/s of a large matmul."""
     narrow: Array
     """Smallest dimension at which the time per FLOP doubles."""
     multiprocessors: Array
 
     def seconds(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> Array:
-        """Seconds of `count` equal products (m, inner) × (inner, n) launched together; zero when a dimension is zero."""
+        """Seconds of `count` equal matmuls (m, inner) × (inner, n) launched together; zero when a dimension is zero."""
         inverse_sum = 1 / np.maximum(m, 1.0) + 1 / np.maximum(inner, 1.0) + 1 / np.maximum(n, 1.0)
         result_elements = elements_in_waves(m, n, self.multiprocessors, count)
         return 2 * result_elements * inner / self.flops * (1 + self.narrow * inverse_sum)
@@ -151,18 +151,18 @@ class ForwardBackward:
         return ForwardBackward(self.forward * factor, self.backward * factor)
 
 
-def product_rate(machine: Machine, k: Constants) -> ProductRate:
-    """The rate of products in the machine's format."""
+def matmul_rate(machine: Machine, k: Constants) -> MatmulRate:
+    """The rate of matmuls in the machine's format."""
     format_share = np.choose(
-        np.asarray(machine.product_format, dtype=np.int64),
+        np.asarray(machine.matmul_format, dtype=np.int64),
         np.broadcast_arrays(1.0, k.gemm_low, k.gemm_block, k.gemm_fp4, k.gemm_low * k.gemm_rowwise),
     )
     return _sustained_rate(machine, k, machine.peak, format_share)
 
 
-def _sustained_rate(machine: Machine, k: Constants, peak: Array, format_share: Array = 1.0) -> ProductRate:
+def _sustained_rate(machine: Machine, k: Constants, peak: Array, format_share: Array = 1.0) -> MatmulRate:
     share = np.minimum(k.gemm * format_share / k.slow, machine.sustained)
-    return ProductRate(peak * share, k.narrow, machine.multiprocessors)
+    return MatmulRate(peak * share, k.narrow, machine.multiprocessors)
 
 
 def _misaligned_head_slowdown(shape: Shape) -> Array:
@@ -181,29 +181,28 @@ def layer_times(
     `module_blocks`: 0 leaves the blocks of prediction modules out of `LayerTime.head`.
     """
     step = step_shape(shape, layout)
-    tokens, rate = step.tokens, product_rate(machine, k)
+    tokens = step.tokens
+    rate = matmul_rate(machine, k)
     rate = replace(rate, flops=rate.flops / _misaligned_head_slowdown(shape))
     memory_rate = machine.hbm * k.hbm / k.slow
     tensor_ranks = layout.tensor
-    of_experts = expert_products(machine) if np.any(machine.expert_peak) else machine
+    of_experts = expert_matmuls(machine) if np.any(machine.expert_peak) else machine
     expert_rate = rate
     if of_experts is not machine:
-        expert_rate = product_rate(of_experts, k)
+        expert_rate = matmul_rate(of_experts, k)
         expert_rate = replace(expert_rate, flops=expert_rate.flops / _misaligned_head_slowdown(shape))
-    products = ForwardBackward(0.0, 0.0)
+    matmuls = ForwardBackward(0.0, 0.0)
     wide_rate = _sustained_rate(machine, k, machine.half_peak)
-    for product in layer_products(shape, step, tensor_ranks):
-        if product.role != "router":  # constants were fitted without the router's product
-            if product.role == "adapter":
-                seconds = _adapter_passes(product, memory_rate)
+    for matmul in layer_matmuls(shape, step, tensor_ranks):
+        if matmul.role != "router":  # constants were fitted without the router's matmul
+            if matmul.role == "adapter":
+                seconds = _adapter_passes(matmul, memory_rate)
             else:
-                of_product = expert_rate if product.role == "expert" else rate
-                seconds = of_product.forward_backward(
-                    product.m, product.k, product.n, product.count, frozen=shape.frozen
-                )
-            if product.role == "expert" and not np.any(shape.frozen):
-                seconds += _wide_weight_gradient(product, of_experts, k, expert_rate, wide_rate)
-            products += seconds.times(product.layers)
+                of_matmul = expert_rate if matmul.role == "expert" else rate
+                seconds = of_matmul.forward_backward(matmul.m, matmul.k, matmul.n, matmul.count, frozen=shape.frozen)
+            if matmul.role == "expert" and not np.any(shape.frozen):
+                seconds += _wide_weight_gradient(matmul, of_experts, k, expert_rate, wide_rate)
+            matmuls += seconds.times(matmul.layers)
     core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory_rate)
     unfused = np.where(np.asarray(layout.eager) > 0, EAGER_PASSES, 1.0)
     pass_bytes = k.passes * unfused + NORM_BYTES * shape.added_norms
@@ -218,16 +217,17 @@ def layer_times(
         / tensor_ranks
     )
     quantise_seconds = np.where(
-        machine.product_format > 0,
+        machine.matmul_format > 0,
         tokens * shape.hidden * shape.layers * 8 * k.quantise / memory_rate / tensor_ranks,
         0.0,
     )
     expert_rounding = _expert_rounding(shape, of_experts, k, step) / memory_rate
     tail_seconds = KERNELS_WITH_TAIL * shape.layers * k.tail_us * 1e-6
-    quantise_forward, quantise_backward = quantise_seconds + expert_rounding, 1.5 * quantise_seconds + expert_rounding
-    forward = products.forward + core_forward + pass_seconds + routed_seconds + quantise_forward + tail_seconds
+    quantise_forward = quantise_seconds + expert_rounding
+    quantise_backward = 1.5 * quantise_seconds + expert_rounding
+    forward = matmuls.forward + core_forward + pass_seconds + routed_seconds + quantise_forward + tail_seconds
     backward = (
-        products.backward
+        matmuls.backward
         + core_backward
         + 1.5 * pass_seconds
         + k.moe_back * routed_seconds
@@ -257,22 +257,23 @@ def layer_times(
     projection = wide_rate.forward_backward(tokens / tensor_ranks, 2 * shape.hidden, shape.hidden)
     outside_block = projection.forward + projection.backward + head + embed
     module = (forward + backward + recomputed) / shape.layers * module_blocks + outside_block
-    forward, host = forward * (1 + layout.further_forwards), host * (1 + layout.further_forwards / 2)
+    forward = forward * (1 + layout.further_forwards)
+    host = host * (1 + layout.further_forwards / 2)
     return LayerTime(forward, backward + recomputed, host, head + shape.predictions * module, embed, recomputed)
 
 
-def _adapter_passes(product: Product, memory_rate: Array) -> ForwardBackward:
-    """Seconds of an adapter's A or B: so narrow a product takes as long as its wide side passes through device memory."""
-    seconds = 2.0 * product.m * (product.k + product.n) / memory_rate
+def _adapter_passes(matmul: Matmul, memory_rate: Array) -> ForwardBackward:
+    """Seconds of an adapter's A or B: so narrow a matmul takes as long as its wide side passes through device memory."""
+    seconds = 2.0 * matmul.m * (matmul.k + matmul.n) / memory_rate
     return ForwardBackward(ADAPTER_PASSES[0] * seconds, ADAPTER_PASSES[1] * seconds)
 
 
 def _wide_weight_gradient(
-    product: Product, machine: Machine, k: Constants, rate: ProductRate, wide_rate: ProductRate
+    matmul: Matmul, machine: Machine, k: Constants, rate: MatmulRate, wide_rate: MatmulRate
 ) -> ForwardBackward:
-    """Seconds that weight gradients of experts add in bf16 where other products are in fp8, in this program's engine."""
-    size = product.k, product.m, product.n, product.count
-    in_fp8 = (np.asarray(machine.product_format) > 0) & (np.asarray(k.own_engine) > 0)
+    """Seconds that weight gradients of experts add in bf16 where other matmuls are in fp8, in this program's engine."""
+    size = matmul.k, matmul.m, matmul.n, matmul.count
+    in_fp8 = (np.asarray(machine.matmul_format) > 0) & (np.asarray(k.own_engine) > 0)
     in_fp8 &= np.asarray(machine.wide_gradients) > 0
     return ForwardBackward(0.0, np.where(in_fp8, wide_rate.seconds(*size) - rate.seconds(*size), 0.0))
 
@@ -282,12 +283,12 @@ def _expert_rounding(shape: Shape, machine: Machine, k: Constants, step: StepSha
     gated = 1 + shape.gated
     rows = step.experts * step.expert_rows * (shape.expert_in + (1 + gated) / 2 * shape.expert_ffn)
     matrices = step.experts * (1 + gated) * shape.expert_in * shape.expert_ffn
-    in_fp8 = (np.asarray(machine.product_format) > 0) & (np.asarray(k.own_engine) > 0) & (np.asarray(shape.experts) > 0)
+    in_fp8 = (np.asarray(machine.matmul_format) > 0) & (np.asarray(k.own_engine) > 0) & (np.asarray(shape.experts) > 0)
     return np.where(in_fp8, shape.moe_layers * EXPERT_ROUNDING_BYTES * (rows + matrices), 0.0)
 
 
 def _routed_bytes(shape: Shape, layout: Layouts, k: Constants, per_element: Array) -> Array:
-    """Bytes of element-wise passes over one routed token copy, outside its expert's products.
+    """Bytes of element-wise passes over one routed token copy, outside its expert's matmuls.
 
     They sort and sum its hidden vector (`per_element` bytes for each element), and apply the activation over the expert's
     width. For this program's engine the fitted `per_element` includes the activation.
@@ -307,11 +308,11 @@ def _recomputed(
     forward: Array,
     selective: Array,
     core_seconds: Array,
-    rate: ProductRate,
+    rate: MatmulRate,
 ) -> Array:
     """Device seconds that recompute adds to backward, over all layers."""
-    last_product = shape.dense_layers * rate.seconds(tokens, shape.ffn / layout.tensor, shape.hidden)
-    full = forward - np.where(k.compiled > 0, last_product, 0.0)
+    last_matmul = shape.dense_layers * rate.seconds(tokens, shape.ffn / layout.tensor, shape.hidden)
+    full = forward - np.where(k.compiled > 0, last_matmul, 0.0)
     mode = np.asarray(layout.recompute, dtype=np.int64)
     return np.choose(mode, np.broadcast_arrays(0.0, selective, full - core_seconds, full))
 
@@ -319,7 +320,7 @@ def _recomputed(
 def _attention_core(
     shape: Shape, machine: Machine, layout: Layouts, k: Constants, tokens: Array, memory_rate: Array
 ) -> tuple[Array, Array]:
-    """Seconds of attention's two products, forward and backward, over all layers.
+    """Seconds of attention's two matmuls, forward and backward, over all layers.
 
     Fused attention computes the causal half of the scores. Unfused attention computes all of them, through device memory. Layers with a
     window have FlashAttention or flex attention, the latter where sums have a fixed order, which its sums have in any case, and where
@@ -352,7 +353,8 @@ def _attention_core(
         return flops / rate * k.slow * small_heads * _misaligned_head_slowdown(shape)
 
     by_flash = layout.flash_windows * k.flash_windows
-    flash_layers, flash_scores = by_flash * shape.flash_layers, by_flash * shape.flash_scores
+    flash_layers = by_flash * shape.flash_layers
+    flash_scores = by_flash * shape.flash_scores
     flex = windowed_seconds(
         1 - shape.full_attention - flash_layers,
         shape.windowed_scores - flash_scores,

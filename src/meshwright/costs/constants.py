@@ -23,7 +23,8 @@ FILE = Path(__file__).with_name("constants.yaml")
 OWN_FILE = Path(__file__).with_name("own.yaml")
 OWN = "meshwright"
 """The name of this program's own stack."""
-MEASURED_GENERATION, MEASURED_CHIP = "hopper", "H200"
+MEASURED_GENERATION = "hopper"
+MEASURED_CHIP = "H200"
 """The generation and the chip of this program's own runs."""
 
 
@@ -33,21 +34,21 @@ class Constants:
 
     # Of the GPU generation.
     gemm: Array
-    """Share of the bf16 peak that a large matrix product reaches."""
+    """Share of the bf16 peak that a large matmul reaches."""
     gemm_low: Array
-    """Share that fp8 products reach of the fp8 peak, relative to `gemm`."""
+    """Share that fp8 matmuls reach of the fp8 peak, relative to `gemm`."""
     gemm_block: Array
     """Share for block-scaled fp8, relative to `gemm`."""
     gemm_fp4: Array
     """Share for fp4, relative to `gemm`."""
     attention: Array
-    """Share of the bf16 peak that attention's two products reach."""
+    """Share of the bf16 peak that attention's two matmuls reach."""
     hbm: Array
     """Share of memory bandwidth that element-wise passes reach."""
     link: Array
     """Share of link bandwidth that a collective inside a domain reaches."""
     narrow: Array
-    """Width of a product's smallest dimension at which its time per FLOP doubles."""
+    """Width of a matmul's smallest dimension at which its time per FLOP doubles."""
     tail_us: Array
     """Device time lost at the end of each kernel, microseconds."""
     # Of the software stack.
@@ -60,7 +61,7 @@ class Constants:
     scores: Array
     """Bytes moved per attention score, forward (0: fused attention)."""
     quantise: Array
-    """Bytes moved per element to cast a product's inputs to a narrow format."""
+    """Bytes moved per element to cast a matmul's inputs to a narrow format."""
     host_us: Array
     """Host time of one layer, forward and backward, of one micro-batch, microseconds."""
     host_tensor_us: Array
@@ -112,14 +113,14 @@ class Constants:
     sync_ms: Array
     """Time that each doubling of the number of nodes adds to a step, milliseconds."""
     moe_yearly: Array
-    """Yearly speed-up, as `yearly`, of routing outside matrix products."""
+    """Yearly speed-up, as `yearly`, of routing outside matmuls."""
     moe_us: Array
     """Host time that each expert of a rank adds to a layer, microseconds."""
     moe_passes: Array
     """Bytes of permuting and combining per routed token and hidden element; own engine: with the activation."""
     # Of this program's own engine; for published runs the defaults switch these terms off.
     gemm_rowwise: Array = 0.92
-    """Rate of an fp8 product with scales per row, relative to one scale per tensor.
+    """Rate of an fp8 matmul with scales per row, relative to one scale per tensor.
 
     Own engine: measured 0.485 over 0.471 s (benchmarks/results/2026-11-23-levers-one-gpu-H200.jsonl).
     """
@@ -154,7 +155,7 @@ class Constants:
     """Bytes of device memory moved by a layer's exchanges between tensor ranks, per token and hidden element.
 
     A gather of several sequences by kernels delivers them ordered by rank, so they are reordered, and back before the scatter.
-    Own engine: from two runs of Llama-3-8B on 2 H200s, the time beyond products and communication
+    Own engine: from two runs of Llama-3-8B on 2 H200s, the time beyond matmuls and communication
     (benchmarks/results/2026-11-22-tensor-2xH200.json and 2026-11-22-tensor-fsdp-2xH200.json, `tp2-fsdp`).
     """
     copy_engine_tokens: Array = 0.9
@@ -175,16 +176,16 @@ class Constants:
     """
     packing: Array = 1.0
     """Share of device memory bandwidth at which dense gradients are packed into the reduction buffer (`kernels.pack`)."""
-    product_sums: Array = 1.0
-    """Bytes moved if a product accumulates its gradient, relative to a separate pass over both.
+    matmul_sums: Array = 1.0
+    """Bytes moved if a matmul accumulates its gradient, relative to a separate pass over both.
 
-    Own engine: the product reads and writes the sum but no separate gradient, 6 of 10 bytes. An accumulating product took as
-    long as a plain product (docs/design/executor.md).
+    Own engine: the matmul reads and writes the sum but no separate gradient, 6 of 10 bytes. An accumulating matmul took
+    as long as a plain matmul (docs/design/executor.md).
     """
     side_copies: Array = 0.0
     """Slow-down of compute by copies on another stream, relative to their time: both use the same device memory."""
     logit_bytes: Array = 16.0
-    """Bytes moved per logit by the loss, without the head's products.
+    """Bytes moved per logit by the loss, without the head's matmuls.
 
     Own engine: 6, of which the kernel moves 0.95 as many per second as a copy (`kernels.loss_triton`).
     """
@@ -235,11 +236,11 @@ class Constants:
     compiled: Array = 0.0
     """1 if a recomputed block is compiled as one graph.
 
-    `full` then omits the last product, whose result no gradient needs. `selective` repeats the element-wise passes but not
-    attention.
+    `full` then omits the last matmul, whose result no gradient needs. `selective` repeats the element-wise passes but
+    not attention.
     """
     ragged_vocab: Array = 1.0
-    """Slow-down of a head without padding whose vocabulary is no multiple of 8, so that its products run unaligned."""
+    """Slow-down of a head without padding whose vocabulary is no multiple of 8, so that its matmuls run unaligned."""
     scatter_bytes: Array = 2.0
     """Bytes per gradient element of a reduce-scatter in the closed form; the simulator uses the plan's dtype."""
     net_sum: Array = 1.0
@@ -287,7 +288,8 @@ def constants(generation: str, stack: str, values: dict[str, Any] | None = None)
     Values measured for this stack on this generation override those of the generation and of the stack.
     """
     values = values or table()
-    generations, stacks = values["generations"], values["stacks"]
+    generations = values["generations"]
+    stacks = values["stacks"]
     defaults = {**generations["default"], **stacks["default"]}
     measured = values.get("measured", {}).get(stack, {}).get(generation, {})
     shared = stacks.get(parent_of(stack), {})
@@ -308,14 +310,16 @@ def is_measured(generation: str, stack: str = OWN) -> bool:
 def unmeasured_chip_constants(chip: Chip) -> dict[str, float]:
     """Constants of this program's own engine on a chip without own runs; they replace those of the generation.
 
-    Products reach the same share of the chip's fastest measured product as on the measured chip, and at most the best quartile of
-    published runs on the generation. Links reach the share of the generation's runs, and at most that of own runs.
+    Matmuls reach the same share of the chip's fastest measured matmul as on the measured chip, and at most the best
+    quartile of published runs on the generation. Links reach the share of the generation's runs, and at most that of
+    own runs.
     """
     values = table()
     own = values["measured"][OWN][MEASURED_GENERATION]
     generation = {**values["generations"]["default"], **values["generations"].get(chip.generation, {})}
-    best, measured_best = _best_share(chip), _best_share(CHIPS[MEASURED_CHIP])
-    assert measured_best is not None, "the chip of own runs has a measured product rate"
+    best = _best_share(chip)
+    measured_best = _best_share(CHIPS[MEASURED_CHIP])
+    assert measured_best is not None, "the chip of own runs has a measured matmul rate"
     relative = own["gemm"] / measured_best
     return {
         "gemm": min(relative * (best or generation["gemm"]), values["best_quartile"].get(chip.generation, 1.0)),
@@ -325,7 +329,7 @@ def unmeasured_chip_constants(chip: Chip) -> dict[str, float]:
 
 
 def _best_share(chip: Chip) -> float | None:
-    """Share of the bf16 peak that the fastest measured product reaches; None without a measurement."""
+    """Share of the bf16 peak that the fastest measured matmul reaches; None without a measurement."""
     return chip.best_bf16_flops / chip.peak_flops["bf16"] if chip.best_bf16_flops else None
 
 

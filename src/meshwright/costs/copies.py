@@ -36,10 +36,8 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     # Without a buffer the cast writes the weights that compute reads.
     casts_in_place = unsharded & (k.lone_copies == 0)
     end_parameters = shape.end_params / layout.tensor
-    block_parameters, expert_parameters = (
-        shape.inner_dense_params / layout.tensor,
-        shape.inner_expert_params / np.maximum(layout.expert, 1.0),
-    )
+    block_parameters = shape.inner_dense_params / layout.tensor
+    expert_parameters = shape.inner_expert_params / np.maximum(layout.expert, 1.0)
     parameters = block_parameters + expert_parameters + end_parameters
 
     gathered_bytes = (
@@ -48,8 +46,8 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     cast = MASTER_READ + gathered_bytes
     copy_out = np.where(casts_in_place, cast, 2 * gathered_bytes + k.side_copies * cast / layout.shards)
 
-    by_products = np.where(machine.product_format > 0, 1.0, k.product_sums)
-    accumulate = ACCUMULATE * (block_parameters * by_products + expert_parameters + end_parameters) / parameters
+    by_matmuls = np.where(machine.matmul_format > 0, 1.0, k.matmul_sums)
+    accumulate = ACCUMULATE * (block_parameters * by_matmuls + expert_parameters + end_parameters) / parameters
     padded = COPY_IN * (1 + (1 / k.packing - 1) * (1 - expert_parameters / parameters))
     # Only a first gradient is cast. The sum of several becomes the shard's gradient as it is.
     in_place = np.where(casts_in_place & accumulates, np.where(reduces_once, 0.0, accumulate), COPY_IN)
@@ -61,7 +59,8 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     copy_in = np.where(unsharded, in_place, padded) + k.side_copies * on_side_stream
 
     # Frozen weights have no gradients; one rank computes with them where they are, several gather them.
-    copy_in, accumulate = copy_in * shape.trained, accumulate * shape.trained
+    copy_in = copy_in * shape.trained
+    accumulate = accumulate * shape.trained
     copy_out = copy_out * np.where(unsharded, shape.trained, 1.0)
     gathers = 2.0 - layout.keep_gathered
     gathers_once = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)

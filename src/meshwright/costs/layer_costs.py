@@ -28,7 +28,7 @@ from meshwright.workload.step_shape import step_shape
 RING_EXPOSED = 0.5
 """Share of a context ring's messages that attention does not hide: a guess."""
 PAIRED_SHARE = 3 / 4
-"""Share of the exchanges of two micro-batches together that overlap with products of the other one.
+"""Share of the exchanges of two micro-batches together that overlap with matmuls of the other one.
 
 Of the four in a forward, and in a backward, the last overlaps only with the sum of a token's rows (`parallel.paired_blocks`).
 """
@@ -89,7 +89,8 @@ def exposed_seconds(traffic: Array, compute: Array, tax: Array) -> Array:
 
 def _smooth_maximum(first: Array, second: Array) -> Array:
     """A smooth maximum: if device and host take about equally long, each sometimes waits for the other."""
-    high, low = np.maximum(first, second), np.minimum(first, second)
+    high = np.maximum(first, second)
+    low = np.minimum(first, second)
     ratio = low / np.maximum(high, 1e-12)
     square = ratio * ratio
     return high * np.sqrt(np.sqrt(1 + square * square))
@@ -165,7 +166,8 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     exchange = message.count * all_to_all(group, k, machine, message.bytes, sent_once) * layout.imbalance
     exchange = exchange * layout.exchanged_share
     # Half of the messages are dispatches: one for each forward, repeats by recompute included, and one for each layer's backward.
-    forwards, exchanges = message.count / 2 - shape.moe_layers, (layout.expert > 1) & (layout.exchanged_share > 0)
+    forwards = message.count / 2 - shape.moe_layers
+    exchanges = (layout.expert > 1) & (layout.exchanged_share > 0)
     count_seconds = k.own_engine * forwards * (all_to_all(group, k, machine, 0.0) + COUNT_SYNC_US * 1e-6) * exchanges
     paired = np.asarray(layout.paired) > 0
     hidden = np.where(paired, PAIRED_SHARE, np.asarray(layout.exchange_overlaps) > 0)
@@ -179,7 +181,7 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
 
 
 def _expert_launches(shape: Shape, layout: Layouts, k: Constants) -> Array:
-    """Device idle seconds while the host launches the products of local experts, after it received their sizes."""
+    """Device idle seconds while the host launches the matmuls of local experts, after it received their sizes."""
     local = shape.experts / np.maximum(layout.expert, 1.0)
     return shape.moe_layers * local * k.moe_us * 1e-6 * layout.host_sizes
 

@@ -26,10 +26,12 @@ FORMATS = {
     "nvfp4": FOUR_BIT,
     "mxfp4": FOUR_BIT,
 }
-"""Number format of matrix products → Machine.product_format. Only serving costs, which read the peak alone, have int8."""
+"""Number format of matmuls → Machine.matmul_format. Only serving costs, which read the peak alone, have int8."""
 KERNEL_US = 10.0
 """Microseconds that a CPU spends per operation outside its arithmetic and bytes: a guess."""
-GUESSED_BAND, MEASURED_BAND, CORRECTED_BAND = (-1.1, 1.1), (-0.3, 0.9), (-0.2, 0.2)
+GUESSED_BAND = (-1.1, 1.1)
+MEASURED_BAND = (-0.3, 0.9)
+CORRECTED_BAND = (-0.2, 0.2)
 """Logarithms of the ends of the 80% band: device rates guessed, measured, or corrected by a run on the device."""
 
 
@@ -85,7 +87,8 @@ def hand_set_band(cluster: ClusterSpec) -> tuple[float, float] | None:
 
 def fast_domain(cluster: ClusterSpec) -> int:
     """Devices connected by fast links: the network's `domain`, else a node's devices, or more if the chip's links span nodes."""
-    chip, per_node = chip_of(cluster), cluster.gpus_per_node
+    chip = chip_of(cluster)
+    per_node = cluster.gpus_per_node
     stated = cluster.network.domain if cluster.network else None
     return stated or (max(per_node, chip.domain) if chip and per_node == chip.per_node else per_node)
 
@@ -99,7 +102,7 @@ def network_rates(cluster: ClusterSpec) -> tuple[float, float]:
 
 
 def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
-    """The rates of `cluster`, for products in `number_format`.
+    """The rates of `cluster`, for matmuls in `number_format`.
 
     Raises BadInput for a chip that is not in the table, a format that a chip lacks, or groups with more nodes than the cluster.
     """
@@ -112,7 +115,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
     return Machine(
         peak=min(chip.peak_flops[number_format] for chip in chips),
         half_peak=min(_half_peak(chip, number_format) for chip in chips),
-        product_format=FORMATS[number_format],
+        matmul_format=FORMATS[number_format],
         hbm=min(chip.hbm for chip in chips),
         memory=min([stated_memory or first_chip.memory_bytes, *other_memories]),
         link=link,
@@ -198,7 +201,7 @@ def _chips(cluster: ClusterSpec, number_format: str) -> list[Chip]:
         chip = _chip(cluster, name)
         if number_format not in FORMATS or number_format not in chip.peak_flops:
             available = ", ".join(name for name in chip.peak_flops if name in FORMATS)
-            raise BadInput(f"cluster.gpu: {name} has no {number_format} products; it has {available}")
+            raise BadInput(f"cluster.gpu: {name} has no {number_format} matmuls; it has {available}")
         chips.append(chip)
     return chips
 
@@ -214,7 +217,7 @@ def _chip(cluster: ClusterSpec, name: str) -> Chip:
 
 
 def _half_peak(chip: Chip, number_format: str) -> float:
-    """Peak rate of attention and head: in 16 bit if products are narrower, else in the format of the products."""
+    """Peak rate of attention and head: in 16 bit if matmuls are narrower, else in the format of the matmuls."""
     if number_format in ("fp32", "fp64"):
         return chip.peak_flops[number_format]
     return chip.half_peak

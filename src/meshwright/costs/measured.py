@@ -21,7 +21,7 @@ from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import host_share
 from meshwright.spec.blocks.attention import window_by_flash
 from meshwright.spec.chips import CHIPS, Chip
-from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime
+from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, MatmulTime
 from meshwright.workload.model_shape import computed_span
 
 RATE_OF_UNMEASURED_FORMAT = {"fp64": ("fp32", 0.5), "bf16": ("fp32", 1.0), "fp16": ("bf16", 1.0)}
@@ -78,12 +78,12 @@ def _fits(profile: MachineProfile, number_format: str, defaults: tuple[float, ..
     entries = [entry for entry in profile.products if entry.format == measured_format]
     fitted: dict[str, MeasuredFit] = {}
     if entries:
-        fitted["matrix products"] = _fit_products(entries, chip, chip.peak_flops[measured_format], profile)
-        narrow, gemm = (fitted["matrix products"].values[name] for name in ("narrow", "gemm"))
+        fitted["matmuls"] = _fit_matmuls(entries, chip, chip.peak_flops[measured_format], profile)
+        narrow, gemm = (fitted["matmuls"].values[name] for name in ("narrow", "gemm"))
         if fp8_entries := [entry for entry in profile.products if entry.format == "fp8"]:
-            fitted["fp8 products"] = _fit_fp8_products(fp8_entries, chip, gemm, narrow)
+            fitted["fp8 matmuls"] = _fit_fp8_matmuls(fp8_entries, chip, gemm, narrow)
     elif profile.corrections:
-        fitted["matrix products"] = MeasuredFit({"slow": slow * correction(profile)}, 0, 0.0)
+        fitted["matmuls"] = MeasuredFit({"slow": slow * correction(profile)}, 0, 0.0)
     if attention_entries := [entry for entry in profile.attention if entry.format == measured_format]:
         fitted["attention"] = _fit_attention(attention_entries, chip.peak_flops[measured_format], *attention_rates)
     fitted |= _fit_memory(profile, chip)
@@ -172,7 +172,7 @@ def _measured_format(profile: MachineProfile, number_format: str) -> str:
     return "bf16" if "bf16" in measured else measured[0]
 
 
-def _fit_products(entries: Sequence[ProductTime], chip: Chip, peak: float, profile: MachineProfile) -> MeasuredFit:
+def _fit_matmuls(entries: Sequence[MatmulTime], chip: Chip, peak: float, profile: MachineProfile) -> MeasuredFit:
     """Fits `gemm` and `narrow`: seconds × peak ÷ FLOPs = 1/gemm + narrow/gemm × the sum of the dimensions' inverses."""
     relative = np.array([entry.seconds * peak / _flops_in_waves(entry, chip) for entry in entries])
     inverses = np.array([1 / entry.m + 1 / entry.k + 1 / entry.n for entry in entries])
@@ -181,7 +181,7 @@ def _fit_products(entries: Sequence[ProductTime], chip: Chip, peak: float, profi
     return MeasuredFit(values, len(entries), residual)
 
 
-def _fit_fp8_products(entries: Sequence[ProductTime], chip: Chip, gemm: float, narrow: float) -> MeasuredFit:
+def _fit_fp8_matmuls(entries: Sequence[MatmulTime], chip: Chip, gemm: float, narrow: float) -> MeasuredFit:
     """Fits `gemm_low`, with `narrow` from the wider format."""
     relative = np.array([entry.seconds * chip.peak_flops["fp8"] / _flops_in_waves(entry, chip) for entry in entries])
     factor = np.array([1 + narrow * (1 / entry.m + 1 / entry.k + 1 / entry.n) for entry in entries])
@@ -189,8 +189,8 @@ def _fit_fp8_products(entries: Sequence[ProductTime], chip: Chip, gemm: float, n
     return MeasuredFit({"gemm_low": 1 / (constant * gemm)}, len(entries), residual)
 
 
-def _flops_in_waves(entry: ProductTime, chip: Chip) -> float:
-    """FLOPs of a product rounded up to whole waves of tiles, as in the cost model."""
+def _flops_in_waves(entry: MatmulTime, chip: Chip) -> float:
+    """FLOPs of a matmul rounded up to whole waves of tiles, as in the cost model."""
     return 2.0 * entry.k * float(elements_in_waves(entry.m, entry.n, chip.multiprocessors))
 
 
@@ -265,7 +265,8 @@ def _fit_links(profile: MachineProfile, chip: Chip, start: float, link: float) -
     fitted: dict[str, MeasuredFit] = {}
     if inside:
         fitted["links inside a node"] = fit = _fit_node_links(inside, chip.link, start, link)
-        start, link = fit.values["start_us"] * 1e-6, fit.values["link_us"] * 1e-6
+        start = fit.values["start_us"] * 1e-6
+        link = fit.values["link_us"] * 1e-6
     if across:
         fitted["network"] = fit = _fit_network(across, chip.nic, start, link)
         sums = [entry for entry in profile.collectives if entry.nodes > 1 and entry.op == "all_reduce"]
@@ -290,7 +291,8 @@ def _fit_node_links(entries: Sequence[CollectiveTime], reference: float, start: 
         (seconds_per_byte, latency_factor), residual = _nonnegative_fit(
             np.stack([wire, np.full_like(hops, default_latency)], axis=1), seconds
         )
-        start, link = latency_factor * start, latency_factor * link
+        start = latency_factor * start
+        link = latency_factor * link
     values = {"link": 1 / (seconds_per_byte * reference), "start_us": start * 1e6, "link_us": link * 1e6}
     return MeasuredFit(values, len(entries), residual)
 
@@ -369,7 +371,8 @@ def _nonnegative_fit(
     The fit tries every subset of at most three columns, with zero for the others. The first column is in every subset.
     """
     weights = 1 / (seconds if scale is None else scale)
-    target, weighted = seconds * weights, columns * weights[:, None]
+    target = seconds * weights
+    weighted = columns * weights[:, None]
     best: tuple[float, NDArray[np.float64]] | None = None
     optional_columns = range(1, columns.shape[1])
     for size in range(columns.shape[1]):

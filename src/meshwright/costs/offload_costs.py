@@ -18,7 +18,8 @@ from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
-HOST_SHARE, HOST_SHARE_DEVICES = 20 / 55, 8
+HOST_SHARE = 20 / 55
+HOST_SHARE_DEVICES = 8
 """Share of its host link that a device reaches while all devices of the node copy, and the number of devices of that node.
 
 Measured on 8×H200: 19.7 and 20.5 of 55 GB/s, limited by host memory. Fewer devices reach more, up to the full link: a guess.
@@ -30,14 +31,16 @@ GRADIENT_BYTES = 4.0
 UNITS_GATHERED = 2
 """Units whose weights are updated before the first of them computes: it and the next one, which is gathered meanwhile."""
 
-BOTH_WAYS, BOTH_WAYS_ALONE = 12.9 / 55, 48.9 / 55
+BOTH_WAYS = 12.9 / 55
+BOTH_WAYS_ALONE = 48.9 / 55
 """Share of the host link in each direction while copies run in both directions: of eight devices, and of a single device.
 
 Measured on H200: 12.9 of 55 GB/s each way when eight copy. Alone 43.5 GB/s on a host whose link has 50 one way; 46.7, 49.0, 49.6 and
 50.3 GB/s in the updates of four offloaded runs on others (2026-11-22-offload-H200.json, 2026-11-27-offload-H200.json).
 """
 
-CHUNK_LAUNCH_US, BLOCK_LAUNCH_US = 455.0, 3_100.0
+CHUNK_LAUNCH_US = 455.0
+BLOCK_LAUNCH_US = 3_100.0
 """Microseconds of the host to launch a chunk's copies and update, and a block's forward and the rest of its updates.
 
 In a block several tensors end inside chunks, and each of them is updated by a kernel of its own. Set by hand on two runs of Llama 3 with
@@ -128,7 +131,8 @@ def host_optimizer(
     `units`: equal ones, in their order. All updates take `sweep` seconds of compute. `staging` bytes are fetched before the update; these
     copies and those to the host have the whole step, of `compute` seconds.
     """
-    copies, fetched_before = owned * state_bytes / rate_both_ways(machine), staging / rate_both_ways(machine)
+    copies = owned * state_bytes / rate_both_ways(machine)
+    fetched_before = staging / rate_both_ways(machine)
     hidden = forward * (1 - np.minimum(UNITS_GATHERED, units) / units)
     exposed = np.maximum(copies - fetched_before - hidden, copies - compute)
     return np.maximum(exposed, sweep)

@@ -49,7 +49,8 @@ from meshwright.workload.model_shape import Shape, shape_of
 
 STACK = OWN
 """The stack whose constants price a plan."""
-LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S = 19.8, 9.9
+LOOPBACK_GB_PER_S = 19.8
+LOOPBACK_PORT_GB_PER_S = 9.9
 """Bandwidth of an emulated node if the cluster gives none, in total and per rank.
 
 NCCL's all-reduces over loopback between nodes of one and of two H200s (benchmarks/fit_own.py).
@@ -70,7 +71,7 @@ class PlanTime:
 
 @dataclass(frozen=True)
 class Pricing:
-    """Inputs of the cost model for one plan, with matrix products in the format of most of its blocks."""
+    """Inputs of the cost model for one plan, with matmuls in the format of most of its blocks."""
 
     shape: Shape
     machine: Machine
@@ -113,9 +114,10 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     On heterogeneous nodes they are those of the slowest pipeline rank; `simulator.slow_nodes` computes each rank's. Raises
     BadInput if the node groups contradict the cluster.
     """
-    compute, cluster = plan.precision.compute, as_nodes(cluster)
+    compute = plan.precision.compute
+    cluster = as_nodes(cluster)
     if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
-        machine_of(cluster, format_of_products(plan.precision, cluster))  # raises if the groups are invalid
+        machine_of(cluster, matmul_dtype(plan.precision, cluster))  # raises if the groups are invalid
         cluster = slowest_rank_cluster(cluster, Layout.of(plan, cluster.gpus_per_node))
     chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
@@ -129,10 +131,10 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
 
     def pricing_for(linear: Linear) -> Pricing:
         uniform = replace(plan, precision=replace(plan.precision, linear=linear))
-        product_format = format_of_products(uniform.precision, cluster)
-        measured, machine = with_measurements(k, _cached_machine(cluster, product_format), cluster, product_format)
-        if product_format == "fp8" and linear == "fp8_rowwise":
-            machine = replace(machine, product_format=ROWWISE)
+        matmul_format = matmul_dtype(uniform.precision, cluster)
+        measured, machine = with_measurements(k, _cached_machine(cluster, matmul_format), cluster, matmul_format)
+        if matmul_format == "fp8" and linear == "fp8_rowwise":
+            machine = replace(machine, matmul_format=ROWWISE)
         return Pricing(shape, machine, layout_of(model, train, uniform), measured)
 
     most_frequent, *other_formats = _formats(model, plan)
@@ -140,8 +142,8 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
 
 
 @lru_cache(maxsize=64)  # its cost grows with the number of nodes
-def _cached_machine(cluster: ClusterSpec, product_format: str) -> Machine:
-    return machine_of(cluster, product_format)
+def _cached_machine(cluster: ClusterSpec, matmul_format: str) -> Machine:
+    return machine_of(cluster, matmul_format)
 
 
 def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
@@ -157,9 +159,9 @@ def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
     ]
 
 
-def format_of_products(precision: Precision, cluster: ClusterSpec) -> str:
-    """Format that prices the blocks' matrix products; a CPU emulates fp8 in its compute dtype."""
-    return precision.compute if cluster.is_cpu else precision.products
+def matmul_dtype(precision: Precision, cluster: ClusterSpec) -> str:
+    """Format that prices the blocks' matmuls; a CPU emulates fp8 in its compute dtype."""
+    return precision.compute if cluster.is_cpu else precision.matmuls
 
 
 def as_nodes(cluster: ClusterSpec) -> ClusterSpec:
@@ -203,7 +205,7 @@ def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, floa
         ), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
     run_class = RunClass(
         several_hosts=cluster.nodes > 1,
-        mixture=plan.experts is not None,
+        moe=plan.experts is not None,
         measured_generation=True,
         software="measured" if is_measured(generation) else "related",
     )
@@ -224,12 +226,12 @@ def missing_features(cluster: ClusterSpec, plan: Plan) -> list[str]:
     if experts_over(plan) > 1:
         features.append("expert ranks")
     elif plan.experts:
-        features.append("mixtures of experts")
+        features.append("MoE models")
     features += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
     copied = plan.gather_transport == "copy_engine" and shard_size(plan) > 1
     features += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []
     has_fp8 = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
-    features += ["fp8 products"] if has_fp8 else []
+    features += ["fp8 matmuls"] if has_fp8 else []
     return features + (["several hosts"] if cluster.nodes > 1 else [])
 
 

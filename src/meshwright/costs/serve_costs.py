@@ -19,7 +19,7 @@ from meshwright.costs.serve_constants import usual_constants
 from meshwright.costs.serve_work import DeviceWork, device_work
 from meshwright.costs.serving_software import (
     ServingSoftware,
-    product_format,
+    matmul_format,
     software_constants,
     software_exchange,
     software_table,
@@ -46,7 +46,8 @@ from meshwright.workload.cache_size import (
 
 OTHER_BYTES = 1 << 30
 """Memory of a GPU that neither weights, cache nor a step take: the driver's context and graphs."""
-SUM_SECONDS, RANK_SECONDS = 7.1e-6, 1.6e-6
+SUM_SECONDS = 7.1e-6
+RANK_SECONDS = 1.6e-6
 """Latency of a sum over two tensor ranks' fast links, and the latency that each further rank adds.
 
 NCCL's on H200s in a CUDA graph. A CPU's is longer, but short beside its steps.
@@ -100,16 +101,18 @@ class ServeCosts:
         profile: EngineProfile | None = None,
         software: ServingSoftwareName | ServingSoftware | None = None,
     ) -> None:
-        self.model, self.cluster = model, cluster
+        self.model = model
+        self.cluster = cluster
         self.software = software_table().software[software] if isinstance(software, str) else software
         """The constants of another server; None for this program's engine."""
-        self.quantisation, self.settings = quantisation or Quantisation(), settings or EngineSettings()
+        self.quantisation = quantisation or Quantisation()
+        self.settings = settings or EngineSettings()
         self.profile = None if self.software else profile or _profile_of(model, cluster, self.quantisation)
         """The measurement that the constants are from."""
         chip = _known_chip(cluster)
         weights = self.quantisation.weights
-        products = "bf16" if cluster.is_cpu else product_format(chip, weights)
-        self._machine, self._k = _rates(cluster, chip, products)
+        matmuls = "bf16" if cluster.is_cpu else matmul_format(chip, weights)
+        self._machine, self._k = _rates(cluster, chip, matmuls)
         measured = self.profile is not None and (self.profile.weights, self.profile.kv_cache) == (
             weights,
             self.quantisation.kv_cache,
@@ -117,7 +120,7 @@ class ServeCosts:
         experts = self.quantisation.experts or weights
         expert_peak = number(self._machine.peak)
         if experts != weights:
-            expert_peak = number(machine_of(cluster, product_format(chip, experts)).peak)
+            expert_peak = number(machine_of(cluster, matmul_format(chip, experts)).peak)
         if self.software is not None:
             self.constants = software_constants(
                 self.software, device_work(model), self._machine, chip, self.quantisation, expert_peak
@@ -188,7 +191,8 @@ class ServeCosts:
 
     def _blocks(self, work: DeviceWork, rank: ModelSpec, token_budget: int) -> int:
         """Blocks of one group's cache, by the engine's formula."""
-        settings, step_tokens = self.settings, token_budget + self.settings.sequences
+        settings = self.settings
+        step_tokens = token_budget + self.settings.sequences
         if self.cluster.is_cpu:
             total = self.cluster.memory_bytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             available = HOST_SHARE * total
@@ -197,14 +201,16 @@ class ServeCosts:
             other = self.profile.other_bytes if self.profile is not None else OTHER_BYTES
             activations = activation_bytes(rank, self._items, settings.sequences, step_tokens)
             available = device_cache_bytes(total - work.stored_bytes - other, total, activations)
-        groups, size = layer_groups(rank), settings.tokens_per_block
+        groups = layer_groups(rank)
+        size = settings.tokens_per_block
         sizes = [bytes_per_block(group, size, self._item_sizes()["cache_item"]) for group in groups]
         room = CacheRoom(self.context, settings.sequences, step_tokens, size)
         blocks = room.blocks_within(available, groups, sizes)
         needed = most_blocks(self.context, 1, size)
         if blocks < needed:
             if available <= 0:
-                weights, memory = work.stored_bytes / 2**30, total / 2**30
+                weights = work.stored_bytes / 2**30
+                memory = total / 2**30
                 raise OutOfResources(f"the weights take {weights:.1f} GiB of a device, which has {memory:.1f} GiB")
             bytes_needed = sum(map(math.prod, zip(room.group_blocks(groups, needed), sizes, strict=True)))
             raise OutOfResources(
@@ -215,7 +221,9 @@ class ServeCosts:
 
     def _exchange(self, tensor: int, expert: int) -> ExchangeTime:
         """All-reduces over the tensor ranks, and the tokens' way to experts of other groups and back."""
-        machine, k, spec = self._machine, self._k, self.model
+        machine = self._machine
+        k = self._k
+        spec = self.model
         token_bytes = float(spec.hidden * self._items)
         if self.software is not None:
             sums = 2 * spec.layers if tensor > 1 else 0
@@ -255,9 +263,9 @@ def _known_chip(cluster: ClusterSpec) -> Chip:
     return chip
 
 
-def _rates(cluster: ClusterSpec, chip: Chip, products: str) -> tuple[Machine, Constants]:
+def _rates(cluster: ClusterSpec, chip: Chip, matmuls: str) -> tuple[Machine, Constants]:
     constants = at_release(constant_arrays([(chip.generation, STACK)]), np.zeros(1))
-    k, machine = with_measurements(constants, machine_of(cluster, products), cluster, products)
+    k, machine = with_measurements(constants, machine_of(cluster, matmuls), cluster, matmuls)
     return machine, k
 
 

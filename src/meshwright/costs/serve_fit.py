@@ -30,7 +30,8 @@ LEAST_SECONDS = 1e-9
 """A fixed time of a fit is at least this, as its logarithm is fitted."""
 PRIOR_WEIGHT = 0.02
 """Weight of a constant's logarithmic distance from its start beside relative errors: it decides what no step does."""
-ROUNDS, DAMPING = 40, 1e-3
+ROUNDS = 40
+DAMPING = 1e-3
 
 
 class ServeFit(NamedTuple):
@@ -127,12 +128,14 @@ def _factors(errors: Sequence[tuple[int, float]]) -> tuple[StepFactor, ...]:
 
 def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
     """A local minimum of the sum of squares, by the method of Levenberg and Marquardt with differences for derivatives."""
-    point, damping = start, DAMPING
+    point = start
+    damping = DAMPING
     values = residuals(point)
     for _ in range(ROUNDS):
         width = 1e-5
         slopes = np.stack([(residuals(point + width * unit) - values) / width for unit in np.eye(len(point))], axis=1)
-        curvature, gradient = slopes.T @ slopes, slopes.T @ values
+        curvature = slopes.T @ slopes
+        gradient = slopes.T @ values
         for _ in range(ROUNDS):
             step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
             tried = residuals(point - step)
@@ -141,7 +144,9 @@ def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], start: np.ndar
             damping *= 4
         else:
             return point
-        point, values, damping = point - step, tried, damping / 4
+        point = point - step
+        values = tried
+        damping = damping / 4
         if np.abs(step).max() < 1e-6:
             break
     return point

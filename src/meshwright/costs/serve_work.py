@@ -22,7 +22,9 @@ ROUNDED_MODULES = ("qkv", "out", "gate_up", "up", "down", "q", "kv_down")
 """Linear layers of a block that `serve.formats` rounds to 8 bits, beside routed experts; to fp8 only those that devices do not share."""
 
 
-LAYER_KERNELS, LATENT_KERNELS, ROUTED_KERNELS = 8, 5, 12
+LAYER_KERNELS = 8
+LATENT_KERNELS = 5
+ROUTED_KERNELS = 12
 """Kernels of a dense layer, those that latent attention adds, and those that experts add to route, permute, multiply and combine."""
 
 
@@ -71,7 +73,8 @@ class DeviceWork:
     expanded_flops: float = 0.0
     """The same where latents are expanded to keys and values first, as for prompts."""
     kernels: int = 0
-    """Kernels of a step's layers, with one for each product, norm, rotation, attention, activation and step of routing."""
+    """Kernels of a step's layers, with one for each matmul, norm, rotation, attention, activation and step of routing.
+    """
     windows: tuple[tuple[int | None, float], ...]
     """Positions that a query attends to at most, None for all, and the share of the cache's bytes with that limit."""
 
@@ -103,7 +106,8 @@ class DeviceWork:
 def _pairs(chunks: Sequence[PromptPart], window: int | None) -> float:
     total = 0.0
     for chunk in chunks:
-        first, last = chunk.start + 1, chunk.start + chunk.count
+        first = chunk.start + 1
+        last = chunk.start + chunk.count
         inside = last if window is None else min(last, window)
         total += (last - max(first, inside + 1) + 1) * (window or 0)
         if inside >= first:
@@ -126,8 +130,10 @@ def device_work(
 
     Linear layers of the blocks have the format `weights`, routed experts `experts`, or `weights` if that is none.
     """
-    part, rank = AxisPart(0, tensor), rank_dimensions(spec, tensor)
-    rounded, expert_item = weight_bytes(weights, item), weight_bytes(experts or weights, item)
+    part = AxisPart(0, tensor)
+    rank = rank_dimensions(spec, tensor)
+    rounded = weight_bytes(weights, item)
+    expert_item = weight_bytes(experts or weights, item)
     dense = expert_weights = embedding = 0.0
     dense_bytes = head_count = 0.0
     for parameter in parameters(spec):
@@ -182,7 +188,7 @@ def _is_rounded(parameter: ParameterSpec) -> bool:
 
 
 def _attention_flops(rank: ModelSpec) -> float:
-    """Scores and weighted sums of all layers; with latents they are computed on the latents (absorbed products)."""
+    """Scores and weighted sums of all layers; with latents they are computed on the latents (absorbed matmuls)."""
     if rank.kv_rank:
         return 2.0 * rank.layers * rank.heads * (2 * rank.kv_rank + rank.rope_head_dim)
     return 4.0 * rank.layers * rank.heads * rank.head_dim

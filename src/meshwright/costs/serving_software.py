@@ -25,18 +25,19 @@ from meshwright.spec.serve_profile import StepConstants
 
 FILE = Path(__file__).with_name("serving_software.yaml")
 FOUR_BIT_SHARE = 0.7
-"""Share of the other formats' rates that products with 4-bit weights reach where these are dense, as their inputs are scaled and rounded in
-each step, and where a device without products of such a format converts the weights of experts.
+"""Share of the other formats' rates that matmuls with 4-bit weights reach where these are dense, as their inputs are
+scaled and rounded in each step, and where a device without matmuls of such a format converts the weights of experts.
 
 With the constants of the table, the median error of a token's time at the 485 points with such weights is smallest here: 14.6% with 0.5,
 11.9% with 0.6, 10.6% with 0.7, 12.6% with 0.8, 16.7% without."""
-FOUR_BITS, SIXTEEN_BITS = ("nvfp4", "mxfp4", "int4"), ("bf16", "fp16")
+FOUR_BITS = ("nvfp4", "mxfp4", "int4")
+SIXTEEN_BITS = ("bf16", "fp16")
 LINK_SHARE = 0.7
 """Share of the bandwidth between devices that sums reach.
 
 A usual figure of large sums. The points do not determine it: sums of decodes are short, and from 0.6 to 1 the median error at 717 points of
 four devices or more stays between 9.7% and 10.0%, as `sum_seconds` has the time of a sum."""
-PRODUCT_FORMATS: dict[PricedFormat, tuple[str, ...]] = {
+MATMUL_FORMATS: dict[PricedFormat, tuple[str, ...]] = {
     "bf16": ("bf16", "fp16"),
     "fp8": ("fp8",),
     "int8": ("int8",),
@@ -45,7 +46,7 @@ PRODUCT_FORMATS: dict[PricedFormat, tuple[str, ...]] = {
     "mxfp4": ("mxfp8", "bf16"),
     "int4": ("bf16", "fp16"),
 }
-"""By format of weights, the formats of products with them; the first that a device has counts."""
+"""By format of weights, the formats of matmuls with them; the first that a device has counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class ServingSoftware:
     memory_share: float
     """Share of the memory bandwidth at which weights, keys and values are read."""
     peak_share: float
-    """Share of the peak that products and attention reach."""
+    """Share of the peak that matmuls and attention reach."""
     kernel_seconds: float
     """Time of a kernel beside its bytes and FLOPs."""
     sum_seconds: float
@@ -86,9 +87,9 @@ def software_table() -> SoftwareTable:
     return from_plain(SoftwareTable, yaml.safe_load(FILE.read_text(encoding="utf-8")))
 
 
-def product_format(chip: Chip, weights: PricedFormat | None) -> str:
-    """The number format of a device's products with weights in a format; one that it lacks if it has none for them."""
-    names = PRODUCT_FORMATS[weights or "bf16"]
+def matmul_format(chip: Chip, weights: PricedFormat | None) -> str:
+    """The number format of a device's matmuls with weights in a format; one that it lacks if it has none for them."""
+    names = MATMUL_FORMATS[weights or "bf16"]
     return next((name for name in names if name in chip.peak_flops), names[0])
 
 
@@ -97,12 +98,13 @@ def software_constants(
 ) -> StepConstants:
     """Constants of a step on one device, a `chip`, for a model's `work`.
 
-    `machine` has the rates of products with the weights, `expert_peak` is that with routed experts.
+    `machine` has the rates of matmuls with the weights, `expert_peak` is that with routed experts.
     """
-    memory, peak = number(machine.hbm) * software.memory_share, software.peak_share
+    memory = number(machine.hbm) * software.memory_share
+    peak = software.peak_share
     experts = formats.experts or formats.weights
     narrow = FOUR_BIT_SHARE if formats.weights in FOUR_BITS else 1.0
-    converted = experts in FOUR_BITS and product_format(chip, experts) in SIXTEEN_BITS
+    converted = experts in FOUR_BITS and matmul_format(chip, experts) in SIXTEEN_BITS
     expert_narrow = FOUR_BIT_SHARE if converted else 1.0
     half = peak * number(machine.half_peak)
     return StepConstants(

@@ -12,7 +12,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.plan import Plan
 
 GROUPS = (
-    "matrix products",
+    "matmuls",
     "attention",
     "device memory",
     "optimizer",
@@ -56,7 +56,7 @@ def sources(cluster: ClusterSpec, number_format: str = "bf16", plan: Plan | None
             source_by_group[group] = f"{fit}: {cluster.profile}, {profile.date[:10]}"
     if profile.corrections:
         runs = len(profile.corrections)
-        source_by_group["matrix products"] += f"; corrected by {runs} run{'s' * (runs > 1)} in {cluster.profile}"
+        source_by_group["matmuls"] += f"; corrected by {runs} run{'s' * (runs > 1)} in {cluster.profile}"
     return source_by_group
 
 
@@ -78,7 +78,8 @@ def _unmeasured_source(cluster: ClusterSpec, group: str) -> str:
 
 def _share_source(cluster: ClusterSpec, *, of_stack: bool = False) -> str:
     """The source of the share of a datasheet's figure, or of a constant of the software."""
-    chip, values = CHIPS.get(cluster.gpu), table()
+    chip = CHIPS.get(cluster.gpu)
+    values = table()
     if STACK == OWN and (of_stack or (chip is not None and is_measured(chip.generation))):
         elsewhere = "" if chip is not None and is_measured(chip.generation) else ", on other devices"
         return f"fitted on {values['own_runs']} runs of {STACK}{elsewhere}"

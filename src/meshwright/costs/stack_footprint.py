@@ -71,7 +71,8 @@ def footprint(shape: Shape, layout: Layouts, k: MemoryConstants, first_only: Arr
 
 
 def _stage(shape: Shape, layout: Layouts, k: MemoryConstants, *, last: bool) -> dict[str, Array]:
-    tensor_ranks, stages = layout.tensor, layout.pipeline
+    tensor_ranks = layout.tensor
+    stages = layout.pipeline
     single = stages == 1
     first_layers, final_layers = stage_layers(shape, layout)
     layers = np.where(single, shape.layers, final_layers if last else first_layers)

@@ -48,7 +48,7 @@ EARLY_GATHERS = 2
 LATE_REDUCTIONS = 1
 """Units of a stage that are reduced after the stage has sent its result; their reductions do not delay the micro-batch."""
 WEIGHT_BACKWARD = 0.7
-"""Time of the weight-gradient part of a split backward, relative to a forward: its products, without attention.
+"""Time of the weight-gradient part of a split backward, relative to a forward: its matmuls, without attention.
 
 Gradient reductions overlap only with that part.
 """
@@ -81,7 +81,8 @@ def step_cost(
 ) -> StepCost:
     """Seconds of a step under each layout, with its peak `memory_share` of device memory and, if known, its `layer_costs`."""
     layers = layers or layer_costs(shape, machine, layout, k)
-    times, layer_seconds = layers.times, layers.exposure
+    times = layers.times
+    layer_seconds = layers.exposure
     machine = replace(machine, nic=machine.nic * layout.port)
     device = times.forward + times.backward  # all layers, one micro-batch
     layers_device = device + layer_seconds.tensor + layer_seconds.context + layer_seconds.expert
@@ -306,9 +307,10 @@ def _gradient_traffic(
     data_ranks = layout.data * layout.context
     group = rank_group(machine, k, data_ranks, layout.data_step, congestion(machine, layout, k))
     dense, experts = stage_parameters(shape, layout, 1 / layout.pipeline)
-    dense, experts = dense * shape.trained, experts * shape.trained
-    # With fp8 products one byte of each updated weight is gathered.
-    bytes_per_weight = np.where(machine.product_format > 0, 1.0, COMPUTE_BYTES)
+    dense = dense * shape.trained
+    experts = experts * shape.trained
+    # With fp8 matmuls one byte of each updated weight is gathered.
+    bytes_per_weight = np.where(machine.matmul_format > 0, 1.0, COMPUTE_BYTES)
     messages = k.messages * shape.layers / layout.pipeline
     expert_ranks = np.maximum(layout.expert, 1.0)
     # Ranks with the same experts.

@@ -19,7 +19,8 @@ from meshwright.spec.serve_profile import StepConstants, StepFactor
 
 SOFTNESS = 4.0
 """Exponent of the soft maximum: two equal times give 1.19 times one of them."""
-PADDED_DECODES, MOST_PARTS = 8, 32
+PADDED_DECODES = 8
+MOST_PARTS = 32
 """Graphs have a multiple of so many decodes; at most so many programs share a text (`kernels.paged_attention`)."""
 
 
@@ -37,10 +38,12 @@ class InstanceStepTimes:
     def __init__(
         self, work: DeviceWork, constants: StepConstants, *, groups: int = 1, exchange: ExchangeTime | None = None
     ) -> None:
-        self.work, self.constants, self.groups = work, constants, groups
+        self.work = work
+        self.constants = constants
+        self.groups = groups
         self._exchange = exchange or ExchangeTime()
         self._lines: dict[int, tuple[float, float, float]] = {}
-        self._products: dict[tuple[int, int], float] = {}
+        self._matmuls: dict[tuple[int, int], float] = {}
         read = work.cache_bytes / constants.cache_bytes_per_s
         rate = constants.decode_flops_per_s
         self._position_seconds = (soft_maximum(read, work.attention_flops / rate) if rate else read) / groups
@@ -80,8 +83,10 @@ class InstanceStepTimes:
 
     def _computed(self, tokens: int, decodes: int, positions: int, chunks: Sequence[PromptPart], longest: int) -> float:
         """`device_seconds` of a step with chunks and so many `computed_tokens`, without its factor."""
-        k, work, groups = self.constants, self.work, self.groups
-        total = k.decode_seconds + self.product_seconds(tokens, decodes + len(chunks))
+        k = self.constants
+        work = self.work
+        groups = self.groups
+        total = k.decode_seconds + self.matmul_seconds(tokens, decodes + len(chunks))
         if decodes:
             total += self.work.attended(decodes, positions) * self._position_seconds
             total += self._longest_seconds(decodes) * self.work.attended(1, longest or positions // decodes)
@@ -93,7 +98,8 @@ class InstanceStepTimes:
 
     def computed_tokens(self, decodes: int, chunks: Sequence[PromptPart]) -> int:
         """Tokens of a step with chunks, with those to which its graph pads it."""
-        tokens, sizes = decodes + sum([chunk.count for chunk in chunks]), self.constants.prompt_sizes
+        tokens = decodes + sum([chunk.count for chunk in chunks])
+        sizes = self.constants.prompt_sizes
         return sizes[bisect_left(sizes, tokens)] if sizes and tokens <= sizes[-1] else tokens
 
     def decode_line(self, decodes: int) -> tuple[float, float, float]:
@@ -106,7 +112,7 @@ class InstanceStepTimes:
             k = self.constants
             factor = interpolated_factor(k.decode_factors, decodes)
             fixed = (
-                k.decode_seconds + self.product_seconds(decodes, decodes) + decodes * k.sequence_seconds / self.groups
+                k.decode_seconds + self.matmul_seconds(decodes, decodes) + decodes * k.sequence_seconds / self.groups
             )
             each = self._position_seconds
             of_longest = self._longest_seconds(decodes)
@@ -116,13 +122,15 @@ class InstanceStepTimes:
                 if window is not None
             )
             whole = sum(share for window, share in self.work.windows if window is None)
-            each, of_longest = each * whole, of_longest * whole
+            each = each * whole
+            of_longest = of_longest * whole
             line = self._lines[decodes] = (fixed * factor, each * factor, of_longest * factor)
         return line
 
     def _longest_seconds(self, decodes: int) -> float:
         """Seconds of each position of the longest of `decodes` texts: the others have ended while its programs take them in turn."""
-        k, work = self.constants, self.work
+        k = self.constants
+        work = self.work
         if not (k.text_bytes_per_s and k.decode_programs):
             return 0.0
         local = max(1, round(decodes / self.groups))
@@ -130,18 +138,20 @@ class InstanceStepTimes:
         parts = max(1, min(MOST_PARTS, -(-k.decode_programs // (padded * work.kv_heads))))
         return work.cache_bytes / work.kv_heads / (parts * k.text_bytes_per_s)
 
-    def product_seconds(self, tokens: int, samples: int) -> float:
-        """Seconds of the products with weights and of communication, for `tokens` of which `samples` give logits."""
-        seconds = self._products.get((tokens, samples))
+    def matmul_seconds(self, tokens: int, samples: int) -> float:
+        """Seconds of the matmuls with weights and of communication, for `tokens` of which `samples` give logits."""
+        seconds = self._matmuls.get((tokens, samples))
         if seconds is None:
-            k, work, local = self.constants, self.work, max(1.0, tokens / self.groups)
+            k = self.constants
+            work = self.work
+            local = max(1.0, tokens / self.groups)
             read = (work.dense_bytes + work.head_bytes) / k.weight_bytes_per_s
             read += work.read_expert_bytes(tokens) / (k.expert_bytes_per_s or k.weight_bytes_per_s)
             computed = (local * work.dense_flops + max(1.0, samples / self.groups) * work.head_flops) / k.flops_per_s
             computed += local * work.expert_flops / (k.expert_flops_per_s or k.flops_per_s)
             seconds = soft_maximum(read, computed) + work.routed_layers * k.routed_seconds
             seconds += self._exchange.seconds + self._exchange.token_seconds * local
-            self._products[tokens, samples] = seconds
+            self._matmuls[tokens, samples] = seconds
         return seconds
 
 

@@ -55,7 +55,8 @@ class _Reader:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.ended: Counter[int] = Counter()
         self.trained: Counter[Path] = Counter()
-        self.unended, self.first = 0, ""
+        self.unended = 0
+        self.first = ""
         self._tokenizer = tokenizer
         self._special = np.array(sorted(tokenizer.get_added_tokens_decoder()), dtype=np.int64)
         self._spaces: dict[int, bool] = {}
@@ -63,15 +64,18 @@ class _Reader:
     def read(self, stem: Path, shard: Shard) -> None:
         assert shard.weights is not None, "a shard of chats has weights"
         file = IndexedFile(stem)
-        weights, bounds = WeightFile(stem, file.tokens, shard.weights), file.document_bounds()
+        weights = WeightFile(stem, file.tokens, shard.weights)
+        bounds = file.document_bounds()
         for start in range(0, file.tokens, TOKENS_AT_ONCE):
             self._read_range(file, weights, bounds, start, min(start + TOKENS_AT_ONCE, file.tokens))
 
     def _read_range(self, file: IndexedFile, weights: WeightFile, bounds: np.ndarray, start: int, stop: int) -> None:
         """Count the answers whose last token is one of [start, stop)."""
         # The window has tokens before the range, to look behind white space, and one after it, to see whether an answer goes on.
-        low, high = max(0, start - MOST_SPACES), min(stop + 1, file.tokens)
-        tokens, trained = file.read(low, high).astype(np.int64), weights.read(low, high) != 0
+        low = max(0, start - MOST_SPACES)
+        high = min(stop + 1, file.tokens)
+        tokens = file.read(low, high).astype(np.int64)
+        trained = weights.read(low, high) != 0
         self.trained[file.stem.parent] += int(np.count_nonzero(trained[start - low : stop - low]))
         goes_on = np.append(trained[1:], False)
         inside = bounds[np.searchsorted(bounds, low, side="right") : np.searchsorted(bounds, high, side="left")]

@@ -62,7 +62,8 @@ UNUSED_KEYS = (
 """Keys of a chat that other programs read, and that would be lost."""
 ALMOST = 0.85
 """Similarity from which an unknown key of a chat is a misspelling."""
-LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+LEAST_WEIGHT = 1e-6
+MOST_WEIGHT = 1e6
 """Least and most weight of a message or chat, besides 0."""
 
 
@@ -149,7 +150,9 @@ class ChatReader:
 
         Raises BadInput if the template cannot be used.
         """
-        self.name, self.roles, self.counts = files.name, tuple(roles), ChatCounts()
+        self.name = files.name
+        self.roles = tuple(roles)
+        self.counts = ChatCounts()
         now = datetime.fromtimestamp(now_ns // 10**9, UTC)
         self._sources = {False: files.source, True: files.tool_source or files.source}
         """The template of chats without and with tools."""
@@ -167,11 +170,13 @@ class ChatReader:
         if not reads_chats(file):
             yield NotRead(file.name, "format not read", f"chats are in {', '.join(CHAT_ENDINGS)} files", file.size)
             return
-        form, first = self.default_form, None
+        form = self.default_form
+        first = None
         for record in first_records(file):
             first = first or record
             if (found := self.form_of(record, key)) is not None:
-                form, first = found, None
+                form = found
+                first = None
                 break
         if first is not None:
             yield NotRead(file.name, self.unknown_form, self.no_form(first, key), file.size)
@@ -210,10 +215,12 @@ class ChatReader:
 
     def _chat(self, record: DataRecord, form: ChatForm) -> Chat:
         """The chat of a record. Raises BadChat."""
-        tools, key = self._tools(record.fields.get("tools")), form.keys[0]
+        tools = self._tools(record.fields.get("tools"))
+        key = form.keys[0]
         self._check_record(record, (*form.keys, *form.also, *COMMON_KEYS, "id"))
         of_chat = _weight(record.fields.get("weight"), "weight")
-        messages, weights = [], []
+        messages = []
+        weights = []
         for index, message in enumerate(form.messages(record.fields)):
             where = f"{key}[{index}]"
             messages.append(checked_message(message, where))

@@ -125,7 +125,8 @@ def no_form(record: Mapping[str, Any], text_key: str | None) -> str:
 
 
 def _sent(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    sender, others = item["from"], {name: value for name, value in item.items() if name not in ("from", "value")}
+    sender = item["from"]
+    others = {name: value for name, value in item.items() if name not in ("from", "value")}
     role = ROLES.get(sender) if isinstance(sender, str) else None
     if role is None:
         raise BadChat(f"{where}.from: expected one of {', '.join(ROLES)}, got {json.dumps(sender, default=str)}")

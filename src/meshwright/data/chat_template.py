@@ -20,8 +20,10 @@ from meshwright.spec.folder_files import (
     read_folder_text,
 )
 
-TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
-SPECIAL_TOKENS_MAP, GENERATION_CONFIG = "special_tokens_map.json", "generation_config.json"
+TEMPLATE = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+GENERATION_CONFIG = "generation_config.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Template of chats with tools, where a folder has one beside its default."""
 PROCESSOR_TEMPLATE = "chat_template.json"
@@ -30,7 +32,8 @@ TEXT_FILES = (TEMPLATE, TOOL_TEMPLATE, PROCESSOR_TEMPLATE, TOKENIZER_CONFIG, SPE
 """Files about texts that a folder can have beside its tokenizer.json."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning of a message, the usual one first; templates of gpt-oss and LFM2 read the second."""
-START, END = "\ufdd0", "\ufdd1"
+START = "\ufdd0"
+END = "\ufdd1"
 """Marks around the text of a generation block: code points that Unicode reserves for internal use."""
 
 
@@ -94,7 +97,11 @@ class ChatTemplate:
         Raises TemplateRefusal if the template refuses the messages, or does more with a block's text than to write it.
         """
         text = self.render(messages, tools, add_generation_prompt=False)
-        pieces, spans, at, depth, begin = [], [], 0, 0, 0
+        pieces = []
+        spans = []
+        at = 0
+        depth = 0
+        begin = 0
         marked = self._marked_tools if tools else self._marked
         for piece in _split(self._render(marked, messages, tools, None, False)):
             if piece == START:

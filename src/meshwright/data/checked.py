@@ -66,7 +66,10 @@ class Entries:
     """`count` numbers of a file from `offset` on, as a sequence; single entries are read in cached blocks."""
 
     def __init__(self, file: CheckedFile, dtype: np.dtype[Any], offset: int, count: int) -> None:
-        self._file, self._dtype, self._offset, self._count = file, dtype, offset, count
+        self._file = file
+        self._dtype = dtype
+        self._offset = offset
+        self._count = count
         self._block = lru_cache(maxsize=CACHED_BLOCKS)(self._read_block)
 
     def __len__(self) -> int:

@@ -31,7 +31,8 @@ from meshwright.durable.writes import sync_file, write_durable
 from meshwright.spec.errors import Damaged
 from meshwright.spec.folder_files import parse_json
 
-EXACT_DUPLICATE, NEAR_DUPLICATE = "exact duplicate", "near-duplicate"
+EXACT_DUPLICATE = "exact duplicate"
+NEAR_DUPLICATE = "near-duplicate"
 
 
 class UnitPlace(NamedTuple):
@@ -66,11 +67,18 @@ class ChunkStream:
         total_bytes: int = 0,
         shown: bool = False,
     ) -> None:
-        self._units, self._dtype, self._tokenizer, self._folder, self._run = units, dtype, tokenizer, folder, run
-        self._duplicates, self._similarity = duplicates, similarity
-        self._total_bytes, self._shown = total_bytes, shown
+        self._units = units
+        self._dtype = dtype
+        self._tokenizer = tokenizer
+        self._folder = folder
+        self._run = run
+        self._duplicates = duplicates
+        self._similarity = similarity
+        self._total_bytes = total_bytes
+        self._shown = shown
         self._records: dict[int, ChunkRecord] = {}
-        self.left_out, self.removed = LeftOut(), Removed()
+        self.left_out = LeftOut()
+        self.removed = Removed()
         self.digests: dict[str, str] = {}
 
     def documents(self, split_of: Callable[[str], str], writers: Mapping[str, SplitWriter]) -> Iterator[Numbered]:
@@ -95,7 +103,8 @@ class ChunkStream:
                     if number > writers[split].done_through:
                         yield split, number, encoded
                     number += 1
-            number, origin = end, origin + record.documents
+            number = end
+            origin = origin + record.documents
             written.append((place, end - 1))
             while self._run is not None and written and written[0][1] <= _done(writers):
                 remove_documents(*written.popleft()[0])
@@ -130,7 +139,8 @@ class ChunkStream:
 
     def _find_duplicates(self, finished: Iterator[int]) -> np.ndarray:
         """The numbers of all duplicates, before any document was removed, ascending; they are counted in `removed`."""
-        found, report = self._folder / "duplicates.npy", self._folder / "duplicates.json"
+        found = self._folder / "duplicates.npy"
+        report = self._folder / "duplicates.json"
         if not report.is_file():
             records = self._do_all(finished)
             places = zip(self._units, records, strict=True)

@@ -32,7 +32,11 @@ from meshwright.durable.writes import PARTIAL, publish, sync_open_file, write_du
 from meshwright.spec.errors import Damaged
 from meshwright.spec.folder_files import parse_json
 
-TOKENS, DOCUMENTS, SIGNATURES, SETS, ENDS = "tokens", "documents", "signatures", "sets", "ends"
+TOKENS = "tokens"
+DOCUMENTS = "documents"
+SIGNATURES = "signatures"
+SETS = "sets"
+ENDS = "ends"
 
 
 @dataclass(frozen=True)

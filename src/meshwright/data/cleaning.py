@@ -20,7 +20,8 @@ from meshwright.data.removed import Removed
 from meshwright.durable.writes import digest_file
 from meshwright.spec.errors import BadInput, nearest
 
-EXACT, NEAR = "exact", "near"
+EXACT = "exact"
+NEAR = "near"
 SIMILARITY = 0.75
 LEAST_SIMILARITY = 0.7
 """Below it bands miss many pairs: 18% at 0.7."""
@@ -115,7 +116,8 @@ class Cleaner:
 
 def load_filter(name: str) -> Callable[[str], Any]:
     """The function that `FILE.py:FUNCTION` names. Raises BadInput if there is none."""
-    file, function = _filter_file(name), name.rpartition(":")[2]
+    file = _filter_file(name)
+    function = name.rpartition(":")[2]
     spec = importlib.util.spec_from_file_location(f"meshwright_filter_{file.stem}", file)
     assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)

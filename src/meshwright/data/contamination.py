@@ -25,7 +25,8 @@ class EvaluationTexts:
         """Raises BadInput for files that have no text of enough words."""
         files = list_inputs(names).files
         self._names = [file.name for file in files]
-        found, sources = [], []
+        found = []
+        sources = []
         for number, file in enumerate(files):
             of_file = distinct(np.concatenate([np.zeros(0, np.uint64), *_runs(file)]))
             if not len(of_file):
@@ -34,9 +35,11 @@ class EvaluationTexts:
                 )
             found.append(of_file)
             sources.append(np.full(len(of_file), number))
-        runs, owners = np.concatenate(found), np.concatenate(sources)
+        runs = np.concatenate(found)
+        owners = np.concatenate(sources)
         order = np.argsort(runs, kind="stable")
-        self._runs, self._owners = runs[order], owners[order]
+        self._runs = runs[order]
+        self._owners = owners[order]
 
     def found_in(self, text: str) -> str | None:
         """The evaluation file with which a text shares a run of words, in words; None if there is none."""

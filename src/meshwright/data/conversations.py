@@ -65,7 +65,8 @@ class ConversationWindows:
         used = whole >= FEWEST_TOKENS
         used[untrained] = False
         self._pack(stream, seq_len, filler, starts[used], np.minimum(whole[used], room))
-        truncated, lost = len(long) - len(untrained), int(whole[whole >= FEWEST_TOKENS].sum() - self._lengths.sum())
+        truncated = len(long) - len(untrained)
+        lost = int(whole[whole >= FEWEST_TOKENS].sum() - self._lengths.sum())
         self.counts = replace(self.counts, truncated=truncated, left_out=len(untrained), lost_tokens=lost)
 
     def _pack(
@@ -83,8 +84,11 @@ class ConversationWindows:
         `room` is that of a window for them, by default all its `seq_len` + 1 tokens.
         """
         room = seq_len + 1 if room is None else room
-        self._stream, self._seq_len, self._filler = stream, seq_len, filler
-        self._document_starts, self._lengths = starts, lengths
+        self._stream = stream
+        self._seq_len = seq_len
+        self._filler = filler
+        self._document_starts = starts
+        self._lengths = lengths
         window = best_fit(lengths.reshape(-1, together).sum(1), room)
         count = int(window.max(initial=-1)) + 1
         # Long conversations fill the first windows; in another order the first ones are a sample of all.
@@ -120,7 +124,8 @@ class ConversationWindows:
 
     def parts(self, window: int) -> list[DocumentPart]:
         """The conversations of a window's inputs, each with the part that lies inside."""
-        parts, room = [], self._seq_len
+        parts = []
+        room = self._seq_len
         starts, lengths = self._conversations(window)
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             parts += self._stream.parts(start, start + min(length, room))
@@ -171,7 +176,9 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
             if not same_space:
                 spaces ^= 1 << space
         else:
-            space, chosen, count = room, count, count + 1
+            space = room
+            chosen = count
+            count = count + 1
         bins[number] = chosen
         if left := space - length:
             bins_by_space.setdefault(left, []).append(chosen)

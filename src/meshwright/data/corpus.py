@@ -68,7 +68,8 @@ def _read_text(file: InputFile) -> Iterator[FromFile]:
             contents = Contents(file, xxhash.xxh3_128_hexdigest(content))
         else:
             with InputStream(file) as stream:
-                content, contents = stream.read(), stream.contents()
+                content = stream.read()
+                contents = stream.contents()
     except DamagedData as error:
         yield NotRead(file.name, "damaged", str(error), file.size)
         return
@@ -108,5 +109,6 @@ def checked_document(
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         return BadDocument(record.where, f"not utf-8 (character {error.start} is half of a surrogate pair)")
-    key, consumed = f"{file.key}\0{record.number}", file.before + record.consumed
+    key = f"{file.key}\0{record.number}"
+    consumed = file.before + record.consumed
     return CorpusDocument(file.name, record.shown, key, text, consumed, spans, record.where)

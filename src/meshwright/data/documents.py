@@ -17,10 +17,12 @@ class DocumentSamples:
     """The documents of a stream without masks as samples of at most `seq_len` inputs, in the order of the stream."""
 
     def __init__(self, stream: TokenStream, seq_len: int) -> None:
-        self._stream, self._seq_len = stream, seq_len
+        self._stream = stream
+        self._seq_len = seq_len
         starts, lengths = stream.document_ranges()
         used = lengths > 1
-        self._starts, self._inputs = starts[used], lengths[used] - 1
+        self._starts = starts[used]
+        self._inputs = lengths[used] - 1
         self._first_samples = np.cumsum(np.concatenate([[0], -(-self._inputs // seq_len)]))
 
     @property

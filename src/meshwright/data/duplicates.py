@@ -65,7 +65,9 @@ def _pairs(units: Sequence[SignedUnit], starts: np.ndarray, near: bool, band: in
     """
     found = [np.zeros(0, np.uint64)]
     for first, stop in _key_ranges(int(starts[-1])):
-        keys, documents, second = [], [], []
+        keys = []
+        documents = []
+        second = []
         for unit, start in zip(units, starts[:-1].tolist(), strict=True):
             with unit.signatures.open("rb") as file:
                 for segment in unit.segments:
@@ -87,7 +89,9 @@ def _key_ranges(documents: int) -> Iterator[tuple[int, int]]:
 
 def _pairs_of(keys: np.ndarray, documents: np.ndarray, second: np.ndarray) -> np.ndarray:
     order = np.lexsort((documents, second, keys))
-    keys, second, documents = keys[order], second[order], documents[order].astype(np.uint64)
+    keys = keys[order]
+    second = second[order]
+    documents = documents[order].astype(np.uint64)
     same = (keys[1:] == keys[:-1]) & (second[1:] == second[:-1])
     at = np.flatnonzero(same) + 1
     begins = np.concatenate([[True], ~same])
@@ -103,7 +107,8 @@ def _removed(exact: np.ndarray, alike: np.ndarray, sets: _Sets | None, similarit
     order = np.lexsort((pairs & np.uint64(MOST_DOCUMENTS - 1), ~is_exact, pairs >> np.uint64(32)))
     keeper: dict[int, tuple[int, float, bool]] = {}
     for pair, same in zip(pairs[order].tolist(), is_exact[order].tolist(), strict=True):
-        later, earlier = pair >> 32, pair & (MOST_DOCUMENTS - 1)
+        later = pair >> 32
+        earlier = pair & (MOST_DOCUMENTS - 1)
         if later in keeper:
             continue
         if same:  # also if the earlier one went: then both are similar to the one that stays
@@ -125,18 +130,21 @@ class _Sets:
     """The sets of shingles of all documents, on the disk."""
 
     def __init__(self, units: Sequence[SignedUnit], starts: np.ndarray) -> None:
-        self._units, self._starts = units, starts
+        self._units = units
+        self._starts = starts
         self._read = lru_cache(maxsize=SETS_IN_MEMORY)(self._from_disk)
 
     def similarity(self, one: int, other: int) -> float:
         """The Jaccard similarity of two documents."""
-        first, second = self._read(one), self._read(other)
+        first = self._read(one)
+        second = self._read(other)
         shared = len(np.intersect1d(first, second, assume_unique=True))
         return shared / (len(first) + len(second) - shared)
 
     def _from_disk(self, document: int) -> np.ndarray:
         number = int(np.searchsorted(self._starts, document, side="right")) - 1
-        unit, within = self._units[number], document - int(self._starts[number])
+        unit = self._units[number]
+        within = document - int(self._starts[number])
         assert unit.sets is not None and unit.ends is not None
         with unit.ends.open("rb") as ends:
             ends.seek(8 * max(within - 1, 0))

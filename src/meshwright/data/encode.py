@@ -31,7 +31,8 @@ CONTEXT = 1000
 CUT_ATTEMPTS = 100
 MARKS = ("\n", ".", "|")
 """Characters of which one stands before a piece where no context does."""
-LINE_END, WORD_END = re.compile(r"(?<!\n)(?=\n)"), re.compile(r"(?<=\w)(?=\W)|(?= )")
+LINE_END = re.compile(r"(?<!\n)(?=\n)")
+WORD_END = re.compile(r"(?<=\w)(?=\W)|(?= )")
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def _batches(items: Iterable[Item], characters: int) -> Iterator[list[Item]]:
         size += len(item.text)
         if size >= characters:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -146,11 +148,14 @@ def _pieces_of(
     The encoder needs some hundred bytes of memory per character, and one thread per piece.
     """
     for document in documents:
-        text, start, context = document.text, 0, ""
+        text = document.text
+        start = 0
+        context = ""
         while len(text) - start > LONGEST_PIECE:
             cut, context_after = _next_cut(text, start + LONGEST_PIECE, tokenizer, fast)
             yield EncodePiece(document, text[start:cut], context, last=False)
-            start, context = cut, context_after
+            start = cut
+            context = context_after
         yield EncodePiece(document, text[start:], context, last=True)
 
 
@@ -165,7 +170,8 @@ def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer, fast: FastEncode
     for pattern in (LINE_END, WORD_END):
         for match in islice(pattern.finditer(text, near, end), CUT_ATTEMPTS):
             cut = match.start()
-            before, after = text[max(cut - CONTEXT, 0) : cut], text[cut : cut + CONTEXT]
+            before = text[max(cut - CONTEXT, 0) : cut]
+            after = text[cut : cut + CONTEXT]
             if _keeps_apart(before, after, tokenizer, fast):
                 return cut, before
     after = text[near : near + CONTEXT]

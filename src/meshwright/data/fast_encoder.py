@@ -28,7 +28,8 @@ WORD_MEMORY = 128 << 20
 documents of which one word in fifty is random reach it after some 270 MB."""
 LEAST_TEXT = 16 << 20
 """An encoder is not loaded anew before it has encoded so many characters, because loading takes as long as some 50 MB of text."""
-EXCERPTS, EXCERPT = 4, 128
+EXCERPTS = 4
+EXCERPT = 128
 """Texts of each batch, and characters of each, that `tokenizers` encodes too: 0.05% of the text, some 1% of the time."""
 HARD_TEXTS = (
     "I'd've said it's THEIRS, wouldn't you?  We'LL see.",
@@ -63,10 +64,12 @@ class FastEncoder:
         described["added_tokens"] = [token for token in described.get("added_tokens") or () if not token["special"]]
         for step in ("truncation", "padding", "post_processor"):
             described[step] = None
-        self._content, self._oracle = json.dumps(described), oracle
+        self._content = json.dumps(described)
+        self._oracle = oracle
         self._idle: list[_Encoder] = []
         """Encoders that no call uses."""
-        self._workers, self._turn = workers, threading.Semaphore(workers)
+        self._workers = workers
+        self._turn = threading.Semaphore(workers)
         """There are at most as many encoders as workers, because each takes some 0.1 GB and half a second to load."""
         self._idle.append(self._load())
         self.check([*HARD_TEXTS, *(f"a {token['content']}b" for token in special)])
@@ -146,7 +149,8 @@ def _rows(encoded: Any) -> list[np.ndarray]:
     """The ids of each text in what `encode_batch` returns: a list of arrays where `awkward` is not installed."""
     if isinstance(encoded, list):
         return encoded
-    offsets, ids = encoded.layout.offsets.data, encoded.layout.content.data
+    offsets = encoded.layout.offsets.data
+    ids = encoded.layout.content.data
     return [ids[start:stop] for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
 
 

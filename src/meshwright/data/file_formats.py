@@ -83,7 +83,9 @@ COMPRESSIONS = {
 
 
 def _refusals() -> dict[str, str]:
-    archive, packed, table = "an archive; unpack it", "a compression that is not read; decompress it", "convert it"
+    archive = "an archive; unpack it"
+    packed = "a compression that is not read; decompress it"
+    table = "convert it"
     groups = {
         archive: ".zip .tar .tgz .tbz .tbz2 .txz .tzst .7z .rar .jar .whl .egg",
         packed: ".z .lzma .lz .lzo .br .sz .snappy .gzip .bz",
@@ -149,7 +151,8 @@ class DecompressedFile(io.RawIOBase):
     """The content of a compressed file, of all its frames one after another. A read raises DamagedData."""
 
     def __init__(self, raw: BinaryIO, compression: Compression) -> None:
-        self._raw, self._compression = raw, compression
+        self._raw = raw
+        self._compression = compression
         self._frame: Decompressor | None = None
         self._input = self._output = b""
         self._at = 0
@@ -181,7 +184,8 @@ class DecompressedFile(io.RawIOBase):
                 return True
             self._frame = self._compression.decompressor()
         try:
-            self._output, self._at = self._frame.decompress(self._input), 0
+            self._output = self._frame.decompress(self._input)
+            self._at = 0
         except Exception as error:  # each library has errors of its own
             raise DamagedData(f"no {self._compression.name} data: {error}") from error
         self._input = (self._frame.unused_data or b"") if self._frame.eof else b""

@@ -48,11 +48,13 @@ class IndexedFile:
 
     def __init__(self, stem: Path) -> None:
         self.stem = stem
-        self.bin_path, self.idx_path = bin_path(stem), idx_path(stem)
+        self.bin_path = bin_path(stem)
+        self.idx_path = idx_path(stem)
         for path in (self.bin_path, self.idx_path):
             if not path.is_file():
                 raise BadInput(f"{path}: no such file; a .bin and its .idx must lie side by side")
-        self._bin, self._idx = CheckedFile(self.bin_path), CheckedFile(self.idx_path)
+        self._bin = CheckedFile(self.bin_path)
+        self._idx = CheckedFile(self.idx_path)
         self.dtype, self.sequences, entries = self._read_header()
         self._lengths, self._pointers, self._document_starts = self._open_index(entries)
         self.documents = entries - 1
@@ -76,7 +78,8 @@ class IndexedFile:
     def document_spans(self, start: int, stop: int) -> list[DocumentSpan]:
         """The documents with tokens in [start, stop), in order; empty documents are skipped. Raises Damaged unless they fill it."""
         spans: list[DocumentSpan] = []
-        document, end = self._document_at(start), start
+        document = self._document_at(start)
+        end = start
         while document < self.documents and end < stop:
             for span in self._spans(document, min(document + SPANS_AT_ONCE, self.documents)):
                 if span.stop <= span.start or span.start >= stop:
@@ -152,7 +155,8 @@ class IndexedFile:
         lengths_at = HEADER.size
         pointers_at = lengths_at + 4 * self.sequences
         documents_at = pointers_at + 8 * self.sequences
-        size, actual = documents_at + 8 * entries, self._idx.size
+        size = documents_at + 8 * entries
+        actual = self._idx.size
         if actual not in (size, size + self.sequences):
             counts = f"{self.sequences} sequences and {entries} document entries"
             raise Damaged(f"{self.idx_path}: expected {size} bytes for {counts}, found {actual}")

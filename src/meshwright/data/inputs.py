@@ -155,7 +155,8 @@ def _files_of(name: str, exclude: Path | None) -> tuple[Named, list[NotRead]]:
 def _input_file(
     path: Path, name: str, key: str, status: os.stat_result, *, from_search: bool
 ) -> tuple[InputFile, Identity]:
-    size, modified = status.st_size, status.st_mtime_ns
+    size = status.st_size
+    modified = status.st_mtime_ns
     file = InputFile(path, name, key, size, from_search, modified_ns=modified, changed_ns=status.st_ctime_ns)
     return file, (status.st_dev, status.st_ino, size, modified)
 
@@ -165,7 +166,8 @@ class _Search:
 
     def __init__(self, root: Path, exclude: Path | None, skipped: Iterable[str] = CACHES) -> None:
         self.not_read: list[NotRead] = []
-        self._root, self._skipped = str(root), set(skipped)
+        self._root = str(root)
+        self._skipped = set(skipped)
         self._excluded = None if exclude is None else os.path.realpath(exclude)
         self._trees = [os.path.realpath(root)]
         """Real paths of the directories that are read with everything below them."""

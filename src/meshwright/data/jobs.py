@@ -117,7 +117,8 @@ def failure(error: Exception) -> dict[str, Any]:
 
 def raised(answer: dict[str, Any]) -> Exception:
     """The error that `failure` described."""
-    kind, message = answer["error"], answer["message"]
+    kind = answer["error"]
+    message = answer["message"]
     if kind == "OSError":
         return OSError(answer["errno"], message)
     if kind == EncodersDiffer.__name__:

@@ -44,12 +44,14 @@ def length_histogram(directory: Path) -> dict[str, Any]:
 
 def histogram_lines(histogram: dict[str, Any]) -> list[str]:
     """The histogram as a table: shares of documents and tokens up to each length, and a bar of the range's tokens."""
-    documents, tokens = max(histogram["documents"], 1), max(histogram["tokens"], 1)
+    documents = max(histogram["documents"], 1)
+    tokens = max(histogram["tokens"], 1)
     lines = [
         f"{histogram['documents']:,} documents, {histogram['tokens']:,} tokens, the longest {histogram['longest']:,}"
     ]
     lines.append(f"{'tokens up to':>12}  {'documents':>12}  {'so far':>6}  {'of tokens':>9}")
-    seen_documents, seen_tokens = 0, 0
+    seen_documents = 0
+    seen_tokens = 0
     for entry in histogram["ranges"]:
         seen_documents += entry["documents"]
         seen_tokens += entry["tokens"]

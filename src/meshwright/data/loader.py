@@ -132,8 +132,11 @@ class Windows:
     ) -> None:
         for key, batch in (("global_batch", global_batch), *(("batch_ramp: batch", stage.batch) for stage in ramp)):
             _check_division(key, batch, data_ranks, micro_batch)
-        self._source, self._sizes, self._micro_batch = source, BatchSizes(global_batch, ramp), micro_batch
-        self._data_rank, self._data_ranks = data_rank, data_ranks
+        self._source = source
+        self._sizes = BatchSizes(global_batch, ramp)
+        self._micro_batch = micro_batch
+        self._data_rank = data_rank
+        self._data_ranks = data_ranks
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> LoadedStep:
         """This rank's micro-batches of the step; skipped samples are whole steps."""
@@ -180,7 +183,8 @@ class Loader:
         prefetch: int = 2,
         device: torch.device | str | None = None,
     ) -> None:
-        self._reader, self._skipped = reader, tuple(skipped)
+        self._reader = reader
+        self._skipped = tuple(skipped)
         self.device = _with_index(torch.device(device or "cpu"))
         self.consumed = start_sample
         """Index after the last sample of the latest step, over all ranks; the complete state of the data."""
@@ -208,7 +212,8 @@ class Loader:
         if isinstance(item, BaseException):
             self.close()
             raise item
-        self.step, self.consumed = item.step, item.step.samples[1]
+        self.step = item.step
+        self.consumed = item.step.samples[1]
         return self._on_current_stream(item)
 
     def close(self) -> None:

@@ -29,7 +29,8 @@ def run_locally(folder: Path, units: Iterable[int], processes: int) -> Iterator[
 
     Raises what a unit raises, and OutOfResources if the processes that do a unit are killed again and again.
     """
-    waiting, deaths = deque(units), Counter[int]()
+    waiting = deque(units)
+    deaths = Counter[int]()
     selector = selectors.DefaultSelector()
     running: list[_Process] = []
     try:

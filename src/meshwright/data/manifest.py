@@ -33,7 +33,8 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 INPUTS = "inputs.jsonl"
 UNFINISHED = "unfinished.json"
-TRAIN, HELD_OUT = "train", "held_out"
+TRAIN = "train"
+HELD_OUT = "held_out"
 VERSION = 1
 TOKEN_DTYPES = ("uint16", "int32")
 Count = Annotated[int, Bound(at_least=0, at_most=1 << 60)]
@@ -180,7 +181,8 @@ class PreparedDirectory:
 
         In chats the template writes what begins and ends a text, so that only their tokenizers are compared.
         """
-        ours, theirs = self.manifest, other.manifest
+        ours = self.manifest
+        theirs = other.manifest
         if ours is None or theirs is None:
             return None
         if ours.tokenizer == theirs.tokenizer and ours.text_format == theirs.text_format:
@@ -223,7 +225,8 @@ def open_directory(path: Path, damaged: Literal["refuse", "skip"] = "refuse") ->
     manifest = Manifest.read(directory) if not stems else None
     if manifest is not None:
         _check_tokenizer(directory, manifest)
-    shards, left_out = [], []
+    shards = []
+    left_out = []
     for stem, record in _shards_of(directory, manifest, stems):
         try:
             file = _check_shard(stem, record)
@@ -311,7 +314,8 @@ def _shards_of(
 
 def _check_tokenizer(directory: Path, manifest: Manifest) -> None:
     """Raise Damaged when the tokenizer beside the shards is not the one that made them."""
-    path, expected = directory / manifest.tokenizer.file, manifest.tokenizer.digest
+    path = directory / manifest.tokenizer.file
+    expected = manifest.tokenizer.digest
     actual = _digest_or_none(path)
     if actual != expected:
         raise Damaged(

@@ -25,13 +25,15 @@ ASSISTANT = "assistant"
 Span = tuple[int, int]
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
-FIRST_MARK, MOST_MESSAGES = 0x100000, 0x7FF0
+FIRST_MARK = 0x100000
+MOST_MESSAGES = 0x7FF0
 """Marks are code points for private use, two for each message."""
 MARKS = re.compile("[\U00100000-\U0010ffdf]")
 REASONING = re.compile(r"<think>|<\|channel>thought")
 """What begins reasoning. Prompts of some templates end with it; it belongs to the answer, as the model writes what follows."""
 END_OF_REASONING = "</think>"
-OPENING_TAG, CLOSING_TAG = re.compile(r"<\w{1,32}>\s*"), re.compile(r"\s*</\w{1,32}>\Z")
+OPENING_TAG = re.compile(r"<\w{1,32}>\s*")
+CLOSING_TAG = re.compile(r"\s*</\w{1,32}>\Z")
 """Tags around a content, which a template may look for, as for <tool_response>."""
 SHORT = "x"
 MOST_OUTLINES = 4096
@@ -104,8 +106,10 @@ class MessagePlace(NamedTuple):
 
     def range_in(self, chat: Marked) -> Span:
         """The range in a text with the marks of the outline. Raises InexactTemplate."""
-        begin, after = chat.at(self.before, 0), chat.at(self.after, len(chat.text))
-        start, stop = begin + len(self.lead), after - len(self.behind)
+        begin = chat.at(self.before, 0)
+        after = chat.at(self.after, len(chat.text))
+        start = begin + len(self.lead)
+        stop = after - len(self.behind)
         whole = chat.text.startswith(self.lead, begin) and chat.text.endswith(self.behind, start, after)
         if stop < start or not whole or not chat.text.endswith(self.end, start, stop):
             raise InexactTemplate("what is written around it depends on the contents")
@@ -117,7 +121,9 @@ class MessageRanges:
 
     def __init__(self, render: Callable[..., str], added: Iterable[str], special: Iterable[str]) -> None:
         """`render` is that of a ChatTemplate; `added` are the added tokens of the tokenizer, and `special` those that are special."""
-        self._render, self._added, self._special = render, _search_for(added), _search_for(special)
+        self._render = render
+        self._added = _search_for(added)
+        self._special = _search_for(special)
         self._outlines: dict[Any, _Outline] = {}
 
     def find(
@@ -157,7 +163,9 @@ class MessageRanges:
             text = self._render(list(messages), tools, add_generation_prompt=prompt)
         except TemplateRefusal as error:
             raise InexactTemplate(f"the template refuses a part of the chat: {error}") from None
-        marks, pieces, end = [], [], 0
+        marks = []
+        pieces = []
+        end = 0
         for count, found in enumerate(MARKS.finditer(text)):
             message, ends = divmod(ord(found[0]) - FIRST_MARK, 2)
             marks.append(Mark(message, bool(ends), found.start() - count))
@@ -193,7 +201,9 @@ class _Outline:
     def __init__(
         self, ranges: MessageRanges, messages: Sequence[Message], parts: Sequence[MessageParts], tools: Tools
     ) -> None:
-        self._of, self._parts, self._tools = ranges, parts, tools
+        self._of = ranges
+        self._parts = parts
+        self._tools = tools
         short = [
             f"{part.short_before}{_marked(number, SHORT if part.core else '')}{part.after}"
             for number, part in enumerate(parts)
@@ -203,7 +213,8 @@ class _Outline:
         self._sequence = [mark[:2] for mark in self._whole.marks]
         self._places: dict[int, MessagePlace] = {}
         first = ranges.added_in(self._whole.text)
-        self._openers, end = set[str](), 0
+        self._openers = set[str]()
+        end = 0
         """Tokens that the text begins with: the beginning of the text, and that of a turn."""
         for found in first:
             if self._whole.text[end : found.start()].strip():
@@ -217,7 +228,8 @@ class _Outline:
         if sequence != self._sequence:
             differing = next((a for a, b in zip(sequence, self._sequence, strict=False) if a != b), (0, False))
             raise InexactTemplate(f"messages[{differing[0]}] is written otherwise if its content is another")
-        text, spans = chat.text, []
+        text = chat.text
+        spans = []
         for message in wanted:
             try:
                 if message not in self._places:
@@ -238,16 +250,19 @@ class _Outline:
         if self._parts[message].core:
             own = self._own_marks(message, own)
             before = own[0] - 1 if own[0] else None
-            last, after = own[-1], own[-1] + 1
+            last = own[-1]
+            after = own[-1] + 1
         else:
             before = max((number for number, mark in enumerate(marks) if mark.message < message), default=None)
-            last, after = before, 0 if before is None else before + 1
+            last = before
+            after = 0 if before is None else before + 1
         after = None if after >= len(marks) else after
         is_answer = self._role(message) == ASSISTANT
         if is_answer:
             lead = self._lead(message, before, own[0] if own else after)
         elif own:
-            before, lead = own[0], ""
+            before = own[0]
+            lead = ""
         else:
             raise InexactTemplate("it has no content")
         end, behind, missing = self._end(message, last, after, lead)
@@ -300,7 +315,8 @@ class _Outline:
         `last` is the last mark of the message. If no special token ends an answer, the one that begins the next message does, unless it
         begins answers too.
         """
-        of, written = self._of, self._whole.between(last, after)
+        of = self._of
+        written = self._whole.between(last, after)
         mark = None if last is None else self._whole.marks[last]
         if after is None:
             end = self._without_next(written)
@@ -351,7 +367,8 @@ class _Outline:
 
 def _parts(message: Message) -> MessageParts:
     """A message, cut around what is marked."""
-    content, calls = message.get("content"), message.get("tool_calls") or ()
+    content = message.get("content")
+    calls = message.get("tool_calls") or ()
     text = content if isinstance(content, str) else ""
     cut = text.rfind(END_OF_REASONING) + len(END_OF_REASONING) if END_OF_REASONING in text else 0
     core = text[cut:].strip()
@@ -360,11 +377,14 @@ def _parts(message: Message) -> MessageParts:
         name = _name(calls[-1]) if calls else ""
         return MessageParts((*kind, text.strip() == "" and text, bool(name)), core=name, is_call=bool(name))
     at = text.index(core, cut)
-    before, after = text[cut:at], text[at + len(core) :]
+    before = text[cut:at]
+    after = text[at + len(core) :]
     if core[0] == "<" and (tag := OPENING_TAG.match(core)) and tag.end() < len(core):
-        before, core = before + tag[0], core[tag.end() :]
+        before = before + tag[0]
+        core = core[tag.end() :]
     if core[-1] == ">" and (tag := CLOSING_TAG.search(core, max(0, len(core) - 64))) and tag.start():
-        core, after = core[: tag.start()], tag[0] + after
+        core = core[: tag.start()]
+        after = tag[0] + after
     reasoning = text[:cut]
     opening = "<think>" if "<think>" in reasoning else ""
     short = f"{opening}\n{SHORT}\n{END_OF_REASONING}" if reasoning else ""
@@ -401,7 +421,9 @@ def _place_of_difference(chat: Marked, text: str) -> str:
 
 def _common_beginning(texts: Sequence[str]) -> str:
     """The characters that all texts begin with."""
-    first, last = min(texts), max(texts)  # every other text is between these two
+    # every other text is between these two
+    first = min(texts)
+    last = max(texts)
     different = (at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1])
     return first[: next(different, len(first))]
 

@@ -112,7 +112,8 @@ class TokenStream:
         parts = []
         for shard, first, last in self._ranges(start, stop):
             for span in self.files[shard].document_spans(first, last):
-                begin, end = max(span.start, first), min(span.stop, last)
+                begin = max(span.start, first)
+                end = min(span.stop, last)
                 parts.append(DocumentPart(shard, span.document, begin - span.start, end - span.start, start))
                 start += end - begin
         return parts
@@ -147,7 +148,8 @@ class TokenStream:
             end = min(stop, self._starts[shard + 1])
             if end > start:
                 ranges.append((shard, start - self._starts[shard], end - self._starts[shard]))
-            start, shard = end, shard + 1
+            start = end
+            shard = shard + 1
         return ranges
 
 
@@ -155,7 +157,8 @@ class StreamWindows:
     """The windows of a stream without masks, one after another."""
 
     def __init__(self, stream: TokenStream, seq_len: int) -> None:
-        self._stream, self._seq_len = stream, seq_len
+        self._stream = stream
+        self._seq_len = seq_len
         self.count = stream.windows(seq_len)
 
     @property
@@ -165,7 +168,8 @@ class StreamWindows:
 
     def read(self, window: int, with_documents: bool) -> WindowTokens:
         """The tokens of a window; without `with_documents` as one document."""
-        start, stop = window * self._seq_len, (window + 1) * self._seq_len + 1
+        start = window * self._seq_len
+        stop = (window + 1) * self._seq_len + 1
         begins = self._stream.begins(start, stop) if with_documents else np.zeros(1, dtype=np.int64)
         return WindowTokens(self._stream.read(start, stop), begins, None)
 
@@ -196,7 +200,8 @@ def pack(
     it the window is one text: positions 0 to S - 1, documents all 0. A document that began earlier starts at position 0
     too. A target whose weight, of `weights` (S + 1,), is 0 is -1. `real` is that of `PackedWindow`.
     """
-    inputs, targets = tokens[:-1], tokens[1:]
+    inputs = tokens[:-1]
+    targets = tokens[1:]
     if weights is not None:
         weights = weights[1:]
         targets = np.where(weights != 0, targets, IGNORED)

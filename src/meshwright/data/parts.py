@@ -364,7 +364,8 @@ def _directories(preparation: Preparation, folder: Path) -> list[Path]:
 
 
 def _result(record: _PartRecord, reused: bool) -> PreparedPart:
-    left_out, records = LeftOut.from_plain(record.left_out), _unit_records(record)
+    left_out = LeftOut.from_plain(record.left_out)
+    records = _unit_records(record)
     for of_unit in records:
         left_out.merge(of_unit.left_out)
     _, documents, tokens = totals(records)

@@ -95,7 +95,8 @@ def _pair(prompt: Messages, chosen: Messages, rejected: Messages, tools: Any = N
 
 def _asked(record: Mapping[str, Any]) -> Preference:
     """`prompt`, and two answers, which may repeat it."""
-    prompt, answers = _prompt(record, "prompt"), [_answer(record.get(key), key) for key in ("chosen", "rejected")]
+    prompt = _prompt(record, "prompt")
+    answers = [_answer(record.get(key), key) for key in ("chosen", "rejected")]
     if all(_role(answer[0]) == "assistant" for answer in answers):
         return _pair(prompt, *answers)
     whole = _parted(*answers)

@@ -27,7 +27,9 @@ class TooLong(Exception):
 
     def __init__(self, count: int, first: int, tokens: int) -> None:
         super().__init__(count, first, tokens)
-        self.count, self.first, self.tokens = count, first, tokens
+        self.count = count
+        self.first = first
+        self.tokens = tokens
 
 
 class PreferenceWindows(ConversationWindows):
@@ -89,18 +91,22 @@ class PreferenceWindows(ConversationWindows):
         It has as many tokens as the window. A window of one answer has none that is trained on.
         """
         starts, lengths = self._conversations(window)
-        prompts, answers, weights = [], [], []
+        prompts = []
+        answers = []
+        weights = []
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            tokens, trained = (
-                self._stream.read(start, start + length),
-                self._stream.read_weights(start, start + length) != 0,
-            )
+            tokens = self._stream.read(start, start + length)
+            trained = self._stream.read_weights(start, start + length) != 0
             begin = int(np.flatnonzero(trained)[0])
             prompts.append(tokens[:begin])
             answers.append(tokens[begin:])
             weights.append(trained[begin:])
-        room, alone = self._seq_len + 1, len(prompts) == 1
-        whole, mask, begins, at = np.full(room, self._filler, dtype=np.int64), np.zeros(room, dtype=bool), [], 0
+        room = self._seq_len + 1
+        alone = len(prompts) == 1
+        whole = np.full(room, self._filler, dtype=np.int64)
+        mask = np.zeros(room, dtype=bool)
+        begins = []
+        at = 0
         for number, prompt in enumerate(prompts):
             other = (number + 1) % len(prompts)
             stop = at + len(prompt) + len(answers[other])

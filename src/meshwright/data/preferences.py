@@ -77,7 +77,8 @@ class PreferenceReader(ChatReader):
 
     def _answered(self, prompt: list[Any], answer: list[Any], sign: int, tools: list[dict[str, Any]] | None) -> Chat:
         """The prompt and one answer. Raises BadChat."""
-        messages, weights = [], []
+        messages = []
+        weights = []
         for part, weight in ((prompt, 0.0), (answer, float(sign))):
             for index, value in enumerate(part):
                 where = f"message {index + 1} of the {'answer' if weight else 'prompt'}"
@@ -96,7 +97,8 @@ def count_preferences(kind: Kind, shards: Iterable[tuple[Path, Shard]]) -> Prefe
     for directory, shard in shards:
         assert shard.weights is not None, "a shard of preferences has weights"
         file = IndexedFile(directory / shard.name)
-        weights, bounds = WeightFile(directory / shard.name, file.tokens, shard.weights), file.document_bounds()
+        weights = WeightFile(directory / shard.name, file.tokens, shard.weights)
+        bounds = file.document_bounds()
         for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             counts[bool(weights.read(start, stop).min() < 0)] += 1
     return PreferenceCounts(kind, counts[False], counts[True])

@@ -195,9 +195,11 @@ def _run(
         forget_shards(preparation.out)
         (preparation.out / ENCODERS_DIFFER).touch()
         return _run(preparation, files, not_read, request, how)
-    left_out, removed = source.left_out, source.removed
+    left_out = source.left_out
+    removed = source.removed
     check_splits(preparation, writers, left_out, removed)
-    text, answers = tokenizer.text, None
+    text = tokenizer.text
+    answers = None
     if preparation.chat is not None:
         shards = {split: writer.shards for split, writer in writers.items()}
         answers = _count_answers(preparation, shards, tokenizer)
@@ -282,7 +284,8 @@ def run_units(folder: Path, units: Sequence[int], workers: int, ray: str | None)
 
 def split_writers(preparation: Preparation, tokenizer: LoadedTokenizer) -> dict[str, SplitWriter]:
     """The writers of the shards of each split, behind those that are finished."""
-    dtype, journal = token_dtype(tokenizer.record.vocab_size), recover_journal(preparation.out)
+    dtype = token_dtype(tokenizer.record.vocab_size)
+    journal = recover_journal(preparation.out)
     return {
         split: SplitWriter(preparation.out, split, directory, dtype, preparation.shard_tokens, journal)
         for split, directory in preparation.directories().items()
@@ -468,7 +471,8 @@ def _check_records(files: list[InputFile]) -> None:
 
 def _check_reusable(preparation: Preparation, manifest: Manifest, files: list[InputFile]) -> None:
     """Raise BadInput if the inputs changed since the preparation, or it left out what is now to be refused."""
-    out, choose = preparation.out, "choose another --out, or remove it to prepare again"
+    out = preparation.out
+    choose = "choose another --out, or remove it to prepare again"
     if changed := changed_inputs(preparation.directories()[TRAIN], manifest, files):
         raise BadInput(f"{out}: was prepared by this command, but {changed}; {choose}")
     lost = {reason: figures for reason, figures in manifest.not_read.items() if reason not in HARMLESS}
@@ -483,18 +487,19 @@ def tokenizer_of(preparation: Preparation, files: list[InputFile], shown: bool) 
     directories = list(preparation.directories().values())
     earlier = directories[0] / TOKENIZER
     if earlier.is_file():
-        content, where = read_tokenizer(directories[0]), str(earlier)
+        content = read_tokenizer(directories[0])
+        where = str(earlier)
     elif size := parse_train_request(preparation.tokenizer):
         if shown:
             sys.stderr.write(f"training a tokenizer of {size} tokens\n")
         texts = sample_texts(files, preparation.text_key)
-        content, where = (
-            train_tokenizer((text for key, text in texts if preparation.split_of(key) == TRAIN), size),
-            "train",
-        )
+        content = train_tokenizer((text for key, text in texts if preparation.split_of(key) == TRAIN), size)
+        where = "train"
     else:
-        content, where = read_tokenizer(Path(preparation.tokenizer)), preparation.tokenizer
-    folder, chat_files = preparation.tokenizer_folder, preparation.chat_files()
+        content = read_tokenizer(Path(preparation.tokenizer))
+        where = preparation.tokenizer
+    folder = preparation.tokenizer_folder
+    chat_files = preparation.chat_files()
     # Sampling values belong to the weights of the folder; the record of the text format has the end tokens.
     left_out = (GENERATION_CONFIG,) if chat_files is None else (GENERATION_CONFIG, TEMPLATE, TOOL_TEMPLATE)
     # The first directory last: a later attempt reads the tokenizer there, so all the others must have it by then.

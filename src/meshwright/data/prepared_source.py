@@ -40,9 +40,12 @@ class CorpusSource:
         conversations: bool = False,
         preference: PreferenceSpec | None = None,
     ) -> None:
-        self.name, self.directory, self.seq_len = name, directory, seq_len
+        self.name = name
+        self.directory = directory
+        self.seq_len = seq_len
         _check_kind(directory, preference)
-        files, weights = [shard.file for shard in directory.shards], [shard.weights for shard in directory.shards]
+        files = [shard.file for shard in directory.shards]
+        weights = [shard.weights for shard in directory.shards]
         self.stream = (ContentOrder if by_content else TokenStream)(files, weights)
         if conversations:
             self.layout = SingleConversations(self.stream)
@@ -93,7 +96,8 @@ class CorpusSource:
     def _answers(self, preference: PreferenceSpec) -> PreferenceWindows:
         manifest = self.directory.manifest
         assert manifest is not None, "a manifest tells preferences"
-        together, leaves_out = 2 if preference.paired else 1, preference.too_long == "leave_out"
+        together = 2 if preference.paired else 1
+        leaves_out = preference.too_long == "leave_out"
         try:
             return PreferenceWindows(
                 self.stream,

@@ -44,9 +44,12 @@ class _Meter:
         """Documents, tokens and their rates, and the remaining time if there is a rate."""
         now = time.monotonic()
         if self._started is None:
-            self._started, self._first = now, (done, tokens)
-        seconds, sums = now - self._started, f"{documents:,} documents, {tokens / 1e6:.1f} M tokens"
-        read_bytes, new_tokens = done - self._first[0], tokens - self._first[1]
+            self._started = now
+            self._first = (done, tokens)
+        seconds = now - self._started
+        sums = f"{documents:,} documents, {tokens / 1e6:.1f} M tokens"
+        read_bytes = done - self._first[0]
+        new_tokens = tokens - self._first[1]
         if seconds <= 0 or read_bytes <= 0:
             return sums
         rates = f"{read_bytes / seconds / 1e6:.1f} MB/s, {new_tokens / seconds:,.0f} tokens/s"
@@ -63,7 +66,8 @@ def _bar(title: str, total_bytes: int) -> Iterator[Report]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=total_bytes, words="")
 
-        figures, drawn = (0, 0, 0), float("-inf")
+        figures = (0, 0, 0)
+        drawn = float("-inf")
 
         def report(done: int, documents: int, tokens: int) -> None:
             nonlocal figures, drawn
@@ -77,7 +81,8 @@ def _bar(title: str, total_bytes: int) -> Iterator[Report]:
 
 
 def _lines(title: str, total_bytes: int) -> Report:
-    last, meter = time.monotonic(), _Meter(total_bytes)
+    last = time.monotonic()
+    meter = _Meter(total_bytes)
 
     def report(done: int, documents: int, tokens: int) -> None:
         nonlocal last

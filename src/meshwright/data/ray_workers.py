@@ -56,7 +56,8 @@ def run_on_ray(folder: Path, units: Sequence[int], address: str) -> Iterator[int
 def _run(ray: Any, folder: Path, units: Sequence[int], address: str) -> Iterator[int]:
     task = ray.remote(max_calls=CALLS_OF_A_WORKER, max_retries=RETRIES, num_cpus=1)(run_unit)
     most = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
-    waiting, running = deque(units), dict[Any, int]()
+    waiting = deque(units)
+    running = dict[Any, int]()
     try:
         while waiting or running:
             while waiting and len(running) < most:

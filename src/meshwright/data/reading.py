@@ -21,8 +21,11 @@ class DocumentReading:
     def __init__(
         self, files: Sequence[InputFile], not_read: Iterable[NotRead], read: Read, cleaner: Cleaner | None = None
     ) -> None:
-        self.files, self._read, self._cleaner = files, read, cleaner
-        self.left_out, self.removed = LeftOut(), Removed()
+        self.files = files
+        self._read = read
+        self._cleaner = cleaner
+        self.left_out = LeftOut()
+        self.removed = Removed()
         self.digests: dict[str, str] = {}
         """Digest of the bytes of each file, by name."""
         for item in not_read:

@@ -143,7 +143,8 @@ def _json(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
     if _first_byte(stream) == b"[":
         yield from _array(stream, key)
         return
-    name, line = stream.file.name, stream.readline(LONGEST_LINE + 1)
+    name = stream.file.name
+    line = stream.readline(LONGEST_LINE + 1)
     first = parse_line(f"{name}:1", 1, line, key, stream.consumed)
     others = stream.read(LONGEST_LINE + 1) if isinstance(first, BadDocument) and not _is_json(line) else b""
     if len(line) + len(others) > LONGEST_LINE:
@@ -173,12 +174,17 @@ def _array(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
 
 def _elements(stream: InputStream) -> Iterator[Any]:
     """The elements of the array of a stream, of which little more than one element is in memory. Raises ValueError."""
-    decode, parse = codecs.getincrementaldecoder("utf-8-sig")().decode, json.JSONDecoder().raw_decode
-    text, at, complete, count = "", 0, False, -1
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+    parse = json.JSONDecoder().raw_decode
+    text = ""
+    at = 0
+    complete = False
+    count = -1
     while True:
         at = _skip(text, at)
         if count < 0 and text[at : at + 1] == "[":
-            at, count = _skip(text, at + 1), 0
+            at = _skip(text, at + 1)
+            count = 0
         closed = text[at : at + 1] == "]"
         separated = count == 0 or text[at : at + 1] == ","
         element = None
@@ -194,7 +200,8 @@ def _elements(stream: InputStream) -> Iterator[Any]:
             else:
                 if end < len(text) or complete:  # else a number may go on
                     yield element
-                    at, count = end, count + 1
+                    at = end
+                    count = count + 1
                     continue
         if complete:
             if not closed:
@@ -203,7 +210,9 @@ def _elements(stream: InputStream) -> Iterator[Any]:
                 raise ValueError("text after the end of the array")
             return
         piece = stream.read(max(READ_BYTES, len(text) - at))
-        text, at, complete = text[at:] + decode(piece, not piece), 0, not piece
+        text = text[at:] + decode(piece, not piece)
+        at = 0
+        complete = not piece
 
 
 def _skip(text: str, at: int) -> int:
@@ -238,7 +247,9 @@ def _table(stream: InputStream, key: str | None, delimiter: str) -> Iterator[Rea
         stream.read(len(codecs.BOM_UTF8))
     # Bytes that are not UTF-8 become surrogates, which no document may have, so that only their own document is bad.
     text = (line.decode("utf-8", "surrogateescape") for line in stream)
-    lines, columns, name = csv.reader(text, delimiter=delimiter, strict=True), None, stream.file.name
+    lines = csv.reader(text, delimiter=delimiter, strict=True)
+    columns = None
+    name = stream.file.name
     while True:
         first_line = lines.line_num + 1
         where = f"{name}:{first_line}"
@@ -303,7 +314,8 @@ def _record(where: str, number: int, record: Any, key: str | None, consumed: int
 def _no_key(word: str, key: str, names: Sequence[str] | Mapping[str, Any]) -> str:
     near = nearest(key, names)
     hint = f" (nearest: {near!r})" if near else ""
-    form, preferences = form_of(list(names)), preference_form_of(list(names))
+    form = form_of(list(names))
+    preferences = preference_form_of(list(names))
     chats = f"chats of the form {form} need --chat; " if form is not None and key not in form.keys else ""
     if preferences is not None:
         chats = f"preferences of the form {preferences.name} need --preferences; "

@@ -34,7 +34,10 @@ class SampleSteps:
     def __init__(
         self, source: Documents, *, tokens: int, pool: RankPool, rank: int, numbering: Numbering = "equal"
     ) -> None:
-        self._source, self._tokens, self._pool, self._rank = source, tokens, pool, rank
+        self._source = source
+        self._tokens = tokens
+        self._pool = pool
+        self._rank = rank
         self._numbering: Numbering = numbering
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> LoadedStep:
@@ -42,7 +45,8 @@ class SampleSteps:
         lengths = lengths_of_step(self._source, sample, self._tokens, skipped)
         indices = np.arange(sample, sample + len(lengths))
         self._source.begin_step(indices)
-        balance, read = balance_samples(lengths, self._pool), self._source.token_reader(indices)
+        balance = balance_samples(lengths, self._pool)
+        read = self._source.token_reader(indices)
         slots = slots_to_run(balance, self._rank, self._numbering)
         empty = int(np.maximum(1 - balance.slots, 0).sum())
         if self._numbering == "equal":

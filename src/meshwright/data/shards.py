@@ -60,8 +60,11 @@ class SplitWriter:
     def __init__(
         self, out: Path, split: str, directory: Path, dtype: str, shard_tokens: int, journal: list[JournalLine]
     ) -> None:
-        self.out, self.split, self.directory = out, split, directory
-        self.dtype, self.shard_tokens = dtype, shard_tokens
+        self.out = out
+        self.split = split
+        self.directory = directory
+        self.dtype = dtype
+        self.shard_tokens = shard_tokens
         finished = [line for line in journal if line.split == split]
         self.shards = [line.shard for line in finished]
         self.done_through = finished[-1].through if finished else -1
@@ -102,7 +105,8 @@ class SplitWriter:
         """Make the open shard durable, then add its line to the journal; does nothing without an open shard."""
         if self._writer is None:
             return
-        writer, stem = self._writer, self._writer.stem
+        writer = self._writer
+        stem = self._writer.stem
         names = "".join(line + "\n" for line in self._lines).encode()
         write_durable(documents_path(stem), names)
         digests = {"documents": digest(names)}
@@ -120,7 +124,10 @@ class SplitWriter:
         self._finished_tokens += shard.tokens
         self._finished_documents += shard.documents
         self.done_through = self._through
-        self._writer, self._lines, self._weights, self._text_bytes = None, [], [], 0
+        self._writer = None
+        self._lines = []
+        self._weights = []
+        self._text_bytes = 0
 
     def abandon(self) -> None:
         """Close the open file without publishing it."""

@@ -52,7 +52,9 @@ WITHOUT_SPACES = (
     (0x20000, 0x323AF),
 )
 """Ranges of scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, Chinese and Japanese."""
-SEPARATOR, LETTER, WORD = 0, 1, 2
+SEPARATOR = 0
+LETTER = 1
+WORD = 2
 """Classes of a character: between words, in a word, a word itself."""
 BASE = 0x9E3779B97F4A7C15
 """An odd number, so that it has an inverse modulo 2^64."""
@@ -69,7 +71,8 @@ def word_hashes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     lowered = [text.lower() for text in texts]
     at = 0
     while at < len(lowered):
-        end, size = at + 1, len(lowered[at])
+        end = at + 1
+        size = len(lowered[at])
         while end < len(lowered) and size + len(lowered[end]) <= PIECE:
             size += len(lowered[end])
             end += 1

@@ -24,7 +24,8 @@ from meshwright.data.shingles import distinct, joined_words, shingles, word_hash
 
 WORDS = 5
 """Words of a shingle."""
-BANDS, ROWS = 20, 7
+BANDS = 20
+ROWS = 7
 EXACT_BAND = BANDS
 LEADING = 256
 BLOCK_CHARACTERS = 1 << 18
@@ -60,7 +61,8 @@ class SignatureWriter:
     """
 
     def __init__(self, signatures: BinaryIO, sets: BinaryIO | None) -> None:
-        self._signatures, self._sets = signatures, sets
+        self._signatures = signatures
+        self._sets = sets
         self.segments: list[SignatureSegment] = []
         self.ends: list[int] = []
         self._texts: list[str] = []
@@ -99,7 +101,8 @@ class SignatureWriter:
             self._minima.append(minima(values, starts[filled]))
         done = len(self.ends) - len(self._texts) - self._first
         self._with_words += (filled + done).tolist()
-        self._texts, self._size = [], 0
+        self._texts = []
+        self._size = 0
 
     def _finish_segment(self) -> None:
         if self._sets is not None:
@@ -115,7 +118,9 @@ class SignatureWriter:
         self._signatures.write(halves[order, 1].tobytes())
         self.segments.append(segment)
         self._first += len(self._digests)
-        self._digests, self._minima, self._with_words = [], [], []
+        self._digests = []
+        self._minima = []
+        self._with_words = []
 
     def _write_band(self, keys: np.ndarray, documents: np.ndarray) -> np.ndarray:
         """Write the keys of a band in ascending order, which is returned."""
@@ -135,7 +140,8 @@ def read_keys(file: BinaryIO, segment: SignatureSegment, near: bool, band: int, 
     of_near = 4 * (LEADING + 1) + 12 * segment.with_words
     offset = segment.offset + (of_near * band if near else 0)
     leading = _read(file, offset, "<u4", 0, LEADING + 1)
-    low, high = int(leading[first]), int(leading[stop])
+    low = int(leading[first])
+    high = int(leading[stop])
     keys_at = offset + 4 * (LEADING + 1)
     documents_at = keys_at + 8 * count
     keys = _read(file, keys_at, "<u8", low, high)

@@ -24,7 +24,8 @@ class SingleConversations:
         self._stream = stream
         starts, lengths = stream.document_ranges()
         if not stream.masked:
-            starts, lengths = starts[:0], lengths[:0]
+            starts = starts[:0]
+            lengths = lengths[:0]
         pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
         answered = [_last_answer(stream.read_weights(start, start + length)) for start, length in pairs]
         used = np.array([answer is not None for answer in answered], dtype=bool)

@@ -96,7 +96,8 @@ def rank_slots(balance: Balance, rank: int) -> list[SampleSlot]:
     lengths = np.bincount(balance.sample, balance.tokens).astype(np.int64)
     by_slot: list[list[SamplePart]] = [[] for _ in range(int(balance.slots[rank]))]
     for index in range(int(first), int(last)):
-        sample, part = int(balance.sample[index]), int(balance.part[index])
+        sample = int(balance.sample[index])
+        part = int(balance.part[index])
         ranks = (rank,)
         if balance.parts[index] > 1:
             of_sample = np.flatnonzero(balance.sample == sample)
@@ -147,7 +148,8 @@ def slot_arrays(slot: SampleSlot, read: TokenReader) -> PackedWindow:
         for inputs in filter(None, part.ranges):
             end = begin + len(inputs)
             read_tokens = read(part.sample, inputs.start, inputs.stop + 1)
-            tokens[begin:end], targets[begin:end] = read_tokens[:-1], read_tokens[1:]
+            tokens[begin:end] = read_tokens[:-1]
+            targets[begin:end] = read_tokens[1:]
             positions[begin:end] = inputs
             begin = end
     return PackedWindow(tokens, targets, positions, documents)

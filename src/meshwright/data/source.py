@@ -186,7 +186,8 @@ class DataSource:
         self.stream_tokenizer = stream_tokenizer
         self._step_samples = 1
         self.weights = weights
-        self.seq_len, self.document_mask = seq_len, document_mask
+        self.seq_len = seq_len
+        self.document_mask = document_mask
         self._limit = vocab_size
         self._fills = any(source.packing is not None for source in sources)
         """Whether windows of a source may end with tokens that only fill them."""
@@ -355,7 +356,8 @@ class DataSource:
         """
         if not self.streams:
             return self.batch(self._locate_samples(indices))
-        names, step = self.order.names, self._step_samples
+        names = self.order.names
+        step = self._step_samples
         located = zip(self._draws(indices), np.asarray(indices).tolist(), strict=True)
         packed = []
         for (number, window), index in located:
@@ -392,7 +394,8 @@ class DataSource:
         `reference` `(samples, A)` float64. With `mismatched`: `mismatched_tokens`, `_targets`, `_positions` and `_documents`
         `(samples, seq)` int64, and `mismatched_reference`.
         """
-        count, rows = self._answers, []
+        count = self._answers
+        rows = []
         for source, window in places:
             assert isinstance(source.layout, PreferenceWindows)
             found = source.layout.answers(window)

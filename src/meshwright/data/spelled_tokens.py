@@ -36,7 +36,8 @@ class SpelledTokens:
 
     def __init__(self, tokenizer: Tokenizer, named: Iterable[str] = ()) -> None:
         """Special are the tokens that the tokenizer says are, and those of its added tokens that are `named` in a folder's files."""
-        names, added = set(named), tokenizer.get_added_tokens_decoder().items()
+        names = set(named)
+        added = tokenizer.get_added_tokens_decoder().items()
         self._tokenizer = tokenizer
         self._tokens = {id: token for id, token in added if token.content and (token.special or token.content in names)}
 
@@ -91,7 +92,8 @@ class SpelledTokens:
         marked = (_changed(value, mark) for value in values)
         pieces: list[str] = []
         spelled: list[Span] = []
-        at, begin = 0, None
+        at = 0
+        begin = None
         for piece in re.split(f"({opening}|{closing})", write(*marked)):
             if piece == opening:
                 begin = at
@@ -124,13 +126,15 @@ class _SpecialAsText:
         """`special` are the special tokens by id, which `search` finds."""
         from tokenizers import AddedToken, Tokenizer
 
-        self._search, self._special = search, special
+        self._search = search
+        self._special = special
         mark = secrets.token_hex(_MARK_BYTES)
         self._names = {token.content: f"{mark}{id:08x}" for id, token in special.items()}
         """The names of its own tokens, by the special token in whose place each is."""
         added = tokenizer.get_added_tokens_decoder()
         own: Any = Tokenizer(tokenizer.model)  # shares the model
-        own.normalizer, own.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+        own.normalizer = tokenizer.normalizer
+        own.pre_tokenizer = tokenizer.pre_tokenizer
         own.add_tokens([token for id, token in added.items() if id not in special])
         own.add_tokens(
             [
@@ -145,14 +149,16 @@ class _SpecialAsText:
 
     def encode(self, chat: ChatText, start: int, stop: int) -> list[int]:
         """The token ids of the characters [start, stop) of a chat."""
-        pieces, at = [], start
+        pieces = []
+        at = start
         for begin, end in (*(chat.spelled or ()), (stop, stop)):
             if start <= begin <= stop:
                 written = self._search.sub(lambda found: self._names[found[0]], chat.text[at:begin])
                 pieces += [written, chat.text[begin : min(end, stop)]]
                 at = min(end, stop)
         text = "".join(pieces)
-        encoding, ids = self._tokenizer.encode(text, add_special_tokens=False), list[int]()
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = list[int]()
         for token, id, (begin, end) in zip(encoding.tokens, encoding.ids, encoding.offsets, strict=True):
             name, right = self._added.get(id, ("", id))
             if name and name in token:  # with the white space that it takes

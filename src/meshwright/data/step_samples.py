@@ -25,7 +25,8 @@ def lengths_of_step(source: SampleLengths, sample: int, tokens: int, skipped: Se
     The step ends before a skipped sample. It has at least one sample, as `tokens` is at least the longest sample.
     """
     end = min((start for start, _ in skipped if start > sample), default=np.iinfo(np.int64).max)
-    lengths, draw = np.zeros(0, dtype=np.int64), FIRST_DRAW
+    lengths = np.zeros(0, dtype=np.int64)
+    draw = FIRST_DRAW
     while lengths.sum() <= tokens and sample + len(lengths) < end:
         first = sample + len(lengths)
         lengths = np.concatenate([lengths, source.lengths(np.arange(first, min(first + draw, end)))])

@@ -35,7 +35,10 @@ from meshwright.spec.folder_files import JSON_BYTES, TOKENIZER_BYTES, read_folde
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TEXT_FORMAT, TOKENIZER, CONFIG, MANIFEST = "text_format.json", "tokenizer.json", "config.json", "manifest.json"
+TEXT_FORMAT = "text_format.json"
+TOKENIZER = "tokenizer.json"
+CONFIG = "config.json"
+MANIFEST = "manifest.json"
 """Names of files."""
 VERSION = 1
 END_OF_TEXT = "<|endoftext|>"
@@ -291,7 +294,8 @@ def export_text_files(
     document end of the record, so that of an instruct model remains the end of a turn.
     """
     values = {**defaults, **read_object(source / TOKENIZER_CONFIG)}
-    end, named = text.document_end, folder_special_tokens(source)
+    end = text.document_end
+    named = folder_special_tokens(source)
     if "bos_token" not in named and text.begin:
         values["bos_token"] = text.begin[0].text
     if "eos_token" not in named and end is not None:
@@ -324,7 +328,8 @@ def tokenizer_identity(content: bytes) -> str:
     value = canonical_tokenizer(content)
     model = value.get("model")
     if isinstance(model, dict):  # the lists are long: joined they take a third of the time
-        vocab, merges = model.get("vocab"), model.get("merges")
+        vocab = model.get("vocab")
+        merges = model.get("merges")
         if isinstance(vocab, dict):
             tokens = sorted(vocab, key=lambda token: (vocab[token], token))
             model["vocab"] = [_list_digest(tokens), digest(json.dumps([vocab[token] for token in tokens]).encode())]
@@ -358,7 +363,8 @@ def canonical_tokenizer(content: bytes) -> dict[str, Any]:
 
 def different_parts(first: bytes, second: bytes) -> list[str]:
     """The parts of two `tokenizer.json` that differ, such as `normalizer`; none if they are one tokenizer."""
-    ours, theirs = canonical_tokenizer(first), canonical_tokenizer(second)
+    ours = canonical_tokenizer(first)
+    theirs = canonical_tokenizer(second)
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
@@ -373,7 +379,9 @@ class _FolderFiles:
     """The files of a folder that name tokens, as far as the tokenizer has these."""
 
     def __init__(self, folder: Path | None, tokenizer: Tokenizer, where: str, template: str | None) -> None:
-        self._folder, self._tokenizer, self._where = folder or Path(), tokenizer, where
+        self._folder = folder or Path()
+        self._tokenizer = tokenizer
+        self._where = where
         names = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, CONFIG, GENERATION_CONFIG)
         values = {name: {} if folder is None else read_object(folder / name) for name in names}
         self._config = values[TOKENIZER_CONFIG]
@@ -433,7 +441,8 @@ class _FolderFiles:
         starts = range(len(ids) - len(plain) + 1)
         count = next((start for start in starts if ids[start : start + len(plain)] == plain), 0)
         begin = tuple(self._token(id) for id in ids[:count])
-        notes, said = [], self._config.get("add_bos_token")
+        notes = []
+        said = self._config.get("add_bos_token")
         if isinstance(said, bool) and said != bool(begin):
             notes.append(
                 f"{self._folder / TOKENIZER_CONFIG} has add_bos_token {json.dumps(said)}, but {TOKENIZER} decides: "

@@ -60,7 +60,9 @@ class _Bytes(dict[int, bytes]):
     """Bytes by token, each found when it is first asked for."""
 
     def __init__(self, tokens: TokenBytes, hidden: frozenset[int] = frozenset()) -> None:
-        self._tokenizer, self._form, self._hidden = tokens.tokenizer, tokens.form, hidden
+        self._tokenizer = tokens.tokenizer
+        self._form = tokens.form
+        self._hidden = hidden
         self.texts = _Texts(self)
 
     def __missing__(self, token: int) -> bytes:

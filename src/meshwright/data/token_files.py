@@ -40,7 +40,9 @@ from meshwright.data.tokenizer import LoadedTokenizer, parse_train_request
 from meshwright.durable.lock import locked
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest
 
-DATATROVE, INDEX, LOSS = ".ds", ".index", ".loss"
+DATATROVE = ".ds"
+INDEX = ".index"
+LOSS = ".loss"
 MEGATRON = ".bin"
 ENDS_AT_ONCE = 1 << 16
 TOKEN_TYPES = (np.dtype("<u2"), np.dtype("<u4"))
@@ -50,13 +52,15 @@ class DatatroveFile:
     """An open `.ds` file with its index. Raises BadInput if one is missing, Damaged if their sizes disagree."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.index_path = path, path.with_name(path.name + INDEX)
+        self.path = path
+        self.index_path = path.with_name(path.name + INDEX)
         if path.with_name(path.name + LOSS).exists():
             raise BadInput(f"{path.name + LOSS}: loss masks are not read; remove the file to train on every token")
         for file in (path, self.index_path):
             if not file.is_file():
                 raise BadInput(f"{file}: no such file; {DATATROVE} and {DATATROVE}{INDEX} must lie side by side")
-        self._tokens, self._index = CheckedFile(path), CheckedFile(self.index_path)
+        self._tokens = CheckedFile(path)
+        self._index = CheckedFile(self.index_path)
         if not self._index.size or self._index.size % 8:
             raise Damaged(f"{self.index_path}: expected a multiple of 8 bytes, found {self._index.size}")
         self.documents = self._index.size // 8
@@ -119,7 +123,8 @@ def import_tokens(
                     each for each in _documents(files, loaded, preparation) if each[1] > writers[each[0]].done_through
                 )
                 write_shards(numbered, writers, sum(file.size for file in files), shown)
-                left_out, removed = LeftOut(), Removed()
+                left_out = LeftOut()
+                removed = Removed()
                 check_splits(preparation, writers, left_out, removed)
                 digests = {file.name: CheckedFile(file.path).digest() for file in files}
                 record = input_record(files, digests)
@@ -133,7 +138,8 @@ def import_tokens(
 
 def _documents(files: Sequence[InputFile], tokenizer: LoadedTokenizer, preparation: Preparation) -> Iterator[Numbered]:
     """The documents of the files, checked."""
-    end, size = tokenizer.record.eos, tokenizer.record.vocab_size
+    end = tokenizer.record.eos
+    size = tokenizer.record.vocab_size
     dtype = token_dtype(size)
     lengths = _text_bytes(tokenizer)
     number = 0

@@ -25,7 +25,8 @@ class WeightFile:
     """The open weights of a shard. Raises BadInput if the file is missing, Damaged if its size is not that of `tokens` tokens."""
 
     def __init__(self, stem: Path, tokens: int, kind: Kind) -> None:
-        self.path, self.kind = weight_path(stem, kind), kind
+        self.path = weight_path(stem, kind)
+        self.kind = kind
         if not self.path.is_file():
             raise BadInput(f"{self.path}: no such file; the manifest names it")
         self._file = CheckedFile(self.path)

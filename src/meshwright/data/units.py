@@ -98,7 +98,9 @@ def _parts(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> list[Fi
 def _line_ranges(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> list[FileRange]:
     """Parts that begin and end at lines, from one pass over the file, which also has its digest."""
     state = xxhash.xxh3_128()
-    starts, offset, lines = [(0, 0)], 0, 0
+    starts = [(0, 0)]
+    offset = 0
+    lines = 0
     with file.path.open("rb") as stream:
         while piece := stream.read(READ_BYTES):
             state.update(piece)
@@ -129,16 +131,22 @@ def _row_groups(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> li
     parts: list[FileRange | None] = []
     groups = [table.row_group(number) for number in range(table.num_row_groups)]
     total = sum(group.total_byte_size for group in groups) or 1
-    start, rows, before, size = 0, 0, 0, 0
+    start = 0
+    rows = 0
+    before = 0
+    size = 0
     for number, group in enumerate(groups):
         rows += group.num_rows
         size += group.total_byte_size
         if size >= unit_bytes or number == len(groups) - 1:
             parts.append(FileRange(start, number + 1, before, file.size * size // total))
-            start, before, size = number + 1, rows, 0
+            start = number + 1
+            before = rows
+            size = 0
     return parts or [None]
 
 
 def _file(plain: dict[str, Any]) -> InputFile:
-    path, part = Path(plain.pop("path")), plain.pop("range")
+    path = Path(plain.pop("path"))
+    part = plain.pop("range")
     return InputFile(path, **plain, range=None if part is None else FileRange(**part))

@@ -21,7 +21,8 @@ class ShardVerifier:
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
+        self._rank = rank
+        self._ranks = ranks
         self._waiting: deque[OpenShard] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None

@@ -16,7 +16,10 @@ from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_json, read
 if TYPE_CHECKING:
     pass
 
-TOKENIZER, VOCABULARY, MERGES, ADDED = "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"
+TOKENIZER = "tokenizer.json"
+VOCABULARY = "vocab.json"
+MERGES = "merges.txt"
+ADDED = "added_tokens.json"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Vocabulary:
     def difference(self, other: Vocabulary) -> str:
         """The first token or rule that differs from the other vocabulary's, in words; empty where none does."""
         for number in sorted(self.tokens.keys() | other.tokens.keys()):
-            ours, theirs = self.tokens.get(number), other.tokens.get(number)
+            ours = self.tokens.get(number)
+            theirs = other.tokens.get(number)
             if ours != theirs:
                 return f"token {number} is {_quoted(ours)} in the first and {_quoted(theirs)} in the second"
         for number in range(max(len(self.rules), len(other.rules))):

@@ -92,7 +92,8 @@ def find_cause(
 
 def split_compute(measured: OperationTimes) -> ComputeParts:
     """Split the compute durations into ideal, stage, steady and varying part."""
-    work, stages = measured.work, measured.graph.stages
+    work = measured.work
+    stages = measured.graph.stages
     parts = ComputeParts(*(np.zeros_like(work) for _ in range(4)))
     for code in np.unique(measured.graph.types):
         if CATEGORY_OF[TYPES[code]] != "compute":
@@ -126,7 +127,8 @@ class _Baseline:
     """The step without stragglers, to which single parts are added."""
 
     def __init__(self, measured: OperationTimes, parts: ComputeParts) -> None:
-        self.measured, self.graph = measured, measured.graph
+        self.measured = measured
+        self.graph = measured.graph
         self.category = np.array([CATEGORY_OF[TYPES[code]] for code in measured.graph.types])
         self.work = parts.ideal + self._typical_others()
         self.seconds = replay(self.graph, self.work)
@@ -252,11 +254,13 @@ def _deviations(measured: OperationTimes, parts: ComputeParts) -> tuple[list[int
     deviations: dict[str, dict[int, list[np.ndarray]]] = {name: {} for name in MODEL_COMPUTE_TYPES}
     typical = parts.ideal + parts.stage + parts.steady
     for index, node in enumerate(measured.graph.nodes):
-        name, microbatch = TYPES[node.type], int(measured.microbatch[index])
+        name = TYPES[node.type]
+        microbatch = int(measured.microbatch[index])
         if name in deviations and microbatch >= 0:
             relative = parts.varying[index] / np.maximum(typical[index], 1e-12)
             deviations[name].setdefault(microbatch, []).append(relative)
-    forward, backward = deviations["forward-compute"], deviations["backward-compute"]
+    forward = deviations["forward-compute"]
+    backward = deviations["backward-compute"]
     both = sorted(set(forward) & set(backward))
     if not both:
         return both, np.zeros(0), np.zeros(0)

@@ -63,9 +63,14 @@ class ComputeTimes:
 
     def _take(self, batch: SpanBatch) -> None:
         ends, seconds = step_seconds(batch)
-        rank, step, newest = batch.rank[ends], batch.records["step"][ends].astype(np.int64), batch.newest[ends]
+        rank = batch.rank[ends]
+        step = batch.records["step"][ends].astype(np.int64)
+        newest = batch.newest[ends]
         inside = rank < len(self.seconds)
-        rank, step, newest, seconds = rank[inside], step[inside], newest[inside], seconds[inside]
+        rank = rank[inside]
+        step = step[inside]
+        newest = newest[inside]
+        seconds = seconds[inside]
         if newest.any():
             self.last_step[rank[newest]] = step[newest]  # the last assignment of a rank is its newest step
             self.steps[self.steps > max(self.last_step.max(), 0)] = -1  # steps that a rollback has undone
@@ -85,7 +90,9 @@ def step_seconds(batch: SpanBatch) -> tuple[np.ndarray, np.ndarray]:
     A rank writes the records of a step before the step's own, and a wait before the compute span that contains it.
     """
     records = batch.records
-    phase, start, duration = records["phase"], records["start_ns"], records["duration_ns"]
+    phase = records["phase"]
+    start = records["start_ns"]
+    duration = records["duration_ns"]
     ends = np.flatnonzero(phase == STEP)
     if not len(ends):
         return ends, np.zeros(0)

@@ -298,10 +298,13 @@ class _Replay:
         for rank, wait in self.blocked.items():
             if rank in ends:
                 continue
-            seen, blocker, distance = {rank}, wait.for_rank, 1
+            seen = {rank}
+            blocker = wait.for_rank
+            distance = 1
             while blocker not in ends and blocker in self.blocked and blocker not in seen:
                 seen.add(blocker)
-                blocker, distance = self.blocked[blocker].for_rank, distance + 1
+                blocker = self.blocked[blocker].for_rank
+                distance = distance + 1
             waiting[blocker].append((distance, wait))
         return defaultdict(
             tuple,

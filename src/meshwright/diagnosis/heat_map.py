@@ -32,7 +32,9 @@ def heat_map(steps: np.ndarray, seconds: np.ndarray, lines: int, columns: int) -
     width = -(-int(steps[-1] - steps[0] + 1) // columns)
     firsts = np.flatnonzero(np.diff(steps // width, prepend=-1))
     if len(firsts) > columns:
-        steps, seconds, firsts = steps[firsts[1] :], seconds[:, firsts[1] :], firsts[1:] - firsts[1]
+        steps = steps[firsts[1] :]
+        seconds = seconds[:, firsts[1] :]
+        firsts = firsts[1:] - firsts[1]
     known = np.isfinite(seconds)
     counts = np.add.reduceat(known, firsts, axis=1, dtype=np.int32)
     sums = np.add.reduceat(np.where(known, seconds, 0), firsts, axis=1)

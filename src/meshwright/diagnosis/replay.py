@@ -61,11 +61,15 @@ def measure_steps(table: OperationTable, graph: StepGraph) -> OperationTimes:
     entry_keys = (table.stage.astype(np.int64) * 64 + table.type) * width + table.sequence
     node = order[np.minimum(np.searchsorted(keys[order], entry_keys), len(keys) - 1)]
     known = keys[node] == entry_keys
-    node, dp, step = node[known], table.dp[known], np.searchsorted(steps, table.step)[known]
+    node = node[known]
+    dp = table.dp[known]
+    step = np.searchsorted(steps, table.step)[known]
     first = np.full(len(steps), np.iinfo(np.int64).max)
     np.minimum.at(first, step, table.start_ns[known])
     shape = (len(graph.nodes), table.dp_size, len(steps))
-    start, duration, present = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=bool)
+    start = np.zeros(shape)
+    duration = np.zeros(shape)
+    present = np.zeros(shape, dtype=bool)
     start[node, dp, step] = (table.start_ns[known] - first[step]) * 1e-9
     duration[node, dp, step] = table.duration_ns[known] * 1e-9
     present[node, dp, step] = True
@@ -74,11 +78,15 @@ def measure_steps(table: OperationTable, graph: StepGraph) -> OperationTimes:
     complete = present[~graph.optional].all(axis=(0, 1))
     if not complete.any():
         raise BadInput(_incomplete(graph, present, steps))
-    start, duration, present = start[..., complete], duration[..., complete], present[..., complete]
+    start = start[..., complete]
+    duration = duration[..., complete]
+    present = present[..., complete]
     rank = np.full((table.stages, table.dp_size), -1)
     rank[table.stage, table.dp] = table.rank
-    virtual_stage, microbatch = np.full(len(graph.nodes), -1), np.full(len(graph.nodes), -1)
-    virtual_stage[node], microbatch[node] = table.virtual_stage[known], table.microbatch[known]
+    virtual_stage = np.full(len(graph.nodes), -1)
+    microbatch = np.full(len(graph.nodes), -1)
+    virtual_stage[node] = table.virtual_stage[known]
+    microbatch[node] = table.microbatch[known]
     return OperationTimes(
         graph=graph,
         steps=steps[complete],

@@ -40,7 +40,8 @@ def run_graph(table: OperationTable) -> StepGraph:
         previous: list[int] = []
         computes = 0
         for index in np.argsort(entries.start_ns, kind="stable").tolist():
-            name, sequence = TYPES[entries.type[index]], int(entries.sequence[index])
+            name = TYPES[entries.type[index]]
+            sequence = int(entries.sequence[index])
             if name in OPTIONAL:
                 continue
             if name in MODEL_COMPUTE_TYPES:

@@ -97,7 +97,8 @@ Signature = dict[int, bytes]
 
 def _steps_of(rank: RankRecords) -> tuple[Signature, np.ndarray]:
     """The signature of each complete step, and the records inside complete steps in the order of their start."""
-    records, codes = rank.records, {name: code for code, name in enumerate(rank.phases)}
+    records = rank.records
+    codes = {name: code for code, name in enumerate(rank.phases)}
     whole = records[records["phase"] == codes["step"]]
     whole = whole[np.argsort(whole["step"], kind="stable")]
     inside = records[
@@ -105,7 +106,8 @@ def _steps_of(rank: RankRecords) -> tuple[Signature, np.ndarray]:
     ]
     position = np.searchsorted(whole["step"], inside["step"])
     known = position < len(whole)
-    inside, position = inside[known], position[known]
+    inside = inside[known]
+    position = position[known]
     steps = whole[position]
     known = (steps["step"] == inside["step"]) & (inside["start_ns"] >= steps["start_ns"])
     known &= inside["start_ns"] <= steps["start_ns"] + steps["duration_ns"]
@@ -137,7 +139,8 @@ def _operations(rank: RankRecords, records: np.ndarray, steps: Sequence[int]) ->
     sends = (phase == codes["send"]) & (records["amount"] > 0)  # without an amount: the wait for the last sends
     for selected, end in ((phase == codes["receive"], "recv"), (sends, "send")):
         forward = (records["peer"] < records["stage"]) == (end == "recv")
-        types[selected & forward], types[selected & ~forward] = CODE_OF[f"forward-{end}"], CODE_OF[f"backward-{end}"]
+        types[selected & forward] = CODE_OF[f"forward-{end}"]
+        types[selected & ~forward] = CODE_OF[f"backward-{end}"]
     waits = phase == codes["collective_wait"]
     at_ends = waits & (records["action"] < 0)
     types[at_ends] = CODE_OF["step-all-reduce"]
@@ -234,10 +237,13 @@ def _waits_of_compute(records: np.ndarray, compute: np.ndarray, waits: np.ndarra
     """
     owner, inside = _owners(records, compute, waits)
     known = owner >= 0
-    waits, owner, inside = waits[known], owner[known], inside[known]
+    waits = waits[known]
+    owner = owner[known]
+    inside = inside[known]
     total = records["duration_ns"][waits] * np.maximum(records["count"][waits], 1).astype(np.int64)
     sampled = records["count"][waits] > 1
-    every, nested = np.zeros(len(compute), dtype=np.int64), np.zeros(len(compute), dtype=np.int64)
+    every = np.zeros(len(compute), dtype=np.int64)
+    nested = np.zeros(len(compute), dtype=np.int64)
     np.add.at(every, owner[~sampled], total[~sampled])
     np.add.at(nested, owner[~sampled & inside], total[~sampled & inside])
     keys = np.stack((records["step"][compute], records["phase"][compute]))
@@ -266,9 +272,11 @@ def _attribute_collections(table: OperationTable) -> OperationTable:
         operations = of_step.setdefault((rank, step), [])
         of_rank.setdefault((rank, len(operations)), []).append(index)
         operations.append(index)
-    start, duration = table.start_ns.copy(), table.duration_ns.copy()
+    start = table.start_ns.copy()
+    duration = table.duration_ns.copy()
     for index in collections.tolist():
-        rank, ordinal = int(table.rank[index]), int(table.sequence[index])
+        rank = int(table.rank[index])
+        ordinal = int(table.sequence[index])
         owner = of_step[rank, int(table.step[index])][ordinal]
         if table.start_ns[index] >= table.start_ns[owner]:
             usual = np.median(table.duration_ns[of_rank[rank, ordinal]])

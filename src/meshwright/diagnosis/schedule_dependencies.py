@@ -98,7 +98,8 @@ def _collective_indices(actions: Sequence[Action]) -> dict[str, list[int]]:
 
 def _message_needs(schedule: Schedule, sends_ahead: int | None) -> dict[tuple[int, int], list[Need]]:
     """By (rank, peer): which action of the rank waits for which action of the peer."""
-    rank_of, needs = schedule.rank_of, defaultdict[tuple[int, int], list[Need]](list)
+    rank_of = schedule.rank_of
+    needs = defaultdict[tuple[int, int], list[Need]](list)
     sends: dict[tuple[int, int, int], int] = {}
     channels: dict[tuple[int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for rank, actions in enumerate(schedule.actions):

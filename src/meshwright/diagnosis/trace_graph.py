@@ -65,7 +65,9 @@ def _operations(builder: GraphBuilder, first: OperationTable, number: int) -> St
     """The operations of a stage by type. Raises BadInput without forward and backward."""
     stage: Stage = {name: [] for name in TYPES}
     for index in np.flatnonzero(first.stage == number).tolist():
-        name, start, sequence = TYPES[first.type[index]], int(first.start_ns[index]), int(first.sequence[index])
+        name = TYPES[first.type[index]]
+        start = int(first.start_ns[index])
+        sequence = int(first.sequence[index])
         node = builder.add(Node(number, CODE_OF[name], sequence))
         end = start + int(first.duration_ns[index])
         stage[name].append(

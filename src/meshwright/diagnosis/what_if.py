@@ -44,7 +44,8 @@ def typical_transfers(measured: OperationTimes) -> np.ndarray:
 
 def ideal_work(measured: OperationTimes) -> np.ndarray:
     """Every operation's ideal duration, (node, dp, step)."""
-    ideal, transfers = measured.work.copy(), typical_transfers(measured)
+    ideal = measured.work.copy()
+    transfers = typical_transfers(measured)
     types = measured.graph.types
     for code in np.unique(types):
         nodes = types == code
@@ -117,7 +118,8 @@ class WhatIf:
 
 def analyse(measured: OperationTimes) -> WhatIf:
     """Replay the steps with ideal durations but one type, stage or data-parallel rank as recorded, for each of them."""
-    graph, ideal = measured.graph, ideal_work(measured)
+    graph = measured.graph
+    ideal = ideal_work(measured)
     ideal_seconds = float(replay(graph, ideal).mean())
     dp_size = measured.work.shape[1]
 

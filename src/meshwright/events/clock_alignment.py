@@ -16,7 +16,8 @@ from meshwright.events.span_ring import RankSpans
 
 Events = dict[tuple[int, ...], list[tuple[int, int, int]]]
 """By key of a collective or message: (host, start in ns or none, end in ns or none) of each participant."""
-NEVER, UNKNOWN = 2**62, 2**61
+NEVER = 2**62
+UNKNOWN = 2**61
 """A time that an event does not have, and a difference that no event bounds; two of the latter add without overflow."""
 
 
@@ -49,9 +50,11 @@ def align_clocks(ranks: Sequence[RankSpans]) -> ClockAlignment:
     )
     for middle in range(len(hosts)):  # shortest paths
         distance = np.minimum(distance, distance[:, middle, None] + distance[None, middle, :])
-    offsets, errors = {}, {}
+    offsets = {}
+    errors = {}
     for number, host in enumerate(hosts):
-        high, low = int(distance[number, 0]), -int(distance[0, number])
+        high = int(distance[number, 0])
+        low = -int(distance[0, number])
         known = high < UNKNOWN // 2 and low > -UNKNOWN // 2
         offsets[host] = (high + low) // 2 if known and number else 0
         half_width = abs(high - low) // 2 if number else 0
@@ -94,7 +97,8 @@ def _events(ranks: Sequence[RankSpans], hosts: Sequence[str]) -> Events:
         events[key][host] = max(start, before[0]), min(end, before[1])
 
     for rank in ranks:
-        host, coordinates = hosts.index(rank.header["host"]), dict(rank.header["coordinates"])
+        host = hosts.index(rank.header["host"])
+        coordinates = dict(rank.header["coordinates"])
         coordinates.pop("pipeline", None)
         column = tuple(coordinates.values())
         waits = rank.of_phase("collective_wait")

@@ -25,7 +25,9 @@ class Histogram:
     """Counts of values by upper bounds, and their sum."""
 
     def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
-        self.name, self.help, self._bounds = name, help, tuple(bounds)
+        self.name = name
+        self.help = help
+        self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
@@ -41,7 +43,8 @@ class Histogram:
 
     def lines(self, labels: Mapping[str, str]) -> list[str]:
         """The lines of the text format."""
-        lines, total = _head(self.name, self.help, "histogram"), 0
+        lines = _head(self.name, self.help, "histogram")
+        total = 0
         for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
             total += count
             lines.append(f"{self.name}_bucket{_labels_text({**labels, 'le': _value_text(bound)})} {total}")

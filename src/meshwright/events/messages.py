@@ -239,7 +239,8 @@ class RankMessageReader:
     """The launcher's end of one rank's pipe."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._incomplete = descriptor, b""
+        self._descriptor = descriptor
+        self._incomplete = b""
         self.open = True
         """Whether the rank may still write."""
         os.set_blocking(descriptor, False)

@@ -26,9 +26,14 @@ SEND_SECONDS = 1.0
 """Shortest time between two messages about actions."""
 WAIT_OPS = ("all_reduce", "unshard", "reduce_grad", "norm_barrier", "send", "recv", "other")
 """Communication for which a rank can wait: ops of a schedule's actions; all_reduce belongs to no action."""
-_STEP_SHIFT, _PHASE_SHIFT, _ACTION_MASK = 32, 24, (1 << 24) - 1
+_STEP_SHIFT = 32
+_PHASE_SHIFT = 24
+_ACTION_MASK = (1 << 24) - 1
 """Layout of word 0: the step in bits 32 to 63, the phase in bits 24 to 31, the action in bits 0 to 23."""
-_OP_SHIFT, _STAGE_SHIFT, _BATCH_SHIFT, _UNIT_SHIFT = 56, 44, 28, 14
+_OP_SHIFT = 56
+_STAGE_SHIFT = 44
+_BATCH_SHIFT = 28
+_UNIT_SHIFT = 14
 _PROGRESS, _COUNT, _SINCE, _WAIT, _WAIT_SINCE = range(5)
 
 
@@ -104,7 +109,8 @@ class ProgressPage:
     @property
     def pending_wait(self) -> PendingWait | None:
         """The communication in which the rank's host is blocked."""
-        word, since = self._words[_WAIT], self._words[_WAIT_SINCE]
+        word = self._words[_WAIT]
+        since = self._words[_WAIT_SINCE]
         if not word:
             return None
         op = WAIT_OPS[min((word >> _OP_SHIFT) - 1, len(WAIT_OPS) - 1)]
@@ -137,7 +143,8 @@ class ProgressSender:
     """A rank's progress: stored in its page at every action, sent at each change of phase and once a second while it changes."""
 
     def __init__(self, page: ProgressPage, channel: MessageChannel) -> None:
-        self.page, self._channel = page, channel
+        self.page = page
+        self._channel = channel
         self._phase: Phase | None = None
         self._sent = 0
         if channel.connected:

@@ -29,8 +29,12 @@ import numpy as np
 
 from meshwright.events.span import SPAN_PHASES, SpanRecord
 
-MAGIC, VERSION, HEADER_BYTES = b"MWSPANS\0", 1, 4096
-KEPT_STEPS, LARGEST_BYTES, FEWEST_RECORDS = 1000, 8 << 20, 256
+MAGIC = b"MWSPANS\0"
+VERSION = 1
+HEADER_BYTES = 4096
+KEPT_STEPS = 1000
+LARGEST_BYTES = 8 << 20
+FEWEST_RECORDS = 256
 """A file has space for the records of this many steps like the first, and is not larger than this."""
 KEPT_STARTS = 4
 """Starts of the ranks whose files are kept."""
@@ -60,7 +64,9 @@ _PACK = struct.Struct("<qqqIihhhhHBBI")
 _INDICES = struct.Struct("<QQQ")
 FIXED_HEADER = struct.Struct("<8sIIQQQI")
 """Magic, version, bytes of a record, capacity, reserved, count, length of the text."""
-_RESERVED_OFFSET, _COUNT_OFFSET, _TEXT_OFFSET = 24, 32, 64
+_RESERVED_OFFSET = 24
+_COUNT_OFFSET = 32
+_TEXT_OFFSET = 64
 _SALT = 0x9E3779B9
 _PHASE_CODES: Mapping[str, int] = {name: code for code, name in enumerate(SPAN_PHASES)}
 
@@ -97,7 +103,8 @@ class SpanRing:
         text = json.dumps(dict(header)).encode()
         if len(text) > HEADER_BYTES - _TEXT_OFFSET:
             raise ValueError(f"the header of {path} has {len(text)} bytes; {HEADER_BYTES - _TEXT_OFFSET} fit")
-        self.capacity, self._count = capacity, 0
+        self.capacity = capacity
+        self._count = 0
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             os.posix_fallocate(self._descriptor, 0, HEADER_BYTES + capacity * RECORD.itemsize)
@@ -111,7 +118,8 @@ class SpanRing:
         """Write records and publish them; only the newest `capacity` of them are written."""
         data = bytearray().join(_PACK.pack(*record[:-1], _PHASE_CODES[record.phase], 0, 0) for record in records)
         words = np.frombuffer(data, "<u4").reshape(-1, RECORD.itemsize // 4)
-        first, end = self._count, self._count + len(words)
+        first = self._count
+        end = self._count + len(words)
         words[:, -1] = record_checks(words, first)
         os.pwrite(self._descriptor, end.to_bytes(8, "little"), _RESERVED_OFFSET)
         written = max(first, end - self.capacity)
@@ -163,7 +171,8 @@ def starts_with_spans(folder: Path) -> list[Path]:
 
 def read_spans(start: Path) -> tuple[list[RankSpans], list[str]]:
     """The spans of every rank in the folder of a start by rank, and a note for each file that cannot be read."""
-    spans, notes = [], []
+    spans = []
+    notes = []
     for path in sorted(start.glob("rank-*.ring")):
         try:
             spans.append(read_ring(path))

@@ -166,7 +166,8 @@ class SpanTail:
 
 def _pread(descriptor: int, first: int, end: int, capacity: int) -> bytes:
     """The bytes of records `first` to `end`, which is not included."""
-    slot, count = first % capacity, end - first
+    slot = first % capacity
+    count = end - first
     until = min(count, capacity - slot)
     data = os.pread(descriptor, until * RECORD.itemsize, HEADER_BYTES + slot * RECORD.itemsize)
     if until < count:

@@ -12,7 +12,8 @@ from meshwright.spec.model import ModelSpec, adapter_targets
 
 def folder_names(spec: ModelSpec) -> dict[str, str]:
     """Linear layers of a layer of the model's folder, such as `self_attn.q_proj`: the folder's name → our target."""
-    modules, names = FAMILIES[spec.family].modules, {}
+    modules = FAMILIES[spec.family].modules
+    names = {}
     targets = adapter_targets(spec)
     for module in targets:
         parts = [target for target in targets if target.rpartition(".")[0] == module]
@@ -23,7 +24,8 @@ def folder_names(spec: ModelSpec) -> dict[str, str]:
 
 def resolved_targets(spec: ModelSpec, targets: Iterable[str]) -> tuple[str, ...]:
     """Our names of `targets`: names of folders in full or their last part, ours, or `all-linear`."""
-    theirs, ours = folder_names(spec), adapter_targets(spec)
+    theirs = folder_names(spec)
+    ours = adapter_targets(spec)
     found: set[str] = set()
     for target in targets:
         matches = {name for full, name in theirs.items() if full == target or full.endswith(f".{target}")}

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (DeepSeek-AI 2024, arXiv 2405.04434): latent attention, and a mixture of experts after the first layers.
+"""DeepSeek-V2 (DeepSeek-AI 2024, arXiv 2405.04434): latent attention, and an MoE layer after the first layers.
 
 Rotated dimensions stay in the order of the folders: pairs of neighbours (`kernels.rope.rotate_neighbours`).
 """
@@ -13,7 +13,8 @@ from meshwright.families.keys import experts, latent
 from meshwright.families.llama import LLAMA
 from meshwright.spec.model import ModelSpec
 
-_GREEDY, _LIMITED = "greedy", "group_limited_greedy"
+_GREEDY = "greedy"
+_LIMITED = "group_limited_greedy"
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:

@@ -19,7 +19,8 @@ _ROUTED = experts.routed(normalised=False, dense=0)
 def _from_config(config: HFConfig) -> dict[str, Any]:
     config.expect("attention_bias", False)
     config.expect("scoring_func", "noaux_tc", "sigmoid")
-    fields, window = decoder.read(config), layers.read_window(config, 4096)
+    fields = decoder.read(config)
+    window = layers.read_window(config, 4096)
     first = config.get("max_window_layers", 62)
     types = [layers.SLIDING if window and layer >= first else layers.FULL for layer in range(fields["layers"])]
     windowed = layers.windowed(layers.read_types(config, types), window)

@@ -19,7 +19,8 @@ _FULL = {"positions": "none"}
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
     config.expect("attention_bias", False)
-    fields, window = decoder.read(config), layers.read_window(config, 4096)
+    fields = decoder.read(config)
+    window = layers.read_window(config, 4096)
     period = config.get("sliding_window_pattern", 4)
     if window is None or not isinstance(period, int):
         period = 1  # no window, or a word such as LLLG, beside which the types are listed

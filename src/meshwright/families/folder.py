@@ -60,7 +60,8 @@ def hf_tensors(spec: ModelSpec, place: Nesting | None = None) -> dict[str, tuple
 
 def prediction_copies(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
     """By parameter, the further tensors of a folder that are equal to it: its copies in layers that predict further tokens."""
-    family, shape = FAMILIES[spec.family], (spec.vocab_size, spec.hidden)
+    family = FAMILIES[spec.family]
+    shape = (spec.vocab_size, spec.hidden)
     copies: dict[str, tuple[HFTensor, ...]] = {}
     for module, name in family.prediction_copies.items():
         source = "embed.weight" if spec.tied else f"{module}.weight"
@@ -83,7 +84,8 @@ def to_hf_config(
 
     Raises BadInput for a field that the family's architecture cannot express.
     """
-    family, spec = FAMILIES[spec.family], without_adapter(spec)
+    family = FAMILIES[spec.family]
+    spec = without_adapter(spec)
     if obstacle := export_obstacle(spec):
         raise BadInput(f"{obstacle}; Meshwright's own checkpoints can hold this model")
     return {
@@ -161,7 +163,8 @@ def _obstacle(family: Family, spec: ModelSpec) -> str | None:
         return None
     if key == "blocks":
         return f"model.blocks: the layers of a {family.architecture} folder cannot differ in this way"
-    value, theirs = getattr(spec, key), getattr(read, key)
+    value = getattr(spec, key)
+    theirs = getattr(read, key)
     return f"model.{key}: a {family.architecture} folder supports only {theirs!r}, got {shorten(repr(value))}"
 
 
@@ -265,7 +268,8 @@ def folder_fields(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         embedding, head = (place.name(family, f"{family.ends[end]}.weight") for end in ("embed", "head"))
         same = head not in files or _beginning(folder, files, head) == _beginning(folder, files, embedding)
         found = {**found, "tied": same and (found["tied"] or head not in files)}
-    depth, layers = found.get("prediction_depth"), found["layers"]
+    depth = found.get("prediction_depth")
+    layers = found["layers"]
     if not depth or not files or any(f"layers.{layers}." in name for name in files):
         return found, notes
     note = f"{where}: num_nextn_predict_layers {depth} is not used: the folder has no tensors of these layers"
@@ -274,7 +278,8 @@ def folder_fields(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def folder_nesting(folder: Path) -> Nesting | None:
     """Where a folder has the tensors of its text part; None for a folder of a text model. Raises BadInput if they are nowhere."""
-    config, where = read_json(folder / "config.json"), str(folder / "config.json")
+    config = read_json(folder / "config.json")
+    where = str(folder / "config.json")
     if (found := text_config(config, where)) is None:
         return None
     return _nesting(folder, _family_of(*found), _tensor_files(folder))
@@ -381,8 +386,10 @@ def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
         return _experts_of(family, spec, parameter)
     if parameter.name == SCORE:
         return [HFTensor("score.weight", 0, 1, parameter.shape, False)]
-    module, weight_or_bias = parameter.module, parameter.name.rpartition(".")[2]
-    prefix, names = "", (family.ends.get(module, ""),)
+    module = parameter.module
+    weight_or_bias = parameter.name.rpartition(".")[2]
+    prefix = ""
+    names = (family.ends.get(module, ""),)
     if parameter.inside:
         prefix = _prefix_of(family, spec, parameter)
         if single := family.tensors(spec).get(f"{module}.{weight_or_bias}"):
@@ -393,7 +400,8 @@ def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
         names = (family.predictions[module],) if outside_block else family.modules[module]
     sizes = [size for _, size in parameter.blocks] if len(names) > 1 else [parameter.shape[0]]
     transposed = module in family.transposed and weight_or_bias == "weight"
-    tensors, first = [], 0
+    tensors = []
+    first = 0
     for name, size in zip(names, sizes, strict=True):
         shape = (size, *parameter.shape[1:])
         tensors.append(
@@ -412,7 +420,8 @@ def _prefix_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> str
 def _experts_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> list[HFTensor]:
     """The tensors of a layer's stacked experts in a folder: one per expert, with gate and up projection separate."""
     attribute = parameter.name.rpartition(".")[2]
-    prefix, names = _prefix_of(family, spec, parameter), family.modules[f"moe.experts.{attribute}"]
+    prefix = _prefix_of(family, spec, parameter)
+    names = family.modules[f"moe.experts.{attribute}"]
     if "{expert}" not in names[0]:
         return [_stacked_experts(family, parameter, attribute, prefix + names[0])]
     experts, rows, inputs = parameter.shape
@@ -427,7 +436,8 @@ def _experts_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
 def _stacked_experts(family: Family, parameter: ParameterSpec, attribute: str, name: str) -> HFTensor:
     """The tensor that has a layer's experts in the folder too; a bias's is `(experts, out)`."""
     module = f"moe.experts.{attribute.removesuffix('_bias')}"
-    transposed, shape = module in family.transposed and len(parameter.shape) == 3, parameter.shape
+    transposed = module in family.transposed and len(parameter.shape) == 3
+    shape = parameter.shape
     if transposed:
         shape = (shape[0], shape[2], shape[1])
     rows = math.prod(parameter.shape[:-1])

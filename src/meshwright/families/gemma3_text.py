@@ -18,7 +18,8 @@ from meshwright.spec.model import ModelSpec
 _BASES = {SLIDING: 10_000.0, FULL: 1_000_000.0}
 _OUTSIDE = {SLIDING: ("rope_local_base_freq", None), FULL: ("rope_theta", "rope_scaling")}
 """Keys of base and scaling that transformers 4 has beside the sections of kinds."""
-_WINDOW, _PERIOD = 4096, "sliding_window_pattern"
+_WINDOW = 4096
+_PERIOD = "sliding_window_pattern"
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:

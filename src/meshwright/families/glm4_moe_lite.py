@@ -10,7 +10,8 @@ from meshwright.families.format import HFConfig, presets, size
 from meshwright.families.keys import experts, latent
 from meshwright.spec.model import ModelSpec
 
-_DENSE, _ROUTED = "dense", "sparse"
+_DENSE = "dense"
+_ROUTED = "sparse"
 _DEFAULTS = {"routed_scaling_factor": 1.8, "first_k_dense_replace": 1}
 
 
@@ -19,7 +20,8 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
     config = replace(config, values={**_DEFAULTS, **config.values})
     CHOICE.read(config)
     fields = {**latent.read(config, norm_eps=1e-5), **KEYS.read(config)}
-    first, layers = fields["first_dense_layers"], fields["layers"]
+    first = fields["first_dense_layers"]
+    layers = fields["layers"]
     usual = [_DENSE] * first + [_ROUTED] * (layers - first)
     types = config.get("mlp_layer_types") or usual
     if not isinstance(types, list) or len(types) != layers or types != sorted(types) or {*types} - {_DENSE, _ROUTED}:

@@ -36,7 +36,8 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
     config.expect("add_cross_attention", False)
     config.note_unused(NO_DROPOUT, *_DROPOUTS)
     fields = _KEYS.read(config)
-    hidden, heads = fields["hidden"], fields["heads"]
+    hidden = fields["hidden"]
+    heads = fields["heads"]
     if hidden % heads:
         raise config.error("n_head", heads, f"a divisor of n_embd ({hidden})")
     ffn_hidden = config.integer("n_inner", default=4 * hidden)

@@ -18,7 +18,8 @@ _EXPERTS = experts.keys(Key("num_local_experts", 8), 2, Key("intermediate_size")
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    fields, bias = decoder.read(config), config.flag("attention_bias", False)
+    fields = decoder.read(config)
+    bias = config.flag("attention_bias", False)
     fields |= {**factors.read(config, fields["head_dim"]), "qkv_bias": bias, "out_bias": bias}
     return {**fields, **experts.read(config, _EXPERTS)}
 

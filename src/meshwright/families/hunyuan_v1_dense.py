@@ -17,7 +17,8 @@ _BUILT_IN = {"use_qk_norm": True, "use_rotary_pos_emb": True, "mlp_bias": False,
 def _from_config(config: HFConfig) -> dict[str, Any]:
     for key, value in {**_BUILT_IN, "add_classification_head": False}.items():
         config.expect(key, value)
-    bias, heads = config.flag("attention_bias", False), config.integer("num_attention_heads")
+    bias = config.flag("attention_bias", False)
+    heads = config.integer("num_attention_heads")
     default = config.integer("attention_head_dim", default=max(1, config.integer("hidden_size") // heads))
     head_dim = config.integer("head_dim", default=default)
     fields = decoder.read(rope.stretched(config, head_dim), head_dim=head_dim, norm_eps=1e-5)

@@ -21,7 +21,8 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
         config.expect(key, value)
     fields = HUNYUAN.from_config(config)
     config.expect("num_shared_expert", 1, [1] * fields["layers"])
-    config, width = experts.one_for_all_layers(config, fields["layers"], *_LISTED), fields["ffn_hidden"]
+    config = experts.one_for_all_layers(config, fields["layers"], *_LISTED)
+    width = fields["ffn_hidden"]
     if (given := config.integer(_WIDTH, default=width)) != width:
         raise config.error(_WIDTH, given, f"intermediate_size ({width}), as in the class")
     return {**fields, **_COUNTS.read(config), "expert_hidden": width, "shared_expert_hidden": width}

@@ -12,7 +12,8 @@ from meshwright.spec.model import ModelSpec
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    fields, window = decoder.read(config), layers.read_window(config, 4096)
+    fields = decoder.read(config)
+    window = layers.read_window(config, 4096)
     types = layers.read_types(config, [layers.SLIDING if window else layers.FULL] * fields["layers"])
     return {**fields, **layers.windowed(types, window)}
 

@@ -14,7 +14,8 @@ from meshwright.families.keys import decoder, layers, rope
 from meshwright.families.mistral import MISTRAL
 from meshwright.spec.model import ModelSpec
 
-_GROWTH, _UNUSED = "llama_4_scaling_beta", "max_position_embeddings"
+_GROWTH = "llama_4_scaling_beta"
+_UNUSED = "max_position_embeddings"
 _YARN = {"factor": 16.0, "original_max_seq_len": 16384}
 
 

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): Llama with a mixture of experts in every layer."""
+"""Mixtral (Jiang et al. 2024): Llama with an MoE feed-forward network in every layer."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from meshwright.families.keys.layers import FULL, SLIDING
 from meshwright.families.olmo2 import OLMO2
 from meshwright.spec.model import ModelSpec
 
-_WINDOW, _BASE = 4096, 500_000.0
+_WINDOW = 4096
+_BASE = 500_000.0
 _OUTSIDE = {SLIDING: ("rope_theta", None), FULL: ("rope_theta", "rope_scaling")}
 
 

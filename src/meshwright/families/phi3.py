@@ -28,7 +28,8 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
 
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
-    keys, scaling = decoder.shortened(decoder.write(spec, share=True), spec), spec.longrope
+    keys = decoder.shortened(decoder.write(spec, share=True), spec)
+    scaling = spec.longrope
     return {
         **keys,
         **(rope.write_longrope(scaling, spec.max_seq_len, keys["rope_parameters"]) if scaling else {}),

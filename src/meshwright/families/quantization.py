@@ -33,7 +33,8 @@ _SIMPLE = re.compile(r"[\w.\-\\\[\]+*|()?:^$]*")
 _UNSAFE = re.compile(r"\)[*+?{]|(?:[*+].*){5}")
 """Patterns that could take a time that grows steeply with the length of a name: repeated groups, and many repetitions."""
 
-LONGEST_PATTERN, MOST_WILDCARDS = 200, 5
+LONGEST_PATTERN = 200
+MOST_WILDCARDS = 5
 
 
 @dataclass(frozen=True)
@@ -326,7 +327,8 @@ def _modelopt(section: HFConfig) -> Quantization:
 
 
 def _compressed(section: HFConfig) -> Quantization:
-    groups, form = section.get("config_groups"), section.get("format")
+    groups = section.get("config_groups")
+    form = section.get("format")
     if not isinstance(groups, Mapping) or not groups:
         raise section.error("config_groups", groups, "an object with groups of modules")
     for key in ("sparsity_config", "transform_config"):
@@ -362,8 +364,10 @@ def _compressed_group(group: HFConfig, form: Any) -> WeightScheme:
         args.get(key)
     args.expect("dynamic", False)
     args.expect("actorder", "weight", "static", "group", "dynamic", False)
-    symmetric, strategy = args.flag("symmetric", True), args.get("strategy")
-    kind, bits = args.get("type") or "int", args.integer("num_bits", default=8)
+    symmetric = args.flag("symmetric", True)
+    strategy = args.get("strategy")
+    kind = args.get("type") or "int"
+    bits = args.integer("num_bits", default=8)
     size = args.get("group_size")
     strategy = strategy or {None: "tensor", -1: "channel"}.get(size, "group")
     block = _compressed_block(args, strategy)

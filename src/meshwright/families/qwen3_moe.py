@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Yang et al. 2025): Qwen3 with a mixture of experts in its layers.
+"""Qwen3-MoE (Yang et al. 2025): Qwen3 with MoE feed-forward networks.
 
 The first layers may be dense. A sliding window applies to all layers; unlike Qwen3's, its config has no list of layer types.
 """

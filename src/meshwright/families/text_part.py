@@ -92,16 +92,20 @@ def text_config(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], 
 
     Raises BadInput for a class of such a name without a text model.
     """
-    model_type, part = config.get("model_type"), config.get("text_config")
+    model_type = config.get("model_type")
+    part = config.get("text_config")
     if isinstance(part, Mapping):
-        text, inside = {**part, **{key: config[key] for key in SHARED if config.get(key) is not None}}, "text_config: "
+        text = {**part, **{key: config[key] for key in SHARED if config.get(key) is not None}}
+        inside = "text_config: "
         text |= ALWAYS.get(str(part.get("model_type")), {})
         text["model_type"] = SAME_AS.get(str(part.get("model_type")), part.get("model_type"))
-        hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+        hidden = text.get("hidden_size")
+        heads = text.get("num_attention_heads")
         if part.get("model_type") in WITHOUT_HEAD_DIM and isinstance(hidden, int) and isinstance(heads, int) and heads:
             text["head_dim"] = hidden // heads
     elif isinstance(model_type, str) and model_type in FLAT:
-        text, inside = {key: value for key, value in config.items() if key not in IMAGE_KEYS}, ""
+        text = {key: value for key, value in config.items() if key not in IMAGE_KEYS}
+        inside = ""
         text["model_type"] = FLAT[model_type]
     else:
         return None
@@ -141,5 +145,6 @@ def _experts(
     if found is None or STACKED_MODULES.items() <= family.modules.items():
         return "single"
     # (experts, hidden, 2 · width) and (experts, width, hidden), or (experts, 2 · width, hidden) and (experts, hidden, width).
-    up, down = shape(found.removesuffix(down_name) + up_name), shape(found)
+    up = shape(found.removesuffix(down_name) + up_name)
+    down = shape(found)
     return "in_out" if up[1:2] == down[2:] else "out_in"

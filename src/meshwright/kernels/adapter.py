@@ -119,7 +119,7 @@ class Adapter(nn.Module):
     def _row_factors(self, weight: Tensor) -> Tensor:
         """DoRA's factor of each output `(out)`: its magnitude over the length of its row of W + s · BA, which has no gradient.
 
-        The length follows from products of rank size; W + s · BA itself never exists.
+        The length follows from matmuls of rank size; W + s · BA itself never exists.
         """
         wide = torch.promote_types(weight.dtype, torch.float32)
         with torch.no_grad():

@@ -40,7 +40,7 @@ def add_copies_rms_norm(
     plus_one: bool = False,
     plain: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` of x `(1, tokens, width)` and the output of a mixture, whose summands are given.
+    """`add_rms_norm` of x `(1, tokens, width)` and the output of an MoE layer, whose summands are given.
 
     `copies` `(tokens, copies, width)` are the experts' outputs of each token, `shared` `(1, tokens, width)` that of the shared expert, if
     there is one. Each sum is rounded to the dtype of x, as with separate operators.

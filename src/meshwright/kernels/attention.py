@@ -1,6 +1,6 @@
 """Causal attention with grouped key/value heads, optionally within documents and a sliding window.
 
-Four implementations: plain (two products and a softmax), scaled-dot-product attention (cuDNN preferred on CUDA), and,
+Four implementations: plain (two matmuls and a softmax), scaled-dot-product attention (cuDNN preferred on CUDA), and,
 for masks on CUDA, FlashAttention for some windows (`kernels.window_attention`) and otherwise flex attention with a block
 mask. `make_mask` creates a mask once per forward; every layer receives it.
 Under `torch.use_deterministic_algorithms` gradients are the same bits at every call: those of flex attention always are, which then

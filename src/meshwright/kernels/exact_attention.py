@@ -4,12 +4,13 @@ Reinforcement learning compares the probability that the engine sampled a token 
 the order of additions by the shapes of its operands, so the two differ in their last bits. Here a query's result is a function of its own
 sequence alone:
 
-- keys are read in parts of PART tokens from the first token of the sequence, so that a product never sums over another number of elements;
+- keys are read in parts of PART tokens from the first token of the sequence, so that a matmul never sums over another
+number of elements;
 - the largest score is the same for any order, and the sums of the parts are added one after another;
 - parts behind the query add zeros, which change no bits.
 
-So a decode that reads ten parts and a training sequence that reads all have equal bits, if one row of a matrix product does not depend on
-the number of rows. On CPUs that holds from ROWS rows on (`rows_are_alike` tests it): fewer are padded.
+So a decode that reads ten parts and a training sequence that reads all have equal bits, if one row of a matmul does not
+depend on the number of rows. On CPUs that holds from ROWS rows on (`rows_are_alike` tests it): fewer are padded.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def attend_exactly(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor
     """
     sequences, queries, heads, width = q.shape
     kv_heads = k.shape[2]
-    # Query heads that share keys and values are rows of one product.
+    # Query heads that share keys and values are rows of one matmul.
     rows = q.view(sequences, queries, kv_heads, heads // kv_heads, width).permute(0, 2, 1, 3, 4).flatten(2, 3)
     places = positions.repeat_interleave(heads // kv_heads, 1)
     rows = padded(rows, 2, ROWS)
@@ -112,7 +113,8 @@ def _document_starts(q: Tensor, mask: AttentionMask | None) -> list[list[int]]:
 
 @cache
 def rows_are_alike(hidden: int, dtype: torch.dtype) -> bool:
-    """Whether this CPU computes a row of matrix products, softmax and attention alike in batches of any number of rows, from ROWS on.
+    """Whether this CPU computes a row of matmuls, softmax and attention alike in batches of any number of rows, from
+    ROWS on.
 
     Tested for layers of this many inputs. CPUs with AVX2 and with AVX-512 do in fp32, with torch 2.13; others may not.
     """

@@ -1,7 +1,8 @@
 """The Triton kernels of `expert_decode`; imported only with a CUDA device, as CPU builds of torch lack Triton.
 
 There are three kernels: the router with the choice of experts; gate and up with SwiGLU; down. Each reads a weight once. With 1 to 16 rows
-an expert the time is that of reading the weights. As in `fixed_product_triton`, the rows of a weight are the tensor cores' first operand.
+an expert the time is that of reading the weights. As in `fixed_matmul_triton`, the rows of a weight are the tensor
+cores' first operand.
 
 No kernel sorts. The router's kernel stores which copy of each token an expert computes (`Choices.places`), and the program of an expert
 collects its rows from that table. Copy c of token t is row t · copies + c of the results, so the copies of a token are added in the same
@@ -24,8 +25,8 @@ from torch import Tensor
 
 from meshwright.kernels.dependent_launch_triton import arrivals, await_previous, options, prefetch
 from meshwright.kernels.expert_decode import Choices, Routing
-from meshwright.kernels.fixed_product import TILE_BYTES
-from meshwright.kernels.fixed_product_triton import sum_tiles
+from meshwright.kernels.fixed_matmul import TILE_BYTES
+from meshwright.kernels.fixed_matmul_triton import sum_tiles
 from meshwright.kernels.router_triton import divisor_of, keys_of, scores_of
 from meshwright.kernels.row_quantize import RoundedMatrix
 
@@ -157,7 +158,7 @@ def _multiply_copies(
     direct = tokens <= launch.rows
     column_tile = launch.columns // 2 if gated else launch.columns
     integer = rows.dtype == torch.int8
-    _copies_product[(triton.cdiv(columns, column_tile), tokens * copies if by_copy else experts)](
+    _copies_matmul[(triton.cdiv(columns, column_tile), tokens * copies if by_copy else experts)](
         rows,
         matrices,
         row_scales,
@@ -365,7 +366,7 @@ def _in_best_groups(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _copies_product(
+def _copies_matmul(
     x,
     weight,
     x_scale,

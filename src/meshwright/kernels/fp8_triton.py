@@ -1,4 +1,4 @@
-"""Triton kernels that round to fp8 and transpose matrices, for `kernels.fp8_products`; imported only with a CUDA device.
+"""Triton kernels that round to fp8 and transpose matrices, for `kernels.fp8_matmuls`; imported only with a CUDA device.
 
 `after` is an argument of the transposing kernels that none of them reads. A compiler would run a kernel that depends
 only on a weight in the forward and keep its result until the backward, as it does not repeat custom kernels. A gradient

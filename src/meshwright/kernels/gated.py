@@ -1,4 +1,4 @@
-"""The gated feed-forward network (Shazeer 2020), with SiLU fused around its two fp8 matrix products.
+"""The gated feed-forward network (Shazeer 2020), with SiLU fused around its two fp8 matmuls.
 
 With separate layers the activation is written in bf16 and read again for its largest magnitude and for the rounding to fp8; the same holds
 for the gradient of the layer before, which is twice as wide. The fused network computes both twice from the projection, once for the
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import fp8_products as fp8
-from meshwright.kernels.fp8_products import E4M3, GRADIENT, Fp8Matrix
+from meshwright.kernels import fp8_matmuls as fp8
+from meshwright.kernels.fp8_matmuls import E4M3, GRADIENT, Fp8Matrix
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.swiglu import gated_activation
 
@@ -45,11 +45,11 @@ def find_miscompiled_kernel(device: torch.device) -> str | None:
     """
     generator = torch.Generator().manual_seed(0)
     projected = torch.randn(256, 192, generator=generator).to(device, torch.bfloat16)
-    slope = projected[:, :96].contiguous()
+    grad_out = projected[:, :96].contiguous()
     pairs = {
         "fp8_round_both": fp8.quantize_both(projected, "tensorwise"),
         "fp8_swiglu": _activation(projected),
-        "fp8_swiglu_gradient": _activation_gradient(projected, slope, GRADIENT["tensorwise"]),
+        "fp8_swiglu_gradient": _activation_gradient(projected, grad_out, GRADIENT["tensorwise"]),
     }
     for name, (straight, transposed) in pairs.items():
         if not torch.equal(straight.values.view(torch.uint8).t(), transposed.values.view(torch.uint8)):
@@ -139,15 +139,16 @@ def _activation(projected: Tensor) -> tuple[Fp8Matrix, Fp8Matrix]:
     return Fp8Matrix(values, scale), Fp8Matrix(values.t().contiguous(), scale)
 
 
-def _activation_gradient(projected: Tensor, slope: Tensor, fp8_dtype: torch.dtype) -> tuple[Fp8Matrix, Fp8Matrix]:
-    """The gradient of `projected` `(tokens, 2 · width)` in fp8, and its transpose, from `slope`, that of the activation."""
-    halves = _swiglu_gradient(projected, slope)
+def _activation_gradient(projected: Tensor, grad_out: Tensor, fp8_dtype: torch.dtype) -> tuple[Fp8Matrix, Fp8Matrix]:
+    """The gradient of `projected` `(tokens, 2 · width)` in fp8, and its transpose, from `grad_out`, that of the
+    activation."""
+    halves = _swiglu_gradient(projected, grad_out)
     largest = torch.maximum(halves[0].abs().amax(dim=1), halves[1].abs().amax(dim=1)).amax()
     scale = fp8.scale_of(largest, fp8_dtype)
     if projected.is_cuda:
         from meshwright.kernels.gated_triton import round_swiglu_gradient
 
-        values, transposed = round_swiglu_gradient(projected, slope, fp8.inverse(scale), fp8_dtype)
+        values, transposed = round_swiglu_gradient(projected, grad_out, fp8.inverse(scale), fp8_dtype)
         return Fp8Matrix(values, scale), Fp8Matrix(transposed, scale)
     values = fp8.round_with_scale(torch.cat(halves, dim=1), scale, fp8_dtype)
     return Fp8Matrix(values, scale), Fp8Matrix(values.t().contiguous(), scale)
@@ -158,9 +159,9 @@ def _swiglu(projected: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _swiglu_gradient(projected: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+def _swiglu_gradient(projected: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = projected.float().chunk(2, dim=-1)
-    slope = slope.float()
+    grad_out = grad_out.float()
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
-    return slope * up * (sigmoid + silu * (1 - sigmoid)), slope * silu
+    return grad_out * up * (sigmoid + silu * (1 - sigmoid)), grad_out * silu

@@ -32,14 +32,14 @@ def round_swiglu(projected: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> t
 
 @torch.library.custom_op("meshwright::fp8_swiglu_gradient", mutates_args=())
 def round_swiglu_gradient(
-    projected: Tensor, slope: Tensor, factor: Tensor, fp8_dtype: torch.dtype
+    projected: Tensor, grad_out: Tensor, factor: Tensor, fp8_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Gradient of `projected` · factor `()` in fp8 `(rows, 2 · width)`, and the transpose, from that of the activation."""
-    row_count, width = slope.shape
+    row_count, width = grad_out.shape
     values, transposed = _empty_pair(projected, row_count, 2 * width, fp8_dtype)
     _backward[_grid(row_count, width)](
         projected.contiguous(),
-        slope.contiguous(),
+        grad_out.contiguous(),
         factor,
         values,
         transposed,
@@ -59,8 +59,8 @@ def _(projected: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor
 
 
 @round_swiglu_gradient.register_fake
-def _(projected: Tensor, slope: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    del slope, factor
+def _(projected: Tensor, grad_out: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    del grad_out, factor
     return _empty_pair(projected, projected.shape[0], projected.shape[1], fp8_dtype)
 
 
@@ -92,7 +92,15 @@ def _forward(
 
 @triton.jit
 def _backward(
-    projected, slope, factor, values, transposed, row_count, width, tile_rows: tl.constexpr, tile_columns: tl.constexpr
+    projected,
+    grad_out,
+    factor,
+    values,
+    transposed,
+    row_count,
+    width,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
     column = tl.program_id(1).to(tl.int64) * tile_columns + tl.arange(0, tile_columns)
@@ -100,7 +108,7 @@ def _backward(
     position = row[:, None] * (2 * width) + column[None, :]
     gate = tl.load(projected + position, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(projected + position + width, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(slope + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_out + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     gate_grad = grad * up * (sigmoid + silu * (1 - sigmoid))

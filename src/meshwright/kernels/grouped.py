@@ -1,4 +1,4 @@
-"""Grouped matrix products for mixtures of experts: rows are sorted by expert, multiplied by group, and sorted back.
+"""Grouped matmuls for MoE models: rows are sorted by expert, multiplied by group, and sorted back.
 
 The rows of one expert are contiguous after the sort; `offsets` has the end of each group. The fast path does not read
 group sizes on the host, so the host runs ahead of the device. Groups may have any size, also 0; no token is dropped or
@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from meshwright.kernels.router import has_kernel
 from meshwright.spec.errors import BadInput
 
-LEAST_WIDTH, MOST_WIDTH = 64, 16384
+LEAST_WIDTH = 64
+MOST_WIDTH = 16384
 """Numbers of a row that one program of `grouped_copies_triton` moves.
 
 At least a cache line of bf16, at most what the registers hold.
@@ -97,7 +98,7 @@ def group_rows(vectors: Tensor, offsets: Tensor, rows: int) -> Tensor:
 
 
 class _GroupRows(torch.autograd.Function):
-    """`group_rows`. The backward adds each group's rows by a matrix product with the table of members.
+    """`group_rows`. The backward adds each group's rows by a matmul with the table of members.
 
     torch's own backward of a lookup adds one row after another to few vectors: 4.9 ms a layer for 131,072 rows of gpt-oss-20b on an H200.
     """
@@ -141,8 +142,8 @@ class _AddWeightedRows(torch.autograd.Function):
         group = _group_of_rows(offsets, len(grad))
         members = torch.arange(len(vectors), device=grad.device)[:, None] == group
         vector_grads = (members * weights).to(grad.dtype) @ grad
-        products = grad @ F.pad(vectors, (0, 0, 0, 1)).t()  # (rows, groups + 1)
-        weight_grads = products.gather(1, group[:, None]).squeeze(1)
+        sums = grad @ F.pad(vectors, (0, 0, 0, 1)).t()  # (rows, groups + 1)
+        weight_grads = sums.gather(1, group[:, None]).squeeze(1)
         return grad, vector_grads, None, weight_grads.to(weights.dtype)
 
 
@@ -152,21 +153,21 @@ def _group_of_rows(offsets: Tensor, rows: int) -> Tensor:
 
 
 def sizes_stay_on_device(x: Tensor) -> bool:
-    """Whether grouped products of `x` need no sizes of groups on the host."""
+    """Whether grouped matmuls of `x` need no sizes of groups on the host."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
     """Each row of x `(rows, in)` times its group's matrix, transposed: `(rows, out)`, with weight `(groups, out, in)`.
 
-    Group g has the rows from `offsets[g - 1]` to `offsets[g]`; the last offset is the number of rows. On CUDA in bf16 one grouped matrix
-    product; elsewhere, and with `plain`, a loop over the groups, for which the host reads their sizes. Raises BadInput if the fast path
-    gets widths that are not multiples of 8.
+    Group g has the rows from `offsets[g - 1]` to `offsets[g]`; the last offset is the number of rows. On CUDA in bf16
+    one grouped matmul; elsewhere, and with `plain`, a loop over the groups, for which the host reads their sizes.
+    Raises BadInput if the fast path gets widths that are not multiples of 8.
     """
     plain = plain or not sizes_stay_on_device(x)
     if not plain and (weight.shape[1] % 8 or weight.shape[2] % 8):
         raise BadInput(
-            f"a grouped product in bf16 needs widths that are multiples of 8, got experts of {weight.shape[2]} to {weight.shape[1]}: "
+            f"a grouped matmul in bf16 needs widths that are multiples of 8, got experts of {weight.shape[2]} to {weight.shape[1]}: "
             "change model.hidden and model.expert_hidden, or plan.compute: fp32"
         )
     return _grouped_linear(x, weight, offsets, plain)
@@ -190,7 +191,7 @@ def _grouped_linear_backward(
 
 
 def grouped_gradients(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight from that of the output `(rows, out)`, contiguous, by two grouped products."""
+    """Gradients of x and weight from that of the output `(rows, out)`, contiguous, by two grouped matmuls."""
     return F.grouped_mm(grad, weight, offs=offsets), _fast_weight_gradient(grad, x, offsets)
 
 
@@ -214,12 +215,13 @@ def _fast_weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
 @cache
 def _skips_empty_groups(device: torch.device) -> bool:
-    """Whether the grouped product leaves weight gradients of empty groups unwritten, as on Blackwell (pytorch issue 172439)."""
+    """Whether the grouped matmul leaves weight gradients of empty groups unwritten, as on Blackwell (pytorch issue
+    172439)."""
     return torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def grouped_linear_loop(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """The grouped product as a loop over groups, for any device and dtype."""
+    """The grouped matmul as a loop over groups, for any device and dtype."""
     out = x.new_empty(x.shape[0], weight.shape[1])
     for group, rows in enumerate(groups_of(offsets)):
         torch.mm(x[rows], weight[group].t(), out=out[rows])
@@ -274,7 +276,7 @@ def _autograd_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _grouped_linear.register_autograd(_autograd_backward, setup_context=_setup_context)
 GROUPED_OPERATOR = torch.ops.meshwright.grouped_linear.default
-"""The operator by which a recompute policy recognises the grouped product."""
+"""The operator by which a recompute policy recognises the grouped matmul."""
 
 
 class _ToGroups(torch.autograd.Function):

@@ -1,9 +1,10 @@
-"""Grouped matrix products of routed experts in fp8: outputs and gradients of rows.
+"""Grouped matmuls of routed experts in fp8: outputs and gradients of rows.
 
-Every row of an operand has a scale of its own (`fp8_products`): a token copy, its gradient, and an output row of an expert's matrix. In the
-backward an expert's matrix has one scale, the largest of its rows, so that one pass rounds its transpose. Scales depend neither on the
-number of an expert's rows nor on the layout of ranks, and the host reads no group size. The weight gradient sums over rows, so scales of
-rows cannot be taken out of its sum: it keeps the compute dtype.
+Every row of an operand has a scale of its own (`fp8_matmuls`): a token copy, its gradient, and an output row of an
+expert's matrix. In the backward an expert's matrix has one scale, the largest of its rows, so that one pass rounds its
+transpose. Scales depend neither on the number of an expert's rows nor on the layout of ranks, and the host reads no
+group size. The weight gradient sums over rows, so scales of rows cannot be taken out of its sum: it keeps the compute
+dtype.
 
 On CUDA `torch._scaled_grouped_mm` multiplies (Hopper only). Elsewhere the same rounded numbers are multiplied in fp32.
 """
@@ -15,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels import fp8_products as fp8
-from meshwright.kernels.fp8_products import E4M3, Fp8Matrix
+from meshwright.kernels import fp8_matmuls as fp8
+from meshwright.kernels.fp8_matmuls import E4M3, Fp8Matrix
 from meshwright.kernels.grouped import grouped_weight_gradient, groups_of
 from meshwright.kernels.row_quantize import quantize_rows
 
 GROUPED_MAJOR = 9
-"""The CUDA compute capability whose grouped products torch has with scales per row: Hopper."""
+"""The CUDA compute capability whose grouped matmuls torch has with scales per row: Hopper."""
 
 
 def grouped_linear_fp8(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
     """`grouped.grouped_linear` with rows and matrices rounded to e4m3; the output has the dtype of x.
 
-    On CUDA one grouped product; elsewhere, and with `plain`, a loop over the groups, for which the host reads their sizes. Widths are
-    multiples of 16.
+    On CUDA one grouped matmul; elsewhere, and with `plain`, a loop over the groups, for which the host reads their
+    sizes. Widths are multiples of 16.
     """
     return _grouped_linear_fp8(x, weight, offsets, plain)[0]
 
@@ -36,7 +37,7 @@ def grouped_linear_fp8(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: boo
 # Custom operators for the same reasons as `grouped._grouped_linear`.
 @torch.library.custom_op("meshwright::grouped_linear_fp8", mutates_args=())
 def _grouped_linear_fp8(x: Tensor, weight: Tensor, offsets: Tensor, plain: bool) -> tuple[Tensor, Tensor]:
-    """The product, and the largest scale of each matrix `(groups,)` for the backward."""
+    """The matmul, and the largest scale of each matrix `(groups,)` for the backward."""
     matrices = quantize_rows(weight)
     out = grouped_matmul(quantize_rows(x), matrices, offsets, x.dtype, plain=plain)
     return out, matrices.scale.amax((1, 2))
@@ -66,7 +67,7 @@ def grouped_matmul(
             if inside.start < inside.stop:
                 out[inside] = fp8.matmul(Fp8Matrix(x.values[inside], x.scale[inside]), matrix, dtype, fast=True)
         return out
-    product = torch._scaled_grouped_mm(
+    output = torch._scaled_grouped_mm(
         x.values,
         matrices.values.transpose(-2, -1),
         x.scale.squeeze(-1),
@@ -75,7 +76,7 @@ def grouped_matmul(
         out_dtype=torch.bfloat16,  # the only one with scales per row
         use_fast_accum=True,
     )
-    return product.to(dtype)
+    return output.to(dtype)
 
 
 def transposed_matrices(matrices: Tensor, scale: Tensor) -> Fp8Matrix:
@@ -114,4 +115,4 @@ def _autograd_backward(ctx: Any, grad: Tensor, scale_grad: Tensor | None) -> tup
 
 _grouped_linear_fp8.register_autograd(_autograd_backward, setup_context=_setup_context)
 GROUPED_FP8_OPERATOR = torch.ops.meshwright.grouped_linear_fp8.default
-"""Operator of grouped products in fp8, used as `grouped.GROUPED_OPERATOR`."""
+"""Operator of grouped matmuls in fp8, used as `grouped.GROUPED_OPERATOR`."""

@@ -1,4 +1,5 @@
-"""The Triton kernel of `int8_products.grouped_int8`; imported only with a CUDA device, as CPU builds of torch lack Triton.
+"""The Triton kernel of `int8_matmuls.grouped_int8`; imported only with a CUDA device, as CPU builds of torch lack
+Triton.
 
 A program computes a tile of one group's rows. The grid has as many tiles as any sizes of groups may need, because the host does not know
 the sizes; each program finds its group from `offsets`, and those behind the last tile end at once.
@@ -11,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.fixed_product import TILE_BYTES
-from meshwright.kernels.fixed_product_triton import Tile, store_product, sum_tiles, tile_of
+from meshwright.kernels.fixed_matmul import TILE_BYTES
+from meshwright.kernels.fixed_matmul_triton import Tile, store_matmul, sum_tiles, tile_of
 
 
-def grouped_product(
+def grouped_matmul(
     x: Tensor,
     matrices: Tensor,
     x_scale: Tensor,
@@ -36,7 +37,7 @@ def grouped_product(
         return out
     tile = tile or tile_of(triton.cdiv(rows, groups), x.element_size())
     most_tiles = rows // tile.tokens + min(groups, rows)
-    _grouped_product[(most_tiles, triton.cdiv(columns, tile.columns))](
+    _grouped_matmul[(most_tiles, triton.cdiv(columns, tile.columns))](
         x,
         matrices,
         x_scale,
@@ -74,7 +75,7 @@ def _find_rows(
 
 
 @triton.jit
-def _grouped_product(
+def _grouped_matmul(
     x,
     matrices,
     x_scale,
@@ -102,6 +103,6 @@ def _grouped_product(
         sums = sum_tiles(
             rows, outputs, 0, tl.cdiv(inner, INNER), token_used, inner, COLUMNS, TOKENS, INNER, EVEN, 0, tl.int32
         )
-        store_product(
+        store_matmul(
             sums, out, x_scale, scales + first_output, out, token, column, end, columns, SCALED=True, BIAS=False
         )

@@ -46,9 +46,9 @@ def rotate_and_write_latents(
     step_tables = cos[positions][:, None], sin[positions][:, None]
     q = rotate_neighbours(q, step_tables)
     key = rotate_neighbours(key[:, None], step_tables)[:, 0]
-    kept = slots >= 0
-    slots = slots[kept].long()
-    rows = torch.cat((latent, key), dim=-1)[kept]
+    cached = slots >= 0
+    slots = slots[cached].long()
+    rows = torch.cat((latent, key), dim=-1)[cached]
     block_tokens = cache_layer.shape[1]
     target = cache_layer
     if is_fp8(cache_layer):

@@ -26,9 +26,9 @@ def keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, 
     probabilities = ranked.masked_fill(outside, REMOVED).softmax(1)
     before = probabilities.cumsum(1) - probabilities
     # Rounding may bring `before` to 1 although tokens follow.
-    kept = ~outside & ((before < top_p[:, None]) | (top_p >= 1)[:, None])
-    kept &= probabilities >= min_p[:, None] * probabilities[:, :1]
-    last = kept.sum(1).clamp(min=1)
+    allowed = ~outside & ((before < top_p[:, None]) | (top_p >= 1)[:, None])
+    allowed &= probabilities >= min_p[:, None] * probabilities[:, :1]
+    last = allowed.sum(1).clamp(min=1)
     return scores.masked_fill(scores < _at(ranked, last), REMOVED)
 
 

@@ -1,14 +1,14 @@
 """A linear layer with a split backward: gradients of the inputs immediately, gradients of the weights later.
 
 A split backward has two uses. Zero-bubble pipelines (Qi et al. 2024) fill idle time with weight gradients. And where the gradients of
-several micro-batches are summed, the matrix product of a weight gradient can add to the sum directly, without rounding and without a
-separate pass (gradient accumulation fusion in Megatron-LM). Both need the factors of that product: the layer's input X and the gradient dY
-of its output.
+several micro-batches are summed, the matmul of a weight gradient can add to the sum directly, without rounding and
+without a separate pass (gradient accumulation fusion in Megatron-LM). Both need the factors of that matmul: the layer's
+input X and the gradient dY of its output.
 
 The layer returns the factors as the gradients of two extra inputs, the taps. So a compiled backward has no side effect: X and dY are among
 its outputs, which the compiler may neither overwrite nor reuse. (An operator that stored them from inside the graph would return memory
-that Inductor regards as free and overwrites.) The layer's `gradient_sink` receives the factors. With fp8 products the factors are dYᵀ and
-Xᵀ in fp8 with their scales, which is half the bytes.
+that Inductor regards as free and overwrites.) The layer's `gradient_sink` receives the factors. With fp8 matmuls the
+factors are dYᵀ and Xᵀ in fp8 with their scales, which is half the bytes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels import fp8_products as fp8
+from meshwright.kernels import fp8_matmuls as fp8
 from meshwright.kernels.adapter import Adapter
-from meshwright.kernels.fixed_product import few_linear, fixed_linear, is_few
+from meshwright.kernels.fixed_matmul import few_linear, fixed_linear, is_few
 
 
 class Linear(nn.Linear):
     """x · weightᵀ + bias, computed by torch as in nn.Linear until `split_backward` is called for the block around it."""
 
     scaling: fp8.Scaling | None = None
-    """How operands are scaled for products in fp8; None multiplies in the dtype of the weight."""
+    """How operands are scaled for matmuls in fp8; None multiplies in the dtype of the weight."""
     fp8_weight: fp8.Fp8Matrix | None = None
     """The weight in fp8, where it is gathered in fp8 (`parallel.fp8_weights`); `weight` then only receives the gradient."""
     gradient_sink: WeightGradientSink | None = None
@@ -39,9 +39,11 @@ class Linear(nn.Linear):
     taps: tuple[Tensor, ...] | None = None
     """Extra inputs (expanded scalars, so without memory) whose gradients are the factors of the weight gradient: dY and X."""
     fixed_order: bool = False
-    """Whether products without gradients have, on CUDA, bits that do not depend on the other tokens (`kernels.fixed_product`)."""
+    """Whether matmuls without gradients have, on CUDA, bits that do not depend on the other tokens
+    (`kernels.fixed_matmul`)."""
     tokens_per_input_token: int = 1
-    """Tokens in this layer's input per token of the block's input; above 1 with sequence parallelism (`parallel.products`)."""
+    """Tokens in this layer's input per token of the block's input; above 1 with sequence parallelism
+    (`parallel.linear_exchanges`)."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -51,11 +53,11 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """`(…, out_features)` of x `(…, in_features)`."""
         if self.adapter is None:
-            return self._product(x)
-        y = self.adapter(x, self._product(x, biased=False), self.weight)
+            return self._matmul(x)
+        y = self.adapter(x, self._matmul(x, biased=False), self.weight)
         return y if self.bias is None else y + self.bias
 
-    def _product(self, x: Tensor, *, biased: bool = True) -> Tensor:
+    def _matmul(self, x: Tensor, *, biased: bool = True) -> Tensor:
         """x · weightᵀ, plus the bias if there is one and `biased`."""
         # Tested while tracing, so that a block without a split backward compiles to the graph of nn.Linear.
         taps = self.taps if torch.is_grad_enabled() else None
@@ -70,7 +72,7 @@ class Linear(nn.Linear):
             return F.linear(x, self.weight, self.bias if biased else None)
         output_tap, input_tap = taps
         assert x.shape == input_tap.shape, "every Linear of a split block receives the block's own tokens"
-        return _Product.apply(x, self.weight, self.bias if biased else None, output_tap, input_tap)
+        return _Matmul.apply(x, self.weight, self.bias if biased else None, output_tap, input_tap)
 
 
 def with_taps(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
@@ -94,7 +96,7 @@ def with_taps(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> Call
     return tapped
 
 
-AddProduct = Callable[[Tensor, Tensor, Tensor], None]
+AddMatmul = Callable[[Tensor, Tensor, Tensor], None]
 """Adds a @ b to the gradient of a weight: called with weight, a, b."""
 
 
@@ -117,7 +119,7 @@ class GradientFactors(NamedTuple):
     """The tensors' version counters, to detect that an in-place operator overwrote one."""
 
     @torch.no_grad()
-    def add_product(self, add: AddProduct) -> None:
+    def add_matmul(self, add: AddMatmul) -> None:
         """Compute dYᵀ · X and add it to the weight's gradient by `add`; fp8 factors are added to `weight.grad`.
 
         Raises RuntimeError if an in-place operator has written to a factor since. A collective that writes into a factor is not detected.
@@ -128,8 +130,8 @@ class GradientFactors(NamedTuple):
             )
         if len(self.tensors) > 2:
             grad, grad_scale, x, x_scale = self.tensors
-            product = fp8.weight_gradient(fp8.Fp8Matrix(grad, grad_scale), fp8.Fp8Matrix(x, x_scale), self.weight.dtype)
-            self.weight.grad = product if self.weight.grad is None else self.weight.grad.add_(product)
+            matmul = fp8.weight_gradient(fp8.Fp8Matrix(grad, grad_scale), fp8.Fp8Matrix(x, x_scale), self.weight.dtype)
+            self.weight.grad = matmul if self.weight.grad is None else self.weight.grad.add_(matmul)
             return
         grad, x = (tensor.flatten(0, -2) for tensor in self.tensors)
         add(self.weight, grad.t(), x)
@@ -150,13 +152,14 @@ class WeightQueue:
         self._deferred.append(factors)
 
     def drain(
-        self, parameters: Iterable[Tensor] | None = None, *, partial: bool = False, add: AddProduct = add_to_gradient
+        self, parameters: Iterable[Tensor] | None = None, *, partial: bool = False, add: AddMatmul = add_to_gradient
     ) -> None:
         """Compute the deferred gradients, oldest first, add each by `add`, and free the factors.
 
         `parameters` are the weights that the gradients may belong to, any when None. Under FSDP2 these are the unit's unsharded
         parameters; they need not be gathered, as their values are not read. A gradient of another weight raises RuntimeError before
-        anything is computed; with `partial` it remains in the queue. Raises RuntimeError as `GradientFactors.add_product` does, too.
+        anything is computed; with `partial` it remains in the queue. Raises RuntimeError as
+        `GradientFactors.add_matmul` does, too.
         """
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         others = [factors for factors in self._deferred if wanted is not None and id(factors.weight) not in wanted]
@@ -168,7 +171,7 @@ class WeightQueue:
         for _ in range(len(self._deferred)):
             factors = self._deferred.popleft()
             if wanted is None or id(factors.weight) in wanted:
-                factors.add_product(add)
+                factors.add_matmul(add)
             else:
                 self._deferred.append(factors)
 
@@ -179,13 +182,13 @@ class WeightGradientSink:
     Autograd runs the backward of CUDA tensors on a thread of its own, so the mode is an attribute, not a context variable.
     """
 
-    def __init__(self, add: AddProduct = add_to_gradient) -> None:
+    def __init__(self, add: AddMatmul = add_to_gradient) -> None:
         self._add = add
         self._queue: WeightQueue | None = None
 
     def receive(self, factors: GradientFactors) -> None:
         if self._queue is None:
-            factors.add_product(self._add)
+            factors.add_matmul(self._add)
         else:
             self._queue.append(factors)
 
@@ -208,7 +211,7 @@ class WeightGradientSink:
             self._queue = None
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     """F.linear whose backward returns dY and X as the gradients of the taps instead of the weight's gradient."""
 
     @staticmethod

@@ -1,10 +1,10 @@
 """The output projection and its cross-entropy in one function, by chunks of tokens, so that full logits never exist.
 
 The forward computes the loss of each chunk, and both gradients while the chunk's logits are in memory. The backward only
-multiplies these by the incoming gradient. So each chunk needs three matrix products, and none is computed twice.
+multiplies these by the incoming gradient. So each chunk needs three matmuls, and none is computed twice.
 
 With a vocabulary that is not a multiple of 8 (GPT-2's 50,257) rows do not begin at multiples of 16 bytes, and a GPU has
-only slow products for them. The weight is then padded once per call. Logits beyond the vocabulary are minus infinity, so
+only slow matmuls for them. The weight is then padded once per call. Logits beyond the vocabulary are minus infinity, so
 that they change neither the softmax nor a gradient.
 
 The z-loss (Chowdhery et al. 2022, §5) is a weight times the mean of squared log-sum-exps. It adds one factor per token to
@@ -14,7 +14,7 @@ Logits z with a cap c are c · tanh(z / c) (Gemma 2), whose derivative is 1 - (l
 
 If a loss is a function of all log-probabilities of a sequence, the factor of each token is known only after the last chunk. Then
 `token_log_probabilities` computes the log-probabilities first, and `linear_cross_entropy` gets the factors as `weights`. This needs one
-more matrix product of the head.
+more matmul of the head.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.kernels.fixed_product import fixed_linear
+from meshwright.kernels.fixed_matmul import fixed_linear
 from meshwright.kernels.norm import accumulate_dtype
-from meshwright.kernels.sums import add_product, matmul, scale
+from meshwright.kernels.sums import add_matmul, matmul, scale
 
 ALIGNED = 8
-"""Elements of two bytes in 16 bytes, the alignment of rows that fast matrix products require."""
+"""Elements of two bytes in 16 bytes, the alignment of rows that fast matmuls require."""
 TILE = 64
 """An unaligned vocabulary is padded to a multiple of this; whole tiles cost no more time than a multiple of 8."""
 
@@ -165,10 +165,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 squares += sums.squares
             torch.mm(logits_grad, weight, out=h_grad)
             if weight_grad is not None:
-                add_product(weight_grad, logits_grad.t(), h)
+                add_matmul(weight_grad, logits_grad.t(), h)
             elif ctx.needs_input_grad[1]:
                 weight_grad = matmul(logits_grad.t(), h, wide)
-            del logits, logits_grad, derivative  # so that only one chunk's logits are in memory during the next product
+            del logits, logits_grad, derivative  # so that only one chunk's logits are in memory during the next matmul
         ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad[:vocab])
         ctx.mark_non_differentiable(squares)
         return loss, squares

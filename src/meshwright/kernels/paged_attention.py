@@ -53,10 +53,10 @@ def write_cache(
         rotate_write(k, k, v, None, slots, cache_layer, slots, None, None, scales)
         return
     block_tokens = cache_layer.shape[3]
-    kept = slots >= 0
-    slots = slots[kept].long()
+    cached = slots >= 0
+    slots = slots[cached].long()
     for index, x in enumerate((k, v)):
-        stored = _store(x[kept], None if scales is None else scales[index], cache_layer.dtype)
+        stored = _store(x[cached], None if scales is None else scales[index], cache_layer.dtype)
         # Bytes, because torch has no indexed write of fp8.
         target = cache_layer.view(torch.uint8) if is_fp8(cache_layer) else cache_layer
         stored = stored.view(torch.uint8) if is_fp8(cache_layer) else stored

@@ -134,7 +134,7 @@ def paged_decode(
 
 @triton.jit
 def fp8_queries(queries) -> tl.tensor:
-    """Queries for products with e4m3 numbers, in fp16 instead of bf16.
+    """Queries for matmuls with e4m3 numbers, in fp16 instead of bf16.
 
     fp16 has all numbers of e4m3, and the conversion is one instruction; bf16 takes several.
     """
@@ -200,7 +200,7 @@ def sink_scores(pointers, used) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def capped_scores(scores, scale, CAP: tl.constexpr) -> tl.tensor:
-    """CAP · tanh(score / CAP) in base 2, of products whose `scale` gives scores in base 2."""
+    """CAP · tanh(score / CAP) in base 2, of matmuls whose `scale` gives scores in base 2."""
     highest: tl.constexpr = CAP * 1.4426950408889634
     return (2.0 * tl.sigmoid(scores * (2.0 * scale / highest)) - 1.0) * highest
 

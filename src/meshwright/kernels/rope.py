@@ -47,8 +47,8 @@ def query_factors(positions: Tensor, growth: float, length: int, dtype: torch.dt
 def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
     """Return x `(batch, seq, heads, head_dim)` with each pair of dimensions (i, i + width / 2) rotated, in the dtype of x.
 
-    `width`, twice the columns of the tables, is the rotated part at the start of a head. The products are computed in the dtype of the
-    tables.
+    `width`, twice the columns of the tables, is the rotated part at the start of a head. The matmuls are computed in
+    the dtype of the tables.
     """
     rotated, rest = _parts(x, tables)
     first, second = rotated.chunk(2, dim=-1)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.spec.blocks.mixture import LEAST_SUM
+from meshwright.spec.blocks.moe import LEAST_SUM
 
 TILE = 2048
 """Elements of a tile, unless one token has more.
@@ -232,18 +232,18 @@ def _choose_backward(
         divisor = divisor_of(total, sigmoid, biased)
         mean = tl.where(divisor == total, mean / divisor, 0.0)  # a constant divisor has no gradient
         total = divisor
-    slopes = tl.zeros((tokens, block), tl.float32)
+    score_grads = tl.zeros((tokens, block), tl.float32)
     for copy in tl.static_range(copies):
         number = tl.load(chosen + index * copies + copy, mask=exists, other=0).to(tl.int32)
-        slope = (tl.load(weights_grad + index * copies + copy, mask=exists, other=0.0) - mean) / total * scale
-        slopes = tl.where(expert[None, :] == number[:, None], slope[:, None], slopes)
+        grad_out = (tl.load(weights_grad + index * copies + copy, mask=exists, other=0.0) - mean) / total * scale
+        score_grads = tl.where(expert[None, :] == number[:, None], grad_out[:, None], score_grads)
     shares = tl.load(sums_grad + sequence * experts + expert, mask=expert < experts, other=0.0)[None, :]
     if sigmoid:
-        slopes += (shares - tl.sum(probabilities * shares, 1)[:, None]) / score_sum
-        grad = slopes * scores * (1.0 - scores)
+        score_grads += (shares - tl.sum(probabilities * shares, 1)[:, None]) / score_sum
+        grad = score_grads * scores * (1.0 - scores)
     else:
-        slopes += shares
-        grad = probabilities * (slopes - tl.sum(probabilities * slopes, 1)[:, None])
+        score_grads += shares
+        grad = probabilities * (score_grads - tl.sum(probabilities * score_grads, 1)[:, None])
     tl.store(out + index[:, None] * experts + expert[None, :], grad.to(out.dtype.element_ty), mask=inside)
 
 

@@ -1,9 +1,9 @@
 """Rounding of activations to 8 bits, alone or fused into the operation before, for inference.
 
-A token has one scale, or one for each 128 numbers. The numbers are those of `fp8_products.quantize` by rows (e4m3), of
-`int8_products.quantize`, or of `block_products.quantize_groups`, of the operation's result rounded to the dtype of its input. On CUDA a
-Triton kernel computes a token in one program, so the rounded copy costs no further kernel where it is fused. Elsewhere, and with `plain`,
-the separate operators run.
+A token has one scale, or one for each 128 numbers. The numbers are those of `fp8_matmuls.quantize` by rows (e4m3), of
+`int8_matmuls.quantize`, or of `block_matmuls.quantize_groups`, of the operation's result rounded to the dtype of its
+input. On CUDA a Triton kernel computes a token in one program, so the rounded copy costs no further kernel where it is
+fused. Elsewhere, and with `plain`, the separate operators run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from meshwright.kernels import int8_products
+from meshwright.kernels import int8_matmuls
 from meshwright.kernels.add_norm import add_copies_rms_norm, add_rms_norm
-from meshwright.kernels.block_products import Fp8Blocks, Fp8Groups, quantize_groups
-from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, quantize
-from meshwright.kernels.int8_products import Int8Matrix
+from meshwright.kernels.block_matmuls import Fp8Blocks, Fp8Groups, quantize_groups
+from meshwright.kernels.fp8_matmuls import E4M3, Fp8Matrix, quantize
+from meshwright.kernels.int8_matmuls import Int8Matrix
 from meshwright.kernels.swiglu import gated_activation
 from meshwright.spec.weight_scheme import FP8_BLOCK, LayerFormat
 
@@ -50,7 +50,7 @@ def quantize_rows(x: Tensor, number_format: LayerFormat = "fp8", *, plain: bool 
 
         return round_rows(x, DTYPES[number_format], group=GROUPS.get(number_format, 0))
     if number_format == "int8":
-        return int8_products.quantize(x)
+        return int8_matmuls.quantize(x)
     if number_format == "fp8 blocks":
         return quantize_groups(x)
     values, scale = quantize(x.flatten(0, -2), "rowwise")
@@ -90,7 +90,8 @@ def quantize_add_copies_rms_norm(
     plus_one: bool = False,
     plain: bool = False,
 ) -> tuple[Tensor, RoundedMatrix]:
-    """`quantize_add_rms_norm` of x `(1, tokens, width)` and the output of a mixture, as of `add_norm.add_copies_rms_norm`."""
+    """`quantize_add_rms_norm` of x `(1, tokens, width)` and the output of an MoE layer, as of
+    `add_norm.add_copies_rms_norm`."""
     if x.dtype == copies.dtype == weight.dtype and _runs_kernel(x, plain):
         from meshwright.kernels.row_quantize_triton import round_add_copies_rms_norm
 

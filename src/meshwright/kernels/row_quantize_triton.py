@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.add_norm_triton import add_copies, norm_factor
-from meshwright.kernels.block_products import Fp8Groups, scale_rows
+from meshwright.kernels.block_matmuls import Fp8Groups, scale_rows
 from meshwright.kernels.dependent_launch_triton import await_previous, options
-from meshwright.kernels.fp8_products import E4M3, Fp8Matrix
-from meshwright.kernels.int8_products import Int8Matrix
+from meshwright.kernels.fp8_matmuls import E4M3, Fp8Matrix
+from meshwright.kernels.int8_matmuls import Int8Matrix
 from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.kernels.swiglu_triton import gate_sigmoid
 
@@ -29,7 +29,7 @@ CARRY = tl.constexpr(0x1FFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
 INVERSE = tl.constexpr(254 << 23)
 LARGEST_EXPONENT = tl.constexpr(8 << 23)
-"""The constants of `fp8_products.scale_of` and `inverse`, for e4m3."""
+"""The constants of `fp8_matmuls.scale_of` and `inverse`, for e4m3."""
 LARGEST_INTEGER = tl.constexpr(127.0)
 TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 """Added to a number below 2²², it rounds to an integer, ties to even."""
@@ -116,7 +116,7 @@ def round_gated_rows(
 
 def _empty(like: Tensor, width: int, dtype: torch.dtype, group: int) -> RoundedMatrix:
     shape = like.shape[:-1]
-    if group:  # the library's products read rows behind the last token
+    if group:  # the library's matmuls read rows behind the last token
         rows = math.prod(shape)
         values = torch.empty((scale_rows(rows), width), dtype=dtype, device=like.device)
         scale = torch.empty((-(-width // group), scale_rows(rows)), dtype=torch.float32, device=like.device)

@@ -1,4 +1,4 @@
-"""One number of each token: the product of its hidden state with one row of weights, in fp32 whatever the dtype of both.
+"""One number of each token: the matmul of its hidden state with one row of weights, in fp32 whatever the dtype of both.
 
 A score that is rounded to bf16 has three digits, of which a difference of two keeps fewer. So hidden states are widened, in parts.
 """

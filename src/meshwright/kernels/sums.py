@@ -47,8 +47,8 @@ def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else (a @ b).to(dtype)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total` in its wider dtype; on a GPU inside the matrix product."""
+def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total` in its wider dtype; on a GPU inside the matmul."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:

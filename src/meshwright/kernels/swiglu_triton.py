@@ -14,7 +14,8 @@ BLOCK = 2048
 """Elements per program: enough loads in flight for the memory bandwidth."""
 ROW_BLOCK = 1024
 """Elements at a time of the backward with weights, which sums over a row."""
-GELU_LINEAR, GELU_CUBIC = tl.constexpr(2 * (2 / math.pi) ** 0.5), tl.constexpr(2 * (2 / math.pi) ** 0.5 * 0.044715)
+GELU_LINEAR = tl.constexpr(2 * (2 / math.pi) ** 0.5)
+GELU_CUBIC = tl.constexpr(2 * (2 / math.pi) ** 0.5 * 0.044715)
 """2u(x) = GELU_LINEAR·x + GELU_CUBIC·x³ of GELU's tanh approximation, x · (1 + tanh(u)) / 2."""
 
 
@@ -91,12 +92,12 @@ def gate_sigmoid(gate, GELU: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _gate_slope(gate, sigmoid, GELU: tl.constexpr) -> tl.tensor:
+def _gate_derivative(gate, sigmoid, GELU: tl.constexpr) -> tl.tensor:
     """The derivative of gate · sigmoid, its `gate_sigmoid`."""
-    slope = gate * sigmoid * (1 - sigmoid)
+    derivative = gate * sigmoid * (1 - sigmoid)
     if GELU:
-        slope *= GELU_LINEAR + 3 * GELU_CUBIC * gate * gate
-    return sigmoid + slope
+        derivative *= GELU_LINEAR + 3 * GELU_CUBIC * gate * gate
+    return sigmoid + derivative
 
 
 @triton.jit
@@ -119,11 +120,11 @@ def _backward(gate_up, grad, out, count, width: tl.constexpr, block: tl.constexp
     position = index // width * (2 * width) + index % width
     gate = tl.load(gate_up + position, mask=inside).to(tl.float32)
     up = tl.load(gate_up + position + width, mask=inside).to(tl.float32)
-    slope = tl.load(grad + index, mask=inside).to(tl.float32)
+    grad_out = tl.load(grad + index, mask=inside).to(tl.float32)
     sigmoid = gate_sigmoid(gate, GELU)
-    gate_grad = slope * up * _gate_slope(gate, sigmoid, GELU)
+    gate_grad = grad_out * up * _gate_derivative(gate, sigmoid, GELU)
     tl.store(out + position, gate_grad.to(out.dtype.element_ty), mask=inside)
-    tl.store(out + position + width, (slope * (gate * sigmoid)).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + position + width, (grad_out * (gate * sigmoid)).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -139,13 +140,15 @@ def _weighted_backward(
         position = row * (2 * width) + column
         gate = tl.load(gate_up + position, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gate_up + position + width, mask=inside, other=0.0).to(tl.float32)
-        slope = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        grad_out = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
         sigmoid = gate_sigmoid(gate, GELU)
-        total += slope * (gate * sigmoid) * up
-        slope *= weight
-        gate_grad = slope * up * _gate_slope(gate, sigmoid, GELU)
+        total += grad_out * (gate * sigmoid) * up
+        grad_out *= weight
+        gate_grad = grad_out * up * _gate_derivative(gate, sigmoid, GELU)
         tl.store(gate_up_grad + position, gate_grad.to(gate_up_grad.dtype.element_ty), mask=inside)
         tl.store(
-            gate_up_grad + position + width, (slope * (gate * sigmoid)).to(gate_up_grad.dtype.element_ty), mask=inside
+            gate_up_grad + position + width,
+            (grad_out * (gate * sigmoid)).to(gate_up_grad.dtype.element_ty),
+            mask=inside,
         )
     tl.store(weights_grad + row, tl.sum(total).to(weights_grad.dtype.element_ty))

@@ -24,7 +24,7 @@ from meshwright.spec.blocks.feed_forward import Activation
 
 def tiled_mlp(x: Tensor, first: Linear, second: Linear, tile: int, *, activation: Activation, plain: bool) -> Tensor:
     """second(activation(first(x))), for `tile` tokens at a time; `plain` uses torch's own operators for gated activations."""
-    assert first.scaling is None and second.scaling is None, "products in fp8 are not tiled"
+    assert first.scaling is None and second.scaling is None, "matmuls in fp8 are not tiled"
     arguments = (x, first.weight, first.bias, second.weight, second.bias, tile, activation, plain)
     return _Tiled.apply(*arguments) if torch.is_grad_enabled() else tiled_forward(*arguments)
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.fp8_products import E4M3
+from meshwright.kernels.fp8_matmuls import E4M3
 from meshwright.kernels.row_quantize_triton import ELEMENTS_PER_THREAD, _store_rounded
 
 PROCESSOR_THREADS = 2048

@@ -13,7 +13,9 @@ READINGS = 3
 """Readings of a check: a state has to hold in up to three in a row."""
 BETWEEN_SECONDS = 1.0
 """Seconds between two readings."""
-HEALTHY, WARNED, BAD = 0, 1, 2
+HEALTHY = 0
+WARNED = 1
+BAD = 2
 """Exit codes of a check."""
 
 

@@ -94,7 +94,8 @@ ABANDONED_SECONDS = 300.0
 """Seconds without any agent after which a coordinator ends."""
 GIVE_UP_SECONDS = 300.0
 """Seconds without a coordinator after which an agent ends."""
-UNANSWERED_SECONDS, STILL_SECONDS = 25.0, 10.0
+UNANSWERED_SECONDS = 25.0
+STILL_SECONDS = 10.0
 """Seconds since the last answer, and since the last progress of its ranks, after which an agent ends: the coordinator's
 host is lost. A network that is cut for 20 s is not enough for that."""
 LONGEST_LOOK = 15.0
@@ -324,30 +325,35 @@ def checked_report(value: object) -> Report:
     return report
 
 
-def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
+def run_agent(run: RunSpec, arguments: Sequence[str], runs: Path) -> int:
     """Be the agent of this host until the job is over; returns its exit code.
 
-    `words` are run file and overrides, for a coordinator that this agent starts.
+    `arguments` are run file and overrides, for a coordinator that this agent starts.
     """
     address = coordinator_address(os.environ.get(COORDINATOR_VARIABLE))
     token = job_token()
     raise_file_limit()
     check_devices(run.cluster)
     end_orphans(runs / run.name)
-    words = [*words, "--runs", str(runs)]
+    arguments = [*arguments, "--runs", str(runs)]
     folder = runs / run.name
     client = ControlClient(address, token, run.name)
     with (
         closing(client),
         closing(CoordinatorWatch(lease_store(run.supervision.lease, run.name, folder), client)) as watch,
     ):
-        own_address = _reach(lambda: client.address, partial(_start_coordinator, address, words))
-        watch.start = partial(_start_coordinator, (own_address, 0), words)
-        return _follow_coordinator(run, words, folder, own_address, client, watch)
+        own_address = _reach(lambda: client.address, partial(_start_coordinator, address, arguments))
+        watch.start = partial(_start_coordinator, (own_address, 0), arguments)
+        return _follow_coordinator(run, arguments, folder, own_address, client, watch)
 
 
 def _follow_coordinator(
-    run: RunSpec, words: Sequence[str], folder: Path, own_address: str, client: ControlClient, watch: CoordinatorWatch
+    run: RunSpec,
+    arguments: Sequence[str],
+    folder: Path,
+    own_address: str,
+    client: ControlClient,
+    watch: CoordinatorWatch,
 ) -> int:
     """Start the agent's processes and let them do what the coordinator says; returns the exit code."""
     buffers = empty_snapshot_buffers(run.cluster.gpus_per_node)
@@ -371,7 +377,7 @@ def _follow_coordinator(
         )
         with closing(agent), forward_signals(agent.stop, agent.kill_at_once):
             revive = server.revive if server else lambda: None
-            command = shlex.join(["meshwright", "train", *words, "--agent"])
+            command = shlex.join(["meshwright", "train", *arguments, "--agent"])
             return _Link(agent, client, watch, command, revive, endpoint.update).follow()
 
 
@@ -532,7 +538,7 @@ def _is_elsewhere(error: OSError) -> bool:
     return isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
 
 
-def _start_coordinator(address: tuple[str, int], words: Sequence[str], seen: str = "") -> StartedProcess:
+def _start_coordinator(address: tuple[str, int], arguments: Sequence[str], seen: str = "") -> StartedProcess:
     """Start a coordinator at an address of this host, port 0 for any; `seen` says what is known of the lease (`SEEN_VARIABLE`).
 
     Raises OSError if it cannot listen there.
@@ -542,7 +548,7 @@ def _start_coordinator(address: tuple[str, int], words: Sequence[str], seen: str
         port = listener.getsockname()[1]
         place = {COORDINATOR_VARIABLE: address_text(address[0], port), LISTEN_DESCRIPTOR: str(descriptor)}
         return subprocess.Popen(
-            [sys.executable, "-m", "meshwright", "coordinate", *words],
+            [sys.executable, "-m", "meshwright", "coordinate", *arguments],
             env={**without_own_keys(), **place, SEEN_VARIABLE: seen},
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,

@@ -239,7 +239,7 @@ def _container(job: SchedulerJob, container: Container, name: str) -> Object:
     return {
         "name": REPLICATED_JOB,
         "image": container.image,
-        "command": command_words("meshwright", *job.agent_words([f"{KEPT_FILES}/run.yaml"])),
+        "command": command_arguments("meshwright", *job.agent_arguments([f"{KEPT_FILES}/run.yaml"])),
         "workingDir": STORAGE_FOLDER,
         "env": [
             {"name": COORDINATOR_VARIABLE, "value": f"{name}-{REPLICATED_JOB}-0-0.{name}:{PORT}"},
@@ -257,9 +257,9 @@ def _container(job: SchedulerJob, container: Container, name: str) -> Object:
     }
 
 
-def command_words(*words: str) -> list[str]:
+def command_arguments(*arguments: str) -> list[str]:
     """The arguments of a container's command; Kubernetes replaces `$(NAME)` in them, and `$$` by `$`."""
-    return [word.replace("$", "$$") for word in words]
+    return [word.replace("$", "$$") for word in arguments]
 
 
 def _config_map(job: SchedulerJob, name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.config.deployment_file import deployment_yaml, server_settings
 from meshwright.config.yaml_positions import dump_yaml
-from meshwright.launch.kubernetes import STORAGE_FOLDER, Container, Object, Queue, command_words
+from meshwright.launch.kubernetes import STORAGE_FOLDER, Container, Object, Queue, command_arguments
 from meshwright.launch.scheduler_job import KEPT_FILES, check_text, comment
 from meshwright.spec.deployment import Deployment, Role, deployment_name
 from meshwright.spec.errors import BadInput
@@ -82,12 +82,12 @@ def serving_yaml(job: ServingJob) -> str:
     for role in job.roles:
         objects += [_service(job, role, headless=True), _servers(job, role)]
     if job.cache_gib is not None:
-        words = ["cache", f"0.0.0.0:{CACHE_PORT}", "--gib", f"{job.cache_gib:g}"]
+        arguments = ["cache", f"0.0.0.0:{CACHE_PORT}", "--gib", f"{job.cache_gib:g}"]
         memory = {"memory": f"{int(job.cache_gib * 1024) + 1024}Mi"}
-        objects += [_service(job, "cache", port=CACHE_PORT), _deployment(job, "cache", words, CACHE_PORT, memory)]
+        objects += [_service(job, "cache", port=CACHE_PORT), _deployment(job, "cache", arguments, CACHE_PORT, memory)]
     urls = [f"http://{job.service(role)}:{HTTP_PORT}" for role in job.roles]
-    words = ["route", *urls, "--host", "0.0.0.0", "--port", str(HTTP_PORT)]
-    objects += [_service(job, "router"), _deployment(job, "router", words, HTTP_PORT, {}, replicas=ROUTERS)]
+    arguments = ["route", *urls, "--host", "0.0.0.0", "--port", str(HTTP_PORT)]
+    objects += [_service(job, "router"), _deployment(job, "router", arguments, HTTP_PORT, {}, replicas=ROUTERS)]
     secret = f"{job.name}-keys"
     header = [
         comment(deployment_name(job.deployment)),
@@ -103,15 +103,15 @@ def _servers(job: ServingJob, role: Role) -> Object:
     """The servers of one role. A pod whose engine fails ends and is started again."""
     settings = server_settings(job.deployment, role)
     devices = settings["tensor"] * settings.get("expert", 1)
-    words = ["serve", job.model, "--plan", f"{KEPT_FILES}/{DEPLOYMENT_FILE}", "--role", role, "--name", job.name]
-    words += ["--host", "0.0.0.0", "--port", str(HTTP_PORT), "--drain-seconds", str(END_SECONDS - 15)]
+    arguments = ["serve", job.model, "--plan", f"{KEPT_FILES}/{DEPLOYMENT_FILE}", "--role", role, "--name", job.name]
+    arguments += ["--host", "0.0.0.0", "--port", str(HTTP_PORT), "--drain-seconds", str(END_SECONDS - 15)]
     if role == "prefill":
-        words += ["--transfer-address", f"0.0.0.0:{TRANSFER_PORT}"]
+        arguments += ["--transfer-address", f"0.0.0.0:{TRANSFER_PORT}"]
     elif role == "decode":
-        words += ["--prefill-engines", ",".join(_prefill_addresses(job))]
+        arguments += ["--prefill-engines", ",".join(_prefill_addresses(job))]
     if job.cache_gib is not None:
-        words += ["--block-cache", f"{job.service('cache')}:{CACHE_PORT}"]
-    container = _container(job, words, HTTP_PORT, {"nvidia.com/gpu": devices})
+        arguments += ["--block-cache", f"{job.service('cache')}:{CACHE_PORT}"]
+    container = _container(job, arguments, HTTP_PORT, {"nvidia.com/gpu": devices})
     container["startupProbe"] = {**_health(), "periodSeconds": 5, "failureThreshold": START_SECONDS // 5}
     container["volumeMounts"] = [
         {"name": "shm", "mountPath": "/dev/shm"},
@@ -167,11 +167,11 @@ def _prefill_addresses(job: ServingJob) -> list[str]:
 
 
 def _deployment(
-    job: ServingJob, component: str, words: list[str], port: int, limits: Object, replicas: int = 1
+    job: ServingJob, component: str, arguments: list[str], port: int, limits: Object, replicas: int = 1
 ) -> Object:
     """Router or cache: pods without state that must be kept."""
     labels = _labels(job, component)
-    container = _container(job, words, port, limits)
+    container = _container(job, arguments, port, limits)
     if component == "cache":
         container["readinessProbe"] = {"tcpSocket": {"port": port}}
     return {
@@ -196,13 +196,13 @@ def _pod(container: Object, volumes: list[Object]) -> Object:
     }
 
 
-def _container(job: ServingJob, words: list[str], port: int, limits: Object) -> Object:
+def _container(job: ServingJob, arguments: list[str], port: int, limits: Object) -> Object:
     keys = {"MESHWRIGHT_API_KEY": "api", "MESHWRIGHT_TRANSFER_KEY": "transfer"}
     secret = f"{job.name}-keys"
     return {
         "name": "meshwright",
         "image": job.container.image,
-        "command": command_words("meshwright", *words),
+        "command": command_arguments("meshwright", *arguments),
         "env": [
             {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
             for variable, key in keys.items()

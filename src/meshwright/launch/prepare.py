@@ -60,7 +60,7 @@ from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import Assignment, ModelSection, RunSpec
 
 VOCABULARY_MULTIPLE = 128
-"""A vocabulary taken from a tokenizer is rounded up to a multiple of this: whole tiles of the head's matrix product."""
+"""A vocabulary taken from a tokenizer is rounded up to a multiple of this: whole tiles of the head's matmul."""
 
 MOST_USUAL_RATE = 1.0
 """Learning rate above which a start asks whether it is meant."""

@@ -16,7 +16,7 @@ from meshwright.launch.local import run_ranks
 from meshwright.launch.machine import found_cluster, is_here, rank_threads
 from meshwright.launch.prepare import Note, plan_yaml, prepare_run
 from meshwright.observe.metrics import scan_metrics
-from meshwright.observe.prediction_account import (
+from meshwright.observe.prediction_check import (
     COMPARED_STEPS,
     FEWEST_STEPS,
     WARM_UP,

@@ -77,7 +77,8 @@ class RankView:
         except OSError:
             return None
         if changed != self._read_at:
-            self._read_at, self._schedule = changed, JobSchedule.read(self._file)
+            self._read_at = changed
+            self._schedule = JobSchedule.read(self._file)
         return self._schedule
 
 

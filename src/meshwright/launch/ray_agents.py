@@ -56,7 +56,7 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 class RayJob:
     """A run as a job on Ray."""
 
-    words: Sequence[str]
+    arguments: Sequence[str]
     """Arguments of `meshwright` for an agent."""
     hosts: int
     resources: Mapping[str, float]
@@ -142,7 +142,7 @@ class NodeAgent:
             )
         return address, port, ""
 
-    async def run(self, words: Sequence[str], folder: str, environment: Mapping[str, str]) -> int:
+    async def run(self, arguments: Sequence[str], folder: str, environment: Mapping[str, str]) -> int:
         """Run an agent to its end; returns its exit code, below 0 after a signal."""
         inherited = dict(os.environ)
         if inherited.get("OMP_NUM_THREADS") in _threads_of_ray():
@@ -152,7 +152,7 @@ class NodeAgent:
                 sys.executable,
                 "-c",
                 COMMAND_LINE,
-                *words,
+                *arguments,
                 cwd=folder,
                 env={**inherited, PARENT: str(os.getpid()), **environment},
                 stdin=asyncio.subprocess.DEVNULL,
@@ -380,7 +380,7 @@ class _Driver:
         self._place_at[bundle] = time.monotonic() + PLACE_SECONDS * 2 ** self._unplaced[bundle]
 
     def _run_agent(self, bundle: int) -> None:
-        answer = self._actors[bundle].run.remote(self._job.words, self._folder, self._environment)
+        answer = self._actors[bundle].run.remote(self._job.arguments, self._folder, self._environment)
         self._pending[answer] = ("run", bundle)
 
     def _pass_stop_on(self) -> None:

@@ -84,7 +84,7 @@ class RunFigureReader:
         steps = train.get("steps")
         step = metrics.newest.get("step", 0)
         running &= step != steps if job is None else job.code is None
-        account = self._goodput.read()
+        breakdown = self._goodput.read()
         pace = metrics.recent_step_seconds
         return RunFigures(
             name=self._folder.resolve().name,
@@ -102,8 +102,8 @@ class RunFigureReader:
             loss=metrics.number("loss"),
             validation_loss=metrics.validation_loss,
             grad_norm=metrics.number("grad_norm"),
-            wall_seconds=account.wall_seconds if account else None,
-            goodput=account.goodput if account else None,
+            wall_seconds=breakdown.wall_seconds if breakdown else None,
+            goodput=breakdown.goodput if breakdown else None,
             checkpoint_step=_newest_checkpoint(self._folder / "checkpoints"),
             attempt=job.attempt if job else 0,
             restarts=sum(max(0, len(job.attempts) - 1) for job in self._jobs.values()),
@@ -154,26 +154,26 @@ def _steps_left(train: Mapping[str, Any], step: int, recent: int) -> float:
 
 
 class _GoodputReader:
-    """The goodput account of a run, read again when its file has changed and at most a tenth of the time."""
+    """The goodput breakdown of a run, read again when its file has changed and at most a tenth of the time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read_size = -1
         self._due = 0.0
-        self._account: RunGoodput | None = None
+        self._breakdown: RunGoodput | None = None
 
     def read(self) -> RunGoodput | None:
-        """The newest account; None without a readable file."""
+        """The newest breakdown; None without a readable file."""
         began = time.monotonic()
         try:
             size = (self._folder / WALL_TIME).stat().st_size
             if size != self._read_size and began >= self._due:
-                self._account = run_goodput(self._folder)
+                self._breakdown = run_goodput(self._folder)
                 self._read_size = size
                 self._due = time.monotonic() + 10 * (time.monotonic() - began)
         except OSError:
-            self._account = None
-        return self._account
+            self._breakdown = None
+        return self._breakdown
 
 
 class _Job:

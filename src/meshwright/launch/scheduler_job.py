@@ -47,7 +47,7 @@ class SchedulerJob:
 
     run: RunSpec
     plan: Plan
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     """Run file and overrides as they were given."""
     runs: Path = field(default_factory=lambda: Path("runs"))
 
@@ -79,9 +79,9 @@ class SchedulerJob:
         step = predicted or UNKNOWN_STEP_SECONDS
         return ceil(step + self.run.checkpoint.grace_seconds + STOP_SECONDS + STOP_MARGIN_SECONDS)
 
-    def agent_words(self, words: Sequence[str]) -> list[str]:
-        """Arguments of `meshwright` that start an agent; `words` are run file and overrides."""
-        return ["train", *words, "--runs", str(self.runs), "--agent"]
+    def agent_arguments(self, arguments: Sequence[str]) -> list[str]:
+        """Arguments of `meshwright` that start an agent; `arguments` are run file and overrides."""
+        return ["train", *arguments, "--runs", str(self.runs), "--agent"]
 
     @property
     def summary(self) -> str:
@@ -110,7 +110,7 @@ class SchedulerJob:
         return {"run.yaml": resolved_yaml(run), **contents}
 
 
-def scheduler_job(run: RunSpec, plan: Plan, words: Sequence[str], runs: Path) -> SchedulerJob:
+def scheduler_job(run: RunSpec, plan: Plan, arguments: Sequence[str], runs: Path) -> SchedulerJob:
     """The job of a run. Raises BadInput for a run that a scheduler cannot start."""
     if run.cluster.emulate_nodes > 1:
         raise BadInput(
@@ -118,9 +118,9 @@ def scheduler_job(run: RunSpec, plan: Plan, words: Sequence[str], runs: Path) ->
             f"{run.cluster.emulate_nodes} cluster.emulate_nodes=1",
             key="cluster.emulate_nodes",
         )
-    for word in (*words, str(runs)):
+    for word in (*arguments, str(runs)):
         check_text(word, "arguments")
-    return SchedulerJob(run, plan, tuple(words), runs)
+    return SchedulerJob(run, plan, tuple(arguments), runs)
 
 
 def check_text(text: str, name: str) -> None:

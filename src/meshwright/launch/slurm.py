@@ -59,7 +59,7 @@ def _environment(job: SchedulerJob) -> Iterator[str]:
 
 
 def _agents(job: SchedulerJob) -> Iterator[str]:
-    command = shlex.join(["meshwright", *job.agent_words(job.words)])
+    command = shlex.join(["meshwright", *job.agent_arguments(job.arguments)])
     agent = (
         "",
         "trap : USR1 TERM",

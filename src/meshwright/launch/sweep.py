@@ -177,7 +177,8 @@ class Sweep:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        run.devices, run.reader = devices, RunFigureReader(run.folder)
+        run.devices = devices
+        run.reader = RunFigureReader(run.folder)
 
     def _has_ended(self, run: SweepRun) -> bool:
         assert run.process is not None, "it was started"

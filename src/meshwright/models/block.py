@@ -14,11 +14,11 @@ from meshwright.models.attention import Attention
 from meshwright.models.hooks import BlockHooks
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import feed_forward_of
-from meshwright.models.moe import CountedTokens, MixtureOfExperts, RoutedOutput
+from meshwright.models.moe import CountedTokens, MoELayer, RoutedOutput
 from meshwright.models.norm import Norm
 from meshwright.spec.blocks.block import BlockSpec
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
-from meshwright.spec.blocks.mixture import MixtureSpec
+from meshwright.spec.blocks.moe import MoESpec
 from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.positions import RotarySpec
 
@@ -41,8 +41,8 @@ class Block(nn.Module):
     Where the description has norms of outputs, an output is normed before it is added, and so it may have a factor; a parallel block has
     neither. Without norms of inputs a body reads the residual stream itself.
 
-    A `routed` block has a mixture of experts as its feed-forward network and returns a RoutedOutput. `parallel` and `serve` replace
-    functions of `hooks`.
+    A `routed` block has an MoE layer as its feed-forward network and returns a RoutedOutput. `parallel` and `serve`
+    replace functions of `hooks`.
     """
 
     def __init__(self, spec: BlockSpec, plain: bool) -> None:
@@ -50,7 +50,7 @@ class Block(nn.Module):
         self.hooks = BlockHooks()
         self.attention_kind = attention_kind(spec)
         self.parallel = len(spec.sublayers) == 1
-        self.routed = spec.mixture is not None
+        self.routed = spec.moe is not None
         mixer = spec.mixer
         feed_forward = spec.feed_forward
         self.residual_factor = spec.sublayers[0].factor
@@ -62,8 +62,8 @@ class Block(nn.Module):
         self.attention_output_norm = _norm(spec.sublayers[0].norm_out, spec.hidden, plain)
         if not self.parallel:
             self.mlp_norm = _norm(spec.sublayers[1].norm, spec.hidden, plain)
-        if isinstance(feed_forward, MixtureSpec):
-            self.moe = MixtureOfExperts(feed_forward, spec.hidden, plain, self.hooks)
+        if isinstance(feed_forward, MoESpec):
+            self.moe = MoELayer(feed_forward, spec.hidden, plain, self.hooks)
         else:
             self.mlp = feed_forward_of(feed_forward, spec.hidden, plain)
         self.mlp_output_norm = _norm(spec.sublayers[-1].norm_out, spec.hidden, plain)

@@ -326,7 +326,7 @@ class Head(nn.Module):
     """
 
     fixed_order = False
-    """Whether `log_probabilities` has the bits of an invariant engine on a GPU (`kernels.fixed_product`)."""
+    """Whether `log_probabilities` has the bits of an invariant engine on a GPU (`kernels.fixed_matmul`)."""
 
     def __init__(
         self,

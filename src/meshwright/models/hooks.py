@@ -42,7 +42,7 @@ def unchanged(x: Tensor, *context: Any) -> Tensor:
 
 @dataclass(eq=False)
 class BlockHooks:
-    """The replaceable functions of one block; the block, its attention and its mixture of experts share one instance.
+    """The replaceable functions of one block; the block, its attention and its MoE layer share one instance.
 
     torch.compile compiles one function for all blocks of a kind. So a replacement is a function at module level, a `partial` of one, or an
     object with `__call__`. A closure that is made for each layer would be compiled again for each.

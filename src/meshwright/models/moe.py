@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a feed-forward network: Mixtral (Jiang et al. 2024), Qwen3-MoE, DeepSeek-V2/V3.
+"""An MoE layer in place of a feed-forward network: Mixtral (Jiang et al. 2024), Qwen3-MoE, DeepSeek-V2/V3.
 
 A router sends each token to the experts of the highest score. No token is dropped, however uneven the experts' loads are. The host
 does not wait for the device.
@@ -33,7 +33,7 @@ from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.router import ExpertChoice, choose, has_kernel
 from meshwright.kernels.swiglu import clamped_activation, gated_activation
 from meshwright.models.mlp import feed_forward_of
-from meshwright.spec.blocks.mixture import LEAST_SUM, MixtureSpec
+from meshwright.spec.blocks.moe import LEAST_SUM, MoESpec
 
 if TYPE_CHECKING:
     from meshwright.models.hooks import BlockHooks
@@ -89,7 +89,7 @@ class RoutedTokens(NamedTuple):
     squares: Tensor
 
 
-class MixtureOfExperts(nn.Module):
+class MoELayer(nn.Module):
     """Router, routed experts and, if there is one, a shared expert for all tokens.
 
     `z_loss` says whether `RoutedOutput.squares` is computed, for the
@@ -98,7 +98,7 @@ class MixtureOfExperts(nn.Module):
     do not depend on the other tokens, in inference on CUDA.
     """
 
-    def __init__(self, spec: MixtureSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
+    def __init__(self, spec: MoESpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
         super().__init__()
         self.hooks = hooks
         self.plain = plain
@@ -272,8 +272,8 @@ class MixtureOfExperts(nn.Module):
             return scores
         grouped = scores.unflatten(-1, (self.groups, -1))
         best = grouped.amax(-1) if self.choice_bias is None else grouped.topk(2, dim=-1).values.sum(-1)
-        kept = best.topk(self.groups_per_token, dim=-1).indices
-        outside = torch.ones_like(best, dtype=torch.bool).scatter(-1, kept, False)
+        chosen_groups = best.topk(self.groups_per_token, dim=-1).indices
+        outside = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen_groups, False)
         return grouped.masked_fill(outside[..., None], float("-inf")).flatten(-2)
 
 
@@ -295,7 +295,7 @@ class Experts(nn.Module):
         """The weighted outputs `(tokens, copies, hidden)` of the chosen experts for x `(tokens, hidden)`, without gradients."""
         return expert_outputs(x, self.gate_up, self.down, choices)
 
-    def __init__(self, spec: MixtureSpec, hidden: int, plain: bool) -> None:
+    def __init__(self, spec: MoESpec, hidden: int, plain: bool) -> None:
         super().__init__()
         expert = spec.expert
         self.activation = expert.activation

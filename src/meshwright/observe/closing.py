@@ -18,7 +18,8 @@ def closing_lines(folder: Path, code: int) -> list[str]:
     failed run the lines name its logs, as the error message has said what to change. The last line completes the report:
     the ranks end without the analysis of their spans, which takes seconds.
     """
-    report, quoted_folder = folder / "report.html", shlex.quote(str(folder))
+    report = folder / "report.html"
+    quoted_folder = shlex.quote(str(folder))
     lines = [f"report: {report}"] if report.exists() else []
     if code == EXIT_DONE:
         lines += [f"next: {command}" for command in _next_commands(folder, quoted_folder)]

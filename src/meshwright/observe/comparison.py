@@ -268,7 +268,8 @@ def _validations(run: ComparedRun) -> Sequence[Mapping[str, Any]]:
 
 def _positions(run: RunFolder) -> Table:
     """The positions of a run's steps on every x axis, with its training FLOPs; these are 0 where the model is not known."""
-    positions, flops = positions_of(run.steps), _flops_per_token(run) or 0.0
+    positions = positions_of(run.steps)
+    flops = _flops_per_token(run) or 0.0
     return {**positions, "flops": [flops * tokens for tokens in positions["tokens"]]}
 
 

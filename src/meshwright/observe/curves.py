@@ -52,7 +52,8 @@ def indices_of_extremes(length: int, curves: Sequence[Values], limit: int) -> li
 
 def bucket_means(values: Values, buckets: int) -> list[float | None]:
     """Means of equal segments of the curve; None for a segment without a number."""
-    length, means = len(values), []
+    length = len(values)
+    means = []
     for bucket in range(min(buckets, length)):
         bounds = (bucket * length // min(buckets, length), (bucket + 1) * length // min(buckets, length))
         numbers = [value for value in values[bounds[0] : bounds[1]] if value is not None]
@@ -74,12 +75,15 @@ def value_range(values: Values, *, from_zero: bool, outliers: bool = False) -> t
     numbers = sorted(value for value in values if value is not None)
     if not numbers:
         return 0.0, 1.0
-    low, high = numbers[0], numbers[-1]
-    most_high, floor = numbers[int(0.98 * (len(numbers) - 1))], 0.0 if from_zero else numbers[int(0.02 * len(numbers))]
+    low = numbers[0]
+    high = numbers[-1]
+    most_high = numbers[int(0.98 * (len(numbers) - 1))]
+    floor = 0.0 if from_zero else numbers[int(0.02 * len(numbers))]
     if not outliers and len(numbers) >= 20 and high - floor > 3 * (most_high - floor) > 0:
         high = floor + 1.25 * (most_high - floor)
     if from_zero:
-        low, high = min(0.0, low), max(0.0, high)
+        low = min(0.0, low)
+        high = max(0.0, high)
     margin = 0.06 * (high - low)
     if margin <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(high) / 2 or 0.5
@@ -92,7 +96,8 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     `low` must be less than `high` by more than rounding error.
     """
     step = _nice_step((high - low) / count)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
 

@@ -76,15 +76,18 @@ class DeviceTime:
     def of(self, reference: ClockReference) -> tuple[int, int]:
         """(Unix time in ns of a reference that was seen, error bound in ns). Call it once for each, in order."""
         assert reference.latest_ns is not None
-        low, high = float(reference.earliest_ns), float(reference.latest_ns)
+        low = float(reference.earliest_ns)
+        high = float(reference.latest_ns)
         if self._last is not None:
-            passed = self._clock.seconds(self._last, reference.stamp) * 1e9
-            slack = abs(passed) * DRIFT
-            before = self._bounds[0] + passed - slack, self._bounds[1] + passed + slack
+            elapsed = self._clock.seconds(self._last, reference.stamp) * 1e9
+            slack = abs(elapsed) * DRIFT
+            before = self._bounds[0] + elapsed - slack, self._bounds[1] + elapsed + slack
             if max(low, before[0]) <= min(high, before[1]):  # else one of the clocks was set
-                low, high = max(low, before[0]), min(high, before[1])
+                low = max(low, before[0])
+                high = min(high, before[1])
             self._clock.recycle(self._last)
-        self._last, self._bounds = reference.stamp, (low, high)
+        self._last = reference.stamp
+        self._bounds = (low, high)
         return round((low + high) / 2), round((high - low) / 2)
 
 
@@ -147,7 +150,8 @@ class CudaClock:
     def reference(self) -> ClockReference:
         # Nothing else runs on this stream, so the device passes the event while compute is steps behind the host.
         self._idle = self._idle or torch.cuda.Stream(priority=-1)
-        event, before = self._event(), self._host.now_ns()
+        event = self._event()
+        before = self._host.now_ns()
         event.record(self._idle)
         return ClockReference(event, before)
 

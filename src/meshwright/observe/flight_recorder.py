@@ -33,7 +33,8 @@ def recorded_collectives() -> dict[str, Any]:
 
 
 def _kept(entries: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
-    older, newest = entries[:-KEPT_OPERATIONS], entries[-KEPT_OPERATIONS:]
+    older = entries[:-KEPT_OPERATIONS]
+    newest = entries[-KEPT_OPERATIONS:]
     marked = [{**entry, "finished": is_finished(entry, backend)} for entry in (*older, *newest)]
     return [entry for entry in marked[: len(older)] if not entry["finished"]] + marked[len(older) :]
 

@@ -1,4 +1,5 @@
-"""Goodput account: how the wall time of a run divides into productive and other time, from wall_time.jsonl and incidents.
+"""Goodput breakdown: how the wall time of a run divides into productive and other time, from wall_time.jsonl and
+incidents.
 
 Every moment from the begin of the first start to the last line counts in exactly one category, so they add up to the
 wall time. A line with `seconds` describes the interval of that length that ends at its `time`. All other time belongs
@@ -52,7 +53,7 @@ class RunGoodput:
 
 
 def run_goodput(folder: Path) -> RunGoodput | None:
-    """The account of a run's folder; None if it has no wall_time.jsonl. Raises OSError if that cannot be read."""
+    """The breakdown of a run's folder; None if it has no wall_time.jsonl. Raises OSError if that cannot be read."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -72,7 +73,7 @@ def incident_times(folder: Path) -> list[float]:
 
 
 def goodput(lines: Sequence[Line], incidents: Sequence[float] = ()) -> RunGoodput | None:
-    """The account of the lines of wall_time.jsonl, in any order; None without lines."""
+    """The breakdown of the lines of wall_time.jsonl, in any order; None without lines."""
     ordered = sorted(lines, key=lambda line: line["time"])
     if not ordered:
         return None
@@ -91,13 +92,15 @@ class _Sweep:
         self.begin = self.now = first["time"] - (first["seconds"] if first["kind"] == "start" else 0.0)
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self._incidents = sorted(time for time in incidents if time > self.begin)
-        self._median_step, self._of_step = _median_step(lines), 0.0
+        self._median_step = _median_step(lines)
+        self._of_step = 0.0
         """Median seconds of a step, and seconds since the last step line that belong to the next one."""
         self._ended = self.begin
 
     def add(self, line: Line, *, undone: bool) -> None:
         """Assign the time up to the line."""
-        end, kind = max(line["time"], self.now), line["kind"]
+        end = max(line["time"], self.now)
+        kind = line["kind"]
         if kind == "start":
             self._start(end, line)
         elif kind in PAUSES:
@@ -150,7 +153,8 @@ class _Sweep:
 
 def _undone(lines: Sequence[Line]) -> list[bool]:
     """For each line whether it is of a step after which the run later continued from an earlier one."""
-    last_kept, undone = math.inf, []
+    last_kept = math.inf
+    undone = []
     for line in reversed(lines):
         step = line["step"]
         undone.append(line["kind"] == "step" and step > last_kept)

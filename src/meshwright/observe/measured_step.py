@@ -70,7 +70,8 @@ def _of_step(rank: RankSpans, step: int) -> np.ndarray:
     whole = rank.of_phase("step")
     whole = whole[whole["step"] == step][-1]
     records = rank.records[rank.records["step"] == step]
-    begin, end = whole["start_ns"], whole["start_ns"] + whole["duration_ns"]
+    begin = whole["start_ns"]
+    end = whole["start_ns"] + whole["duration_ns"]
     return records[(records["start_ns"] >= begin) & (records["start_ns"] <= end)]
 
 

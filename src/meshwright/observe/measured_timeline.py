@@ -103,7 +103,8 @@ def _collectives(rank: int, actions: Sequence[Action], step: StepSpans) -> list[
 
 def _messages(schedule: Schedule, ranks: Sequence[StepSpans]) -> list[Record]:
     """Records of both ends of every message; the k-th send of a channel matches its k-th receive."""
-    rank_of, records = schedule.rank_of, []
+    rank_of = schedule.rank_of
+    records = []
     for source, target in schedule.channels:
         sends = [
             action for action in schedule.actions[source] if action.op == "send" and rank_of[action.peer] == target
@@ -111,7 +112,8 @@ def _messages(schedule: Schedule, ranks: Sequence[StepSpans]) -> list[Record]:
         receives = [
             action for action in schedule.actions[target] if action.op == "recv" and rank_of[action.peer] == source
         ]
-        sent, received = _lane(ranks[source], f"send {target}"), _lane(ranks[target], f"recv {source}")
+        sent = _lane(ranks[source], f"send {target}")
+        received = _lane(ranks[target], f"recv {source}")
         channel_free = float("-inf")
         for send, send_span, receive, receive_span in zip(sends, sent, receives, received, strict=True):
             start = max(send_span.start, receive_span.start, channel_free)
@@ -155,7 +157,9 @@ class _WaitCounter:
     """Reads one rank's compute records in order of time, and sums the waiting time before each action."""
 
     def __init__(self, schedule: Schedule, rank: int, origin: float, records: Iterable[Record]) -> None:
-        self._schedule, self._rank, self._clock = schedule, rank, origin
+        self._schedule = schedule
+        self._rank = rank
+        self._clock = origin
         self._lanes: dict[str, list[Interval]] = defaultdict(list)
         self._arrived: dict[tuple[str | None, int, int], _Transfer] = {}
         self._gathers: dict[tuple[int, int | None], list[Interval]] = defaultdict(list)
@@ -189,7 +193,9 @@ class _WaitCounter:
 
     def _waited_for(self, action: Action, start: float) -> list[_Transfer]:
         """The transfers that the action needs, the last to finish first."""
-        stage, unit, units = action.stage, action.unit, self._schedule.units
+        stage = action.stage
+        unit = action.unit
+        units = self._schedule.units
         transfers: list[_Transfer] = []
         payload = None
         if action.op in FORWARD and not unit:
@@ -213,10 +219,13 @@ class _WaitCounter:
 
     def _subtract_busy(self, gap: Interval, lane: str, transfer: _Transfer) -> list[Interval]:
         """The parts of `gap` without the time in which `lane` was busy with the transfer."""
-        first, last = max(gap[0], transfer.start), min(gap[1], transfer.end)
+        first = max(gap[0], transfer.start)
+        last = min(gap[1], transfer.end)
         if first >= last:
             return [gap]
-        intervals, remaining, position = self._lanes[lane], [], gap[0]
+        intervals = self._lanes[lane]
+        remaining = []
+        position = gap[0]
         low = bisect_right(intervals, first, key=lambda interval: interval[1])  # the intervals of a lane do not overlap
         high = bisect_left(intervals, last, key=lambda interval: interval[0])
         for start, end in intervals[low:high]:

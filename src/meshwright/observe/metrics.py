@@ -1,7 +1,7 @@
 """metrics.jsonl: one JSON object per line; all other views of a run are made from it.
 
-Lines have a `kind`: "step", "validation", "event", "account" or "start". Steps count from 1. A number that is not
-finite is written as null and named under `nonfinite`, so that every line is valid JSON.
+Lines have a `kind`: "step", "validation", "event", "prediction_check" or "start". Steps count from 1. A number that is
+not finite is written as null and named under `nonfinite`, so that every line is valid JSON.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "counted_wire_bytes": "bytes that one host's emulated nodes sent one another, as its kernel counts them",
     "predicted_wire_bytes": "the same as predicted from the plan (costs.traffic)",
     "prediction_loss": "loss of the modules that predict further tokens before its weight, mean over modules, nat",
-    "balance_loss": "mixtures of experts: balance loss before its weight, mean over sequences and layers; 1 is even",
-    "expert_load": "mixtures of experts: tokens of the busiest expert over the mean of its layer, where that is most; 1 is even",
+    "balance_loss": "MoE models: balance loss before its weight, mean over sequences and layers; 1 is even",
+    "expert_load": "MoE models: tokens of the busiest expert over the mean of its layer, where that is most; 1 is even",
     "z_loss": "with train.z_loss: mean squared log-sum-exp of the logits, before its weight",
     "router_z_loss": "with train.router_z_loss: the same of router logits, mean over tokens and layers",
-    "expert_loads": "mixtures of experts: tokens of each expert by layer, every step, or every tenth if these are over 1,024 numbers",
+    "expert_loads": "MoE models: tokens of each expert by layer, every step, or every tenth if these are over 1,024 numbers",
     "samples": "with data.packing none: samples of the step",
     "sample_lengths": "with data.packing none: lengths of the step's samples, in the first step and every 50th after it",
     "padding": "with data.packing none: share of all ranks' tokens that is padding; tokens_per_second and MFU leave it out",
@@ -109,7 +109,8 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, resume_from: int = 0, lease: Lease | None = None) -> None:
-        self._path, self._lease = path, lease
+        self._path = path
+        self._lease = lease
         if path.exists():
             _truncate(path, resume_from)
         self._file = path.open("ab", buffering=0)
@@ -136,9 +137,9 @@ class MetricsWriter:
         seconds = sum(phases.values())
         self._append({"kind": "start", "step": step, "seconds": seconds, "phases": phases, "compiler": compiler})
 
-    def write_account(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Write measured and predicted figures (observe.prediction_account) after `step`."""
-        self._append({"kind": "account", "step": step, **figures})
+    def write_check(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Write measured and predicted figures (observe.prediction_check) after `step`."""
+        self._append({"kind": "prediction_check", "step": step, **figures})
 
     def write_answers(self, step: int, details: Mapping[str, Any]) -> None:
         """Write the lengths of a step's answers with `rl`, and some to a question, each with `answer`, `reward` and `outcome`."""
@@ -157,8 +158,10 @@ class MetricsWriter:
         self._file.close()
         _truncate(self._path, step)
         self._file = self._path.open("ab", buffering=0)
-        kept, self._unwritten, self._unwritten_bytes = self._unwritten, deque(), 0
-        for line in kept:
+        unwritten = self._unwritten
+        self._unwritten = deque()
+        self._unwritten_bytes = 0
+        for line in unwritten:
             if json.loads(line)["step"] <= step:
                 self._keep(line)
 
@@ -177,7 +180,7 @@ class MetricsWriter:
         self.close()
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        kept = len(self._unwritten)
+        unwritten = len(self._unwritten)
         self._keep(to_line(record).encode())
         try:
             if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
@@ -191,16 +194,17 @@ class MetricsWriter:
                 raise missing_path_error(self._path) from error
             if self._unwritten_bytes > KEPT_BYTES:
                 raise as_meshwright_error(error, f"adding a line after {KEPT_BYTES >> 20} MiB of others") from error
-            if not kept:
+            if not unwritten:
                 log.warning("%s: %s; lines are kept in memory until it can be written", self._path, error.strerror)
             return
-        if kept:
-            log.warning("%s can be written again, with the %d lines that were kept", self._path, kept)
+        if unwritten:
+            log.warning("%s can be written again, with the %d lines that were kept", self._path, unwritten)
 
     def _write_kept(self) -> None:
         """Write the lines that are kept, the oldest first. After an OSError the file ends with the last whole one of them."""
         while self._unwritten:
-            end, content = os.fstat(self._file.fileno()).st_size, self._unwritten[0]
+            end = os.fstat(self._file.fileno()).st_size
+            content = self._unwritten[0]
             try:
                 while content:
                     content = content[self._file.write(content) :]
@@ -231,7 +235,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """(valid records, line numbers from 1 of damaged lines); a torn last line is in neither, unless it has bytes of 0."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    records, damaged = [], []
+    records = []
+    damaged = []
     for number, line in enumerate(lines, start=1):
         record = _parse(line)
         if record is not None:
@@ -277,8 +282,8 @@ def _truncate(path: Path, resume_from: int) -> None:
     records, damaged = scan_metrics(path)
     if damaged:
         log.warning("%s: %d damaged lines were removed, the first was line %d", path, len(damaged), damaged[0])
-    kept = [record for record in records if resume_from and record["step"] <= resume_from]
-    _replace(path, map(to_line, kept))
+    unwritten = [record for record in records if resume_from and record["step"] <= resume_from]
+    _replace(path, map(to_line, unwritten))
 
 
 def _sync(descriptor: int, path: Path) -> None:

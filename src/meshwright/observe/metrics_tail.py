@@ -34,7 +34,8 @@ class LineTail:
                 identity = (status.st_dev, status.st_ino)
                 anew = identity != self._file or status.st_size < self._offset
                 if anew:
-                    self._file, self._offset = identity, 0
+                    self._file = identity
+                    self._offset = 0
                 file.seek(self._offset)
                 data = file.read()
         except OSError:

@@ -43,7 +43,9 @@ def duration(seconds: float) -> str:
 def clock(seconds: float) -> str:
     """Elapsed or remaining time in a fixed narrow form: "0:07", "12:45", "3:07:45", "2d 03:07"."""
     rounded = max(0, round(seconds))
-    hours, minutes, seconds_left = rounded // 3600, rounded % 3600 // 60, rounded % 60
+    hours = rounded // 3600
+    minutes = rounded % 3600 // 60
+    seconds_left = rounded % 60
     if hours >= 24:
         return f"{hours // 24}d {hours % 24:02d}:{minutes:02d}"
     return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"

@@ -91,7 +91,9 @@ class PostedMessage(OpenSpan):
     def poll(self) -> bool:
         """Whether the transfer is finished; then releases it."""
         if self.transfer is not None and (took := self.transfer.seconds()) is not None:
-            self.took, self.timed_from_posting, self.transfer = took, self.transfer.timed_from_posting, None
+            self.took = took
+            self.timed_from_posting = self.transfer.timed_from_posting
+            self.transfer = None
         return self.transfer is None
 
     def read(self, clock: DeviceClock, origin: Any, free: float) -> tuple[float, float] | None:

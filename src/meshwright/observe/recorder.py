@@ -46,7 +46,9 @@ class _SpanContext:
     __slots__ = ("_lane", "_name", "_recorder")
 
     def __init__(self, recorder: StepRecorder, name: str, lane: str) -> None:
-        self._recorder, self._name, self._lane = recorder, name, lane
+        self._recorder = recorder
+        self._name = name
+        self._lane = lane
 
     def __enter__(self) -> None:
         self._recorder.begin(self._name, self._lane)
@@ -61,7 +63,10 @@ class _ActionContext:
     __slots__ = ("_action", "_index", "_recorder", "_tokens")
 
     def __init__(self, recorder: StepRecorder, index: int, action: ScheduledAction, tokens: int) -> None:
-        self._recorder, self._index, self._action, self._tokens = recorder, index, action, tokens
+        self._recorder = recorder
+        self._index = index
+        self._action = action
+        self._tokens = tokens
 
     def __enter__(self) -> None:
         self._recorder.begin_action(self._index, self._action, self._tokens)
@@ -76,7 +81,9 @@ class _WaitContext:
     __slots__ = ("_page", "_recorder", "_span")
 
     def __init__(self, recorder: StepRecorder, span: OpenSpan | None, page: ProgressPage | None) -> None:
-        self._recorder, self._span, self._page = recorder, span, page
+        self._recorder = recorder
+        self._span = span
+        self._page = page
 
     def __enter__(self) -> None:
         pass
@@ -103,7 +110,8 @@ class StepRecorder:
         self, device: torch.device, rank: int = 0, clock: DeviceClock | None = None, sink: Sink | None = None
     ) -> None:
         self._clock = clock or clock_of(device)
-        self._rank, self._sink = rank, sink
+        self._rank = rank
+        self._sink = sink
         self.page: ProgressPage | None = None
         """Page that shows for which communication the host waits."""
         self._window: OpenWindow | None = None
@@ -112,9 +120,11 @@ class StepRecorder:
         self._in_transfer: list[PostedMessage] = []
         self._pending: deque[OpenWindow] = deque()
         self._unseen: ClockReference | None = None
-        self._host, self._device_time = HostTime(), DeviceTime(self._clock)
+        self._host = HostTime()
+        self._device_time = DeviceTime(self._clock)
         self._host_records: list[SpanRecord] = []
-        self._waits, self._every = 0, 1
+        self._waits = 0
+        self._every = 1
         self._times: dict[int, PhaseTimes] = {}
         self._detail = False
         self._detailed: list[StepSpans] = []
@@ -136,7 +146,8 @@ class StepRecorder:
     def take(self) -> list[StepSpans]:
         """Steps recorded with `detail` on since the last call, in order; call `wait` first to include all of them."""
         self._collect()
-        taken, self._detailed = self._detailed, []
+        taken = self._detailed
+        self._detailed = []
         return taken
 
     def begin_step(self, step: int, tokens: int = 0) -> None:
@@ -159,7 +170,8 @@ class StepRecorder:
         if self._window is None or self._stack:
             raise RuntimeError(f"end_step with no step open, or inside a span ({[s.name for s in self._stack]})")
         self._close_window()
-        self._every, self._waits = max(1, math.ceil(self._waits / SAMPLED_WAITS)), 0
+        self._every = max(1, math.ceil(self._waits / SAMPLED_WAITS))
+        self._waits = 0
         self._collect()
 
     def begin(self, name: str, lane: str = "step") -> None:
@@ -178,7 +190,8 @@ class StepRecorder:
             self._stack.append(joined)
             self._joined = None
             return
-        stamp, phase = self._begin_stamp(), span_phase(action.op)
+        stamp = self._begin_stamp()
+        phase = span_phase(action.op)
         assert phase is not None, action.op
         name = action.label if self._detail else phase
         counts = None if self._stack else step_phase(phase)
@@ -306,7 +319,8 @@ class StepRecorder:
         return stamp
 
     def _end_joined(self, stamp: Any) -> None:
-        joined, self._joined = self._joined, None
+        joined = self._joined
+        self._joined = None
         if joined is not None:
             assert self._window is not None
             joined.last = stamp
@@ -359,7 +373,8 @@ class StepRecorder:
     def _take_in(self, window: OpenWindow, times: list[tuple[float, float]]) -> None:
         if self._sink is not None:
             self._send_records(window, times, self._sink)
-        start, total = self._start_of(window), self._clock.seconds(window.first, window.last)
+        start = self._start_of(window)
+        total = self._clock.seconds(window.first, window.last)
         phases: dict[str, float] = {}
         for span, (first, last) in zip(window.spans, times, strict=True):
             if span.counts is not None:
@@ -385,7 +400,8 @@ class StepRecorder:
         window.reference.look(self._clock, self._host)
         reference_ns, error_ns = self._device_time.of(window.reference)
         origin = reference_ns + round(self._clock.seconds(window.reference.stamp, window.first) * 1e9)
-        records, self._host_records = self._host_records, []
+        records = self._host_records
+        self._host_records = []
         for span, (first, last) in zip(window.spans, times, strict=True):
             if span.phase is not None:
                 records.append(span.record(window.step, origin + round(first * 1e9), round((last - first) * 1e9)))

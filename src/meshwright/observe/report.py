@@ -11,10 +11,10 @@ from typing import Any
 from meshwright.durable.writes import write_durable
 from meshwright.observe import number_text, report_parts
 from meshwright.observe.chart_page import chart_document, charts_head
-from meshwright.observe.report_account import predicted_and_measured
 from meshwright.observe.report_balance import balance_card
 from meshwright.observe.report_benchmarks import benchmarks_card
 from meshwright.observe.report_charts import Sheet, sheet
+from meshwright.observe.report_check import predicted_and_measured
 from meshwright.observe.report_expert_loads import expert_loads_card
 from meshwright.observe.report_goodput import goodput_card
 from meshwright.observe.report_heat_map import HeatMapFigures, heat_map_card
@@ -87,7 +87,8 @@ def _header(run: RunFolder) -> str:
 
 def _status(run: RunFolder) -> tuple[str, str]:
     """(text, CSS class) of the run's progress towards its configured steps."""
-    done, planned = (run.steps[-1]["step"] if run.steps else 0), run.setting("train", "steps")
+    done = run.steps[-1]["step"] if run.steps else 0
+    planned = run.setting("train", "steps")
     if not done:
         return "no steps yet", "part"
     if isinstance(planned, int):

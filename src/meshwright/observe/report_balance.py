@@ -29,7 +29,9 @@ LABELS = {
 }
 RANKS_DRAWN = 64
 """Most ranks in the picture; of more, evenly spaced ones."""
-HEIGHT, LEAST_BAR, MOST_BAR = 384, 5, 26
+HEIGHT = 384
+LEAST_BAR = 5
+MOST_BAR = 26
 """Most pixels of the picture's height, and least and most of a rank's bar."""
 WIDTH = 1000
 """Width of the picture in its own units."""
@@ -40,14 +42,16 @@ def balance_card(plan: Plan | None, steps: Sequence[Record], kv_heads: int | Non
     recorded = next((record for record in reversed(steps) if record.get("sample_lengths")), None)
     if plan is None or plan.samples is None or recorded is None:
         return ""
-    stages, tensor = plan.axis_size("pipeline"), plan.axis_size("tensor")
+    stages = plan.axis_size("pipeline")
+    tensor = plan.axis_size("tensor")
     pool = rank_pool(plan.samples, plan.ranks // tensor // stages, stages, exchanged_heads(kv_heads or 1, tensor))
     lengths = np.array(recorded["sample_lengths"], np.int64)
     balance = balance_samples(lengths, pool)
     end = balance.slowest_seconds
     drawn = np.unique(np.linspace(0, pool.ranks - 1, min(pool.ranks, RANKS_DRAWN)).round().astype(int)).tolist()
     bar = max(LEAST_BAR, min(MOST_BAR, HEIGHT // len(drawn)))
-    starts, paths = slot_times(balance)[0], defaultdict(list)
+    starts = slot_times(balance)[0]
+    paths = defaultdict(list)
     for line, rank in enumerate(drawn):
         for level, start, stop in _blocks(balance, lengths, rank, starts[rank].tolist()):
             left, right = (round(WIDTH * seconds / end, 2) for seconds in (start, stop))
@@ -84,13 +88,15 @@ def _blocks(
     mine = balance.rank == rank
     for slot in range(int(balance.slots[rank])):
         here = np.flatnonzero(mine & (balance.slot == slot))
-        at, block = starts[slot], ""
+        at = starts[slot]
+        block = ""
         begin = at
         for index in here[np.argsort(-lengths[balance.sample[here]], kind="stable")].tolist():
             level = next(name for most, name in LEVELS if lengths[balance.sample[index]] <= most)
             if block and level != block:
                 yield block, begin, at
                 begin = at
-            block, at = level, at + float(balance.seconds[index])
+            block = level
+            at = at + float(balance.seconds[index])
         if block:
             yield block, begin, at

@@ -43,7 +43,9 @@ ANSWER_CHARTS: tuple[tuple[str, str, str], ...] = (
 """What is drawn of chosen and of rejected answers: figure, title and unit."""
 PER_SOURCE = "preferences_by_source"
 """Figure that has the others of each source."""
-MOST_POINTS, MOST_COLUMNS, MOST_VALIDATIONS = 1500, 160, 500
+MOST_POINTS = 1500
+MOST_COLUMNS = 160
+MOST_VALIDATIONS = 500
 """Most points of a curve, columns of a stacked chart, and validation points: more cannot be told apart on a page."""
 RECENT_VALUES = 10
 """Values of `recent_mean`."""
@@ -244,11 +246,13 @@ def _steady_line(
 
 def positions_of(steps: Sequence[Record]) -> Table:
     """The position of each step on every x axis: its number, tokens so far, and training seconds at its end."""
-    elapsed, seconds = 0.0, []
+    elapsed = 0.0
+    seconds = []
     for value in column(steps, "step_seconds"):
         elapsed += value or 0.0
         seconds.append(elapsed)
-    tokens, most_tokens = [], 0.0
+    tokens = []
+    most_tokens = 0.0
     for value in column(steps, "tokens"):
         most_tokens = max(most_tokens, value or 0.0)
         tokens.append(most_tokens)
@@ -269,7 +273,8 @@ def axis_between(key: str, label: str, first: float, high: float) -> Axis:
     """An x axis for values from `first` to `high`; it begins at 0 unless the first value is far from it."""
     low = 0.0 if first <= 0.2 * high or high <= 1 else first
     if not high > low:
-        low, high = 0.0, max(1.0, high)
+        low = 0.0
+        high = max(1.0, high)
     if key == "time":
         positions = [position for position in time_ticks(high) if position >= low]
         return Axis(key, label, low, high, tuple(zip(positions, time_labels(positions), strict=True)))

@@ -21,7 +21,9 @@ LABELS = {
     "h5": "2 to 4",
     "h6": "over 4",
 }
-HEIGHT, LEAST_CELL, MOST_CELL = 320, 4, 28
+HEIGHT = 320
+LEAST_CELL = 4
+MOST_CELL = 28
 """Most pixels of the picture's height, where its cells allow, and least and most of a cell's."""
 
 
@@ -32,7 +34,8 @@ def expert_loads_card(steps: Sequence[Record]) -> str:
         return ""
     ratios = table.ratio
     cell = max(LEAST_CELL, min(MOST_CELL, HEIGHT // len(ratios)))
-    height, paths = cell * len(ratios), {}
+    height = cell * len(ratios)
+    paths = {}
     for layer, values in enumerate(ratios):
         for expert, value in enumerate(values):
             level = next(name for limit, name in LEVELS if value < limit)
@@ -46,7 +49,7 @@ def expert_loads_card(steps: Sequence[Record]) -> str:
         f'<li style="top:{(layer + 0.5) * cell:g}px">{layer + 1}</li>' for layer in range(0, len(ratios), every)
     )
     finding = (
-        f"In mixture {busiest + 1} expert {expert} has {number_text.short(ratios[busiest][expert])} × the mean load."
+        f"In MoE layer {busiest + 1} expert {expert} has {number_text.short(ratios[busiest][expert])} × the mean load."
     )
     return f"""<section class="card chart ranks-steps" id="expert-loads"><figcaption><h2>Loads of experts</h2>
 <span class="unit">relative to the layer's mean</span><ul class="legend">{keys}</ul></figcaption>

@@ -1,4 +1,4 @@
-"""The report's card of the goodput account: a stacked bar and a table."""
+"""The report's card of the goodput breakdown: a stacked bar and a table."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ COLOURS = {
 }
 
 
-def goodput_card(account: RunGoodput | None) -> str:
-    """The account as a card; empty without one."""
-    if account is None or not account.wall_seconds:
+def goodput_card(breakdown: RunGoodput | None) -> str:
+    """The breakdown as a card; empty without one."""
+    if breakdown is None or not breakdown.wall_seconds:
         return ""
-    shares = {name: seconds / account.wall_seconds for name, seconds in account.seconds.items() if seconds > 0}
+    shares = {name: seconds / breakdown.wall_seconds for name, seconds in breakdown.seconds.items() if seconds > 0}
     bar = "".join(
         f'<i class="{COLOURS[name]}" style="width:{100 * share:.3f}%" title="{_label(name)} {number_text.percent(share)}"></i>'
         for name, share in shares.items()
     )
     lines = "".join(
-        f'<tr><th><span class="{COLOURS[name]} dot"></span>{_label(name)}</th><td>{_duration(account.seconds[name])}</td>'
+        f'<tr><th><span class="{COLOURS[name]} dot"></span>{_label(name)}</th><td>{_duration(breakdown.seconds[name])}</td>'
         f"<td>{number_text.percent(shares.get(name, 0.0))}</td><td>{escape(CATEGORIES[name])}</td></tr>"
         for name in CATEGORIES
     )
-    total = f"<tr><th>wall time</th><td>{_duration(account.wall_seconds)}</td><td>100.0%</td><td></td></tr>"
+    total = f"<tr><th>wall time</th><td>{_duration(breakdown.wall_seconds)}</td><td>100.0%</td><td></td></tr>"
+    wall = _duration(breakdown.wall_seconds)
     return f"""<section class="card goodput" id="goodput"><h2>Goodput</h2>
-<p class="finding">{number_text.percent(account.goodput)} of {_duration(account.wall_seconds)} wall time was productive.</p>
+<p class="finding">{number_text.percent(breakdown.goodput)} of {wall} wall time was productive.</p>
 <div class="bar">{bar}</div><table class="seconds"><tbody>{lines}{total}</tbody></table></section>"""
 
 

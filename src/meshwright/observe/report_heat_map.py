@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from meshwright.observe import number_text
 
-MOST_ROWS, MOST_COLUMNS = 200, 400
+MOST_ROWS = 200
+MOST_COLUMNS = 400
 """Most cells of the picture: rows of ranks and columns of steps."""
 LEVELS = ((0.9, "h0"), (0.97, "h1"), (1.03, "h2"), (1.1, "h3"), (1.25, "h4"), (1.5, "h5"), (math.inf, "h6"))
 """Upper limits of the ratio to the median rank, with the colour class of each level."""
@@ -23,7 +24,8 @@ LABELS = {
 }
 NOTABLE = 0.02
 """Excess of a rank's median ratio from which the sentence calls it slow."""
-HEIGHT, LEAST_CELL = 320, 4
+HEIGHT = 320
+LEAST_CELL = 4
 """Most and least pixels: of the picture's height, and of a row's."""
 
 Range = tuple[int, int]
@@ -47,7 +49,8 @@ def heat_map_card(figures: HeatMapFigures | None) -> str:
     """The card; empty without figures of at least two ranks."""
     if figures is None or not figures.steps or len(figures.excess) < 2:
         return ""
-    rows, columns = len(figures.ranks), len(figures.steps)
+    rows = len(figures.ranks)
+    columns = len(figures.steps)
     cell = max(LEAST_CELL, min(28, HEIGHT // rows))
     height = cell * rows
     paths: dict[str, list[str]] = {}

@@ -125,16 +125,17 @@ def _token_tile(run: RunFolder) -> Tile:
 
 def _time_tile(run: RunFolder) -> Tile:
     in_steps = sum(value for value in column(run.steps, "step_seconds") if value is not None)
-    account = run.goodput
-    if account is not None and account.wall_seconds:
-        productive = f"{number_text.percent(account.goodput)} productive"
-        return "Wall time", number_text.duration(account.wall_seconds), f"of all starts; {productive}"
+    breakdown = run.goodput
+    if breakdown is not None and breakdown.wall_seconds:
+        productive = f"{number_text.percent(breakdown.goodput)} productive"
+        return "Wall time", number_text.duration(breakdown.wall_seconds), f"of all starts; {productive}"
     return ("Training time", number_text.duration(in_steps), "sum of all steps") if in_steps else None
 
 
 def _parameter_tile(run: RunFolder) -> Tile:
     parameters = run.parameters
-    layers, hidden = run.setting("model", "layers"), run.setting("model", "hidden")
+    layers = run.setting("model", "layers")
+    hidden = run.setting("model", "hidden")
     shape = f"{layers} layers, width {hidden}" if layers and hidden else "stored weights"
     return ("Parameters", number_text.short(parameters), shape) if parameters else None
 
@@ -149,7 +150,8 @@ def memory(run: RunFolder) -> str:
     limit = _device_memory(run)
     top = 1.04 * max(total, reserved or 0, limit or 0)
     line = f'<span class="limit" style="left:{100 * limit / top:.2f}%"></span>' if limit else ""
-    bars, keys = [], []
+    bars = []
+    keys = []
     if predicted:
         parts = [
             f'<i class="k{index % 8}" style="width:{100 * size / top:.2f}%" title="{escape(part)}"></i>'
@@ -179,7 +181,7 @@ def _peaks(run: RunFolder) -> tuple[float | None, float | None]:
         max((value for value in column(run.steps, key) if value is not None), default=None)
         for key in ("memory_peak_bytes", "memory_allocated_peak_bytes")
     )
-    fullest = run.account.memory_bytes.measured if run.account else 0.0
+    fullest = run.prediction_check.memory_bytes.measured if run.prediction_check else 0.0
     if allocated is not None:
         allocated = max(allocated, fullest)
     return (None if reserved is None else max(reserved, fullest)), allocated
@@ -217,7 +219,8 @@ def _predicted_parts(plan: Plan | None) -> list[tuple[str, float]]:
 
 
 def _device_memory(run: RunFolder) -> float | None:
-    gpu, memory_gib = run.setting("cluster", "gpu"), number(run.setting("cluster", "memory_gib"))
+    gpu = run.setting("cluster", "gpu")
+    memory_gib = number(run.setting("cluster", "memory_gib"))
     limit = ClusterSpec(gpu=gpu, memory_gib=memory_gib).memory_bytes() if isinstance(gpu, str) else None
     return float(limit) if limit else None
 

@@ -60,11 +60,16 @@ class RunProgress:
         clock: Callable[[], float] = time.monotonic,
         began: float | None = None,
     ) -> None:
-        self._total, self._step, self._ranks, self._title = total_steps, start_step, ranks, title
-        self._show_mfu, self._samples_before = show_mfu, samples_before
+        self._total = total_steps
+        self._step = start_step
+        self._ranks = ranks
+        self._title = title
+        self._show_mfu = show_mfu
+        self._samples_before = samples_before
         self._clock = clock
         self._began = clock() if began is None else began
-        self._printed_at, self._lines_printed = clock(), 0
+        self._printed_at = clock()
+        self._lines_printed = 0
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._step_printed = start_step
         self._dropped = 0
@@ -81,7 +86,8 @@ class RunProgress:
             self._validation = record["step"], record.get("loss")
             by_source = [f"{name} {_number(loss, '.4f')}" for name, loss in record.get("by_source", {}).items()]
             sources = f" ({', '.join(by_source)})" if by_source else ""
-            bits, tokens = record.get("bits_per_byte"), record.get("tokens")
+            bits = record.get("bits_per_byte")
+            tokens = record.get("tokens")
             more = f" | {bits:.4f} bits per byte" if bits else ""
             more += "".join(f" | {name} {_number(record[key], '.3f')}" for key, name in JUDGED if key in record)
             more += f" | {number_text.short(tokens)} tokens" if tokens else ""
@@ -96,7 +102,8 @@ class RunProgress:
 
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal; safe to call twice."""
-        live, self._live = self._live, None
+        live = self._live
+        self._live = None
         if live:
             live.stop()
 
@@ -121,7 +128,8 @@ class RunProgress:
         return live
 
     def _show_step(self, record: Mapping[str, Any]) -> None:
-        self._record, self._step = record, record["step"]
+        self._record = record
+        self._step = record["step"]
         self._arrivals.append((self._clock(), self._step))
         if self._line_is_due():
             self._lines_printed += 1
@@ -142,7 +150,8 @@ class RunProgress:
         """The step and its figures; on a terminal those that fit into its width."""
         since = self._step - self._step_printed
         step = f"step {self._step:>{len(str(self._total))}}/{self._total}{f' (+{since})' if since > 1 else ''}"
-        figures, seconds_left = self._figures(), self._seconds_left()
+        figures = self._figures()
+        seconds_left = self._seconds_left()
         if seconds_left is not None:
             figures.append(("left", number_text.clock(seconds_left)))
 
@@ -224,7 +233,8 @@ class RunProgress:
         if len(self._arrivals) < 2:
             return None
         (first, first_step), (last, last_step) = self._arrivals[0], self._arrivals[-1]
-        done, total = self._samples_before(self._step), self._samples_before(self._total)
+        done = self._samples_before(self._step)
+        total = self._samples_before(self._total)
         return (
             (total - done) * (last - first) / max(1, self._samples_before(last_step) - self._samples_before(first_step))
         )

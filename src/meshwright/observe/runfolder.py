@@ -12,7 +12,7 @@ import yaml
 
 from meshwright.observe.goodput import RunGoodput, run_goodput
 from meshwright.observe.metrics import scan_metrics
-from meshwright.observe.prediction_account import Account, read_account
+from meshwright.observe.prediction_check import PredictionCheck, read_check
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_checked_plain, from_plain
 from meshwright.spec.layout import with_node_crossings
@@ -37,7 +37,7 @@ class RunFolder:
     starts: tuple[Record, ...]
     answers: tuple[Record, ...]
     """Of a run with `rl`: questions of some steps, each with answers and rewards."""
-    account: Account | None
+    prediction_check: PredictionCheck | None
     goodput: RunGoodput | None
     config: Record
     config_text: str
@@ -84,7 +84,9 @@ def read_run(folder: Path) -> RunFolder:
         events=tuple(record for record in records if record.get("kind") == "event"),
         starts=tuple(record for record in records if record.get("kind") == "start"),
         answers=tuple(record for record in records if record.get("kind") == "answers"),
-        account=_account([record for record in records if record.get("kind") == "account"], notes),
+        prediction_check=_prediction_check(
+            [record for record in records if record.get("kind") == "prediction_check"], notes
+        ),
         goodput=_goodput(folder, notes),
         config=config if isinstance(config, dict) else {},
         config_text=_text(folder / "config.yaml", []) or "",
@@ -131,14 +133,14 @@ def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: record["step"])
 
 
-def _account(records: Sequence[Record], notes: list[str]) -> Account | None:
-    """The newest account of predicted and measured figures."""
+def _prediction_check(records: Sequence[Record], notes: list[str]) -> PredictionCheck | None:
+    """The newest prediction check of predicted and measured figures."""
     if not records:
         return None
     try:
-        return read_account(records[-1])
+        return read_check(records[-1])
     except ValueError as error:
-        notes.append(f"metrics.jsonl: the account after step {records[-1]['step']}: {error}")
+        notes.append(f"metrics.jsonl: the prediction check after step {records[-1]['step']}: {error}")
         return None
 
 

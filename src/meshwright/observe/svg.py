@@ -153,10 +153,8 @@ def _curves(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
         if series.shape == "column":
             base = base or [0.0] * len(series.values)
             tops = [low + (value or 0.0) for low, value in zip(base, series.values, strict=True)]
-            path, base = (
-                _columns(positions, [chart.y(value) for value in base], [chart.y(value) for value in tops]),
-                tops,
-            )
+            path = _columns(positions, [chart.y(value) for value in base], [chart.y(value) for value in tops])
+            base = tops
         else:
             path = _line(
                 positions,

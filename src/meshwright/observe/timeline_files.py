@@ -164,7 +164,8 @@ def figures(timeline: Timeline) -> dict[str, float]:
 
 def table(summary: Mapping[str, Any]) -> str:
     """A summary as lines: measured and predicted."""
-    measured, predicted = summary["measured"], summary["predicted"] or {}
+    measured = summary["measured"]
+    predicted = summary["predicted"] or {}
     lines = [f"{'':22s}{'measured':>12s}" + (f"{'predicted':>12s}" if predicted else "")]
     for name, value in measured.items():
         predicted_text = f"{_figure_text(name, predicted[name]):>12s}" if predicted else ""

@@ -12,7 +12,10 @@ from meshwright.observe.number_text import duration
 from meshwright.schedules.action import COMPUTE
 from meshwright.simulator.timeline import Timeline
 
-WIDTH, LANE_HEIGHT, TRANSFER_HEIGHT, GAP = 1000, 20, 7, 9
+WIDTH = 1000
+LANE_HEIGHT = 20
+TRANSFER_HEIGHT = 7
+GAP = 9
 """Width of a drawing in its own units; heights of compute and transfers, and the gap between ranks, in pixels."""
 PITCH = LANE_HEIGHT + TRANSFER_HEIGHT + GAP
 RANKS_DRAWN = 16

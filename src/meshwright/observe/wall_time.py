@@ -35,7 +35,8 @@ class WallTimeWriter:
 
     def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
         began = time.time() - time.monotonic()
-        self._path, self._clock = path, clock or (lambda: began + time.monotonic())
+        self._path = path
+        self._clock = clock or (lambda: began + time.monotonic())
         self._unwritten: deque[bytes] = deque(maxlen=KEPT_LINES)
 
     def start(self, step: int, seconds: float, first_step_seconds: float) -> None:

@@ -270,7 +270,9 @@ class HostAdamW:
 
     def part(self, state_name: str, name: str) -> Tensor:
         """The tensor on the meta device that identifies a moment or master weight of a parameter, for `read` and `write`."""
-        shape, start = self._parts[name].shape, self._starts.get(name, 0)  # an empty shard has no segment
+        # an empty shard has no segment
+        shape = self._parts[name].shape
+        start = self._starts.get(name, 0)
         elements = self._handle[self._packing.states.index(state_name)]
         return elements[start : start + shape.numel()].view(shape)
 

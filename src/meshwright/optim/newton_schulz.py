@@ -12,7 +12,7 @@ from meshwright.spec.optimizers import NEWTON_SCHULZ
 EPSILON = 1e-7
 """Added to a matrix's norm before it is divided by it."""
 BATCH_ELEMENTS = 1 << 26
-"""Most elements of a batch, which limits the memory of the intermediate products."""
+"""Most elements of a batch, which limits the memory of the intermediate matmuls."""
 
 
 def compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:

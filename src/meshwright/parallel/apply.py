@@ -1,8 +1,8 @@
 """Applies a Plan to a model; `build_engine` alone decides the order of the transforms.
 
-The order: remove other stages, divide over tensor ranks, over context or hybrid ranks, distribute experts, use fp8 products, tile,
-recompute, compile, split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules,
-sets attributes of them or functions of
+The order: remove other stages, divide over tensor ranks, over context or hybrid ranks, distribute experts, use fp8
+matmuls, tile, recompute, compile, split the backward, shard, allocate memory, initialise. The model code does not
+change: a transform replaces modules, sets attributes of them or functions of
 `models.hooks.BlockHooks`, and parameter names stay the same.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.kernels.fp8_products import E4M3
+from meshwright.kernels.fp8_matmuls import E4M3
 from meshwright.kernels.linear import with_taps
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
@@ -28,7 +28,7 @@ from meshwright.parallel.context import divide_sequences
 from meshwright.parallel.copy_engine import use_copy_engines
 from meshwright.parallel.executor import Executor
 from meshwright.parallel.experts import count_expert_loads_over_whole_sequences, distribute_experts
-from meshwright.parallel.fp8_weights import StoredFp8, WeightScales, store_frozen_in_fp8, use_fp8_products
+from meshwright.parallel.fp8_weights import StoredFp8, WeightScales, store_frozen_in_fp8, use_fp8_matmuls
 from meshwright.parallel.fsdp import DTYPES, CommunicationStreams
 from meshwright.parallel.gradient_sums import GradientSums
 from meshwright.parallel.hybrid import divide_samples
@@ -49,7 +49,7 @@ from meshwright.spec.layout import UNDIVIDED, WHOLE, AxisPart, Box, Division, lo
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import SPLITS_BACKWARD, Moments, Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
-from meshwright.workload.dtypes import products_accumulate_gradients
+from meshwright.workload.dtypes import matmuls_accumulate_gradients
 
 COMPILER_OPTIONS: dict[str, Any] = {"unroll_reductions_threshold": 17}
 """Compiler options of blocks.
@@ -138,13 +138,13 @@ def build_engine(
     context = divide_sequences(model, plan, mesh) or divide_samples(model, mesh)
     presents = distribute_experts(model, mesh, plan.experts)
     count_expert_loads_over_whole_sequences(model, mesh)
-    use_fp8_products(model, plan, mesh.device)
+    use_fp8_matmuls(model, plan, mesh.device)
     stored_fp8 = store_frozen_in_fp8(model, mesh.shards)
     parts = wrap_blocks(model, plan, recomputes=recomputes)
     for layer, block in blocks_with_layer(model):
-        # Products that add to gradients of earlier micro-batches run in the weight half of a split backward, since autograd would return
-        # each micro-batch's gradient separately.
-        if plan.schedule.name in SPLITS_BACKWARD or products_accumulate_gradients(plan, layer, spec.layers):
+        # Matmuls that add to gradients of earlier micro-batches run in the weight half of a split backward, since
+        # autograd would return each micro-batch's gradient separately.
+        if plan.schedule.name in SPLITS_BACKWARD or matmuls_accumulate_gradients(plan, layer, spec.layers):
             block.hooks.run = with_taps(block.hooks.run, [block])
     units = make_units(model, table[pipeline_rank], plan, mesh, parts)
     model.to_empty(device=mesh.device)
@@ -209,10 +209,10 @@ def _routing(
     """Enable or disable the z-loss of the model's routers, and return their statistics; None for a dense model."""
     if not model.spec.routed_layers:
         return None
-    mixtures = {number: block.moe for number, block in numbered_blocks(model) if block.routed}
-    for mixture in mixtures.values():
-        mixture.z_loss = z_loss > 0
-    biases = {number: moe.choice_bias for number, moe in mixtures.items() if moe.choice_bias is not None}
+    moe_layers = {number: block.moe for number, block in numbered_blocks(model) if block.routed}
+    for moe in moe_layers.values():
+        moe.z_loss = z_loss > 0
+    biases = {number: moe.choice_bias for number, moe in moe_layers.items() if moe.choice_bias is not None}
     return RoutingStatistics(
         model.spec,
         balance_loss,
@@ -309,7 +309,7 @@ def wrap_blocks(model: Decoder, plan: Plan, *, recomputes: bool = True) -> dict[
         else:
             block.hooks.run = with_recompute(block.hooks.run, mode, block.routed)
         if plan.paired and block.routed and layer not in parts:
-            parts[layer] = _parts(block, mode, compiled, products_accumulate_gradients(plan, layer, model.spec.layers))
+            parts[layer] = _parts(block, mode, compiled, matmuls_accumulate_gradients(plan, layer, model.spec.layers))
     return parts
 
 

@@ -1,13 +1,14 @@
-"""Asynchronous variants of the operators in `products`: matrix products that overlap with the transfer of their tokens.
+"""Asynchronous variants of the operators in `linear_exchanges`: matmuls that overlap with the transfer of their tokens.
 
-An all-gather followed by a product is divided into pieces, each with the tokens of a few ranks. The product of this rank's own tokens comes
-first, while the tokens of other ranks are copied. A product followed by a reduce-scatter has the opposite order, this rank's own tokens
-last, while finished pieces are copied to the ranks that add them (Wang et al. 2023, "Overlap Communication with Dependent Computation via
-Decomposition"; PyTorch's asynchronous tensor parallelism). The backward of the former needs no pieces: the all-gather overlaps with the
-product for the input gradient, and the reduce-scatter of that gradient overlaps with the product for the weight gradient.
+An all-gather followed by a matmul is divided into pieces, each with the tokens of a few ranks. The matmul of this
+rank's own tokens comes first, while the tokens of other ranks are copied. A matmul followed by a reduce-scatter has the
+opposite order, this rank's own tokens last, while finished pieces are copied to the ranks that add them (Wang et al.
+2023, "Overlap Communication with Dependent Computation via Decomposition"; PyTorch's asynchronous tensor parallelism).
+The backward of the former needs no pieces: the all-gather overlaps with the matmul for the input gradient, and the
+reduce-scatter of that gradient overlaps with the matmul for the weight gradient.
 
-Parts are added in rank order, in fp32 or wider, and rounded once. Shapes and names are those of `products`. `Peers` (`parallel.peers`)
-copy the tokens.
+Parts are added in rank order, in fp32 or wider, and rounded once. Shapes and names are those of `linear_exchanges`.
+`Peers` (`parallel.peers`) copy the tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from meshwright.kernels.norm import accumulate_dtype
 from meshwright.parallel.peers import Peers
 
 PIECE_ROWS = 2048
-"""Minimum rows of a piece of a product, so that its tiles fill a device.
+"""Minimum rows of a piece of a matmul, so that its tiles fill a device.
 
 A piece takes the tokens of several ranks if one rank has fewer.
 """
@@ -30,7 +31,7 @@ A piece takes the tokens of several ranks if one rank has fewer.
 
 def all_gather_matmul(peers: Peers, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     """all-gather(x) · weightᵀ + bias for each weight."""
-    return _TokenGather(peers, x).products([weight.t() for weight in weights], biases)
+    return _TokenGather(peers, x).matmuls([weight.t() for weight in weights], biases)
 
 
 def all_gather_matmul_backward(
@@ -39,7 +40,7 @@ def all_gather_matmul_backward(
     """Gradients of x and of the weights of `all_gather_matmul`, from its output gradients."""
     tokens = _TokenGather(peers, x)
     sums = _TokenSums(peers, x.shape, x)
-    x_grads = sum_of_products(grads, weights)  # overlaps with the gather
+    x_grads = sum_of_outputs(grads, weights)  # overlaps with the gather
     for sequence, x_grad in enumerate(x_grads):
         sums.send(sequence, range(peers.ranks), x_grad)
     whole = tokens.whole()
@@ -60,7 +61,7 @@ def matmul_reduce_scatter_input_backward(
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the inputs of `matmul_reduce_scatter`, and the gathered output gradient, which the weight gradients need."""
     tokens = _TokenGather(peers, grad)
-    return tokens.products(weights, [None] * len(weights)), tokens.whole()
+    return tokens.matmuls(weights, [None] * len(weights)), tokens.whole()
 
 
 def matmul_reduce_scatter(peers: Peers, xs: list[Tensor], factors: list[Tensor]) -> Tensor:
@@ -72,11 +73,11 @@ def matmul_reduce_scatter(peers: Peers, xs: list[Tensor], factors: list[Tensor])
     for ranks in (*others, own):
         for sequence in range(batch):
             tokens = [x[sequence, ranks.start * part : ranks.stop * part] for x in xs]
-            sums.send(sequence, ranks, sum_of_products(tokens, factors, out=sums.output_buffer(sequence, ranks)))
+            sums.send(sequence, ranks, sum_of_outputs(tokens, factors, out=sums.output_buffer(sequence, ranks)))
     return sums.total()
 
 
-def sum_of_products(xs: list[Tensor], factors: list[Tensor], out: Tensor | None = None) -> Tensor:
+def sum_of_outputs(xs: list[Tensor], factors: list[Tensor], out: Tensor | None = None) -> Tensor:
     """Σ x · factor of x `(…, in)` and factor `(in, out)`."""
     total = torch.matmul(xs[0], factors[0], out=out)
     for x, factor in zip(xs[1:], factors[1:], strict=True):
@@ -90,7 +91,8 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def pieces(peers: Peers, rank_tokens: int) -> list[range]:
-    """Ranges of ranks whose tokens are multiplied in one product, this rank's range first; a rank has `rank_tokens` tokens.
+    """Ranges of ranks whose tokens are multiplied in one matmul, this rank's range first; a rank has `rank_tokens`
+    tokens.
 
     The range size is the smallest divisor of the number of ranks that gives at least `PIECE_ROWS` rows. There are at least
     two pieces, so that one can be transferred while another is multiplied.
@@ -111,7 +113,7 @@ def peers_in_turn(peers: Peers, ranks: range) -> Iterator[int]:
 
 
 class _TokenGather:
-    """All-gather of the tokens x `(batch, part, width)` that overlaps with products of them."""
+    """All-gather of the tokens x `(batch, part, width)` that overlaps with matmuls of them."""
 
     def __init__(self, peers: Peers, x: Tensor) -> None:
         self._peers = peers
@@ -123,7 +125,7 @@ class _TokenGather:
         self._gather = peers.start_gather(self._x, self._whole, order)
         self._own_copied = False
 
-    def products(self, factors: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    def matmuls(self, factors: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
         """tokens · factor + bias for each factor `(width, out)`, computed piece by piece as the tokens arrive."""
         outputs = [self._x.new_empty((*self._whole.shape[:2], factor.shape[1])) for factor in factors]
         for ranks in self._pieces:
@@ -170,14 +172,15 @@ class _TokenSums:
         self._sum = peers.start_sum(shape, like)
 
     def output_buffer(self, sequence: int, ranks: range) -> Tensor:
-        """Buffer for a product of the tokens of `ranks`; this rank's own part is computed into its final memory."""
+        """Buffer for a matmul of the tokens of `ranks`; this rank's own part is computed into its final memory."""
         if len(ranks) == 1 and self._peers.rank in ranks:
             return self._own[sequence]
         return self._own.new_empty((len(ranks) * self._part, self._own.shape[2]))
 
-    def send(self, sequence: int, ranks: range, product: Tensor) -> None:
-        """Start to send the peers among `ranks` their parts of `product` `(ranks × part, width)`, a product of one sequence."""
-        parts = dict(zip(ranks, product.split(self._part), strict=True))
+    def send(self, sequence: int, ranks: range, output: Tensor) -> None:
+        """Start to send the peers among `ranks` their parts of `output` `(ranks × part, width)`, a matmul of one
+        sequence."""
+        parts = dict(zip(ranks, output.split(self._part), strict=True))
         self._sum.send({peer: parts[peer] for peer in peers_in_turn(self._peers, ranks)}, sequence)
         own = parts.get(self._peers.rank)
         if own is not None and own.data_ptr() != self._own[sequence].data_ptr():

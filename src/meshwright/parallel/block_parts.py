@@ -26,8 +26,8 @@ from meshwright.parallel.experts import AllToAll, DistributedExperts, compute_re
 class Routed(NamedTuple):
     """Results of the first part, and those of `models.moe.RoutedTokens`.
 
-    `x` `(batch, seq, hidden)` has the attention's output added, `normed` is the mixture's input. `sent`, `sent_load` and `sent_order` are
-    those of `DistributedExperts.rows_to_send`.
+    `x` `(batch, seq, hidden)` has the attention's output added, `normed` is the MoE layer's input. `sent`, `sent_load`
+    and `sent_order` are those of `DistributedExperts.rows_to_send`.
     """
 
     x: Tensor

@@ -6,8 +6,9 @@ of ranks while attention is computed (`parallel.ring`). With a mask of documents
 instead, because each query then attends to few keys (Grattafiori et al. 2024, §3.3.2). With both axes, the Ulysses exchange
 first collects all tokens of a ring rank. `spec.layout.local_tokens` returns the tokens of each rank.
 
-For parameters a context rank is like a data rank: it shards weights and sums gradients (`Mesh.shards`). In a mixture of
-experts only the balance loss needs counts over whole sequences (`parallel.experts.count_expert_loads_over_whole_sequences`).
+For parameters a context rank is like a data rank: it shards weights and sums gradients (`Mesh.shards`). In an MoE
+layer only the balance loss needs counts over whole sequences
+(`parallel.experts.count_expert_loads_over_whole_sequences`).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.parallel.fsdp import ParameterGroup, ShardedParameter, Span
+from meshwright.parallel.linear_exchanges import ALL_GATHER, REDUCE_SCATTER
 from meshwright.parallel.present_experts import PresentExperts
-from meshwright.parallel.products import ALL_GATHER, REDUCE_SCATTER
 from meshwright.parallel.sharded_unit import GradientAccumulator
 
 
@@ -87,7 +87,7 @@ class CopiedParameterGroup:
         self, owner: ParameterGroup, presents: Sequence[PresentExperts], group: dist.ProcessGroup, *, keep: bool
     ) -> None:
         self.owner = owner
-        self.kept = keep
+        self.stays_gathered = keep
         self._group_of_copies = group
         device = owner.device
         self.parameters = [

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.parallel.fsdp import ParameterGroup
+from meshwright.parallel.linear_exchanges import ALL_GATHER
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.products import ALL_GATHER
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import SHARD_AXES
 from meshwright.workload.buffers import BLOCK_SLOTS

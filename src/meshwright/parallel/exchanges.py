@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.parallel.products import ALL_GATHER, REDUCE_SCATTER, group_by_name
+from meshwright.parallel.linear_exchanges import ALL_GATHER, REDUCE_SCATTER, group_by_name
 
 
 def scatter_heads(x: Tensor, group: str, ranks: int) -> Tensor:

@@ -184,7 +184,7 @@ class _Step:
         self.paired = PairedBlocks(self.exchange)
         # (input, edge of the output, loss of the router) of each forward. The edge and not the output: the output's memory belongs to the
         # next unit, which may free it.
-        self.kept: dict[Visit, tuple[Tensor | None, GradientEdge | None, Tensor | None]] = {}
+        self.saved_for_backward: dict[Visit, tuple[Tensor | None, GradientEdge | None, Tensor | None]] = {}
         self.deferred: dict[Visit, WeightQueue] = {}
         visits = {} if executor.host is None else dict(enumerate(map(self.visits, self.rank_actions)))
         self.visits_at = {index: visits_here for index, visits_here in visits.items() if visits_here}
@@ -377,7 +377,7 @@ class _Step:
             y = y.x if isinstance(y, RoutedOutput) else y
         if trains:
             # The output of a frozen embedding has no gradient.
-            self.kept[visit] = leaf, get_gradient_edge(y) if y.requires_grad else None, router_loss
+            self.saved_for_backward[visit] = leaf, get_gradient_edge(y) if y.requires_grad else None, router_loss
             self.offload.end_forward(visit)
         self.exchange.pass_on("activation", visit, y.detach())
 
@@ -438,7 +438,7 @@ class _Step:
                 return  # `add_loss` has run it; the span shows the action in timelines
         sharded = self.unit_of(visit).sharded
         self.wait_for_gather(action)
-        x, y, router_loss = self.kept.pop(visit)
+        x, y, router_loss = self.saved_for_backward.pop(visit)
         y_gradient = self.exchange.take("gradient", visit)
         with (
             self.offload.backward(visit),
@@ -462,7 +462,7 @@ class _Step:
         queue = self.deferred.pop(_visit_of(action))
         sharded = self.unit(action).sharded
         with self.action_span(action):
-            queue.drain(sharded.gathered_weights, add=sharded.add_product)
+            queue.drain(sharded.gathered_weights, add=sharded.add_matmul)
 
     def send(self, action: Action) -> None:
         self.exchange.send(self.index, action)

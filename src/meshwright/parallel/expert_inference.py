@@ -1,7 +1,9 @@
-"""Expert parallelism for inference: each rank has some experts of every mixture, all other layers, and its own tokens.
+"""Expert parallelism for inference: each rank has some experts of every MoE layer, all other layers, and its own
+tokens.
 
-A mixture sends each token to the ranks of its experts and gets their outputs back, as in training (`parallel.experts`). All ranks compute
-a step at the same time; one without tokens takes part in the exchanges (`exchange_nothing`).
+An MoE layer sends each token to the ranks of its experts and gets their outputs back, as in training
+(`parallel.experts`). All ranks compute a step at the same time; one without tokens takes part in the exchanges
+(`exchange_nothing`).
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from torch import Tensor, nn
 from meshwright.kernels.grouped import ExpertOrder, from_groups, order_by_expert, sorted_weights, sum_copies, to_groups
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
-from meshwright.models.moe import Experts, MixtureOfExperts
+from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.experts import exchange_loads, experts_of_rows
-from meshwright.parallel.products import group_by_name
+from meshwright.parallel.linear_exchanges import group_by_name
 from meshwright.spec.engine import Dispatch
 from meshwright.spec.errors import BadInput
 from meshwright.spec.inference_layout import experts_error
@@ -39,35 +41,36 @@ def distribute_for_inference(
     """
     if expected := experts_error(model.spec, part.count):
         raise BadInput(f"expert ranks: expected {expected}, got {part.count}")
-    for mixture in mixtures(model):
-        for name, weight in list(mixture.experts.named_parameters()):
+    for moe in moe_layers(model):
+        for name, weight in list(moe.experts.named_parameters()):
             owned = even_rows(model.spec.experts, part.count, part.index)
             local = weight.new_empty(len(owned), *weight.shape[1:])
-            mixture.experts.register_parameter(name, nn.Parameter(local, requires_grad=False))
-        mixture.experts = SharedExperts(mixture.experts, group.group_name, part.count, dispatch)
+            moe.experts.register_parameter(name, nn.Parameter(local, requires_grad=False))
+        moe.experts = SharedExperts(moe.experts, group.group_name, part.count, dispatch)
 
 
-def mixtures(model: Decoder) -> list[MixtureOfExperts]:
-    """The mixtures of the model's blocks, in order."""
+def moe_layers(model: Decoder) -> list[MoELayer]:
+    """The MoE layers of the model's blocks, in order."""
     return [block.moe for block in model.layers.values() if isinstance(block, Block) and block.routed]
 
 
-def mixture_in_stages(mixture: MixtureOfExperts, x: Tensor) -> Stages:
-    """The output of a mixture for x `(1, tokens, hidden)`; yields while tokens travel, so that other work can be done."""
-    choice = mixture.choose_experts(mixture.router(x))
+def moe_in_stages(moe: MoELayer, x: Tensor) -> Stages:
+    """The output of an MoE layer for x `(1, tokens, hidden)`; yields while tokens travel, so that other work can be
+    done."""
+    choice = moe.choose_experts(moe.router(x))
     load = choice.loads.sum(0)
     order = order_by_expert(choice.chosen.flatten(0, 1), load)
-    outputs = yield from _exchange(mixture.experts, to_groups(x.flatten(0, 1), order), load)
+    outputs = yield from _exchange(moe.experts, to_groups(x.flatten(0, 1), order), load)
     scale = sorted_weights(choice.weights.flatten(0, 1), order)
-    return mixture.with_shared(sum_copies((outputs * scale[:, None]).to(outputs.dtype), order).view_as(x), x)
+    return moe.with_shared(sum_copies((outputs * scale[:, None]).to(outputs.dtype), order).view_as(x), x)
 
 
 def exchange_nothing(model: Decoder) -> Generator[None]:
-    """Take part in the exchanges of a step without tokens of this rank's own; yields as `mixture_in_stages` does."""
+    """Take part in the exchanges of a step without tokens of this rank's own; yields as `moe_in_stages` does."""
     none = model.embed.weight.new_empty(0, model.spec.hidden)
     load = torch.zeros(model.spec.experts, dtype=torch.int64, device=none.device)
-    for mixture in mixtures(model):
-        yield from _exchange(mixture.experts, none, load)
+    for moe in moe_layers(model):
+        yield from _exchange(moe.experts, none, load)
 
 
 def _exchange(experts: nn.Module, sorted_rows: Tensor, load: Tensor) -> Stages:
@@ -99,7 +102,7 @@ def _start(tokens: Tensor, sent: list[int], received: list[int], group: str) -> 
 
 
 class SharedExperts(Experts):
-    """This rank's experts of a mixture; tokens travel to the other ranks' in the format `dispatch`."""
+    """This rank's experts of an MoE layer; tokens travel to the other ranks' in the format `dispatch`."""
 
     def __init__(self, whole: Experts, group: str, ranks: int, dispatch: Dispatch | None) -> None:
         nn.Module.__init__(self)

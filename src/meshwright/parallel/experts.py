@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from meshwright.kernels.grouped import ExpertOrder, from_groups, order_by_expert, to_groups
 from meshwright.models.decoder import Decoder
-from meshwright.models.moe import Experts, MixtureOfExperts
+from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.blocks import numbered_blocks
+from meshwright.parallel.linear_exchanges import group_by_name
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.present_experts import PresentExperts
-from meshwright.parallel.products import group_by_name
 from meshwright.parallel.token_exchange import Compute, TokenExchange, open_peer_exchange
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import CONTEXT_AXES, ExpertPlan
@@ -53,8 +53,8 @@ def distribute_experts(model: Decoder, mesh: Mesh, plan: ExpertPlan | None = Non
     else:
         exchange = open_peer_exchange(mesh, plan)
     if plan is None or plan.policy == "none":
-        for mixture in _mixtures(model):
-            mixture.experts = DistributedExperts(mixture.experts, exchange)
+        for moe in _moe_layers(model):
+            moe.experts = DistributedExperts(moe.experts, exchange)
         return {}
     nodes = [mesh.layout.node(rank) for rank in dist.get_process_group_ranks(group)]
     presents = {}
@@ -72,12 +72,12 @@ def count_expert_loads_over_whole_sequences(model: Decoder, mesh: Mesh) -> None:
     sequence.
     """
     if model.spec.routed_layers and (group := mesh.group_over((*CONTEXT_AXES, "tensor"))) is not None:
-        for mixture in _mixtures(model):
-            mixture.hooks.whole_sequence_loads = partial(sum_loads, group=group.group_name)
+        for moe in _moe_layers(model):
+            moe.hooks.whole_sequence_loads = partial(sum_loads, group=group.group_name)
 
 
-def _mixtures(model: Decoder) -> list[MixtureOfExperts]:
-    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+def _moe_layers(model: Decoder) -> list[MoELayer]:
+    return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
 class DistributedExperts(Experts):

@@ -1,4 +1,5 @@
-"""Applies a plan's fp8 settings to a model: fp8 products of linear layers, and scales of weights that are gathered in fp8.
+"""Applies a plan's fp8 settings to a model: fp8 matmuls of linear layers, and scales of weights that are gathered in
+fp8.
 
 The scale of a weight depends on its largest magnitude over all ranks that shard it. Once per step, before the first gather, each rank
 computes the largest magnitudes of all its shards, and one all-reduce takes the maxima over ranks. So a gather needs no collective for its
@@ -17,12 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.kernels.assembler import VARIABLE
-from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, Scaling, inverse, round_with_scale, scale_of
+from meshwright.kernels.fp8_matmuls import E4M3, Fp8Matrix, Scaling, inverse, round_with_scale, scale_of
 from meshwright.kernels.gated import find_miscompiled_kernel
 from meshwright.kernels.grouped_fp8 import GROUPED_MAJOR
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
-from meshwright.models.moe import Experts, MixtureOfExperts
+from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.blocks import blocks_with_layer
 from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.spec.errors import BadInput
@@ -30,18 +31,19 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import untrained
 
 CAPABILITY = (8, 9)
-"""Lowest CUDA compute capability with fp8 products: Ada; Hopper has 9.0."""
+"""Lowest CUDA compute capability with fp8 matmuls: Ada; Hopper has 9.0."""
 READ_ELEMENTS = 1 << 26
 """Elements of a frozen weight that are in memory at once while it is rounded."""
 SCALE_STRIDE = 4
 """fp32 elements from one scale to the next: compiled code copies inputs that are not aligned to 16 bytes."""
 
 
-def use_fp8_products(model: Decoder, plan: Plan, device: torch.device) -> None:
+def use_fp8_matmuls(model: Decoder, plan: Plan, device: torch.device) -> None:
     """Make the linear layers of every block multiply in fp8 if the plan has fp8 for the block's layer.
 
-    A mixture's router stays in the compute dtype; its experts' rows have scales of their own in both fp8 formats (`kernels.grouped_fp8`).
-    The block of a prediction module has the format of the last layer, and its projection the compute dtype.
+    An MoE layer's router stays in the compute dtype; its experts' rows have scales of their own in both fp8 formats
+    (`kernels.grouped_fp8`). The block of a prediction module has the format of the last layer, and its projection the
+    compute dtype.
 
     Raises BadInput on a GPU that cannot multiply in fp8. On a CPU the rounded values are multiplied in fp32.
     """
@@ -49,12 +51,12 @@ def use_fp8_products(model: Decoder, plan: Plan, device: torch.device) -> None:
     if any(number_format != "compute" for number_format in formats.values()):
         if refused := untrained(plan, "linear"):
             raise BadInput(f"plan.linear: this release cannot train {', '.join(refused)}; leave it out")
-        _check_device(device, mixture=model.spec.routed_layers > 0)
+        _check_device(device, moe=model.spec.routed_layers > 0)
     for layer, block in blocks_with_layer(model):
         if formats[layer] == "compute":
             continue
         scaling: Scaling = "tensorwise" if formats[layer] == "fp8_tensorwise" else "rowwise"
-        routers = {module.router for module in block.modules() if isinstance(module, MixtureOfExperts)}
+        routers = {module.router for module in block.modules() if isinstance(module, MoELayer)}
         for module in block.modules():
             if isinstance(module, Linear) and module not in routers:
                 module.scaling = scaling
@@ -99,20 +101,20 @@ class StoredFp8:
         self.linear.fp8_weight = Fp8Matrix(values, scale)
 
 
-def _check_device(device: torch.device, *, mixture: bool) -> None:
-    """Raise BadInput if the device has no correct fp8 products, or for a `mixture` no grouped ones."""
+def _check_device(device: torch.device, *, moe: bool) -> None:
+    """Raise BadInput if the device has no correct fp8 matmuls, or for a `moe` no grouped ones."""
     if device.type == "cpu":
         return
     name = torch.cuda.get_device_name(device)
     capability = torch.cuda.get_device_capability(device)
-    if mixture and capability[0] != GROUPED_MAJOR:
+    if moe and capability[0] != GROUPED_MAJOR:
         raise BadInput(
-            f"plan.linear: torch has no grouped fp8 products for experts on {name}: expected Hopper (compute capability "
+            f"plan.linear: torch has no grouped fp8 matmuls for experts on {name}: expected Hopper (compute capability "
             f"{GROUPED_MAJOR}.x), or plan.linear left out"
         )
     if torch.version.hip or capability < CAPABILITY:
         raise BadInput(
-            f"plan.linear: {name} has no fp8 products as this release uses them: expected an NVIDIA GPU of compute capability 8.9 "
+            f"plan.linear: {name} has no fp8 matmuls as this release uses them: expected an NVIDIA GPU of compute capability 8.9 "
             "or more (Ada, Hopper and later); leave plan.linear and plan.gather out, or use such a GPU"
         )
     if kernel := find_miscompiled_kernel(device):

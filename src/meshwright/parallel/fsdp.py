@@ -26,10 +26,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 from torch.distributed.tensor import Shard
 
-from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, round_with_factor
+from meshwright.kernels.fp8_matmuls import E4M3, Fp8Matrix, round_with_factor
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.pack import pack
-from meshwright.models.moe import Experts, MixtureOfExperts
+from meshwright.models.moe import Experts, MoELayer
 from meshwright.spec.layout import expert_shard_dimension
 from meshwright.spec.plan import Precision
 
@@ -46,7 +46,7 @@ class ParameterGroup:
     `unsharded_weights`).
     """
 
-    kept = False
+    stays_gathered = False
     """Whether the weights stay gathered for the step, whatever the schedule frees."""
 
     def __init__(
@@ -227,7 +227,7 @@ def unsharded_weights(modules: Sequence[nn.Module], ranks: int) -> Iterator[nn.P
     These are the biases of routers, which the run itself updates (`ParameterSpec.trained`), and on one rank frozen weights: a group would
     copy them at each gather.
     """
-    biases = {mixture.choice_bias for mixture in _submodules(modules, MixtureOfExperts)}
+    biases = {moe.choice_bias for moe in _submodules(modules, MoELayer)}
     weights = (weight for module in modules for weight in module.parameters())
     return (weight for weight in weights if not weight.requires_grad and (ranks == 1 or weight in biases))
 

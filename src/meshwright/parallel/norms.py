@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.kernels.norm import accumulate_dtype, rms_norm_of
 from meshwright.models.attention import Attention
-from meshwright.parallel.products import group_by_name
+from meshwright.parallel.linear_exchanges import group_by_name
 
 
 def norm_divided_heads(

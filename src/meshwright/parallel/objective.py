@@ -2,7 +2,7 @@
 
 The gradient of a token has a factor that may depend on the log-probabilities of its whole sequence. So the head runs twice for each
 micro-batch: first it computes the log-probabilities, of which the objective makes its loss; then the gradients, with one number for each
-token. That is one matrix product of the head more than the loss of next tokens needs.
+token. That is one matmul of the head more than the loss of next tokens needs.
 
 An objective sees whole sequences on every rank, so that it needs no collectives: each tensor rank has the log-probabilities of all tokens,
 and context ranks gather them.
@@ -80,8 +80,8 @@ def _of_batch(
         with torch.enable_grad():
             values = whole.detach().requires_grad_()
             loss = objective.loss(values, batch)
-            slope = torch.autograd.grad(loss, values)[0] if loss.requires_grad else torch.zeros_like(values)
-        factors = slope * -scale.to(slope.dtype)
+            values_grad = torch.autograd.grad(loss, values)[0] if loss.requires_grad else torch.zeros_like(values)
+        factors = values_grad * -scale.to(values_grad.dtype)
         loss = loss.detach() * scale.to(loss.dtype) if is_first else torch.zeros_like(loss)
         return loss, factors if context is None else context.local_tokens(factors)
 

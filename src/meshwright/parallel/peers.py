@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of tokens between tensor ranks by copies, which overlap with matrix products.
+"""All-gather and reduce-scatter of tokens between tensor ranks by copies, which overlap with matmuls.
 
 In an all-gather each rank copies the other ranks' parts of the sequence (`start_gather`). In a reduce-scatter each rank writes one part
 into the memory of each other rank, which adds the parts (`start_sum`). On CUDA the devices' copy engines execute the copies, in memory that
@@ -257,8 +257,8 @@ class _SumByCopies(PendingSum):
             for peer, part in parts.items():
                 self._targets[peer][sequence].copy_(part, non_blocking=True)
             self._remaining -= len(parts)
-            # After the last part and not in `wait`: the caller launches the product of its own part between the last
-            # `send` and `wait`, and the peers would wait for that product too.
+            # After the last part and not in `wait`: the caller launches the matmul of its own part between the last
+            # `send` and `wait`, and the peers would wait for that matmul too.
             if not self._remaining:
                 self._window.barrier(self._number)
 

@@ -1,7 +1,8 @@
 """Activation recompute: which results of a block's forward are saved, and which the backward computes again.
 
 - `none` saves what autograd saves.
-- `selective` saves the results of matrix products, of attention and of exchanges of experts and of tensor ranks, which cost most to
+- `selective` saves the results of matmuls, of attention and of exchanges of experts and of tensor ranks, which cost
+most to
   compute, and recomputes element-wise operations and the exchanges of Ulysses. (Korthikanti et al. 2022 recompute attention instead.)
 - `all_but_attention` saves the block's input and the result of attention: the cost of attention grows with the square of the sequence
   length, that of other operations linearly (Li et al. 2023, arXiv 2310.03294).
@@ -24,17 +25,17 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright.kernels.grouped import GROUPED_OPERATOR
 from meshwright.kernels.grouped_fp8 import GROUPED_FP8_OPERATOR
 from meshwright.kernels.router import CHOICE_OPERATOR
-from meshwright.parallel import exchanges, experts, norms, products, ring, span_attention, span_loads  # noqa: F401  # register the operators
+from meshwright.parallel import exchanges, experts, linear_exchanges, norms, ring, span_attention, span_loads  # noqa: F401  # register the operators
 from meshwright.spec.plan import Recompute
 
 Forward = Callable[..., Any]
 
 
 def with_recompute(forward: Forward, mode: Recompute, routed: bool = False, compiled: bool = False) -> Forward:
-    """Return `forward` with the recompute `mode`; `routed` tells whether it contains a router of a mixture of experts.
+    """Return `forward` with the recompute `mode`; `routed` tells whether it contains a router of an MoE model.
 
-    `compiled`: it will be part of a compiled function. Without a policy the compiler of torch 2.11 would save the products inside of
-    autograd functions, such as those of a split backward; so `full` has one even without a router.
+    `compiled`: it will be part of a compiled function. Without a policy the compiler of torch 2.11 would save the
+    matmuls inside of autograd functions, such as those of a split backward; so `full` has one even without a router.
     """
     if mode == "none":
         return forward

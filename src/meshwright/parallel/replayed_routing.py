@@ -15,7 +15,7 @@ import torch
 
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
-from meshwright.models.moe import MixtureOfExperts
+from meshwright.models.moe import MoELayer
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.routing import RoutingStatistics
 from meshwright.spec.errors import BadInput
@@ -35,9 +35,9 @@ def replay_loads(
     if plan.samples is not None:
         raise BadInput("--replay-routing: expected data.packing other than none: steps of it differ in tokens")
     blocks = {int(number): block for number, block in model.layers.items()}
-    mixtures = {layer: block.moe for layer, block in blocks.items() if isinstance(block, Block) and block.routed}
+    moe_layers = {layer: block.moe for layer, block in blocks.items() if isinstance(block, Block) and block.routed}
     routed = [layer for layer in range(model.spec.layers) if model.spec.routed(layer)]
-    replay = ReplayedRouting(loads, mixtures, routed, plan, mesh, seq)
+    replay = ReplayedRouting(loads, moe_layers, routed, plan, mesh, seq)
     routing.choose = replay.choose
     return replay
 
@@ -51,18 +51,18 @@ class ReplayedRouting:
     def __init__(
         self,
         loads: np.ndarray,
-        mixtures: Mapping[int, MixtureOfExperts],
+        moe_layers: Mapping[int, MoELayer],
         routed: list[int],
         plan: Plan,
         mesh: Mesh,
         seq: int,
     ) -> None:
-        self._mixtures = mixtures
+        self._moe_layers = moe_layers
         self._routed = {layer: index for index, layer in enumerate(routed)}
         self._tokens = plan.batch.global_batch * seq
-        self._per_token = next(iter(mixtures.values())).per_token if mixtures else 1
-        self._loads = _scaled(loads, self._tokens * self._per_token) if mixtures else loads
-        largest = int(self._loads.max()) if mixtures else 0
+        self._per_token = next(iter(moe_layers.values())).per_token if moe_layers else 1
+        self._loads = _scaled(loads, self._tokens * self._per_token) if moe_layers else loads
+        largest = int(self._loads.max()) if moe_layers else 0
         if largest > self._tokens:
             raise BadInput(
                 f"--replay-routing: an expert would get {largest:,} rows of {self._tokens:,} tokens; a token goes to "
@@ -88,11 +88,11 @@ class ReplayedRouting:
 
     def choose(self, layer: int, micro_batch: int | None) -> None:
         """Set the choices of a layer's router for a micro-batch of this rank; None gives the router its own choice back."""
-        mixture = self._mixtures.get(layer)
-        if mixture is None:
+        moe = self._moe_layers.get(layer)
+        if moe is None:
             return
         if micro_batch is None:
-            mixture.replayed = None
+            moe.replayed = None
             return
         count = self._tokens // self._blocks
         first = (self._first_block + micro_batch) * count
@@ -104,7 +104,7 @@ class ReplayedRouting:
             chosen = self.positions[self._routed[layer]][chosen]
         # Different scores, so that the order of a token's experts is the same on every device.
         scores = (self._per_token - copies).to(torch.float32).expand(chosen.shape)
-        mixture.replayed = torch.zeros(count, len(ends), device=self._device).scatter_(1, chosen, scores)
+        moe.replayed = torch.zeros(count, len(ends), device=self._device).scatter_(1, chosen, scores)
 
 
 def _scaled(loads: np.ndarray, total: int) -> np.ndarray:

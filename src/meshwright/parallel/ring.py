@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.partial import AttentionAccumulator, partial_attention, partial_gradients, visible_block
 from meshwright.kernels.sinks import join_sinks, sink_gradient
-from meshwright.parallel.products import group_by_name
+from meshwright.parallel.linear_exchanges import group_by_name
 
 
 def ring_attention(

@@ -1,4 +1,4 @@
-"""Statistics of the routers of a step's mixture-of-experts blocks, the weights of their losses, and their biases.
+"""Statistics of the routers of a step's MoE blocks, the weights of their losses, and their biases.
 
 A block with experts returns the sums of its router's losses beside its output. The executor runs each block as an autograd graph of its
 own, so it starts a backward from both: the output with the gradient of the next block, and `RoutingStatistics.weighted_loss`.

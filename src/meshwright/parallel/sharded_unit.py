@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from meshwright.kernels.linear import AddProduct, WeightGradientSink, add_to_gradient
-from meshwright.kernels.sums import add, add_product, matmul
+from meshwright.kernels.linear import AddMatmul, WeightGradientSink, add_to_gradient
+from meshwright.kernels.sums import add, add_matmul, matmul
 from meshwright.parallel.fsdp import ParameterGroup, ShardedParameter, Span, UnsharedParameterGroup, cast_tensors
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class GradientAccumulator:
         """Whether a gathered weight belongs to this group."""
         return id(weight) in self._by_gathered_weight
 
-    def add_product(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    def add_matmul(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add a @ b to the gradient of a gathered weight, in the dtype of the sum, without a separate pass of `accumulate`."""
         parameter = self._by_gathered_weight[id(weight)]
         total = self._sums.get(parameter)
@@ -73,7 +73,7 @@ class GradientAccumulator:
         elif total is None:
             self._sums[parameter] = matmul(a, b, dtype)
         else:
-            add_product(total, a, b)
+            add_matmul(total, a, b)
 
     def accumulate(self) -> None:
         """Add `.grad` of the gathered weights to the sums, after a backward; no effect with `skip_accumulate`."""
@@ -132,13 +132,13 @@ class UnsharedGradientAccumulator(GradientAccumulator):
         self._unshared_group = group
         self._final = final
 
-    def add_product(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    def add_matmul(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add a @ b to the shard's gradient once a reduction has set it, else as in the base class."""
         shard_gradient = self._by_gathered_weight[id(weight)].shard_gradient
         if shard_gradient is None:
-            super().add_product(weight, a, b)
+            super().add_matmul(weight, a, b)
         else:
-            add_product(shard_gradient, a, b)
+            add_matmul(shard_gradient, a, b)
 
     @torch.no_grad()
     def start_reduction(self, span: Span | None) -> None:
@@ -185,7 +185,7 @@ class ShardedUnit:
         self._sharded_groups = [group for group in groups if group.ranks > 1]
         self._current_users = 0
         self._ready_users: set[Hashable] = set()
-        self.gradient_sink = WeightGradientSink(_weak_method(self.add_product))
+        self.gradient_sink = WeightGradientSink(_weak_method(self.add_matmul))
         """Receives the weight gradients of the unit's linear layers."""
         for parameter in self.linear_weights:
             assert parameter.linear is not None
@@ -231,7 +231,7 @@ class ShardedUnit:
         self._current_users -= 1
         if self._current_users == 0:
             for group in self.groups:
-                if last or not group.kept:
+                if last or not group.stays_gathered:
                     group.free_gathered()
 
     def begin_backward(self, *, skip_accumulate: bool) -> None:
@@ -239,9 +239,9 @@ class ShardedUnit:
         for accumulator in self._accumulators:
             accumulator.skip_accumulate = skip_accumulate
 
-    def add_product(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    def add_matmul(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add a @ b to the gradient of a gathered weight of this unit."""
-        self._accumulator_of(weight).add_product(weight, a, b)
+        self._accumulator_of(weight).add_matmul(weight, a, b)
 
     def accumulate(self) -> None:
         """Add the gradients of a backward to those of earlier micro-batches."""
@@ -330,7 +330,7 @@ def _exit_span(stack: ExitStack) -> Iterator[None]:
     stack.close()
 
 
-def _weak_method(add: AddProduct) -> AddProduct:
+def _weak_method(add: AddMatmul) -> AddMatmul:
     """Return a function that calls the bound method `add` and has no strong reference to its object.
 
     A layer refers to its sink, and a unit to its layers. With a strong reference back, an engine would stay in memory until Python

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.kernels.partial import partial_attention, partial_gradients
-from meshwright.parallel.products import group_by_name
+from meshwright.parallel.linear_exchanges import group_by_name
 from meshwright.parallel.span_part import SpanPart
 
 

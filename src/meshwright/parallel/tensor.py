@@ -1,9 +1,9 @@
 """Tensor and sequence parallelism: replaces the modules of a decoder; parameter names stay the same.
 
 `spec.layout.tensor_splits` tells how each weight is divided. A module whose weight is divided by rows all-gathers the tokens before its
-product; a module divided by columns reduce-scatters after it. So each rank has a part of every sequence between modules, and all tokens
-inside attention and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022). The two branches of a parallel block share one
-gather and one scatter (Jiang et al. 2024, MegaScale §3.1).
+matmul; a module divided by columns reduce-scatters after it. So each rank has a part of every sequence between modules,
+and all tokens inside attention and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022). The two
+branches of a parallel block share one gather and one scatter (Jiang et al. 2024, MegaScale §3.1).
 
 In latent attention each rank computes the latents of its own tokens. The projections of its heads gather them, as they are narrower than
 the residual stream; the shared part of the keys is gathered by itself.
@@ -32,16 +32,16 @@ from meshwright.models.decoder import Decoder, ScoreHead
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
 from meshwright.parallel.blocks import numbered_blocks
-from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.norms import norm_divided_heads
-from meshwright.parallel.peers import Peers, close_peers, open_peers
-from meshwright.parallel.products import (
+from meshwright.parallel.linear_exchanges import (
     GatheredLinear,
     ScatteredLinear,
     gather_and_multiply,
     gather_tokens,
     multiply_and_scatter,
 )
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.norms import norm_divided_heads
+from meshwright.parallel.peers import Peers, close_peers, open_peers
 from meshwright.parallel.vocabulary import (
     DividedScoreHead,
     PositionEmbedding,
@@ -60,7 +60,7 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, transport: Transport = 
     """Make each module compute this tensor rank's part; no effect on a single tensor rank.
 
     The model is on the meta device. `transport` tells whether kernels or copy engines transfer the tokens of the blocks'
-    products. Raises BadInput if the ranks cannot divide the model, or devices cannot map each other's memory.
+    matmuls. Raises BadInput if the ranks cannot divide the model, or devices cannot map each other's memory.
     """
     group = mesh.group("tensor")
     part = mesh.part("tensor")

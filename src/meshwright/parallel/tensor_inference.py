@@ -17,8 +17,8 @@ from meshwright.kernels.loss import capped
 from meshwright.models.attention import Attention
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder, Embedding, Head
+from meshwright.parallel.linear_exchanges import ALL_GATHER
 from meshwright.parallel.norms import norm_divided_heads
-from meshwright.parallel.products import ALL_GATHER
 from meshwright.spec.errors import BadInput
 from meshwright.spec.inference_layout import rank_dimensions, rank_shape, split_error
 from meshwright.spec.layout import AxisPart, even_rows

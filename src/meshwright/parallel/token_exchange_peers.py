@@ -113,7 +113,7 @@ class PeerExchange:
 
         On the way out, lines of `out` beyond the rows received are undefined.
         """
-        from meshwright.kernels.fp8_products import E4M3
+        from meshwright.kernels.fp8_matmuls import E4M3
         from meshwright.kernels.token_exchange_triton import read_rows, wait
 
         slot = self._moves % TOKEN_SLOTS

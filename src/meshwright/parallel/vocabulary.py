@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from meshwright.kernels.compile_once import compile_once
 from meshwright.kernels.loss import LossSums, cap_in_place, capped
 from meshwright.kernels.norm import accumulate_dtype
-from meshwright.kernels.sums import add_product, matmul, scale
+from meshwright.kernels.sums import add_matmul, matmul, scale
 from meshwright.models.decoder import Embedding, Head, ScoreHead
-from meshwright.parallel.products import ALL_GATHER, all_gather_tokens, group_by_name, reduce_scatter_tokens
+from meshwright.parallel.linear_exchanges import ALL_GATHER, all_gather_tokens, group_by_name, reduce_scatter_tokens
 
 
 class VocabularyEmbedding(Embedding):
@@ -217,15 +217,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if z_loss:
                 squares += torch.where(target >= 0, total.square().view_as(target), 0.0)[rank].sum()
             factor = None if factor is None else factor.flatten()
-            slope = _run(_gradient, logits, target.flatten(), factor, total, first, z_loss)
+            logits_grad = _run(_gradient, logits, target.flatten(), factor, total, first, z_loss)
             if derivative is not None:
-                slope *= derivative
-            hidden_grad[local_tokens] = reduce_scatter_tokens((slope @ weight)[None], group, ranks)[0]
+                logits_grad *= derivative
+            hidden_grad[local_tokens] = reduce_scatter_tokens((logits_grad @ weight)[None], group, ranks)[0]
             if weight_grad is not None:
-                add_product(weight_grad, slope.t(), tokens)
+                add_matmul(weight_grad, logits_grad.t(), tokens)
             elif ctx.needs_input_grad[1]:
-                weight_grad = matmul(slope.t(), tokens, wide)
-            del logits, slope, derivative  # otherwise the logits of two chunks would exist during the next product
+                weight_grad = matmul(logits_grad.t(), tokens, wide)
+            del logits, logits_grad, derivative  # otherwise the logits of two chunks would exist during the next matmul
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.mark_non_differentiable(squares)
         return loss, squares
@@ -274,10 +274,10 @@ def _gradient(
     wide = logits.to(accumulate_dtype(logits.dtype))
     is_target = torch.arange(logits.shape[-1], device=logits.device) + first == targets[:, None]
     factor = 1 if weights is None else weights[:, None]
-    slope = torch.exp(wide - total[:, None])
+    logits_grad = torch.exp(wide - total[:, None])
     if z_loss:
-        slope = slope * (factor + 2 * z_loss * total[:, None])
+        logits_grad = logits_grad * (factor + 2 * z_loss * total[:, None])
     elif weights is not None:
-        slope = slope * factor
-    slope = slope - is_target.to(wide.dtype) * factor
-    return logits.copy_(torch.where((targets >= 0)[:, None], slope, 0.0))
+        logits_grad = logits_grad * factor
+    logits_grad = logits_grad - is_target.to(wide.dtype) * factor
+    return logits.copy_(torch.where((targets >= 0)[:, None], logits_grad, 0.0))

@@ -13,15 +13,19 @@ from meshwright.spec.run import RunSpec
 
 def ramp_misfit(run: RunSpec, plan: Plan) -> str | None:
     """Return why a batch of the ramp does not divide into whole micro-batches of the plan, with the nearest that does; None if all do."""
-    data, micro = plan.data_ranks, plan.batch.micro_batch
+    data = plan.data_ranks
+    micro = plan.batch.micro_batch
     micro_is_given = pins_of(run).micro_batch is not None or (run.plan != "auto" and isinstance(run.plan, str))
     name, ranks, _, stages = schedule_key(plan, run.model.layers)
     for stage in run.train.batch_ramp:
-        key, per_rank = f"train.batch_ramp: batch {stage.batch}", stage.batch // data
+        key = f"train.batch_ramp: batch {stage.batch}"
+        per_rank = stage.batch // data
         if stage.batch % data and not micro_is_given:
-            expected, unit = f"a multiple of the {data} data ranks", data
+            expected = f"a multiple of the {data} data ranks"
+            unit = data
         else:
-            expected, unit = f"a multiple of {data} data ranks x micro-batch {micro}", data * micro
+            expected = f"a multiple of {data} data ranks x micro-batch {micro}"
+            unit = data * micro
         if stage.batch % unit:
             near = min(max(round(stage.batch / unit), 1) * unit, run.train.global_batch)
             other = "" if stage.batch % data else f", or plan.micro_batch={math.gcd(per_rank, micro)}"

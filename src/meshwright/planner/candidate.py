@@ -18,7 +18,7 @@ from meshwright.spec.fields import to_plain
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
 from meshwright.spec.plan import (
-    RECOMPUTES_PRODUCTS,
+    RECOMPUTES_MATMULS,
     SHARD_AXES,
     Accumulation,
     AxisName,
@@ -60,7 +60,9 @@ COPY_TENSOR_RANKS = 2
 """Most tensor ranks between which copy engines exchange tokens faster than kernels; between four they took a fifth longer."""
 
 
-OFFLOAD_PENALTY, OFFLOAD_PENALTY_UNMEASURED, MEASURED_DEVICES = 1.01, 1.03, 2
+OFFLOAD_PENALTY = 1.01
+OFFLOAD_PENALTY_UNMEASURED = 1.03
+MEASURED_DEVICES = 2
 """Factors on the predicted seconds of a plan with offload, and the devices per host measured.
 
 Of two plans that cannot be told apart, the one without offload has no host memory to pin in its first step. On more
@@ -173,7 +175,8 @@ def idle_fields(plan: Plan) -> Iterator[str]:
     """
     if plan.schedule.name not in ("1f1b", "breadth_first", "paired") and plan.axis_size("pipeline") == 1:
         yield f"plan.schedule = {plan.schedule.name} has no advantage over 1f1b: the mesh has one pipeline rank"
-    precision, shards = plan.precision, shard_size(plan)
+    precision = plan.precision
+    shards = shard_size(plan)
     # One rank adds up whole gradients in the format of `reduce`, and others in that of `accumulation`.
     same_sums = plan.accumulation == "device" and precision.reduce == precision.stored
     whole_gradients = same_sums and any(layer.gradients == "whole" for layer in plan.layers)
@@ -201,7 +204,7 @@ def idle_fields(plan: Plan) -> Iterator[str]:
         yield f"plan.accumulation = {plan.accumulation} has no effect: each gradient is reduced once a step"
     if plan.offload_staging and not any(layer.optimizer_offloaded for layer in plan.layers):
         yield f"plan.offload_staging = {plan.offload_staging:g} has no effect: no layer has offload optimizer or both"
-    if plan.mlp_tile and not any(layer.recompute in RECOMPUTES_PRODUCTS for layer in plan.layers):
+    if plan.mlp_tile and not any(layer.recompute in RECOMPUTES_MATMULS for layer in plan.layers):
         yield f"plan.mlp_tile = {plan.mlp_tile} has no effect: no layer has recompute all_but_attention or full"
 
 
@@ -321,7 +324,8 @@ def least_fitting(most: Sequence[int], excess: Callable[[list[int]], list[float]
     >>> least_fitting([10, 10], lambda layers: [100 - 30 * layers[0], -30 * layers[1]])
     [4, 0]
     """
-    too_few, before = [0] * len(most), excess([0] * len(most))
+    too_few = [0] * len(most)
+    before = excess([0] * len(most))
     enough = [0 if value <= 0 else number for value, number in zip(before, most, strict=True)]
     if not any(enough):
         return enough
@@ -333,15 +337,18 @@ def least_fitting(most: Sequence[int], excess: Callable[[list[int]], list[float]
             return enough
         guesses = enough.copy()
         for rank in open_ranks:
-            fewer, number = too_few[rank], enough[rank]
+            fewer = too_few[rank]
+            number = enough[rank]
             share = before[rank] / (before[rank] - after[rank]) if step % 3 else 0.5
             guesses[rank] = min(max(fewer + 1, fewer + ceil(share * (number - fewer))), number - 1)
         found = excess(guesses)
         for rank in open_ranks:
             if found[rank] > 0:
-                too_few[rank], before[rank] = guesses[rank], found[rank]
+                too_few[rank] = guesses[rank]
+                before[rank] = found[rank]
             else:
-                enough[rank], after[rank] = guesses[rank], found[rank]
+                enough[rank] = guesses[rank]
+                after[rank] = found[rank]
     return enough
 
 
@@ -352,7 +359,8 @@ def host_budget(run: RunSpec) -> float:
 
 def host_gib(run: RunSpec) -> float:
     """Memory of one host in GiB as the cluster states it, or a guess; infinite for CPU ranks, whose device memory it is."""
-    stated, cluster = run.cluster.host_memory_gib, run.cluster
+    stated = run.cluster.host_memory_gib
+    cluster = run.cluster
     return stated or (inf if cluster.is_cpu else HOST_GIB_PER_DEVICE * cluster.gpus_per_node)
 
 
@@ -370,12 +378,12 @@ def fits(run: RunSpec, plan: Plan, budget: int | None) -> bool:
 
 
 def precision_of(run: RunSpec) -> Precision:
-    """The pinned dtypes, else bf16, or fp32 on CPUs and devices without bf16. Only a pin chooses fp8 or fp16 products."""
+    """The pinned dtypes, else bf16, or fp32 on CPUs and devices without bf16. Only a pin chooses fp8 or fp16 matmuls."""
     pins = pins_of(run)
     compute = pins.compute or ("fp32" if run.cluster.is_cpu or without_bf16(run.cluster) else "bf16")
     wide = "fp64" if compute == "fp64" else "fp32"
     linear = pins.linear or "compute"
-    # Products round the weights to fp8 in any case, so gathering them in fp8 loses nothing.
+    # Matmuls round the weights to fp8 in any case, so gathering them in fp8 loses nothing.
     gather = pins.gather or ("fp8" if linear == "fp8_tensorwise" else "compute")
     return Precision(
         compute=compute,
@@ -408,13 +416,13 @@ def accumulation_of(run: RunSpec) -> Accumulation:
 
 
 def without_bf16(cluster: ClusterSpec) -> list[str]:
-    """Chips of the cluster that have no bf16 products according to the chip table."""
+    """Chips of the cluster that have no bf16 matmuls according to the chip table."""
     names = dict.fromkeys([cluster.gpu, *(group.gpu for group in cluster.groups if group.gpu)])
     return [name for name in names if name in CHIPS and "bf16" not in CHIPS[name].peak_flops]
 
 
 def linear_dtypes(run: RunSpec) -> tuple[Linear, ...]:
-    """Dtypes of the linear layers' products, one for each pinned layer range."""
+    """Dtypes of the linear layers' matmuls, one for each pinned layer range."""
     pins = pins_of(run)
     return tuple(layer.linear or pins.linear or "compute" for layer in pins.layers or (LayerStrategy(),))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate, rate_both_ways
 from meshwright.costs.partner_copies import PORT_SHARE, partner_rate
-from meshwright.costs.plan_costs import as_nodes, format_of_products, number
+from meshwright.costs.plan_costs import as_nodes, matmul_dtype, number
 from meshwright.planner.candidate import host_budget, memory_budget, trainer_bytes
 from meshwright.policies.checkpoint_times import auto_interval
 from meshwright.policies.partner_host import (
@@ -101,7 +101,8 @@ def checkpoint_cost(
     A step takes `step_seconds`, or what the plan predicts where that is None. `rates` replace those that are assumed.
     """
     rates = rates or SaveRates()
-    spec, cluster = run.checkpoint, as_nodes(run.cluster)
+    spec = run.checkpoint
+    cluster = as_nodes(run.cluster)
     if not spec.every:
         return None
     whole = trained_parameter_count(run.model) * STATE_BYTES
@@ -118,12 +119,14 @@ def checkpoint_cost(
     second_buffers = offloaded * cluster.gpus_per_node
     if reserved + second_buffers > _host_memory_left(run, plan):
         second_buffers = 0.0
-    copies, cost = _Copies(), None
+    copies = _Copies()
+    cost = None
     writing = rank_bytes / rates.write
     if step is not None and cluster.is_cpu and rates.host_copy is not None:
         copies = _processor_copies(step, staged, rates.host_copy)
     elif step is not None and not cluster.is_cpu:
-        host_copy, waits = rates.host_copy or HOST_COPY_RATE, bool(offloaded and not second_buffers)
+        host_copy = rates.host_copy or HOST_COPY_RATE
+        waits = bool(offloaded and not second_buffers)
         # Each replica updates all of its state, and copies only its parts of that.
         staged_on_host = offloaded * in_memory.parts / plan.axis_size(REPLICATE)
         copies = _copies(run, plan, step, staged, staged_on_host, host_copy, waits=waits)
@@ -156,7 +159,8 @@ def snapshot_bytes(run: RunSpec, plan: Plan) -> int:
     """
     if not run.cluster.is_cpu or not run.checkpoint.every:
         return 0
-    rank_bytes, in_memory = trained_parameter_count(run.model) * STATE_BYTES / plan.ranks, _InMemory.of(run, plan)
+    rank_bytes = trained_parameter_count(run.model) * STATE_BYTES / plan.ranks
+    in_memory = _InMemory.of(run, plan)
     snapshots = (in_memory.parts + in_memory.received) * rank_bytes
     reserved = snapshots * as_nodes(run.cluster).gpus_per_node
     return 0 if _reason_to_wait(run, plan, rank_bytes, reserved, in_memory) else int(snapshots)
@@ -219,8 +223,9 @@ def _copies(
     `waits`: the update of the state in host memory waits for its copy, as there are no second buffers.
     """
     cluster = as_nodes(run.cluster)
-    machine = machine_of(cluster, format_of_products(plan.precision, cluster))
-    on_device, link = rank_bytes - offloaded, number(host_rate(machine))
+    machine = machine_of(cluster, matmul_dtype(plan.precision, cluster))
+    on_device = rank_bytes - offloaded
+    link = number(host_rate(machine))
     times = PassTimes.of_step(step, on_device, number(machine.hbm), link)
     room = max(0, (memory_budget(run) or 0) - trainer_bytes(plan))
     device_copies = plan_device_copies(_in_groups(on_device), times, room)

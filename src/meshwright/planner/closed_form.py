@@ -61,7 +61,9 @@ class SpaceCosts:
     """Costs of the points of a space that do not depend on other points; each part is computed once."""
 
     def __init__(self, run: RunSpec, pricing: Pricing, points: Points) -> None:
-        self._run, self._pricing, self._points = run, pricing, points
+        self._run = run
+        self._pricing = pricing
+        self._points = points
         self.grid = strategy_set_of(run, points.offloads).grid
         """Settings of layers that the run's strategies have."""
 

@@ -61,16 +61,20 @@ def loaded_latencies(deployment: Deployment, load: Load, cost_of: Callable[[Inst
         raise BadInput("instances: expected one entry of each role")
     if deployment.colocated:
         return _colocated(by_role["both"], load, cost_of(by_role["both"]))
-    prefill, decode = by_role["prefill"], by_role["decode"]
+    prefill = by_role["prefill"]
+    decode = by_role["decode"]
     return _with_roles(prefill, decode, load, cost_of(prefill), cost_of(decode))
 
 
 def _colocated(instance: InstanceSpec, load: Load, costs: InstanceCosts) -> Latencies:
-    users, new_tokens = load.users / instance.count, load.output_tokens
+    users = load.users / instance.count
+    new_tokens = load.output_tokens
     most = min(users, _most_running(load, costs))
     prompt = _prompt_seconds(instance, load, costs)
     first = _first_seconds(users, prompt, costs)
-    running, wait, token = most, 0.0, 0.0
+    running = most
+    wait = 0.0
+    token = 0.0
     for _ in range(ROUNDS):
         step = _step_seconds(running, load, costs)
         token = step + running / costs.groups * prompt / new_tokens
@@ -107,8 +111,8 @@ def busy_prefills(
 
 def _most_running(load: Load, costs: InstanceCosts) -> float:
     """Requests of which the cache holds the positions, by their mean size, if it has room for all that may run."""
-    held = (costs.blocks - 1) * costs.tokens_per_block / load.positions
-    return max(1.0, min(costs.sequences, held))
+    fitting = (costs.blocks - 1) * costs.tokens_per_block / load.positions
+    return max(1.0, min(costs.sequences, fitting))
 
 
 def _first_seconds(users: float, prompt: float, costs: InstanceCosts) -> float:
@@ -138,6 +142,7 @@ def _step_seconds(running: float, load: Load, costs: InstanceCosts) -> float:
 
 def _prompt_seconds(instance: InstanceSpec, load: Load, costs: InstanceCosts) -> float:
     """Seconds of the steps of a prompt, while each other group of experts computes one too."""
-    budget, total = instance.token_budget, load.input_tokens
+    budget = instance.token_budget
+    total = load.input_tokens
     chunks = [PromptChunk(start, min(budget, total - start)) for start in range(0, total, budget)]
     return sum(costs.times.seconds(0, 0, [chunk] * costs.groups) for chunk in chunks)

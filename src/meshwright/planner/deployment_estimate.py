@@ -43,7 +43,8 @@ class SizeSample:
     @classmethod
     def of(cls, requests: Sequence[TimedRequest], seed: int = 0) -> SizeSample:
         """The sizes of `SAMPLED` requests, with prefixes as an unlimited cache would share them."""
-        shared, seen = [], set()
+        shared = []
+        seen = set()
         for request in requests:
             known = 0
             while known < len(request.prefix_blocks) and request.prefix_blocks[: known + 1] in seen:
@@ -91,11 +92,13 @@ def estimate_goodput(
             attainment *= share
         return attainment >= limits.attainment
 
-    low, high = 0.0, 1e-3
+    low = 0.0
+    high = 1e-3
     if not meets(high):
         return 0.0
     while meets(high) and high < LARGEST_RATE:
-        low, high = high, 4 * high
+        low = high
+        high = 4 * high
     for _ in range(ROUNDS):
         if high < 1.02 * low:
             break
@@ -117,7 +120,10 @@ class _Instances:
     """The instances of one entry of a deployment."""
 
     def __init__(self, instance: InstanceSpec, sample: SizeSample, costs: InstanceCosts, limits: ServeLimits) -> None:
-        self._instance, self._sample, self._costs, self._limits = instance, sample, costs, limits
+        self._instance = instance
+        self._sample = sample
+        self._costs = costs
+        self._limits = limits
         block = costs.tokens_per_block
         if instance.role == "decode":
             self._chunks: list[list[PromptChunk]] = [[] for _ in sample.sizes]
@@ -161,12 +167,14 @@ class _Instances:
     def _met_tpot(self, share: float, batch: float, services: Sequence[float], step: float) -> float:
         """Share of requests whose time per token stays within the limit in spite of the prompts between."""
         crowded = min(self._most_decodes, batch + 0.5 * sqrt(batch))  # batches vary, and large ones meet more requests
-        decode, limit = self.decode_seconds(batch), self._limits.tpot_seconds
+        decode = self.decode_seconds(batch)
+        limit = self._limits.tpot_seconds
         if self._longest_step(batch) <= limit:
             return 1.0
         # A chunk lengthens a step by what it takes beyond the decodes that the step has anyway.
         added = [seconds - len(chunks) * decode for seconds, chunks in zip(services, self._chunks, strict=True)]
-        mean, square = _mean(added), _mean([seconds * seconds for seconds in added])
+        mean = _mean(added)
+        square = _mean([seconds * seconds for seconds in added])
         met = 0.0
         # The second token of a text from a prefill instance waits for the step in flight, and for the one planned ahead.
         own = 1.5 * decode if self._instance.role == "decode" else 0.0
@@ -184,7 +192,9 @@ class _Instances:
 
     def _met_ttft(self, share: float, services: Sequence[float], delays: Sequence[float]) -> float:
         """Share of requests whose wait and prompt stay within the limit, of `count` servers with one queue."""
-        mean, square, count = _mean(services), _mean([seconds * seconds for seconds in services]), self._instance.count
+        mean = _mean(services)
+        square = _mean([seconds * seconds for seconds in services])
+        count = self._instance.count
         busy = share * mean
         if busy >= 1:
             return 0.0

@@ -15,7 +15,8 @@ Simulate = Callable[[Deployment, Sequence[TimedRequest], float], ServedDeploymen
 """Serves requests with a deployment in simulated time, until the attainment is certainly below a share (`simulate`)."""
 BLOCKS = 8
 """Runs of consecutive requests that make a sample: arrivals stay as bursty as they are, and prefixes near each other."""
-SMALLEST_SHARE, LARGEST_SHARE = 1e-3, 1e3
+SMALLEST_SHARE = 1e-3
+LARGEST_SHARE = 1e3
 """Rates that are tried, as shares of the estimate; a deployment that fails even at the smallest has no goodput."""
 SERVED_SHARE = 0.9
 """Share of the requests that have their first token when the last one arrives, at a rate that can be sustained."""
@@ -64,10 +65,12 @@ class RequestSample:
 
     def __init__(self, requests: Sequence[TimedRequest], count: int, seed: int | None = None) -> None:
         """Take `count` requests in `BLOCKS` runs; those of a short workload repeat. Without a seed the runs are evenly spaced."""
-        size, total = -(-count // BLOCKS), len(requests)
+        size = -(-count // BLOCKS)
+        total = len(requests)
         draw = random.Random(seed)
         self._requests: list[TimedRequest] = []
-        time, mean_gap = 0.0, _mean_gap(requests)
+        time = 0.0
+        mean_gap = _mean_gap(requests)
         for block in range(BLOCKS):
             start = block * total // BLOCKS if seed is None else draw.randrange(total)
             for index in range(start, start + size):
@@ -103,7 +106,9 @@ class GoodputSearch:
     """Finds goodputs of deployments under the same limits."""
 
     def __init__(self, simulate: Simulate, limits: ServeLimits, requests: Sequence[TimedRequest]) -> None:
-        self._simulate, self._limits, self._requests = simulate, limits, requests
+        self._simulate = simulate
+        self._limits = limits
+        self._requests = requests
 
     def goodput(
         self,
@@ -131,12 +136,14 @@ class GoodputSearch:
             points.append(_rate_point(least, self._simulate(deployment, sample.at(least), self._limits.attainment)))
             if points[-1].attainment < self._limits.attainment:
                 return DeploymentGoodput(min(estimate, least / (1 + tolerance)), self._binding(points), tuple(points))
-            low, rate = least, max(estimate, least * step)
+            low = least
+            rate = max(estimate, least * step)
         while SMALLEST_SHARE * estimate <= rate <= LARGEST_SHARE * estimate:
             served = self._simulate(deployment, sample.at(rate), cut * self._limits.attainment)
             points.append(_rate_point(rate, served))
             if points[-1].attainment >= self._limits.attainment:
-                low, best = rate, served
+                low = rate
+                best = served
             else:
                 high = rate
             if low and high:

@@ -28,8 +28,11 @@ from meshwright.spec.deployment import (
 )
 from meshwright.spec.model import ModelSpec
 
-FINALISTS, COLOCATED_FINALISTS, EXPERT_FINALISTS = 10, 4, 2
-"""Deployments that are simulated at most; of them colocated ones, and those of mixtures that divide experts over groups."""
+FINALISTS = 10
+COLOCATED_FINALISTS = 4
+EXPERT_FINALISTS = 2
+"""Deployments that are simulated at most; of them colocated ones, and those of MoE models that divide experts over
+groups."""
 Placement = Literal["colocated", "roles", "experts"]
 PLACEMENTS: tuple[Placement, ...] = ("colocated", "roles", "experts")
 """Colocated instances, instances with roles, and colocated ones with several groups of experts."""
@@ -37,19 +40,23 @@ FINALIST_SHARE = 0.75
 """Estimated goodput of a finalist at least, over the best of its kind."""
 REFINED_SHARE = 0.9
 """The same by the shorter simulations, for longer ones."""
-COARSE_REQUESTS, FINE_REQUESTS = 1000, 3000
+COARSE_REQUESTS = 1000
+FINE_REQUESTS = 3000
 """Requests of a simulation that compares finalists, and of one that gives the printed figures.
 
 Bursts are rare and batches fill slowly: with 4,000 requests 8 GPUs served 24% more within 1 s and 50 ms than with 16,000. Clusters of
 every size are planned with the same requests, so that their goodputs compare.
 """
-COARSE, FINE = 0.06, 0.02
+COARSE = 0.06
+FINE = 0.02
 """Relative distance of rates at which the bisection ends: for finalists, and for the best of each kind."""
-RESAMPLES, BAND_REQUESTS = 4, 1000
+RESAMPLES = 4
+BAND_REQUESTS = 1000
 """Further samples of the requests for the band, and requests of each; more of them would vary less, by the square root of their number."""
 BAND_RATES = 0.75, 1.0, 1.3
 """Rates, as factors of the goodput, at which attainment is known beside the samples of the band, which lies between them."""
-LOW_SHARES, LOW_REQUESTS = (0.85, 0.6, 0.3, 0.1), 500
+LOW_SHARES = (0.85, 0.6, 0.3, 0.1)
+LOW_REQUESTS = 500
 """Shares of the goodput at low load, for the curve of attainment, and requests of a simulation there, where no batch fills slowly."""
 FINE_CUT = 0.9
 """Share of the attainment asked for below which longer simulations are cut: the curve and the band need the points near the goodput."""

@@ -1,8 +1,8 @@
 """Deployments that the planner considers: colocated, or of prefill and decode instances, in every tensor degree that fits.
 
-For mixtures also colocated instances that divide experts over groups of devices; this release serves those with groups
-of one device, the planner shows the others beside its choice. A reward model is served on one device and writes no text, so it has
-colocated instances of one device only.
+For MoE models also colocated instances that divide experts over groups of devices; this release serves those with
+groups of one device, the planner shows the others beside its choice. A reward model is served on one device and writes
+no text, so it has colocated instances of one device only.
 
 A large cluster is planned as equal units of a few instances: the share of devices for each role is then a multiple of one instance in a
 unit, and the simulation of a unit takes as long as that of a small cluster. A router over all units shares load a little better.
@@ -27,7 +27,8 @@ TOKEN_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 """Prompt tokens of a step: small ones bound the time of a step, large ones compute prompts faster."""
 EXPERT_BUDGETS = (512, 2048, 8192)
 """Budgets that are tried for instances with several groups of experts."""
-PREFILL_BUDGET, DECODE_BUDGET = 2048, 256
+PREFILL_BUDGET = 2048
+DECODE_BUDGET = 256
 """Budgets of instances that compute prompts only, and of those that compute no whole prompt."""
 
 

@@ -30,7 +30,9 @@ from meshwright.spec.run import RunSpec
 
 MIN_SPEEDUP = 1.02
 """The planner uses a part of the devices only if its step is faster than a step on all devices by more than this factor."""
-MAX_BOUNDS, MAX_SEARCHES, MAX_PLANS = 6, 4, 2
+MAX_BOUNDS = 6
+MAX_SEARCHES = 4
+MAX_PLANS = 2
 """Most parts whose lower bound the planner computes, most that it searches, and most plans that it needs to find."""
 MAX_INNER_RANKS = 64
 """Most devices per data rank (tensor × context × pipeline ranks) in the parts that are tried."""
@@ -75,7 +77,8 @@ def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: 
 
     If neither all devices nor a part have a plan, raises the error of `search` on all devices.
     """
-    whole, failure = None, None
+    whole = None
+    failure = None
     try:
         whole = search(run, memory_bytes=memory_bytes, trainable=trainable)
     except (BadInput, OutOfResources) as error:
@@ -163,7 +166,8 @@ def _single_device_seconds(run: RunSpec) -> float:
 
     Divided by the speed of a part, this is a lower bound on the step time of the part.
     """
-    pins, speeds = pins_of(run), node_type_speeds(run.model, run.train, run.cluster)
+    pins = pins_of(run)
+    speeds = node_type_speeds(run.model, run.train, run.cluster)
     formats = PlanKeys(compute=pins.compute, linear=pins.linear, gather=pins.gather)
     single = replace(run.cluster, nodes=1, gpus_per_node=1, groups=(), emulate_nodes=1)
     slowest_speed = speeds.get(node_type_runs(single)[0][0], 1.0)
@@ -207,7 +211,9 @@ def _usable_share(run: RunSpec, ranks: int) -> float:
 
     Ranks with fewer layers than others idle, and so do pipeline stages before their first micro-batch arrives.
     """
-    pins, batch, layers = pins_of(run), run.train.global_batch, run.model.layers
+    pins = pins_of(run)
+    batch = run.train.global_batch
+    layers = run.model.layers
     inside = (pins.tensor, pins.context_ring, pins.context_ulysses)
     ranks_left, remainder = divmod(ranks, prod(size or 1 for size in (pins.pipeline, *inside)))
     if remainder:
@@ -227,7 +233,8 @@ def _usable_share(run: RunSpec, ranks: int) -> float:
 
 def _parts_by_inner_ranks(cluster: ClusterSpec, batch: int) -> Iterator[ClusterSpec]:
     """For 1, 2, 3, … devices per data rank, the part with the most devices whose data ranks divide the batch."""
-    tried_ranks, batches = set(), divisors(batch)
+    tried_ranks = set()
+    batches = divisors(batch)
     for inner in range(1, MAX_INNER_RANKS + 1):
         for unit in (1, cluster.ranks_per_node):  # any number of devices, and whole nodes
             data = max((d for d in batches if d * inner < cluster.ranks and d * inner % unit == 0), default=0)
@@ -334,7 +341,8 @@ def _with_node_counts(cluster: ClusterSpec, counts: Sequence[int]) -> ClusterSpe
 
 
 def _idle_devices(run: RunSpec, part: RunSpec, whole: SearchResult | None, failure: MeshwrightError | None) -> Idle:
-    devices, batch = run.cluster.ranks, run.train.global_batch
+    devices = run.cluster.ranks
+    batch = run.train.global_batch
     seconds = whole.best.seconds if whole else None
     clauses = []
     if len(node_type_runs(part.cluster)) < len(node_type_runs(run.cluster)):
@@ -375,7 +383,8 @@ def _ranks_by_node(cluster: ClusterSpec, part: ClusterSpec) -> tuple[int, ...]:
 
 def settings(cluster: ClusterSpec, part: ClusterSpec) -> str:
     """The overrides that turn `cluster` into `part`, as on the command line: `cluster.nodes=64 cluster.gpus_per_node=8`."""
-    before, after = _flatten(to_plain(cluster)), _flatten(to_plain(part))
+    before = _flatten(to_plain(cluster))
+    after = _flatten(to_plain(part))
     overrides = []
     for key, value in after.items():
         if value != before.get(key):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate
 from meshwright.costs.partner_copies import PORT_SHARE, partner_rate
-from meshwright.costs.plan_costs import as_nodes, format_of_products, number
+from meshwright.costs.plan_costs import as_nodes, matmul_dtype, number
 from meshwright.planner.checkpoint_cost import (
     HOST_COPY_RATE,
     REPLICA_PARTS,
@@ -56,11 +56,11 @@ class Assumptions:
     """Share of the failures other than hangs that lose a host: Llama 3's hardware failures (arXiv 2407.21783, section 3.3.4)."""
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> Assumptions:
+    def parse(cls, arguments: Sequence[str]) -> Assumptions:
         """The assumptions with `KEY=VALUE` words in place. Raises BadInput naming the nearest key."""
         known = [field.name for field in fields(cls)]
         values: dict[str, float] = {}
-        for word in words:
+        for word in arguments:
             key, _, text = word.partition("=")
             if key not in known:
                 near = nearest(key, known)
@@ -130,7 +130,7 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
     rank_bytes = trained_parameter_count(run.model) * STATE_BYTES / plan.ranks
     copy_rate = HOST_COPY_RATE
     if not cluster.is_cpu:
-        copy_rate = number(host_rate(machine_of(cluster, format_of_products(plan.precision, cluster))))
+        copy_rate = number(host_rate(machine_of(cluster, matmul_dtype(plan.precision, cluster))))
     from_memory = rank_bytes / copy_rate
     from_storage = rank_bytes / READ_RATE + from_memory
     copy = cost.copy_seconds if cost.copy_seconds is not None else from_memory
@@ -139,15 +139,18 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
     interval = cost.interval_seconds or auto_interval(save_cost, save, cluster.nodes, cluster.host_mtbf_hours)
     # A lag is the time from the start of a save until its state can be loaded, 0 if training waits for the save.
     process_load, process_lag = (from_memory, copy) if cost.beside_training else (from_storage, 0.0)
-    host_load, host_lag = from_storage, save if cost.beside_training else 0.0
+    host_load = from_storage
+    host_lag = save if cost.beside_training else 0.0
     if cost.partner is not None and not cost.partner_link_share:
         # The replica sends both parts of the lost rank with all of its port.
         sent_seconds = PORT_SHARE * REPLICA_PARTS * rank_bytes / partner_rate(run.cluster)
-        host_load, host_lag = REPLICA_PARTS * from_memory + sent_seconds, copy
+        host_load = REPLICA_PARTS * from_memory + sent_seconds
+        host_lag = copy
     elif cost.partner_seconds is not None and run.checkpoint.partner_every == 1:
         # Copies to the partner take only PORT_SHARE of the port's bandwidth. Reading a copy back takes all of it, and so that share of
         # the time.
-        host_load, host_lag = from_memory + PORT_SHARE * cost.partner_seconds, copy + cost.partner_seconds
+        host_load = from_memory + PORT_SHARE * cost.partner_seconds
+        host_lag = copy + cost.partner_seconds
     crash_share = 1 - assumed.hang_share
     hang = run.supervision.hang_seconds or assumed.hang_detect_seconds
     restart = assumed.restart_seconds

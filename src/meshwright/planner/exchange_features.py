@@ -20,8 +20,9 @@ DOMAINS_PER_TOKEN = 4.0
 """Nodes that the routers of DeepSeek-V3 send a token to at most."""
 DISPATCH_IN_FP8 = 1.5
 """Bytes per element of an exchange whose dispatch is fp8 and whose combination is bf16."""
-BLOCK_PRODUCTS = 1350 / 1979
-"""Share of the fp8 peak that DeepGEMM's products reach on Hopper (github.com/deepseek-ai/DeepGEMM, README of February 2025)."""
+BLOCK_MATMULS = 1350 / 1979
+"""Share of the fp8 peak that DeepGEMM's matmuls reach on Hopper (github.com/deepseek-ai/DeepGEMM, README of February
+2025)."""
 DUAL_PIPE_FILL = 14 / 45
 """Idle time of DualPipe relative to 1F1B's, with 16 ranks (arXiv 2412.19437, table 2)."""
 GRAPH_HOST_US = 50.0
@@ -40,7 +41,7 @@ class Feature:
     present: Callable[[Pricing], bool]
     recompute: Recompute | None = None
     """The recomputation of every layer with it; none leaves that of the plan."""
-    products: str | None = None
+    matmuls: str | None = None
     """The format of its linear layers' matmuls; clusters of which a chip has none cannot have the feature."""
 
 
@@ -59,16 +60,18 @@ def _one_graph(priced: Pricing) -> Pricing:
 
 
 def _fp8_blocks(priced: Pricing) -> Pricing:
-    """Products of all linear layers in fp8 at twice the 16-bit peak, weight gradients of experts too, at DeepGEMM's rate."""
-    machine = replace(priced.machine, peak=2 * priced.machine.half_peak, product_format=BLOCKWISE, wide_gradients=0.0)
+    """Matmuls of all linear layers in fp8 at twice the 16-bit peak, weight gradients of experts too, at DeepGEMM's
+    rate."""
+    machine = replace(priced.machine, peak=2 * priced.machine.half_peak, matmul_format=BLOCKWISE, wide_gradients=0.0)
     k = priced.constants
-    return replace(priced, machine=machine, constants=replace(k, gemm_block=BLOCK_PRODUCTS / k.gemm))
+    return replace(priced, machine=machine, constants=replace(k, gemm_block=BLOCK_MATMULS / k.gemm))
 
 
 def _no_tensor_ranks(priced: Pricing) -> Pricing:
     """Data ranks in place of tensor ranks, which the report's memory allows: moments in bf16, light recomputation (3.2.3)."""
     layout = priced.layout
-    data, shards = layout.data * layout.tensor, layout.shards * layout.tensor
+    data = layout.data * layout.tensor
+    shards = layout.shards * layout.tensor
     changed = replace(layout, tensor=1.0, data=data, shards=shards, sequence=0.0, shard_stride=1.0)
     return replace(priced, layout=changed)
 
@@ -104,10 +107,10 @@ FEATURES = (
     Feature("no tensor ranks, by moments in bf16", _no_tensor_ranks, _at("tensor", 1.0)),
     Feature("recomputing norms and up-projections only", lambda priced: priced, lambda priced: False, recompute="none"),
     Feature(
-        "products in fp8 blocks",
+        "matmuls in fp8 blocks",
         _fp8_blocks,
-        lambda priced: bool(number(priced.machine.product_format) == BLOCKWISE),
-        products="fp8",
+        lambda priced: bool(number(priced.machine.matmul_format) == BLOCKWISE),
+        matmuls="fp8",
     ),
     Feature(
         "DualPipe's schedule",
@@ -121,15 +124,16 @@ FEATURES = (
 class FeatureSeconds:
     """Seconds of a step with a feature: alone, and with all before it.
 
-    `alone_products` and `together_products` are the formats of the linear layers' matmuls then, None for those of the plan.
+    `alone_matmuls` and `together_matmuls` are the formats of the linear layers' matmuls then, None for those of the
+    plan.
     """
 
     feature: str
     present: bool
     alone: float
     together: float
-    alone_products: str | None = None
-    together_products: str | None = None
+    alone_matmuls: str | None = None
+    together_matmuls: str | None = None
 
 
 def feature_steps(run: RunSpec, plan: Plan) -> tuple[FeatureSeconds, ...]:
@@ -144,7 +148,8 @@ def feature_steps(run: RunSpec, plan: Plan) -> tuple[FeatureSeconds, ...]:
     share = plan.predicted.memory_peak_bytes / number(priced.machine.memory)
 
     def seconds(features: Sequence[Feature]) -> float:
-        inputs, changed = priced, plan
+        inputs = priced
+        changed = plan
         for feature in features:
             inputs = _with(inputs, feature)
             if feature.recompute is not None:
@@ -153,9 +158,10 @@ def feature_steps(run: RunSpec, plan: Plan) -> tuple[FeatureSeconds, ...]:
         return number(mean_cost(run.model, run.train, changed, inputs, share).seconds)
 
     scale = plan.predicted.step_seconds / seconds(())
-    steps, together = [], list[Feature]()
+    steps = []
+    together = list[Feature]()
     for feature in FEATURES:
-        if feature.products and run.cluster.peak_flops(feature.products) is None:
+        if feature.matmuls and run.cluster.peak_flops(feature.matmuls) is None:
             continue
         present = feature.present(priced)
         added = [] if present else [feature]
@@ -166,15 +172,15 @@ def feature_steps(run: RunSpec, plan: Plan) -> tuple[FeatureSeconds, ...]:
                 present,
                 scale * seconds(added),
                 scale * seconds(together),
-                _products(added),
-                _products(together),
+                _matmuls(added),
+                _matmuls(together),
             )
         )
     return tuple(steps)
 
 
-def _products(features: Sequence[Feature]) -> str | None:
-    return next((feature.products for feature in features if feature.products), None)
+def _matmuls(features: Sequence[Feature]) -> str | None:
+    return next((feature.matmuls for feature in features if feature.matmuls), None)
 
 
 def _with(priced: Pricing, feature: Feature) -> Pricing:

@@ -1,4 +1,4 @@
-"""Options of a plan with experts, where recorded loads determine their gain: copies, their keep, and owners of experts."""
+"""Options of a plan with experts, where recorded loads determine their gain: copies, their keep, and expert placement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def copies(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
         return
     others = run.model.experts - run.model.experts // _group(plan)
     sizes = sorted({min(others, SLOT_RATIO**power) for power in range(others.bit_length() + 1)})
-    window, keep = pins.expert_load_window or ExpertPlan(expert=1).load_window, bool(pins.expert_keep)
+    window = pins.expert_load_window or ExpertPlan(expert=1).load_window
+    keep = bool(pins.expert_keep)
     for slots in sizes if pins.expert_slots is None else (pins.expert_slots,):
         for policy in ("hecate", *(("fixed",) if slots == others and not plan.paired else ())):
             yield replace(
@@ -36,7 +37,8 @@ def copies(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
 
 def owners(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
     """`plan` with owners that follow the loads; none without recorded loads, and where owners cannot move."""
-    model, pins = run.model, pins_of(run)
+    model = run.model
+    pins = pins_of(run)
     if plan.experts is None or not _spread_by_loads(run, plan) or plan.experts.policy == "fixed":
         return
     if model.groups_per_token < model.expert_groups or plan.experts.placement != "even":
@@ -60,7 +62,7 @@ def copies_text(plan: Plan) -> str:
     return f"{plan.experts.policy}, at most {plan.experts.slots} a rank" + ", kept for the step" * plan.experts.keep
 
 
-def owners_text(plan: Plan) -> str:
+def placement_text(plan: Plan) -> str:
     return plan.experts.placement if plan.experts else "even"
 
 

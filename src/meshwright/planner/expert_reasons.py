@@ -15,7 +15,7 @@ from meshwright.spec.job import EQUAL_LOADS
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.expected_loads import expected_busiest
-from meshwright.workload.groups import balances_owners, copies_experts, experts_over
+from meshwright.workload.groups import copies_experts, experts_over, moves_experts
 
 
 def uneven_loads_seconds(run: RunSpec, plan: Plan) -> float:
@@ -45,7 +45,7 @@ def uneven_loads_reason(run: RunSpec, plan: Plan) -> str:
             else "uneven loads of experts cost nothing: each rank computes all experts of its tokens"
         )
     alone = float(np.asarray(expected_busiest(run.model, run.train, ranks).imbalance))
-    means = [name for name, used in (("copies", copies_experts(plan)), ("moved owners", balances_owners(plan))) if used]
+    means = [name for name, used in (("copies", copies_experts(plan)), ("moved experts", moves_experts(plan))) if used]
     if means and source is not None:
         present = copy_effects(run.model, run.train, plan, run.cluster).imbalance
         return (

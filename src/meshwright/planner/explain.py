@@ -69,10 +69,12 @@ def limits(run: RunSpec, plan: Plan) -> tuple[Limit, ...]:
     predicted = plan.predicted
     if predicted is None or predicted.step_seconds is None or predicted.breakdown is None:
         return ()
-    step, parts = predicted.step_seconds, predicted.breakdown
+    step = predicted.step_seconds
+    parts = predicted.breakdown
     limits_found = [Limit("compute", parts.compute, _compute_text(predicted, parts.compute))]
     for axis, seconds in parts.exposed.items():
-        link, data = border(run, plan, axis), MOVES.get(axis, "its communication")
+        link = border(run, plan, axis)
+        data = MOVES.get(axis, "its communication")
         limits_found.append(
             Limit(
                 axis, seconds, f"{axis} {link}: {data}, {_seconds_and_share(seconds, step)} not hidden behind compute"
@@ -118,7 +120,8 @@ def reason_against(run: RunSpec, best: Candidate, other: Candidate) -> str:
     """Return why the planner chose `best` and not `other`, both plans for `run`."""
     if not other.fits:
         return f"does not fit: {shortfall(run, other.plan)}"
-    best_prediction, other_prediction = best.plan.predicted, other.plan.predicted
+    best_prediction = best.plan.predicted
+    other_prediction = other.plan.predicted
     if (
         best_prediction is None
         or other_prediction is None
@@ -153,7 +156,8 @@ def why_not_distinguished(best: Candidate, other: Candidate) -> str:
     Plans within `SAME_TIME_TOLERANCE` of each other cannot be told apart, and the simplest is taken.
     Where `other` is predicted faster by more than that, the sentence says why it was not chosen.
     """
-    behind, least = other.behind(best), SAME_TIME_TOLERANCE * best.seconds
+    behind = other.behind(best)
+    least = SAME_TIME_TOLERANCE * best.seconds
     if behind > least:
         return ""
     if behind >= -least:
@@ -171,7 +175,8 @@ def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> st
     needs = [sum(by_category.values()) for by_category in bytes_by_rank]
     limits = usable_by_rank(run, plan, usable_bytes or HEADROOM * (run.cluster.memory_bytes() or 0))
     rank = max(range(len(bytes_by_rank)), key=lambda index: needs[index] - limits[index])
-    need, usable = needs[rank], limits[rank]
+    need = needs[rank]
+    usable = limits[rank]
     by_category = sorted(bytes_by_rank[rank].items(), key=lambda item: -item[1])
     largest = ", ".join(f"{category} {size / 1e9:.1f}" for category, size in by_category[:3])
     rank_name = f"pipeline rank {rank}" if len(bytes_by_rank) > 1 else "a rank"
@@ -226,7 +231,8 @@ def _slower_parts(best_prediction: Predicted, other_prediction: Predicted) -> Ma
 
 def _first_extra_cost(best: Plan, other: Plan) -> str:
     """The first setting that costs time or memory in `other` and not in `best`, for plans whose seconds are equal or unknown."""
-    best_layer, other_layer = best.layers[0], other.layers[0]
+    best_layer = best.layers[0]
+    other_layer = other.layers[0]
     lower_memory = RECOMPUTE_MODES.index(other_layer.recompute) > RECOMPUTE_MODES.index(best_layer.recompute)
     crossing = [any(axis.axis == "shard" and axis.crosses == "node" for axis in plan.mesh) for plan in (best, other)]
     costs = (
@@ -237,7 +243,7 @@ def _first_extra_cost(best: Plan, other: Plan) -> str:
         ),
         (other_layer.reshard and not best_layer.reshard, "gathers weights twice"),
         (crossing[1] and not crossing[0], "shards across nodes"),
-        (other.batch.micro_batch < best.batch.micro_batch, "its smaller matrix products hide less of the gathers"),
+        (other.batch.micro_batch < best.batch.micro_batch, "its smaller matmuls hide less of the gathers"),
         (
             peak_bytes(other) - peak_bytes(best) > 5e7,
             f"needs {(peak_bytes(other) - peak_bytes(best)) / 1e9:.1f} GB more",
@@ -258,7 +264,8 @@ def _compute_text(predicted: Predicted, seconds: float) -> str:
 
 def _memory_limits(run: RunSpec, plan: Plan, predicted: Predicted) -> list[Limit]:
     """Settings that cost time and are used only because memory is limited: recompute, reshard, small micro-batches."""
-    budget, limits_found = run.cluster.memory_bytes(), []
+    budget = run.cluster.memory_bytes()
+    limits_found = []
     if budget is None or predicted.step_seconds is None:
         return []
     for (cost_text, without_text), roomy in _plans_with_more_memory(run, plan):
@@ -279,7 +286,8 @@ def _memory_limits(run: RunSpec, plan: Plan, predicted: Predicted) -> list[Limit
 
 def _plans_with_more_memory(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[str, str], Plan]]:
     """((text of a setting that costs time, text of its absence), the plan without that setting) for each such setting."""
-    pins, batch = pins_of(run), plan.batch
+    pins = pins_of(run)
+    batch = plan.batch
     if any(layer.recompute != "none" for layer in plan.layers):
         mode = max((layer.recompute for layer in plan.layers), key=RECOMPUTE_MODES.index)
         layers = tuple(replace(layer, recompute="none") for layer in plan.layers)

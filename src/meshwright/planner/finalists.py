@@ -42,7 +42,7 @@ from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import (
     RECOMPUTE_MODES,
-    RECOMPUTES_PRODUCTS,
+    RECOMPUTES_MATMULS,
     BatchPlan,
     ExpertPlan,
     LayerStrategy,
@@ -52,9 +52,11 @@ from meshwright.spec.plan import (
 )
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, transport_fields
-from meshwright.workload.groups import balances_owners, copies_experts
+from meshwright.workload.groups import copies_experts, moves_experts
 
-MAX_SIMULATED, MIN_SIMULATED, MAX_WORK = 12, 3, 60_000
+MAX_SIMULATED = 12
+MIN_SIMULATED = 3
+MAX_WORK = 60_000
 """Most and fewest plans that are simulated unit by unit, and the total `_simulation_work` after which no further plan is.
 
 The other plans are only simulated by whole stages, as a large plan takes a second unit by unit.
@@ -69,7 +71,8 @@ SIBLING_RATIO = 0.97
 
 Siblings are two families that differ in one thing: the plans of one have replicas, those of the other have none.
 """
-FEWEST_SLOW, SLOW_RATIO = 4, 0.9
+FEWEST_SLOW = 4
+SLOW_RATIO = 0.9
 """Families of a wider family that must be slower than estimated before the others are expected to be, and their factor."""
 ROOMY_SHARE = 0.93
 """Share of the usable memory above which a pipeline with virtual stages counts as crowded.
@@ -89,7 +92,9 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
     Raises ValueError when the pinned stages are not in the schedule's order.
     """
     mesh = points.meshes[points.mesh[index]]
-    cluster, pins, pipeline = run.cluster, pins_of(run), mesh.size("pipeline")
+    cluster = run.cluster
+    pins = pins_of(run)
+    pipeline = mesh.size("pipeline")
     axes = (
         MeshAxis(
             axis=name, size=mesh.size(name), crosses="node" if mesh.crosses(name, cluster.ranks_per_node) else "device"
@@ -97,7 +102,8 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         for name in mesh.order
     )
     used = tuple(axis for axis in axes if axis.size > 1 or axis.axis == "shard")
-    shards, precision = mesh.size("shard") * mesh.context, precision_of(run)
+    shards = mesh.size("shard") * mesh.context
+    precision = precision_of(run)
     plan = Plan(
         mesh=used,
         batch=BatchPlan(
@@ -136,7 +142,8 @@ def with_least_offloaded(run: RunSpec, plan: Plan, budget: int | None) -> Plan:
         return replace(plan, offload_fraction=max(1, ceil(share * SHARES)) / SHARES)
 
     # Memory is linear in the share.
-    most, least = plan.offload_fraction, 1 / SHARES
+    most = plan.offload_fraction
+    least = 1 / SHARES
     pairs = zip(excess_by_rank(run, plan, budget), excess_by_rank(run, with_share(least), budget), strict=True)
     needed = [least + (most - least) * max(0.0, below) / max(below - above, 1.0) for above, below in pairs]
     return with_share(min(most, max(needed)))
@@ -146,7 +153,9 @@ def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> E
     """How experts are spread, with the pinned exchange and copies; a policy without slots gets as many as a rank owns experts."""
     if not run.model.experts:
         return None
-    plan, pins, ranks = ExpertPlan(expert=expert, expert_shard=expert_shard), pins_of(run), expert * tensor
+    plan = ExpertPlan(expert=expert, expert_shard=expert_shard)
+    pins = pins_of(run)
+    ranks = expert * tensor
     if ranks == 1:
         return plan
     exchange = pins.expert_exchange or plan.exchange
@@ -214,12 +223,14 @@ class Ranking:
         factors: Sequence[float] = (),
     ) -> None:
         levels = range(len(families[0]) if families else 1)
-        self.estimate, self.default_ratio = np.array(estimates, float), default_ratio
+        self.estimate = np.array(estimates, float)
+        self.default_ratio = default_ratio
         self.factors = factors or (1.0,) * len(levels)
         self.families = [_number_by_first_appearance([names[level] for names in families]) for level in levels]
         self.ratios = [np.full(len(estimates), np.nan) for _ in levels]
         """By level and number of a family, the last known ratio."""
-        self.least_ratio, self.known_families = np.full(len(estimates), np.inf), np.zeros(len(estimates), int)
+        self.least_ratio = np.full(len(estimates), np.inf)
+        self.known_families = np.zeros(len(estimates), int)
         """Of the widest families: the least ratio, and how many families of the next level have a known plan."""
         self.seconds = np.full(len(estimates), np.nan)
         """By plan, the actual seconds; infinite where it has none, NaN where it was not tried."""
@@ -304,7 +315,8 @@ def simulate_leading(estimator: PlanEstimator, estimated: Iterable[Candidate]) -
         family = plan_family(plan), plan.layers[0].offload, plan.batch.micro_batch, plan.accumulation
         families.append(((plan.axis_size("replicate") > 1, *family), family))
     ranking = Ranking(list(map(seconds_of, ranked)), families, UNTRIED_RATIO, (1.0, SIBLING_RATIO))
-    leading, work = set[int](), 0
+    leading = set[int]()
+    work = 0
     for index in ranking.order(seconds, MIN_SIMULATED):
         leading.add(index)
         work += _simulation_work(ranked[index].plan, estimator.run.model.layers)
@@ -398,7 +410,7 @@ def complexity(plan: Plan) -> int:
         + (plan.offload_staging > 0)
         + copy_engines
         + copies_experts(plan)
-        + balances_owners(plan)
+        + moves_experts(plan)
     )
 
 
@@ -412,15 +424,17 @@ def with_room_used(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Pla
 
 def with_layers_eased(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
     """The plan with as many layers as fit that recompute less than all do now, or keep weights or activations that all now give up."""
-    settings, pins = _settings(plan), pins_of(run)
+    settings = _settings(plan)
+    pins = pins_of(run)
     if pins.layers is not None:
         return
-    low, gradients = _end(settings[-1]), settings[-1].gradients
+    low = _end(settings[-1])
+    gradients = settings[-1].gradients
     modes = RECOMPUTE_MODES[: RECOMPUTE_MODES.index(low.recompute)] if pins.recompute is None else ()
     eased = [
         replace(low, recompute=mode)
         for mode in modes
-        if not (plan.mlp_tile and mode not in RECOMPUTES_PRODUCTS)
+        if not (plan.mlp_tile and mode not in RECOMPUTES_MATMULS)
         and not conflicts(run, trainable=True, recompute=mode, offload=low.offload)
     ]
     eased += [replace(low, reshard=False)] if low.reshard and pins.reshard is None else []

@@ -110,7 +110,8 @@ def fixes(
 
 def _includes_changes_of(run: RunSpec, fixed: RunSpec) -> bool:
     """Whether `run` contains every change that makes `fixed` fit, at least as far, and so fits but costs more."""
-    own_pins, fixed_pins = vars(pins_of(run)), vars(pins_of(fixed))
+    own_pins = vars(pins_of(run))
+    fixed_pins = vars(pins_of(fixed))
     return (
         run.train.seq_len <= fixed.train.seq_len
         and run.cluster.nodes >= fixed.cluster.nodes

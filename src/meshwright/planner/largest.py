@@ -51,7 +51,7 @@ class Largest:
 def family(model: ModelSection, most_parameters: float) -> list[ModelSection]:
     """The models of the family of `model` with at most so many parameters, the smallest first.
 
-    Raises BadInput for mixtures of experts, latent attention, and layers that are listed or differ in width.
+    Raises BadInput for MoE models, latent attention, and layers that are listed or differ in width.
 
     Of GPT-3-like models heads, hidden size and layers grow together:
 
@@ -75,7 +75,8 @@ def family(model: ModelSection, most_parameters: float) -> list[ModelSection]:
     for heads in count(per_step, per_step):
         ratio = heads / model.heads
         layers = model.layers * ratio
-        least, most = ceil(layers * (1 - MOST_DEVIATION)), floor(layers * (1 + MOST_DEVIATION))
+        least = ceil(layers * (1 - MOST_DEVIATION))
+        most = floor(layers * (1 + MOST_DEVIATION))
         wide = replace(
             model,
             heads=heads,
@@ -117,14 +118,16 @@ def _largest(run: RunSpec, offload: Offload, moments: Moments) -> Largest:
     weight = bytes_of(precision_of(run).compute)
     models = family(run.model, run.cluster.ranks * (memory_budget(run) or 0) / weight)
     fitting: tuple[ModelSection, Plan] | None = None
-    least, most = 0, len(models)
+    least = 0
+    most = len(models)
     while least < most:
         middle = (least + most) // 2
         plan = _plan_of(replace(run, model=models[middle]))
         if plan is None:
             most = middle
         else:
-            least, fitting = middle + 1, (models[middle], plan)
+            least = middle + 1
+            fitting = (models[middle], plan)
     if fitting is None:
         return Largest(offload, moments, None, None)
     model, plan = fitting

@@ -24,18 +24,21 @@ from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import PLAIN, Strategy, lower_memory_strategies
 from meshwright.planner.sweep import MOST_REPLICAS, SweepResult, smallest, strategies_in, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
-from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTES_PRODUCTS, AxisName, Plan, ScheduleName
+from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTES_MATMULS, AxisName, Plan, ScheduleName
 from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import context_size, experts_over
 
-POINTS_PER_FAMILY, MAX_SLOWDOWN = 4, 1.15
+POINTS_PER_FAMILY = 4
+MAX_SLOWDOWN = 1.15
 """Points per family that the sweep returns, and the initial limit on their time relative to the fastest point.
 
 The limit allows for errors of the closed form that differ between families. It grows if simulations are slower than expected.
 """
 MAX_PER_FAMILY = 8
 """Most plans of one family that are simulated by whole stages (`estimated`)."""
-MIN_EFFORT, MAX_EFFORT, ACTIONS_PER_EFFORT = 24.0, 240.0, 400.0
+MIN_EFFORT = 24.0
+MAX_EFFORT = 240.0
+ACTIONS_PER_EFFORT = 400.0
 """Least and most effort of stage simulations; between them only plans that are expected to be about as fast as the fastest are simulated.
 
 A plan costs 1, and 1 more for every `ACTIONS_PER_EFFORT` schedule actions.
@@ -59,7 +62,8 @@ With 1, 2 of 500 random runs missed a plan that was 2 to 4% faster.
 """
 SPLIT_RATIO = 0.975
 """On several nodes, the same for another number of shards: the closed form lets both shards and replicas hide behind the backward."""
-VALUE_EFFORT, ALL_VALUES_EFFORT = 4.0, 10.0
+VALUE_EFFORT = 4.0
+ALL_VALUES_EFFORT = 10.0
 """Limits on the effort to find the fastest plan with another value of one option: for each such value, and for all together.
 
 A layout that alone takes more effort than the first is not tried.
@@ -109,7 +113,10 @@ class LayoutSearch:
     """Searches the layouts `space` of a run for plans that fit into `budget` bytes of a device."""
 
     def __init__(self, run: RunSpec, space: Points, budget: int | None, estimator: PlanEstimator) -> None:
-        self.run, self.space, self.budget, self.estimator = run, space, budget, estimator
+        self.run = run
+        self.space = space
+        self.budget = budget
+        self.estimator = estimator
         self.pricing = pricing_of(run, space)
         self.memory_limit = inf if budget is None else budget * _largest_memory_ratio(run)
         self.considered = 0
@@ -201,10 +208,13 @@ class Finalists:
     """The layouts of a sweep in the order of their promise, as plans that fit, a few of each family."""
 
     def __init__(self, search: LayoutSearch, swept: SweepResult, memory_limit: float) -> None:
-        self.search, self.points = search, swept.points
-        run, self._family_counts = search.run, Counter[object]()
+        self.search = search
+        self.points = swept.points
+        run = search.run
+        self._family_counts = Counter[object]()
         self._families = [_families(swept.points, index, strategy) for index, strategy in enumerate(swept.strategies)]
-        self._fastest, self.values_effort = inf, 0.0
+        self._fastest = inf
+        self.values_effort = 0.0
         played = np.minimum(swept.points.accumulate, STAGES[1] * swept.points.column("pipeline"))
         self._effort = 1 + swept.points.column("pipeline") * played * swept.points.virtual / ACTIONS_PER_EFFORT
         factors = (1.0, SPLIT_RATIO, SIBLING_RATIO) if run.cluster.nodes > 1 else (1.0, 1.0, 1.0)
@@ -219,10 +229,14 @@ class Finalists:
 
     def estimates(self, among: np.ndarray | None = None) -> Iterator[Candidate]:
         """Estimates of the most promising layouts; of untried ones in the mask `among` that are expected to be the fastest there."""
-        min_effort, max_effort, tolerance = MIN_EFFORT, MAX_EFFORT, SAME_TIME_TOLERANCE
+        min_effort = MIN_EFFORT
+        max_effort = MAX_EFFORT
+        tolerance = SAME_TIME_TOLERANCE
         if among is not None:
             among = among & (self._effort <= VALUE_EFFORT)
-            min_effort, max_effort, tolerance = 0.0, VALUE_EFFORT, -SAME_TIME_TOLERANCE
+            min_effort = 0.0
+            max_effort = VALUE_EFFORT
+            tolerance = -SAME_TIME_TOLERANCE
         new: list[Candidate] = []
 
         def seconds(index: int) -> float:
@@ -262,7 +276,8 @@ class Finalists:
         return estimates
 
     def _first_to_fit(self, points: Points, index: int, strategies: Iterator[Strategy]) -> Plan | None:
-        run, budget = self.search.run, self.search.budget
+        run = self.search.run
+        budget = self.search.budget
         plans = (plan_at(run, points, index, strategy, budget) for strategy in strategies)
         return next((plan for plan in plans if fits(run, plan, budget)), None)
 
@@ -273,7 +288,8 @@ class Finalists:
 
     def _strategies_of(self, points: Points, best_at: Callable[[int], Strategy | None]) -> StrategiesOf:
         """Strategies of each point in the order to try: the best, the best for less memory, then lower-memory ones."""
-        run, limit = self.search.run, self.search.memory_limit
+        run = self.search.run
+        limit = self.search.memory_limit
         tighter_at = [self._best_strategy(points, part * limit) for part in TIGHTER_MARGINS]
 
         @cache
@@ -287,7 +303,8 @@ class Finalists:
             )
 
         def of_point(index: int) -> Iterator[Strategy]:
-            first, tried = best_at(index), set[Strategy]()
+            first = best_at(index)
+            tried = set[Strategy]()
             lower_memory = lower_memory_strategies(run, first) if first else []
             schedule = SCHEDULES[points.schedule[index]]
             for strategy in chain([first], (tighter(index) for tighter in tighter_at), lower_memory):
@@ -305,10 +322,11 @@ def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[obj
     virtual stages need more strategies for their memory than few. Across nodes the closed form deviates otherwise where more of the traffic
     is that of shards, and less that of replicas.
     """
-    mesh, schedule = points.meshes[points.mesh[index]], int(points.schedule[index])
+    mesh = points.meshes[points.mesh[index]]
+    schedule = int(points.schedule[index])
     end = strategy.low_memory
     saving = (
-        end.recompute in RECOMPUTES_PRODUCTS,
+        end.recompute in RECOMPUTES_MATMULS,
         end.reshard,
         end.offload,
         strategy.gradients,

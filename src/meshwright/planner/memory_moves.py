@@ -19,7 +19,7 @@ from meshwright.planner.explain import shortfall
 from meshwright.planner.finalists import with_least_offloaded
 from meshwright.planner.reprice import reprice
 from meshwright.spec.model import trained_parameter_count
-from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, SPLITS_BACKWARD, LayerStrategy, Plan, Recompute
+from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_MATMULS, SPLITS_BACKWARD, LayerStrategy, Plan, Recompute
 from meshwright.spec.run import RunSpec
 from meshwright.workload.dtypes import GB, bytes_of, staging_bytes
 from meshwright.workload.groups import gathers_weights
@@ -33,7 +33,7 @@ LEAST_SUMS = 0.05
 """Layouts are also searched with gradient sums in host memory if the sums take at least this share of a device's memory, divided over
 all ranks."""
 TILE = 8192
-"""Tokens of a tile: enough for full matrix products, and a gigabyte of activations for Llama-3-8B."""
+"""Tokens of a tile: enough for full matmuls, and a gigabyte of activations for Llama-3-8B."""
 Fits = Callable[[Plan], bool]
 
 
@@ -80,7 +80,8 @@ def sums_on_host(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]
 
     Only on devices with memory of their own, and for a plan that sums shards.
     """
-    pins, last = pins_of(run), plan.layers[-1]
+    pins = pins_of(run)
+    last = plan.layers[-1]
     if run.cluster.is_cpu or plan.accumulation == "host" or not any(map(plan.sums_shards, plan.layers)):
         return
     if any(overfull_ranks(run, plan, budget)):
@@ -92,7 +93,8 @@ def sums_on_host(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]
 
 def with_sums_on_host(run: RunSpec) -> RunSpec | None:
     """`run` with gradient sums in host memory pinned; None where its pins exclude that, or sums take little of a device's memory."""
-    pins, memory = pins_of(run), run.cluster.memory_bytes()
+    pins = pins_of(run)
+    memory = run.cluster.memory_bytes()
     if run.cluster.is_cpu or memory is None or pins.gradients == "whole":
         return None
     bytes_per_rank = trained_parameter_count(run.model) * bytes_of(precision_of(run).stored) / run.cluster.ranks
@@ -111,12 +113,13 @@ def sums_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
 
 def with_tiles(run: RunSpec) -> RunSpec | None:
     """`run` with tiles of feed-forward networks pinned; None where its pins decide otherwise, or sequences have few tiles."""
-    pins, model = pins_of(run), run.model
+    pins = pins_of(run)
+    model = run.model
     dense = any(not model.routed(layer) for layer in range(model.layers))
     allowed = (
         model.adapter is None
         and (pins.tensor or 1) == 1
-        and (pins.recompute is None or pins.recompute in RECOMPUTES_PRODUCTS)
+        and (pins.recompute is None or pins.recompute in RECOMPUTES_MATMULS)
         and pins.schedule not in SPLITS_BACKWARD
         and set(linear_dtypes(run)) == {"compute"}
     )

@@ -109,7 +109,8 @@ def expense_of(
     >>> round(spent.gpu_hours), round(spent.money)
     (278, 556)
     """
-    rate, watts = price_of(cluster, price), watts_of(cluster)
+    rate = price_of(cluster, price)
+    watts = watts_of(cluster)
     hours_per_token = gpus / tokens_per_second / 3600
     hours = None if tokens is None else tokens * hours_per_token
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.planner.candidate import Candidate, PlanOption, fits, offloads, pins_of
-from meshwright.planner.expert_moves import copies, copies_text, kept_copies, owners, owners_text
+from meshwright.planner.expert_moves import copies, copies_text, kept_copies, owners, placement_text
 from meshwright.planner.explain import micro_batches_text, on_layers
 from meshwright.planner.finalists import (
     SAME_TIME_TOLERANCE,
@@ -37,12 +37,14 @@ from meshwright.planner.memory_moves import (
 )
 from meshwright.planner.space import SCHEDULES, Points, points, with_kernel_engines
 from meshwright.planner.strategies import PLAIN
-from meshwright.spec.plan import RECOMPUTES_PRODUCTS, Gradients, Plan
+from meshwright.spec.plan import RECOMPUTES_MATMULS, Gradients, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, CopyOption, copied_options, transport_fields
 from meshwright.workload.groups import gathers_weights, shard_size
 
-MAX_STARTS, MANY_STARTS, MAX_TRIED = 3, 6, 2
+MAX_STARTS = 3
+MANY_STARTS = 6
+MAX_TRIED = 2
 """Fastest plans of unlike kinds on which a move is tried, and on which one is tried that moves state out of the device or back, as what
 that gains differs most between plans; large plans are tried alone. The third is the most plans of a move from each that are simulated by
 units.
@@ -101,7 +103,8 @@ def reshard_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
         return ""
     gathered = replace(plan, layers=tuple(replace(layer, reshard=False) for layer in plan.layers))
     micro_batches = f"if they stayed gathered, {micro_batches_text(plan)} would not fit into memory"
-    where, why = on_layers(resharded, run.model.layers), "keeping them gathered is no faster"
+    where = on_layers(resharded, run.model.layers)
+    why = "keeping them gathered is no faster"
     again = "gathered" if shard_size(plan) > 1 else "cast"
     return f"weights freed after the forward and {again} again for the backward on {where}: {why if fits(gathered) else micro_batches}"
 
@@ -137,7 +140,7 @@ MOVES = (
         starts=MANY_STARTS,
     ),
     Move(name="copies of experts:", keys=("expert_policy",), plans=copies, value=copies_text),
-    Move(name="owners of experts:", keys=("expert_placement",), plans=owners, value=owners_text),
+    Move(name="expert placement:", keys=("expert_placement",), plans=owners, value=placement_text),
     Move(name="kept copies", keys=("expert_keep",), plans=kept_copies),
     Move(name="mlp_tile", keys=("mlp_tile", "layers"), pinned=with_tiles, why=tile_reason),
     Move(name="eased", keys=("layers",), plans=with_layers_eased, slowdown=1.0),
@@ -215,7 +218,7 @@ def moved_to_fit(run: RunSpec, plans: Sequence[Plan], budget: int | None) -> lis
 
 def searched_beside(run: RunSpec, fastest: Plan, trainable: bool) -> Iterator[tuple[RunSpec, Points]]:
     """The run with each option pinned that may save memory in less time than the fastest plan does, and the layouts for it."""
-    saves = offloads(fastest) or any(layer.recompute in RECOMPUTES_PRODUCTS for layer in fastest.layers)
+    saves = offloads(fastest) or any(layer.recompute in RECOMPUTES_MATMULS for layer in fastest.layers)
     for move in MOVES if saves else ():
         pinned = move.pinned(run) if move.beside and move.free(run) else None
         if pinned is not None and move.beside:

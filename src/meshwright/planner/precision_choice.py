@@ -1,4 +1,4 @@
-"""A plan's step in every number format of matrix products, for dense layers and for experts: `plan --precision`.
+"""A plan's step in every number format of matmuls, for dense layers and for experts: `plan --precision`.
 
 The cost model prices formats that this release cannot train; each entry says whether it can. Rates of fp4 and MXFP8 are the datasheet's,
 times the share that published runs on Blackwell reach (constants.yaml: gemm_low, gemm_block, gemm_fp4).
@@ -18,7 +18,7 @@ from meshwright.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class MatmulFormat:
-    """A format of matrix products, with its scales."""
+    """A format of matmuls, with its scales."""
 
     name: str
     peak: str
@@ -31,7 +31,7 @@ class MatmulFormat:
     accuracy: str
 
 
-PRODUCT_FORMATS = (
+MATMUL_FORMATS = (
     MatmulFormat("bf16", "bf16", 0.0, 16, "compute", "the reference"),
     MatmulFormat(
         "fp8-tensor",
@@ -91,7 +91,7 @@ def format_named(name: str) -> MatmulFormat:
     >>> format_named("FP8-Row").name
     'fp8-row'
     """
-    return value_named(name, {entry.name: entry for entry in PRODUCT_FORMATS}, "--precision")
+    return value_named(name, {entry.name: entry for entry in MATMUL_FORMATS}, "--precision")
 
 
 def priced_formats(run: RunSpec, plan: Plan, narrowest: MatmulFormat) -> tuple[FormatPrice, ...]:
@@ -100,13 +100,14 @@ def priced_formats(run: RunSpec, plan: Plan, narrowest: MatmulFormat) -> tuple[F
     The closed form gives the ratios; the plan's predicted step is their base. Empty without a step time.
     """
     cluster = as_nodes(run.cluster)
-    chip, priced = chip_of(cluster), pricing(run.model, run.train, plan, cluster)
+    chip = chip_of(cluster)
+    priced = pricing(run.model, run.train, plan, cluster)
     if priced is None or chip is None or plan.predicted is None or not plan.predicted.step_seconds:
         return ()
     share = plan.predicted.memory_peak_bytes / number(priced.machine.memory)
     allowed = [
         entry
-        for entry in PRODUCT_FORMATS
+        for entry in MATMUL_FORMATS
         if entry.bits >= narrowest.bits and entry.peak in chip.peak_flops and entry.peak in FORMATS
     ]
 
@@ -134,19 +135,19 @@ def _refusal(dense: MatmulFormat, experts: MatmulFormat) -> str:
     """Why this release cannot train with these formats; empty if it can."""
     missing = next((entry.name for entry in (dense, experts) if entry.linear is None), None)
     if missing:
-        return f"this release has no products in {missing}"
+        return f"this release has no matmuls in {missing}"
     return "" if dense is experts else "plan.linear is one format for dense layers and experts"
 
 
 def _machine(
     priced: Pricing, datasheet: Machine, dense: MatmulFormat, expert_peak: float, experts: MatmulFormat
 ) -> Machine:
-    """The plan's machine with products in these formats; measured rates of other parts stay."""
+    """The plan's machine with matmuls in these formats; measured rates of other parts stay."""
     return replace(
         priced.machine,
         peak=datasheet.peak,
         half_peak=datasheet.half_peak,
-        product_format=dense.kind,
+        matmul_format=dense.kind,
         expert_peak=expert_peak,
         expert_format=experts.kind,
     )

@@ -62,7 +62,8 @@ def reasons(
     best: Candidate, others: Sequence[Candidate], run: RunSpec, fits: Callable[[Plan], bool] = lambda plan: False
 ) -> tuple[str, ...]:
     """Return a sentence per choice in `best`, compared with the `others`; `fits` returns whether a plan fits into memory."""
-    plan, pins = best.plan, pins_of(run)
+    plan = best.plan
+    pins = pins_of(run)
     guessed = is_guessed(run.cluster)
     sentences = [_guess_note(run.cluster)] if guessed else []
     free = [option for option in (*LAYOUT_OPTIONS, *MOVES) if option.free(run)]
@@ -154,7 +155,8 @@ def _difference_text(best: Candidate, other: Candidate, guessed: bool) -> str:
 
 def _layer_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> Iterator[str]:
     """Why some layers recompute activations or offload."""
-    pins, total = pins_of(run), run.model.layers
+    pins = pins_of(run)
+    total = run.model.layers
     low_memory = [layer for layer in plan.layers if layer.recompute != "none"]
     if low_memory and pins.recompute is None and pins.layers is None:
         larger_plan = replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers))
@@ -201,19 +203,23 @@ def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> 
 
 def no_layout(run: RunSpec) -> str:
     """Return why the run's pins and sizes allow no layout."""
-    pins, cluster, batch = pins_of(run), run.cluster, run.train.global_batch
+    pins = pins_of(run)
+    cluster = run.cluster
+    batch = run.train.global_batch
     pipeline = pins.pipeline or len(pins.stages or ()) or 1
     model_ranks = pipeline * prod(size or 1 for size in (pins.tensor, pins.context_ring, pins.context_ulysses))
     data = cluster.ranks // model_ranks
     if pins.schedule and model_ranks * data == cluster.ranks and data and batch % (data * (pins.micro_batch or 1)) == 0:
-        micro_batches, allowed = batch // (data * (pins.micro_batch or 1)), entry_of(pins.schedule).stages_per_rank
+        micro_batches = batch // (data * (pins.micro_batch or 1))
+        allowed = entry_of(pins.schedule).stages_per_rank
         per_rank = len(pins.stages[0]) if pins.stages else allowed.start
         if refused := refusal(pins.schedule, pipeline, micro_batches, per_rank):
             definition = "micro-batches are train.global_batch ÷ data ranks ÷ micro-batch size"
             return f"no plan: {refused}; {definition if per_rank in allowed else 'plan.stages lists the stages of each rank'}"
     if pins.expert and (refused := _expert_misfit(run, pins.expert)):
         return f"no plan: {refused}"
-    heads, seq = run.model.heads, run.train.seq_len
+    heads = run.model.heads
+    seq = run.train.seq_len
     return (
         f"no plan: train.global_batch {batch} must be a multiple of the data ranks (the cluster's {cluster.ranks} ranks ÷ pinned pipeline, "
         "tensor and context; times plan.micro_batch if pinned), plan.replicate × plan.shard that number, and pinned tensor and context "
@@ -223,8 +229,10 @@ def no_layout(run: RunSpec) -> str:
 
 def _expert_misfit(run: RunSpec, expert: int) -> str | None:
     """Return why experts cannot be spread over `expert` ranks together with the pinned axes, or None."""
-    pins, experts = pins_of(run), run.model.experts
-    tensor, data_ranks = pins.tensor or 1, run.cluster.ranks
+    pins = pins_of(run)
+    experts = run.model.experts
+    tensor = pins.tensor or 1
+    data_ranks = run.cluster.ranks
     for size in (pins.pipeline, pins.replicate, pins.tensor):
         data_ranks //= size or 1
     if experts % (expert * tensor) == 0 and data_ranks % expert == 0:

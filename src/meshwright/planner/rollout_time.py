@@ -104,7 +104,8 @@ def _scale(mean: float, most: int) -> float:
     >>> round(_scale(mean=100, most=256), 1)
     111.1
     """
-    low, high = mean, 1e3 * most
+    low = mean
+    high = 1e3 * most
     for _ in range(60):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if middle * -math.expm1(-most / middle) < mean else (low, middle)
@@ -113,7 +114,8 @@ def _scale(mean: float, most: int) -> float:
 
 def _rollout(run: RunSpec, plan: Plan, lengths: Lengths) -> float:
     """Seconds of the engine of the rank whose answers are longest."""
-    ranks, options = plan.ranks, rollout_options(run, plan.ranks)
+    ranks = plan.ranks
+    options = rollout_options(run, plan.ranks)
     shares = [lengths[len(lengths) * rank // ranks : len(lengths) * (rank + 1) // ranks] for rank in range(ranks)]
     share = max(shares, key=lambda share: max((max(answers) for _, *answers in share), default=0))
     first: list[TimedRequest] = []
@@ -135,7 +137,8 @@ def _handover(run: RunSpec, plan: Plan) -> float:
     prices = pricing(run.model, run.train, plan, run.cluster)
     if prices is None:
         raise BadInput(unpredicted_message(run.cluster))
-    count, precision = parameter_count(run.model), plan.precision
+    count = parameter_count(run.model)
+    precision = plan.precision
     written = count * bytes_of(precision.compute)
     # Frozen weights, those of nearly all of a model with adapters, are stored in the dtype of compute.
     read = count * bytes_of(precision.stored if run.model.adapter is None else precision.compute)

@@ -27,7 +27,8 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.expected_lengths import LengthHistogram
 from meshwright.workload.plan_bytes import fullest
 
-BATCHES, COMPARED_BATCHES = 32, 4
+BATCHES = 32
+COMPARED_BATCHES = 4
 """Global batches played for the leading layouts, and for all."""
 LEADING = 3
 """Layouts of each kind, static and hybrid, that play all batches."""
@@ -83,11 +84,13 @@ def choose_sample_layout(
     A batch has `train.global_batch_tokens`, or `train.global_batch` · `train.seq_len` tokens; samples are cut at `seq_len`. Static context
     ranks need whole sequences on each of their groups. Leading layouts play `batches` of them; without `static` all are hybrid.
     """
-    longest, tokens = min(run.train.seq_len, histogram.longest), step_tokens(run)
+    longest = min(run.train.seq_len, histogram.longest)
+    tokens = step_tokens(run)
     if obstacle := _obstacle(run):
         return SampleChoice(longest, tokens, obstacle=obstacle)
     drawn = [draw_batch(histogram, tokens, longest, run.seed, number) for number in range(batches)]
-    budget, played = memory_budget(run, memory_bytes), []
+    budget = memory_budget(run, memory_bytes)
+    played = []
     for layout in sample_layouts(run, longest):
         strategy = _least_recompute(run, layout, budget) if static or layout.hybrid else None
         if strategy is not None:
@@ -120,7 +123,9 @@ def draw_batch(histogram: LengthHistogram, tokens: int, longest: int, seed: int,
 
 def sample_layouts(run: RunSpec, longest: int) -> Iterator[SampleLayout]:
     """Layouts of the run's ranks that hold its longest sample: static context ranks, and hybrid ranks by capacity."""
-    ranks, sequence, pins = run.cluster.ranks, run.train.seq_len, pins_of(run)
+    ranks = run.cluster.ranks
+    sequence = run.train.seq_len
+    pins = pins_of(run)
     for context in divisors(ranks):
         if step_tokens(run) % (ranks // context * sequence) or sequence % (2 * context):
             continue
@@ -188,9 +193,11 @@ def _with_choice_first(played: Sequence[PlayedLayout]) -> tuple[PlayedLayout, ..
 def _least_recompute(run: RunSpec, layout: SampleLayout, budget: int | None) -> LayerStrategy | None:
     """The strategy with the least recompute that fits; static ranks may free weights and gather them again."""
     pinned = pins_of(run).recompute
-    for kept in (True,) if layout.hybrid else (True, False):
+    for gather_once in (True,) if layout.hybrid else (True, False):
         for recompute in RECOMPUTE_MODES if pinned is None else (pinned,):
-            strategy = LayerStrategy(reshard=not kept, gradients="whole" if kept else "shard", recompute=recompute)
+            strategy = LayerStrategy(
+                reshard=not gather_once, gradients="whole" if gather_once else "shard", recompute=recompute
+            )
             if fits(*plan_of(run, layout, strategy, SEVERAL), budget):
                 return strategy
     return None

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshwright.costs.constants import OWN, constants
 from meshwright.costs.machine_rates import chip_of, machine_of, with_measurements
-from meshwright.costs.plan_costs import format_of_products
+from meshwright.costs.plan_costs import matmul_dtype
 from meshwright.planner.candidate import compiles, pins_of, slot_run
 from meshwright.planner.sample_plans import always_exchanges, hybrid_exchange, ring_seconds
 from meshwright.planner.slot_offloads import with_slot_offload
@@ -24,7 +24,8 @@ TILE = 128
 
 def searched_run(run: RunSpec) -> RunSpec:
     """The run as the planner searches for its plan: full slots in place of samples, on data ranks; other runs unchanged."""
-    tokens, pins = run.train.global_batch_tokens, pins_of(run)
+    tokens = run.train.global_batch_tokens
+    pins = pins_of(run)
     if tokens is None:
         return run
     if pins.hybrid is not None:
@@ -35,8 +36,10 @@ def searched_run(run: RunSpec) -> RunSpec:
 
 
 def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanKeys) -> RunSpec:
-    """The run with slots of the hybrid ranks as sequences of shard ranks, which have the same weights and products."""
-    ranks, tensor, schedule = pins.hybrid or 1, pins.tensor or 1, pins.schedule or "1f1b"
+    """The run with slots of the hybrid ranks as sequences of shard ranks, which have the same weights and matmuls."""
+    ranks = pins.hybrid or 1
+    tensor = pins.tensor or 1
+    schedule = pins.schedule or "1f1b"
     capacity = pins.capacity or _capacity(ranks, tensor, run.train.seq_len)
     pins = replace(
         pins,
@@ -62,7 +65,7 @@ def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanKeys) -> RunSpec:
 
 
 def _capacity(ranks: int, tensor: int, longest: int) -> int:
-    """Tokens of the smallest slots that hold the longest sample, in whole tiles of products where they are long enough.
+    """Tokens of the smallest slots that hold the longest sample, in whole tiles of matmuls where they are long enough.
 
     A sample of 10,000 tokens takes 2,500 of each of 4 ranks, rounded up to whole tiles:
 
@@ -93,15 +96,15 @@ def with_hybrid_axis(run: RunSpec, plan: Plan) -> Plan:
 def sample_plan(run: RunSpec, precision: Precision) -> SamplePlan | None:
     """Slots that hold the longest sample, and the times of samples by the cost model; None if samples have equal length.
 
-    The times are those of the plan's products on the cluster's device: only their ratios decide where samples go.
+    The times are those of the plan's matmuls on the cluster's device: only their ratios decide where samples go.
     """
     if run.data.packing != "none":
         return None
     capacity = run.train.seq_len + run.train.seq_len % 2
     chip = chip_of(run.cluster)
-    products = format_of_products(precision, run.cluster)
+    matmuls = matmul_dtype(precision, run.cluster)
     fitted = constants(chip.generation if chip else "default", OWN)
-    measured, machine = with_measurements(fitted, machine_of(run.cluster, products), run.cluster, products)
+    measured, machine = with_measurements(fitted, machine_of(run.cluster, matmuls), run.cluster, matmuls)
     time = time_with_constants(run.model, machine, measured, capacity)
     return SamplePlan(
         capacity=capacity,

@@ -108,10 +108,8 @@ def hybrid_exchange(run: RunSpec, ranks: int, heads: int) -> float:
         return math.inf if pinned is None else 0.0
     exchange, _, _ = context_messages(priced.shape, priced.layout, step_shape(priced.shape, priced.layout))
     sent = number(exchange.bytes) * number(exchange.forward + exchange.backward) * REPEATED_EXCHANGES / EXCHANGED_TOKENS
-    link, port = (
-        number(link_rate(priced.machine, priced.constants)),
-        number(port_rate(priced.machine, priced.constants)),
-    )
+    link = number(link_rate(priced.machine, priced.constants))
+    port = number(port_rate(priced.machine, priced.constants))
     return sent / link if run.cluster.ranks <= run.cluster.ranks_per_node else sent / 2 / min(link, port)
 
 
@@ -131,7 +129,8 @@ def _ring_time(run: RunSpec, priced: Pricing) -> RingTime:
     step = step_shape(priced.shape, priced.layout)
     _, passes, _ = context_messages(priced.shape, priced.layout, step)
     token_bytes = number(passes.bytes) / number(step.tokens) * number(priced.shape.attention_layers)
-    machine, k = priced.machine, priced.constants
+    machine = priced.machine
+    k = priced.constants
     return RingTime(
         token_bytes,
         number(link_rate(machine, k)),

@@ -56,7 +56,8 @@ def sample_reasons(run: RunSpec, choice: SampleChoice) -> Iterator[str]:
 
 def _compared(best: PlayedLayout, other: PlayedLayout) -> str:
     """How much longer the best layout of the other kind takes."""
-    kind, behind = "hybrid" if other.layout.hybrid else "static", other.seconds - best.seconds
+    kind = "hybrid" if other.layout.hybrid else "static"
+    behind = other.seconds - best.seconds
     text = f"the best {kind} layout, {layout_name(other.layout)} with {other.layout.capacity:,} tokens a rank,"
     if behind <= SAME_TIME_TOLERANCE * best.seconds:
         return f"{text} cannot be told apart (within {SAME_TIME_TOLERANCE:.0%}): the simpler layout is taken"

@@ -25,7 +25,8 @@ def with_stages(
 
     Raises ValueError as `stage_table` does: for pinned stages that are not in the schedule's order.
     """
-    layers, pins = run.model.layers, pins_of(run)
+    layers = run.model.layers
+    pins = pins_of(run)
     if pins.stages:
         table = stage_table(SchedulePlan(name=name, stages=pins.stages), pipeline, layers)
     else:
@@ -47,7 +48,8 @@ def with_stages(
 
 def _balanced_by_flops(run: RunSpec, table: StageTable, speeds: tuple[float, ...]) -> StageTable:
     """The stages of `table`, or others if by the FLOPs of unlike layers their slowest rank takes less time."""
-    model, seq = run.model, run.train.seq_len
+    model = run.model
+    seq = run.train.seq_len
     of_kinds = [block_flops_per_token(block, seq, causal=True) for block in model.block_kinds]
     flops = [of_kinds[model.kind(layer)] for layer in range(model.layers)]
     mean = sum(flops) / len(flops)
@@ -77,7 +79,8 @@ def _flops_of_head_and_block(run: RunSpec) -> tuple[float, float]:
     >>> 2 * 14 - 24, 24 - 14
     (4, 10)
     """
-    model, seq = run.model, run.train.seq_len
+    model = run.model
+    seq = run.train.seq_len
     alike: dict[str, Any] = {"blocks": {}, "pattern": (), "first": (), "sequence": ()}
     one_layer, two_layers = (
         flops_per_token(replace(model, layers=layers, **alike), seq, causal=True) for layers in (1, 2)

@@ -54,7 +54,8 @@ def slot_offload(
     offloaded = offloaded_layers(capacity, longer, layers)
     if offloaded is None:
         return None
-    hiding, least = 1.0, ranks * capacity + 1
+    hiding = 1.0
+    least = ranks * capacity + 1
     if priced is not None:
         hiding = shortest_hiding(time, _copy_seconds(priced, offloaded / layers))
     shortest = ceil(min(max(hiding, capacity + 1), least))
@@ -73,7 +74,8 @@ def _copy_seconds(priced: Pricing, share: float) -> float:
 
 def with_slot_offload(run: RunSpec, plan: Plan) -> Plan:
     """`plan` with the pinned slots with offload, and their memory where it is larger; unchanged without the pin."""
-    longer, samples = pins_of(run).offload_capacity, plan.samples
+    longer = pins_of(run).offload_capacity
+    samples = plan.samples
     if longer is None or samples is None:
         return plan
     priced = pricing(run.model, slot_run(run, plan).train, plan, run.cluster)
@@ -109,9 +111,9 @@ def offload_layouts(
     for recompute in modes if allowed else ():
         if recompute in PARTIAL_RECOMPUTES and not compiles(run):
             continue
-        kept = LayerStrategy(reshard=False, gradients="whole", recompute=recompute)
+        gather_once_strategy = LayerStrategy(reshard=False, gradients="whole", recompute=recompute)
         for fraction in FRACTIONS:
-            found = _offload_layout(run, layout, kept, 2 * ceil(fraction * layout.capacity / 2), budget)
+            found = _offload_layout(run, layout, gather_once_strategy, 2 * ceil(fraction * layout.capacity / 2), budget)
             if found is not None:
                 yield found
                 break

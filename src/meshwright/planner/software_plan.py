@@ -22,7 +22,7 @@ from meshwright.costs.software import IMBALANCE, SOFTWARE, TrainingSoftware
 from meshwright.costs.stack_footprint import FITTING_SHARE, footprint, memory_constants
 from meshwright.costs.step import step_cost
 from meshwright.planner.candidate import linear_dtypes
-from meshwright.planner.precision_choice import PRODUCT_FORMATS, MatmulFormat
+from meshwright.planner.precision_choice import MATMUL_FORMATS, MatmulFormat
 from meshwright.spec.chips import Chip
 from meshwright.spec.divisors import divisors
 from meshwright.spec.errors import BadInput
@@ -32,7 +32,10 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.layouts import FULL, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape, shape_of
 
-MOST_TENSOR, MOST_CONTEXT, MOST_STAGES, MOST_VIRTUAL = 8, 16, 64, 8
+MOST_TENSOR = 8
+MOST_CONTEXT = 16
+MOST_STAGES = 64
+MOST_VIRTUAL = 8
 """Largest numbers of tensor, context and pipeline ranks, and of stages a rank, that the search tries."""
 MICRO_BATCHES = (1, 2, 4, 8)
 
@@ -48,7 +51,7 @@ class SoftwarePlan:
     runs: int
     """Published runs that its constants follow."""
     precision: str = "bf16"
-    """Format of matrix products, of dense layers and of experts."""
+    """Format of matmuls, of dense layers and of experts."""
     layout: str = ""
     sizes: dict[str, float] | None = None
     seconds: float | None = None
@@ -70,7 +73,7 @@ def software_listed(text: str) -> tuple[TrainingSoftware, ...]:
 
 
 def best_with(run: RunSpec, software: TrainingSoftware, narrowest: MatmulFormat | None = None) -> SoftwarePlan:
-    """The layout and the format of products with the shortest step that fits.
+    """The layout and the format of matmuls with the shortest step that fits.
 
     Formats are those of the software's published runs that the chip has, down to `narrowest`; without it to 8 bits for a run whose
     `plan.linear` is fp8, else bf16 alone.
@@ -80,25 +83,25 @@ def best_with(run: RunSpec, software: TrainingSoftware, narrowest: MatmulFormat 
     cluster = as_nodes(run.cluster)
     chip = chip_of(cluster)
     if chip is None or "bf16" not in chip.peak_flops:
-        return replace(answer, refused=f"{cluster.gpu} has no bf16 products in the chip table")
+        return replace(answer, refused=f"{cluster.gpu} has no bf16 matmuls in the chip table")
     if run.model.adapter is not None:
         return replace(answer, refused="adapters are priced for this program only")
     own_bits = min(16 if linear == "compute" else 8 for linear in linear_dtypes(run))
     bits = narrowest.bits if narrowest else own_bits
     priced = [
         _best_layout(run, software, answer, chip, entry)
-        for entry in PRODUCT_FORMATS
+        for entry in MATMUL_FORMATS
         if entry.name in ("bf16", *software.formats) and entry.bits >= bits and entry.peak in chip.peak_flops
     ]
     return min(priced, key=lambda entry: entry.seconds or math.inf)
 
 
 def _best_layout(
-    run: RunSpec, software: TrainingSoftware, answer: SoftwarePlan, chip: Chip, product_format: MatmulFormat
+    run: RunSpec, software: TrainingSoftware, answer: SoftwarePlan, chip: Chip, matmul_format: MatmulFormat
 ) -> SoftwarePlan:
-    """`answer` with the layout whose step is the shortest with products in this format."""
+    """`answer` with the layout whose step is the shortest with matmuls in this format."""
     cluster = as_nodes(run.cluster)
-    machine = replace(machine_of(cluster, product_format.peak), product_format=product_format.kind)
+    machine = replace(machine_of(cluster, matmul_format.peak), matmul_format=matmul_format.kind)
     shape = _published_shape(shape_of(run.model, run.train.seq_len))
     layouts = _layouts(run, shape, machine, software)
     if layouts is None:
@@ -119,7 +122,7 @@ def _best_layout(
     chosen = {name: float(np.broadcast_to(getattr(layouts, name), seconds.shape)[best]) for name in _SHOWN}
     return replace(
         answer,
-        precision=product_format.name,
+        precision=matmul_format.name,
         layout=_words(chosen),
         sizes=chosen,
         seconds=step,
@@ -154,8 +157,10 @@ def _published_shape(shape: Shape) -> Shape:
 
 def _layouts(run: RunSpec, shape: Shape, machine: Machine, software: TrainingSoftware) -> Layouts | None:
     """Layouts that the software could run, as columns; None if there is none."""
-    cluster, model = as_nodes(run.cluster), run.model
-    ranks, layers = cluster.ranks, model.layers
+    cluster = as_nodes(run.cluster)
+    model = run.model
+    ranks = cluster.ranks
+    layers = model.layers
     stages = sorted(
         {*divisors(layers), *_powers(min(MOST_STAGES, layers))}
     )  # published runs also divide layers unevenly
@@ -227,7 +232,7 @@ def _expert_ranks(experts: int, stage_ranks: int, software: TrainingSoftware) ->
 def _run_class(run: RunSpec, software: TrainingSoftware, generation: str) -> RunClass:
     return RunClass(
         several_hosts=as_nodes(run.cluster).nodes > 1,
-        mixture=bool(run.model.experts),
+        moe=bool(run.model.experts),
         measured_generation=generation in table()["measured_with"],
         software=known_software(software.constants),
     )

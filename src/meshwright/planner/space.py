@@ -57,7 +57,9 @@ MIN_TOKENS = 512
 """Fewest tokens of one sequence on a context rank."""
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 """Stages per rank that the search tries for the interleaved schedule, unless the stages are pinned."""
-WIDE_DOMAIN, FEW_SEQUENCES, FAST_PORT = 8, 2, 0.5
+WIDE_DOMAIN = 8
+FEW_SEQUENCES = 2
+FAST_PORT = 0.5
 """Most tensor × Ulysses ranks where a step has fewer than `FEW_SEQUENCES` sequences per fast domain, or where ports have at least the
 share `FAST_PORT` of the links' rate.
 
@@ -158,7 +160,8 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
 
 def with_kernel_engines(run: RunSpec, space: Points) -> Points:
     """Return the points with NCCL kernels in place of copy engines, except where copy engines are pinned."""
-    pins, zeros = pins_of(run), np.zeros(len(space.meshes))
+    pins = pins_of(run)
+    zeros = np.zeros(len(space.meshes))
     pins_by_column = {option.column: option.pin(pins) for option in COPY_OPTIONS}
     return replace(
         space,
@@ -190,7 +193,8 @@ def _mesh_columns(run: RunSpec, meshes: Sequence[AxisSizes]) -> dict[str, np.nda
 
 def _weight_copies(run: RunSpec) -> Callable[[AxisSizes], bool]:
     """Whether copy engines gather a mesh's weights: as pinned, else where possible, as they slow compute less than kernels."""
-    pinned, possible = GATHERS.pin(pins_of(run)), why_kernel_gathers(run) is None
+    pinned = GATHERS.pin(pins_of(run))
+    possible = why_kernel_gathers(run) is None
 
     def copies(mesh: AxisSizes) -> bool:
         if mesh.size("shard") * mesh.context == 1 or pinned:
@@ -218,7 +222,9 @@ def _shards_cross_nodes(run: RunSpec, mesh: AxisSizes) -> bool:
 
 
 def _meshes(run: RunSpec, trainable: bool) -> Iterator[AxisSizes]:
-    pins, ranks, batch = pins_of(run), run.cluster.ranks, run.train.global_batch
+    pins = pins_of(run)
+    ranks = run.cluster.ranks
+    batch = run.train.global_batch
     for tensor, ulysses, ring in _model_axes(run, trainable):
         ranks_left = ranks // (tensor * ulysses * ring)
         for pipeline in _pinned_or(
@@ -253,7 +259,9 @@ def _orders(run: RunSpec, sizes: Mapping[str, int]) -> list[tuple[AxisName, ...]
 
 def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
     """(tensor, Ulysses, ring) sizes: the axes that split the work of one sequence."""
-    pins, model, domain = pins_of(run), run.model, fast_domain(as_nodes(run.cluster))
+    pins = pins_of(run)
+    model = run.model
+    domain = fast_domain(as_nodes(run.cluster))
     link, port = network_rates(as_nodes(run.cluster))
     if run.train.global_batch * domain < run.cluster.ranks * FEW_SEQUENCES or port >= FAST_PORT * link:
         domain = max(domain, WIDE_DOMAIN)
@@ -314,7 +322,9 @@ def _pinned_or(pinned: int | None, otherwise: Iterable[int]) -> list[int]:
 
 def _batch_options(run: RunSpec, trainable: bool) -> Callable[[int, int], np.ndarray]:
     """A function of pipeline stages and data ranks: rows of (micro-batch, accumulate, schedule index, virtual stages) to try."""
-    pins, batch, layers = pins_of(run), run.train.global_batch, run.model.layers
+    pins = pins_of(run)
+    batch = run.train.global_batch
+    layers = run.model.layers
     allowed = tuple(name for name in SCHEDULES if not conflicts(run, trainable=trainable, schedule=name))
 
     def fits_ramp(pipeline: int, data: int, option: tuple[int, int, int, int]) -> bool:

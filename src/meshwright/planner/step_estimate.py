@@ -19,7 +19,9 @@ from meshwright.simulator.timing import Timing
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
-UNITS, STAGES, DEEP = (3, 4), (2, 3), 16
+UNITS = (3, 4)
+STAGES = (2, 3)
+DEEP = 16
 """Micro-batches per pipeline rank in the two short steps, by units and by stages.
 
 By stages at most 1% off where compared; (1, 2) was 15% off. From the third number of ranks on, only the first of the
@@ -36,7 +38,8 @@ def simulated_by_units(run: RunSpec, plan: Plan, timing: Timing | None = None) -
     `timing` is computed if not given. Of a deep pipeline only a short step is simulated by units; its difference from the short step by
     stages is added to the full step by stages, which was at most 0.2% off where compared.
     """
-    timing, layers = timing or timing_of(run.model, run.train, plan, run.cluster), run.model.layers
+    timing = timing or timing_of(run.model, run.train, plan, run.cluster)
+    layers = run.model.layers
 
     def play(short: Plan, short_timing: Timing) -> Timeline:
         return simulate(training_schedule(short, layers), short_timing)
@@ -44,10 +47,8 @@ def simulated_by_units(run: RunSpec, plan: Plan, timing: Timing | None = None) -
     if plan.axis_size("pipeline") < DEEP or not _is_long(plan, STAGES):
         return _shortened(plan, timing, play, UNITS)
     short, short_timing = _short_step(plan, timing, STAGES[0])
-    by_units, by_stages = (
-        play(short, short_timing).breakdown,
-        _stage_simulation(run, plan)(short, short_timing).breakdown,
-    )
+    by_units = play(short, short_timing).breakdown
+    by_stages = _stage_simulation(run, plan)(short, short_timing).breakdown
     whole = simulated_by_stages(run, plan, timing)
     return {name: max(0.0, seconds + by_units[name] - by_stages[name]) for name, seconds in whole.items()}
 
@@ -102,7 +103,8 @@ def _short_step(plan: Plan, timing: Timing, per_rank: int) -> tuple[Plan, Timing
 
     In layered order the fewer micro-batches are stretched to the time of all, because together they hide a unit's collectives.
     """
-    period, full_count = _period(plan), plan.batch.accumulate
+    period = _period(plan)
+    full_count = plan.batch.accumulate
     count = per_rank * period if plan.layered else per_rank * period + full_count % period
     short_timing = timing.with_larger_micro_batches(full_count / count) if plan.layered else timing
     return replace(plan, batch=replace(plan.batch, accumulate=count)), short_timing
@@ -115,7 +117,8 @@ def _shortened(plan: Plan, timing: Timing, play: Play, per_rank: tuple[int, int]
     short_steps = [_short_step(plan, timing, times) for times in per_rank]
     shorter_count, longer_count = (short.batch.accumulate for short, _ in short_steps)
     first, second = (play(*step) for step in short_steps)
-    count, before = plan.batch.accumulate, first.breakdown
+    count = plan.batch.accumulate
+    before = first.breakdown
     if plan.layered:
         # The idle time that larger micro-batches add is proportional to their size.
         slope = (1 / longer_count - 1 / count) / (1 / shorter_count - 1 / longer_count)

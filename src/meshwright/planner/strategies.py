@@ -14,7 +14,7 @@ from meshwright.planner.option_grid import OptionGrid
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import (
     RECOMPUTE_MODES,
-    RECOMPUTES_PRODUCTS,
+    RECOMPUTES_MATMULS,
     Gradients,
     LayerStrategy,
     Offload,
@@ -86,7 +86,8 @@ def strategy_set_of(run: RunSpec, offloads: tuple[Offload, ...]) -> StrategySet:
 
 def lower_memory_strategies(run: RunSpec, strategy: Strategy) -> list[Strategy]:
     """Strategies that save more memory than this one, the first the least: with reshard, then also with more recompute."""
-    end, modes = strategy.low_memory, recomputes(run)
+    end = strategy.low_memory
+    modes = recomputes(run)
     freed = replace(end, reshard=_reshard_modes(pins_of(run))[-1])
     ends = [freed, *(replace(freed, recompute=mode) for mode in modes[modes.index(end.recompute) + 1 :])]
     return [replace(strategy, high_memory=end, low_memory=low_memory) for low_memory in ends if low_memory != end]
@@ -109,7 +110,7 @@ def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
     if pinned is not None:
         return (pinned,)
     modes = tuple(mode for mode in RECOMPUTE_MODES if mode != "all_but_attention" or _attention_is_costly(run))
-    return tuple(mode for mode in modes if mode in RECOMPUTES_PRODUCTS) if mlp_tile_of(run) else modes
+    return tuple(mode for mode in modes if mode in RECOMPUTES_MATMULS) if mlp_tile_of(run) else modes
 
 
 def _reshard_modes(pins: PlanKeys) -> list[bool]:
@@ -150,7 +151,8 @@ def _strategy_ends(run: RunSpec, offloads: Sequence[Offload]) -> list[tuple[Stra
 
     Both are equal, or differ in one of reshard, recompute and offload of activations.
     """
-    reshard_options, recompute_options = _reshard_modes(pins_of(run)), recomputes(run)
+    reshard_options = _reshard_modes(pins_of(run))
+    recompute_options = recomputes(run)
     pairs: list[tuple[StrategyEnd, StrategyEnd]] = []
     for offload in offloads:
         pairs += [

@@ -44,7 +44,8 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts
 
-BATCH_POINTS, BATCH_GROWTH = 512, 16
+BATCH_POINTS = 512
+BATCH_GROWTH = 16
 """Points of the first batch that is priced in one call, and the limit on the growth of later ones.
 
 Results of earlier batches exclude later points, so the first are small; a call costs as much as pricing a thousand points.
@@ -84,7 +85,8 @@ def sweep(
     fastest alone. `costs` are those of `points`, if an earlier sweep has computed some.
     """
     costs = costs or SpaceCosts(run, pricing, points)
-    bound, strategy_set = costs.lower_bounds, strategy_set_of(run, points.offloads)
+    bound = costs.lower_bounds
+    strategy_set = strategy_set_of(run, points.offloads)
     order = np.argsort(bound, kind="stable")
     leaders = _FastestByFamily(best, max_slowdown, _families(points), limit)
     priced = len(points)
@@ -142,7 +144,8 @@ def strategies_in(run: RunSpec, pricing: Pricing, points: Points, memory_limit: 
         strict=True,
     ):
         if seconds < fastest[index]:
-            best[index], fastest[index] = strategy, seconds
+            best[index] = strategy
+            fastest[index] = seconds
     return best
 
 
@@ -155,7 +158,8 @@ def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy
     compatible = _compatible(run, points, [strategy.layer(strategy.high_memory) for strategy in strategies])
     if compatible.any():
         first = int(compatible.any(axis=1).argmax())
-        strategy, points = strategies[first], points.take(np.flatnonzero(compatible[first]))
+        strategy = strategies[first]
+        points = points.take(np.flatnonzero(compatible[first]))
     return points.take(np.argsort(least_bytes(run, points), kind="stable")[:count]), strategy
 
 
@@ -163,7 +167,9 @@ class _FastestByFamily:
     """Collects the `size` fastest points of each family with their strategies, up to `max_slowdown` times the fastest."""
 
     def __init__(self, size: int, max_slowdown: float, families: np.ndarray, limit: float) -> None:
-        self.size, self.max_slowdown, self.families = size, max_slowdown, families
+        self.size = size
+        self.max_slowdown = max_slowdown
+        self.families = families
         self.strategies_by_point: dict[int, dict[int, list[tuple[float, Strategy]]]] = {}
         """By family, then by point index: (seconds, strategy) of the accepted strategies."""
         self.limit = limit
@@ -227,14 +233,17 @@ def _best_strategies(
     grid = strategy_set.grid
     base_layout = layouts(run, points, grid.options[0])
     cost = closed_form_cost(pricing, grid.layouts(base_layout), layers)
-    seconds, update = grid.flat(cost.seconds, len(points)), grid.flat(cost.optimizer, len(points))
+    seconds = grid.flat(cost.seconds, len(points))
+    update = grid.flat(cost.optimizer, len(points))
     applicable = _applicable(run, points, grid.options)
     # A mixture of two settings takes at least as long as the faster of them. Offloaded state may stay on the device in part.
     least = seconds - grid.offloads_optimizer[:, None] * update
     promising = np.flatnonzero(np.min(least, axis=0, where=applicable, initial=np.inf) < worst)
     if not len(promising):
         return promising, [], np.zeros(0)
-    layout, allowed, worst = select(base_layout, promising), applicable[:, promising], worst[promising]
+    layout = select(base_layout, promising)
+    allowed = applicable[:, promising]
+    worst = worst[promising]
     layers = layers and select(layers, promising)
     memory_needs = _memory_needs(run, pricing, grid.layouts(layout))
     priced = _UniformCosts(seconds[:, promising], *(grid.flat(needs, len(promising)) for needs in memory_needs))
@@ -242,7 +251,9 @@ def _best_strategies(
     uniform = _with_state_on_device(run, pricing, layout, grid, priced, memory_limit, possible, layers)
     activation_offload = _ActivationOffloadCosts(run, pricing, layout, strategy_set, layers)
     mixed = _strategy_seconds(run, priced, uniform, strategy_set, memory_limit, activation_offload, allowed, worst)
-    indices, strategies, seconds_by_class = [], [], []
+    indices = []
+    strategies = []
+    seconds_by_class = []
     for members in strategy_set.classes:
         best = members[mixed[members].argmin(axis=0)]
         best_seconds = mixed[best, np.arange(len(promising))]
@@ -255,7 +266,8 @@ def _best_strategies(
 
 def _applicable(run: RunSpec, points: Points, options: Sequence[LayerStrategy]) -> np.ndarray:
     """(layer settings, points): whether the setting differs from the other settings there, and breaks no rule with its schedule."""
-    pins, precision = pins_of(run), precision_of(run)
+    pins = pins_of(run)
+    precision = precision_of(run)
     sharded = points.column("shard") * points.column("context") > 1
     accumulates = (points.accumulate > 1) & (points.schedule != SCHEDULES.index("breadth_first"))
     everywhere = np.ones(len(points), bool)
@@ -358,8 +370,10 @@ def _strategy_seconds(
     Infinite where none fit, where no low-memory layer is needed (the strategy whose two ends both are the high-memory end covers that
     case), and where the seconds cannot be below `worst`. Mixtures are computed only where they are possible: for one pair in ten.
     """
-    high, low = strategy_set.high_memory, strategy_set.low_memory
-    fits, fast = applicable & (priced.bytes <= memory_limit), priced.seconds < worst
+    high = strategy_set.high_memory
+    low = strategy_set.low_memory
+    fits = applicable & (priced.bytes <= memory_limit)
+    fast = priced.seconds < worst
     seconds = np.full((len(high), len(worst)), np.inf)
     seconds[high == low] = np.where(fits & (uniform.host_bytes <= host_budget(run)), uniform.seconds, np.inf)[
         high[high == low]
@@ -369,7 +383,8 @@ def _strategy_seconds(
     offloads = strategy_set.adds_activation_offload
     possible[offloads] &= (priced.seconds * BOUND_SAFETY < worst)[high[offloads]]
     strategies, columns = np.nonzero(possible)
-    high, low = high[strategies], low[strategies]
+    high = high[strategies]
+    low = low[strategies]
     offloading = activation_offload.of(strategies, columns)
     high_bytes = priced.bytes[high, columns]
     high_bytes[offloading.pairs] = offloading.bytes()
@@ -393,7 +408,10 @@ class _ActivationOffloadCosts:
     def __init__(
         self, run: RunSpec, pricing: Pricing, layout: Layouts, strategy_set: StrategySet, layers: LayerCosts | None
     ) -> None:
-        self.run, self.pricing, self.layout, self.layers = run, pricing, layout, layers
+        self.run = run
+        self.pricing = pricing
+        self.layout = layout
+        self.layers = layers
         offloads = strategy_set.grid.offloads
         self.grid = replace(strategy_set.grid, offloads=tuple(pair[1] for pair in OFFLOAD_PAIRS if pair[1] in offloads))
         """The low-memory ends of these strategies."""

@@ -46,13 +46,16 @@ class _Times:
     """Times of stages of so many layers; `owners` has the rank of each stage in order."""
 
     def __init__(self, weights: Sequence[float], head: float, speeds: Sequence[float], owners: Sequence[int]) -> None:
-        self.speeds, self.owners, self.layers = speeds, owners, len(weights)
+        self.speeds = speeds
+        self.owners = owners
+        self.layers = len(weights)
         self.before = [0.0, *accumulate(weights)]
         self.before[-1] += head
 
     def of_ranks(self, sizes: Sequence[int]) -> tuple[list[float], float]:
         """The time of each rank, and that of the slowest stage."""
-        ranks, slowest_stage = [0.0] * len(self.speeds), 0.0
+        ranks = [0.0] * len(self.speeds)
+        slowest_stage = 0.0
         for owner, (first, stop) in zip(self.owners, pairwise(accumulate(sizes, initial=0)), strict=True):
             seconds = (self.before[stop] - self.before[first]) / self.speeds[owner]
             ranks[owner] += seconds
@@ -67,7 +70,8 @@ class _Times:
 
 def _even_stages(times: _Times) -> list[int]:
     """Sizes of stages of which the slowest takes the least time, by bisection of the time in which every stage takes all that it can."""
-    low, high = 0.0, times.before[-1] / min(times.speeds)
+    low = 0.0
+    high = times.before[-1] / min(times.speeds)
     for _ in range(BISECTIONS):
         limit = (low + high) / 2
         if sum(_filled(times, limit)) < times.layers:
@@ -79,7 +83,8 @@ def _even_stages(times: _Times) -> list[int]:
 
 def _filled(times: _Times, limit: float) -> list[int]:
     """Sizes of stages that take as many layers as fit into the time `limit`: at least one, and one is left to each later stage."""
-    sizes, first = list[int](), 0
+    sizes = list[int]()
+    first = 0
     for later, owner in zip(reversed(range(len(times.owners))), times.owners, strict=True):
         room = times.before[first] + limit * times.speeds[owner]
         fitting = bisect_right(times.before, room, lo=first) - 1 - first

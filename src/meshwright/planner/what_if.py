@@ -37,7 +37,7 @@ MAX_SEARCH_SECONDS = 0.5
 MAX_SIMULATED = 2
 """Plans of a change that are simulated, the best by the closed form."""
 MARGINS = (1.05, 0.97)
-"""Factors on the memory limit of the closed form, which deviates a little from the exact account."""
+"""Factors on the memory limit of the closed form, which deviates a little from the exact memory model."""
 MAX_SIZES = 8
 """Larger cluster sizes that are tried until one has a plan."""
 
@@ -125,7 +125,7 @@ def _bf16_replica_sums(run: RunSpec, plan: Plan) -> _Changed | None:
     return _Changed("plan.reduce_replicas=bf16", run, narrow, "sums over replicas lose precision")
 
 
-def _fp8_products(run: RunSpec, plan: Plan) -> _Changed | None:
+def _fp8_matmuls(run: RunSpec, plan: Plan) -> _Changed | None:
     precision = plan.precision
     known = run.cluster.peak_flops("fp8") is not None
     follow = any(layer.linear is None for layer in plan.layers)
@@ -144,7 +144,7 @@ CHANGES: tuple[Callable[[RunSpec, Plan], _Changed | None], ...] = (
     _twice_the_batch,
     _twice_the_memory,
     _bf16_replica_sums,
-    _fp8_products,
+    _fp8_matmuls,
 )
 
 
@@ -264,15 +264,14 @@ def _fastest(run: RunSpec, plan: Plan) -> Plan | None:
 def _variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
     """`plan`, and on its mesh every unpinned micro-batch size with the fastest layer strategies that fit."""
     yield replace(plan, predicted=None)
-    pinned, budget = _pin_all_but_changed(run, plan), memory_budget(run)
+    pinned = _pin_all_but_changed(run, plan)
+    budget = memory_budget(run)
     space = points(pinned, trainable=untrainable(plan) is None)
     axes = [axis.axis for axis in plan.mesh if axis.size > 1]
     same_axes = [[axis for axis in mesh.order if mesh.size(axis) > 1] == axes for mesh in space.meshes]
     space = space.take(np.flatnonzero(np.array(same_axes, bool)[space.mesh]))
-    priced, memory_limit = (
-        require_cost_inputs(run.model, run.train, plan, run.cluster),
-        math.inf if budget is None else budget,
-    )
+    priced = require_cost_inputs(run.model, run.train, plan, run.cluster)
+    memory_limit = math.inf if budget is None else budget
     for margin in MARGINS if budget else MARGINS[:1]:
         for index, strategy in enumerate(strategies_in(pinned, priced, space, margin * memory_limit)):
             if strategy is not None:

@@ -117,7 +117,8 @@ class RequestProgress:
         self.request = request
         self.key = key
         """Orders requests: the smallest goes first."""
-        self.salt, self.shares = salt or f"/{request.number}", salt is not None
+        self.salt = salt or f"/{request.number}"
+        self.shares = salt is not None
         """Salt of its digests, and whether its full blocks are entered in the prefix cache.
 
         Those of the prompt are entered when they are computed, those of new tokens when the request loses its blocks: to

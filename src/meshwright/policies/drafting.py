@@ -12,7 +12,8 @@ LONGEST_PAUSE = 512
 """Steps of its longest pause."""
 DRAFTED_TOKENS = 256
 """Tokens of a step with drafts at most. More take a GPU longer than reading the weights, so each draft costs time."""
-GPU_STEP_COST, CPU_STEP_COST = 0.3, 1.0
+GPU_STEP_COST = 0.3
+CPU_STEP_COST = 1.0
 """Time that a step with drafts takes beyond one without, in steps, apart from that of a draft model.
 
 It has more tokens, which a CPU computes more slowly, and it is planned only when the tokens of the step before are known. On an H200 it

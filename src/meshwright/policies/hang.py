@@ -9,9 +9,11 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-STEPS_WITHOUT_PROGRESS, EXTRA_SECONDS = 3.0, 5.0
+STEPS_WITHOUT_PROGRESS = 3.0
+EXTRA_SECONDS = 5.0
 """A training rank hangs after this many typical steps and seconds without progress."""
-GPU_SECONDS, CPU_SECONDS = 30.0, 5.0
+GPU_SECONDS = 30.0
+CPU_SECONDS = 5.0
 """Least limit of a training rank."""
 PHASE_SECONDS = {"start": 1800.0, "compile": 1800.0, "validate": 600.0, "save": 1800.0, "end": 600.0}
 """Limits of the phases other than `train`, whose duration a run cannot learn before."""

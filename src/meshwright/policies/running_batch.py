@@ -135,8 +135,8 @@ class RunningBatch:
         """Whether every group has free blocks for all known tokens of a request, beside what running prefills still need."""
         tokens = len(progress.tokens)
         for group, pool in enumerate(self.cache.counts):
-            held = matched - self.cache.first_block(group, matched * self.cache.tokens_per_block)
-            blocks = min(self.cache.most_held(group, tokens, min(budget, tokens)), pool.blocks) - held
+            matched_blocks = matched - self.cache.first_block(group, matched * self.cache.tokens_per_block)
+            blocks = min(self.cache.most_held(group, tokens, min(budget, tokens)), pool.blocks) - matched_blocks
             owed = sum([self._owed(group, running, budget) for running in self.prefills])
             reserve = int(self.limits.reserve * pool.blocks) if self.requests else 0
             if pool.free - self.cache.idle_matches(group, digests, matched) < blocks + owed + reserve:
@@ -145,9 +145,9 @@ class RunningBatch:
 
     def _owed(self, group: int, progress: RequestProgress, budget: int) -> int:
         """Blocks of a group that a running prefill has yet to take."""
-        held = len(progress.tables[group]) - self.cache.first_block(group, progress.confirmed)
+        matched_blocks = len(progress.tables[group]) - self.cache.first_block(group, progress.confirmed)
         tokens = len(progress.tokens)
-        return max(self.cache.most_held(group, tokens, min(budget, tokens)) - held, 0)
+        return max(self.cache.most_held(group, tokens, min(budget, tokens)) - matched_blocks, 0)
 
     def begin_block(self, step: EngineStep, index: int, part: RequestPart, start: int) -> bool:
         """Take the block of position `start` for part `index` of a step; false if the request itself was preempted."""

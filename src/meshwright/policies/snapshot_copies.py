@@ -14,7 +14,8 @@ SNAPSHOT_GROUPS = 32
 """Most groups of parameters between which an update waits for copies of a snapshot; each group needs one launch."""
 NEGLIGIBLE_SECONDS = 1e-6
 """A shorter stall counts as none."""
-STATE_BYTES, UPDATE_BYTES = 12, 28
+STATE_BYTES = 12
+UPDATE_BYTES = 28
 """Bytes of a parameter's state, a master weight and two moments in fp32, and memory traffic of its update.
 
 The update reads and writes the state and reads the gradient.

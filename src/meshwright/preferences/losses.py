@@ -53,7 +53,8 @@ def pair_losses(spec: PreferenceSpec, margins: Tensor, chosen_means: Tensor) -> 
     elif spec.loss == "simpo":
         losses = -logsigmoid(margins - spec.ahead)
     else:
-        losses, sft = -spec.scale * logsigmoid(margins), 1.0
+        losses = -spec.scale * logsigmoid(margins)
+        sft = 1.0
     return losses - sft * chosen_means if sft else losses
 
 

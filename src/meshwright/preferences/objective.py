@@ -101,7 +101,8 @@ class PreferenceObjective:
     def __init__(
         self, spec: PreferenceSpec, sources: Sequence[str], device: torch.device, *, calibrates: bool = False
     ) -> None:
-        self._spec, self._sources = spec, tuple(sources)
+        self._spec = spec
+        self._sources = tuple(sources)
         self._calibrates = calibrates and spec.scores
         self._names = (*SUMS, *(CALIBRATION if self._calibrates else ()))
         self.sums = torch.zeros(len(self._sources), len(self._names), dtype=torch.float64, device=device)
@@ -115,16 +116,19 @@ class PreferenceObjective:
 
     def loss(self, log_probabilities: Tensor, batch: MicroBatch) -> Tensor:
         """The summed loss of a micro-batch."""
-        spec, read = self._spec, scores_of if self._spec.scores else answers_of
+        spec = self._spec
+        read = scores_of if self._spec.scores else answers_of
         totals, tokens, signs = read(log_probabilities, batch)
-        present, lengths = signs != 0, tokens.clamp(min=1)
+        present = signs != 0
+        lengths = tokens.clamp(min=1)
         reference = batch.columns["reference"] if spec.has_reference else None
         values = rewards(spec, totals, lengths, reference)
         if spec.scores:
             losses = score_losses(spec, values[:, ::2], values[:, 1::2], self._margins_of_data(batch))
             losses = losses.where(present[:, ::2], 0.0)
         elif spec.paired:
-            pairs, margins = present[:, ::2], values[:, ::2] - values[:, 1::2]
+            pairs = present[:, ::2]
+            margins = values[:, ::2] - values[:, 1::2]
             losses = pair_losses(spec, margins, (totals / lengths)[:, ::2]).where(pairs, 0.0)
         else:
             losses = answer_losses(spec, values, signs, self.shift).where(present, 0.0)
@@ -145,10 +149,12 @@ class PreferenceObjective:
         good, bad = ((signs == sign).double() for sign in (1, -1))
         if self._spec.paired:
             margins = values[:, ::2] - values[:, 1::2]
-            judged, likelier = good[:, ::2], _ahead(means[:, ::2] - means[:, 1::2])
+            judged = good[:, ::2]
+            likelier = _ahead(means[:, ::2] - means[:, 1::2])
         else:
             margins = signs * (values - self.shift)
-            judged, likelier = good + bad, torch.zeros_like(values)
+            judged = good + bad
+            likelier = torch.zeros_like(values)
         right = _ahead(margins)
         distance = torch.zeros_like(means) if reference is None else (means - reference / tokens.clamp(min=1)).abs()
         per_row = [
@@ -195,7 +201,8 @@ class PreferenceObjective:
         def mean(name: str, over: str) -> float:
             return total[name] / total[over] if total[over] else math.nan
 
-        good, bad = mean("good_reward", "good"), mean("bad_reward", "bad")
+        good = mean("good_reward", "good")
+        bad = mean("bad_reward", "bad")
         found = {
             "margin": good - bad,
             "accuracy": mean("right", "judged"),

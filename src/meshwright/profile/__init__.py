@@ -1,1 +1,1 @@
-"""Measures the machine that it runs on: matrix products, attention, memory, links, and their interference."""
+"""Measures the machine that it runs on: matmuls, attention, memory, links, and their interference."""

@@ -14,7 +14,8 @@ from meshwright.profile.team import Team
 Call = Callable[[], object]
 MIN_BATCH_SECONDS = 1e-3
 """Shortest timed batch in seconds; an event costs microseconds."""
-MIN_BATCHES, MAX_BATCHES = 3, 200
+MIN_BATCHES = 3
+MAX_BATCHES = 200
 """Minimum and maximum of timed batches, after three calls that load kernels, open connections and touch buffers.
 A call that takes longer than the whole budget is timed once."""
 LARGEST_BATCH = 200

@@ -1,4 +1,4 @@
-"""Times matrix products alone, a collective or a copy to the host alone, and both at once."""
+"""Times matmuls alone, a collective or a copy to the host alone, and both at once."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import torch.distributed as dist
 
 from meshwright.profile.call_timing import TeamClock
 from meshwright.profile.collective_times import gather_into, group_layouts, scatter_into
-from meshwright.profile.product_times import linear
+from meshwright.profile.matmul_times import linear
 from meshwright.profile.team import Team
 from meshwright.spec.profile import Interference
 
 SHAPE = {"cuda": (8192, 4096, 4096), "cpu": (512, 512, 512)}
-"""Dimensions (m, k, n) of the products."""
+"""Dimensions (m, k, n) of the matmuls."""
 BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 """Bytes of the collective or copy."""
-PRODUCT_RATIO = 1.5
-"""Time of the products over that of the overlapped operation, so that it is hidden entirely."""
-MIN_ROUNDS, MAX_ROUNDS = 5, 40
+MATMUL_RATIO = 1.5
+"""Time of the matmuls over that of the overlapped operation, so that it is hidden entirely."""
+MIN_ROUNDS = 5
+MAX_ROUNDS = 40
 """Fewest and most rounds; each times the three cases one after another, so that clock drift affects all equally."""
 
 Begin = Callable[[], Callable[[], object]]
@@ -49,7 +50,7 @@ def interferences(team: Team, clock: TeamClock, budget: float) -> list[Interfere
 
 @dataclass(frozen=True)
 class InterferenceCase:
-    """An operation that overlaps with products, in groups of `ranks` over `nodes`."""
+    """An operation that overlaps with matmuls, in groups of `ranks` over `nodes`."""
 
     op: Literal["all_gather", "reduce_scatter", "to_host"]
     ranks: int
@@ -59,22 +60,22 @@ class InterferenceCase:
 
 def _time_case(team: Team, clock: TeamClock, case: InterferenceCase, budget: float) -> Interference:
     begin = case.begin
-    product = linear(SHAPE[team.device.type], "bf16" if team.cuda else "fp32", team.device)
+    matmul = linear(SHAPE[team.device.type], "bf16" if team.cuda else "fp32", team.device)
     other_seconds = clock.seconds(lambda: begin()(), budget / 10)
-    product_seconds = clock.seconds(product, budget / 10)
-    count = max(1, math.ceil(PRODUCT_RATIO * other_seconds / product_seconds))
+    matmul_seconds = clock.seconds(matmul, budget / 10)
+    count = max(1, math.ceil(MATMUL_RATIO * other_seconds / matmul_seconds))
     rounds = min(
-        MAX_ROUNDS, max(MIN_ROUNDS, int(budget / (3 * PRODUCT_RATIO * other_seconds + 2 * count * product_seconds)))
+        MAX_ROUNDS, max(MIN_ROUNDS, int(budget / (3 * MATMUL_RATIO * other_seconds + 2 * count * matmul_seconds)))
     )
-    product_times = []
+    matmul_times = []
     overlapped = []
     other_alone = []
     for _ in range(rounds):
-        product_times.append(_compute_seconds(team, product, count, None))
-        overlapped.append(_compute_seconds(team, product, count, begin))
+        matmul_times.append(_compute_seconds(team, matmul, count, None))
+        overlapped.append(_compute_seconds(team, matmul, count, begin))
         other_alone.append(_compute_seconds(team, lambda: begin()(), 1, None))
     compute_seconds, together_seconds, other_median = (
-        team.largest(statistics.median(times)) for times in (product_times, overlapped, other_alone)
+        team.largest(statistics.median(times)) for times in (matmul_times, overlapped, other_alone)
     )
     return Interference(
         op=case.op,

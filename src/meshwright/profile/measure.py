@@ -1,4 +1,4 @@
-"""Measures all figures of a machine: products on an idle device first, then everything on a busy one."""
+"""Measures all figures of a machine: matmuls on an idle device first, then everything on a busy one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import torch
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.plan_costs import as_nodes
 from meshwright.profile import attention_times as attention
-from meshwright.profile import product_times as products
+from meshwright.profile import matmul_times as matmuls
 from meshwright.profile.attention_times import attention_times
 from meshwright.profile.call_timing import TeamClock
 from meshwright.profile.collective_times import collective_times
 from meshwright.profile.host_links import host_links, launch_seconds
 from meshwright.profile.interference import interferences
+from meshwright.profile.matmul_times import matmul_times
 from meshwright.profile.memory_rates import adamw_rate, copy_rate, pass_rate
 from meshwright.profile.mixed import mixed_times
-from meshwright.profile.product_times import product_times
 from meshwright.profile.team import Team
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
@@ -47,7 +47,8 @@ def measure(
     """The profile of the machine of `team`, measured in about `seconds`; collective, and equal on every rank.
 
     Each part has a share of the time; with less time it repeats less, down to the fewest repeats for a median. With `work`, only what
-    pricing it needs is measured: its products and attention in the mix of a step, device memory, the optimizer and collectives.
+    pricing it needs is measured: its matmuls and attention in the mix of a step, device memory, the optimizer and
+    collectives.
     """
     total = seconds or SECONDS[team.device.type]
     clock = TeamClock(team)
@@ -65,12 +66,12 @@ def measure(
 
     if work is not None:
         shapes, scores = cases_of(work)
-        product_times_in_mix, attention_times_in_mix = time_part(
-            "products, scores", lambda part_seconds: mixed_times(team, clock, work, shapes, scores, part_seconds), 0.7
+        matmul_times_in_mix, attention_times_in_mix = time_part(
+            "matmuls, scores", lambda part_seconds: mixed_times(team, clock, work, shapes, scores, part_seconds), 0.7
         )
         return replace(
             profile,
-            products=tuple(product_times_in_mix),
+            products=tuple(matmul_times_in_mix),
             attention=tuple(attention_times_in_mix),
             copy_bytes_per_s=time_part("copies", lambda part_seconds: copy_rate(team, clock, part_seconds), 0.02),
             pass_bytes_per_s=time_part("passes", lambda part_seconds: pass_rate(team, clock, part_seconds), 0.03),
@@ -84,7 +85,7 @@ def measure(
         )
     return replace(
         profile,
-        products=tuple(time_part("products", lambda part_seconds: product_times(team, clock, part_seconds), 0.38)),
+        products=tuple(time_part("products", lambda part_seconds: matmul_times(team, clock, part_seconds), 0.38)),
         attention=tuple(time_part("attention", lambda part_seconds: attention_times(team, clock, part_seconds), 0.1)),
         copy_bytes_per_s=time_part("copies", lambda part_seconds: copy_rate(team, clock, part_seconds), 0.02),
         pass_bytes_per_s=time_part("passes", lambda part_seconds: pass_rate(team, clock, part_seconds), 0.02),
@@ -100,24 +101,24 @@ def measure(
     )
 
 
-def cases_of(work: Work) -> tuple[list[products.Case], list[attention.Case]]:
-    """Products and attention to measure so that `work` can be priced; in fp8 each of a layer's three products separately."""
-    product_cases: list[products.Case] = []
+def cases_of(work: Work) -> tuple[list[matmuls.Case], list[attention.Case]]:
+    """Matmuls and attention to measure so that `work` can be priced; in fp8 each of a layer's three matmuls separately."""
+    matmul_cases: list[matmuls.Case] = []
     for linear in work.linears:
         m = linear.m
         k = linear.k
         n = linear.n
-        number_format = _product_format(linear.format)
+        number_format = _matmul_format(linear.format)
         shapes = ((m, k, n), (m, n, k), (n, m, k)) if number_format == "fp8" else ((m, k, n),)
-        product_cases += [(shape, number_format) for shape in shapes]
+        matmul_cases += [(shape, number_format) for shape in shapes]
     attention_cases = [
         (one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens, one.window) for one in work.attention
     ]
-    return list(dict.fromkeys(product_cases)), attention_cases
+    return list(dict.fromkeys(matmul_cases)), attention_cases
 
 
-def _product_format(name: str) -> products.Format:
-    """The format in which a linear layer's products are measured."""
+def _matmul_format(name: str) -> matmuls.Format:
+    """The format in which a linear layer's matmuls are measured."""
     if name == "fp8":
         return "fp8"
     return "bf16" if name == "bf16" else "fp32"

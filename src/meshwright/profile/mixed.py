@@ -1,7 +1,8 @@
-"""Times a step's products and attention in a mix like that of the step, with memory-bound passes between them.
+"""Times a step's matmuls and attention in a mix like that of the step, with memory-bound passes between them.
 
-A GPU at its power limit runs products slower the longer nothing else runs. In a training step attention and memory-bound passes draw less
-power, so products run at higher clocks than in isolation. The rates to compare a step with are therefore measured in such a mix.
+A GPU at its power limit runs matmuls slower the longer nothing else runs. In a training step attention and memory-bound
+passes draw less power, so matmuls run at higher clocks than in isolation. The rates to compare a step with are
+therefore measured in such a mix.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from itertools import pairwise
 import torch
 
 from meshwright.profile import attention_times as attention
-from meshwright.profile import product_times as products
+from meshwright.profile import matmul_times as matmuls
 from meshwright.profile.call_timing import Call, TeamClock
 from meshwright.profile.team import Team
-from meshwright.spec.profile import AttentionTime, ProductTime
+from meshwright.spec.profile import AttentionTime, MatmulTime
 from meshwright.workload.device_work import Work
 
 ROUNDS = 5
@@ -29,19 +30,20 @@ def mixed_times(
     team: Team,
     clock: TeamClock,
     work: Work,
-    product_cases: Sequence[products.Case],
+    matmul_cases: Sequence[matmuls.Case],
     attention_cases: Sequence[attention.Case],
     budget: float,
-) -> tuple[list[ProductTime], list[AttentionTime]]:
-    """Times of each product and of each kind of attention, in rounds of all of them and one layer's share of memory-bound passes."""
-    calls = [products.call_of(case, team) for case in product_cases]
+) -> tuple[list[MatmulTime], list[AttentionTime]]:
+    """Times of each matmul and of each kind of attention, in rounds of all of them and one layer's share of
+    memory-bound passes."""
+    calls = [matmuls.call_of(case, team) for case in matmul_cases]
     bursts = [clock.burst_seconds(call) for call in calls]
     attends = [call for case in attention_cases for call in attention.calls_of(team, case)]
     seconds_by_call = _median_seconds(team, [*calls, *attends, _pass_call(team, work)], budget)
     attended = iter(seconds_by_call[len(calls) : -1])
     measured = [
-        products.product_time_of(case, seconds, burst)
-        for case, seconds, burst in zip(product_cases, seconds_by_call[: len(calls)], bursts, strict=True)
+        matmuls.matmul_time_of(case, seconds, burst)
+        for case, seconds, burst in zip(matmul_cases, seconds_by_call[: len(calls)], bursts, strict=True)
     ]
     return measured, [
         attention.attention_time_of(team, case, forward, backward)

@@ -1,12 +1,13 @@
 """Blocks of a trainer whose forward has the bits of an invariant engine on a GPU.
 
-The forward of a block is that of the engine (`serve.blocks`): products in a fixed order, the engine's fused norms, and the attention of
-single tokens over a paged cache, which here has the keys and values of one layer and one micro-batch. The weights are the trainer's. The
-backward computes the block again by the trainer's operators, from the same input, and differentiates that. So it costs what full recompute
-costs, and gradients differ from those of the exact forward by the rounding of one block.
+The forward of a block is that of the engine (`serve.blocks`): matmuls in a fixed order, the engine's fused norms, and
+the attention of single tokens over a paged cache, which here has the keys and values of one layer and one micro-batch.
+The weights are the trainer's. The backward computes the block again by the trainer's operators, from the same input,
+and differentiates that. So it costs what full recompute costs, and gradients differ from those of the exact forward by
+the rounding of one block.
 
-The final norm is torch's operator on both sides, whether gradients are wanted or not. The head has its products in a fixed order and a
-kernel for each row of logits (`kernels.loss`).
+The final norm is torch's operator on both sides, whether gradients are wanted or not. The head has its matmuls in a
+fixed order and a kernel for each row of logits (`kernels.loss`).
 """
 
 from __future__ import annotations

@@ -36,8 +36,10 @@ class WeightHandover:
         self._group = group
         self._dtype = dtype
         self._shapes = {parameter.name: parameter.shape for parameter in parameters(spec)}
-        held = ranks.run_on_all("hand over weights", lambda: {name: parts.boxes for name, parts in weights.items()})
-        self._senders = {name: _senders(name, held) for name in self._shapes}
+        boxes_by_rank = ranks.run_on_all(
+            "hand over weights", lambda: {name: parts.boxes for name, parts in weights.items()}
+        )
+        self._senders = {name: _senders(name, boxes_by_rank) for name in self._shapes}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of each parameter of the model without adapters; a tensor is valid until the next."""
@@ -51,7 +53,7 @@ class WeightHandover:
         return self._whole(parameter.name)
 
     def _adapter(self, name: str) -> Tensor:
-        """A parameter of an adapter, rounded as the trainer rounds it for its products."""
+        """A parameter of an adapter, rounded as the trainer rounds it for its matmuls."""
         return self._whole(name).to(self._dtype)
 
     @torch.no_grad()
@@ -74,10 +76,10 @@ class WeightHandover:
         return whole
 
 
-def _senders(name: str, held: list[dict[str, tuple[Box, ...]]]) -> list[tuple[Box, int]]:
+def _senders(name: str, boxes_by_rank: list[dict[str, tuple[Box, ...]]]) -> list[tuple[Box, int]]:
     """The boxes of a parameter, each with the first rank that has it."""
     first: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Box, int]] = {}
-    for rank, boxes in enumerate(held):
+    for rank, boxes in enumerate(boxes_by_rank):
         for box in boxes.get(name, ()):
             first.setdefault((box.offsets, box.sizes), (box, rank))
     return list(first.values())

@@ -56,7 +56,7 @@ log = logging.getLogger("meshwright")
 KEPT_BATCHES = 2
 """Batches of answers in memory: a checkpoint is described a step late."""
 RECENT_STEPS = 4
-"""Steps for whose answers the account of a run predicts its times."""
+"""Steps for whose answers the prediction check of a run predicts its times."""
 ANSWERS = "answers"
 """Key of a checkpoint's plain values."""
 MOST_CHARACTERS = 2000
@@ -313,7 +313,7 @@ def use_exact_forward(model: Decoder, run: RunSpec, dtype: torch.dtype, ranks: i
         return
     if not rows_are_alike(model.spec.hidden, torch.float32):
         raise BadInput(
-            "rl.exact: this CPU computes a row of a matrix product otherwise in batches of other sizes; set rl.exact to false",
+            "rl.exact: this CPU computes a row of a matmul otherwise in batches of other sizes; set rl.exact to false",
             key="rl.exact",
         )
     for block in model.layers.values():

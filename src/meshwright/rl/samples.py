@@ -164,7 +164,8 @@ def _packed(trained: Sequence[tuple[SampledAnswer, float]], rl: RlSpec, seq_len:
         answered = slice(start + len(answer.prompt) - 1, start + length)
         whole = np.array([*answer.prompt, *answer.tokens], dtype=np.int64)
         size = len(answer.tokens)
-        rows["tokens"][row, here], rows["positions"][row, here] = whole[:-1], np.arange(length)
+        rows["tokens"][row, here] = whole[:-1]
+        rows["positions"][row, here] = np.arange(length)
         rows["documents"][row, here] = documents[row]
         rows["targets"][row, answered] = answer.tokens
         rows["sampled"][row, answered] = answer.logprobs

@@ -28,12 +28,14 @@ def _peak(schedule: Schedule, rank: int, stage_sizes: Sequence[float], kept_size
         if action.op not in COMPUTE:
             continue
         for part in action.parts:
-            stage, first = part.stage, not part.unit
+            stage = part.stage
+            first = not part.unit
             if part.op == "forward" and first:
                 in_flight += stage_sizes[stage]
         peak = max(peak, in_flight)
         for part in action.parts:
-            stage, first = part.stage, not part.unit
+            stage = part.stage
+            first = not part.unit
             if part.op == "backward" and first:
                 in_flight -= stage_sizes[stage]
             elif part.op == "backward_input" and first:
@@ -54,7 +56,8 @@ def peak_candidates(order: ComputeOrder) -> ForwardCounts:
 
 def _rank_candidates(stages: Sequence[int], actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
     index_of = {stage: index for index, stage in enumerate(stages)}
-    in_flight, candidates = [0] * len(index_of), dict[tuple[int, ...], None]()
+    in_flight = [0] * len(index_of)
+    candidates = dict[tuple[int, ...], None]()
     has_grown = False
     for action in actions:
         forwards = [part.stage for part in action.parts if part.op == "forward"]

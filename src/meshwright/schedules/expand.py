@@ -93,5 +93,7 @@ def _units(action: Action | None, units: Sequence[int]) -> list[Action]:
     if action.paired:
         return [together(*pair) for pair in zip(*(_units(part, units) for part in action.pair), strict=True)]
     numbers = range(units[action.stage])
-    op, stage, micro_batch = action.op, action.stage, action.micro_batch
+    op = action.op
+    stage = action.stage
+    micro_batch = action.micro_batch
     return [Action(op, stage, micro_batch, unit) for unit in (numbers if op in FORWARD else reversed(numbers))]

@@ -41,8 +41,10 @@ class ComputeWriter:
     def _action(self, word: str) -> Action:
         if word[0] == "W":
             return self._oldest_weight_half(word[1:])
-        letter, index = word[0], int(word[1])
-        stage, micro_batch = self._stages[index], self._next_index("forward" if letter == "F" else "backward", index)
+        letter = word[0]
+        index = int(word[1])
+        stage = self._stages[index]
+        micro_batch = self._next_index("forward" if letter == "F" else "backward", index)
         if letter == "F":
             return Action("forward", stage, micro_batch)
         if letter == "B":

@@ -28,7 +28,8 @@ def training_schedule(plan: Plan, layers: int, micro_batches: int | None = None)
 
     `micro_batches` is their number on a rank; None: as planned. Raises BadInput if the schedule does not support the plan's sizes.
     """
-    strategies, at_ends = unit_strategies(plan, layers), _collects_at_ends(plan)
+    strategies = unit_strategies(plan, layers)
+    at_ends = _collects_at_ends(plan)
     gather = tuple(tuple(_gather(unit, at_ends) for unit in stage) for stage in strategies)
     reduce = tuple(tuple(_reduce(unit, at_ends) for unit in stage) for stage in strategies)
     name, ranks, planned, stages_per_rank = schedule_key(plan, layers)
@@ -37,7 +38,8 @@ def training_schedule(plan: Plan, layers: int, micro_batches: int | None = None)
 
 def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule:
     """A forward-only pass over the same stages, in actions of FSDP units."""
-    strategies, at_ends = unit_strategies(plan, layers), _collects_at_ends(plan)
+    strategies = unit_strategies(plan, layers)
+    at_ends = _collects_at_ends(plan)
     gather = [[_gather(unit, at_ends) for unit in stage] for stage in strategies]
     stage_passes = forward_only(stage_schedule(plan, layers).placement, micro_batches)
     unit_passes = expand(stage_passes, list(map(len, strategies)), order=_order(plan), gather=gather, reduce="never")

@@ -39,7 +39,8 @@ class Play:
         self.gathered: set[tuple[int, int]] = set()
         self.unreduced: set[tuple[int, int]] = set()
         ops = {action.op for actions in schedule.actions for action in actions}
-        self.gathers, self.reduces = "unshard" in ops, "reduce_grad" in ops
+        self.gathers = "unshard" in ops
+        self.reduces = "reduce_grad" in ops
 
     def run(self) -> None:
         """Run to the end. Raises BadInput for a deadlock, messages that do not match, or an action without its inputs."""
@@ -103,7 +104,9 @@ class Play:
 
     def _check_inputs(self, rank: int, part: Action) -> None:
         """Raise BadInput unless the inputs of `part` from its own rank have been computed."""
-        stage, micro_batch, unit = part.stage, part.micro_batch, part.unit or 0
+        stage = part.stage
+        micro_batch = part.micro_batch
+        unit = part.unit or 0
         source = self._source(part)
         needs: list[tuple[str, int, int, int]] = []
         if part.op in FORWARD:
@@ -147,7 +150,8 @@ class Play:
     def _match(self, source: int, target: int) -> None:
         channel = self.channels[source, target]
         while channel.sends and channel.receives:
-            send, receive = channel.sends.popleft(), channel.receives.popleft()
+            send = channel.sends.popleft()
+            receive = channel.receives.popleft()
             expected = send._replace(op="recv", stage=send.peer, peer=send.stage)
             if receive != expected:
                 self._fail(f"rank {source} sends {send} where rank {target} expects {receive}")

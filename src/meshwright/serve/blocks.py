@@ -59,8 +59,8 @@ def selected(x: Tensor, delta: Delta | None, tokens: Tensor) -> tuple[Tensor, De
 def block_forward(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Delta]:
     """`(x, delta)` after the block. Its attention rotates and masks by itself. The first block gets no delta."""
     if block.routed:
-        x, normed = mixture_input(block, x, delta)
-        return x, mixture_output(block, normed)
+        x, normed = moe_input(block, x, delta)
+        return x, moe_output(block, normed)
     x, normed = add_and_norm(x, delta, block.attention_norm, input_format(block.attention))
     if block.parallel:
         return x, block.hooks.add_branches(block, cast("Tensor", normed), None, None)
@@ -68,16 +68,16 @@ def block_forward(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor,
     return x, block.added_output(block.mlp(normed))
 
 
-def mixture_output(block: Block, normed: Tensor) -> Delta:
+def moe_output(block: Block, normed: Tensor) -> Delta:
     """The output of a block's MoE layer: as `CopyOutputs`, unless ranks sum it or a norm or a factor follows."""
-    mixture = block.moe
+    moe = block.moe
     alone = block.hooks.sum_ranks is unchanged and block.mlp_output_norm is None and block.residual_factor == 1
-    if alone and (copies := mixture.copy_outputs(normed)) is not None:
-        return CopyOutputs(copies, mixture.shared_output(normed))
-    return block.added_output(mixture(normed, losses=False))
+    if alone and (copies := moe.copy_outputs(normed)) is not None:
+        return CopyOutputs(copies, moe.shared_output(normed))
+    return block.added_output(moe(normed, losses=False))
 
 
-def mixture_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Tensor]:
+def moe_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Tensor]:
     """The residual stream after the attention of a block with experts, and the input of its MoE layer."""
     rounded = None if block.parallel else input_format(block.attention)
     x, normed = add_and_norm(x, delta, block.attention_norm, rounded)

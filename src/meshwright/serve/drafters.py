@@ -71,7 +71,7 @@ def check_speculation(options: EngineOptions, spec: ModelSpec, draft_model: Deco
 
 
 def check_draft_model(draft: ModelSpec, spec: ModelSpec, context: int) -> None:
-    """Raise BadInput if a model cannot be the draft model of another in texts of up to `context` tokens."""
+    """Raise BadInput if a model cannot be the draft model of another in sequences of up to `context` tokens."""
     if draft.vocab_size != spec.vocab_size:
         raise BadInput(
             f"draft model: expected the model's vocabulary of {spec.vocab_size} tokens, got {draft.vocab_size}; "

@@ -92,7 +92,7 @@ class Drafter:
         return _checked_step(packed.drafts, packed, drawn, self._accepted(packed.drafts, packed, logits, drawn))
 
     def _accepted(self, drafts: PackedDrafts, packed: PackedStep, logits: Tensor, drawn: Tensor) -> Checked:
-        """Accept the drafts that equal the drawn tokens, so that texts are the same as without drafts."""
+        """Accept the drafts that equal the drawn tokens, so that sequences are the same as without drafts."""
         del packed, logits
         return accept_equal(drafts.tokens, drafts.lengths, drawn[drafts.samples])
 

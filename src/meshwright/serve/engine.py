@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Continues texts with one model on one device. It may be used by one thread at a time.
+    """Continues sequences with one model on one device. It may be used by one thread at a time.
 
-    The engine replaces the model's attention. From then on the model works in the engine's steps only. Prompts given as text, texts in
-    the updates, stop strings and grammars need a `tokenizer`. With a `draft_model` decoding is speculative, by `options.speculation` or
-    its defaults.
+    The engine replaces the model's attention. From then on the model works in the engine's steps only. Prompts given as
+    text, sequences in the updates, stop strings and grammars need a `tokenizer`. With a `draft_model` decoding is
+    speculative, by `options.speculation` or its defaults.
     """
 
     runner_class: type[ModelRunner] = ModelRunner

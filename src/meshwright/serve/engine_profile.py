@@ -138,12 +138,12 @@ def _machine(cluster: ClusterSpec, options: EngineOptions) -> Machine:
 
 
 def exponential_lengths(count: int, mean: int) -> list[int]:
-    """Lengths of `count` texts at equal quantiles of an exponential distribution: a few are several times the mean."""
+    """Lengths of `count` sequences at equal quantiles of an exponential distribution: a few are several times the mean."""
     return [max(1, round(-mean * math.log(1 - (index + 0.5) / count))) for index in range(count)]
 
 
 def even_lengths(count: int, mean: int) -> list[int]:
-    """Lengths of `count` texts at equal steps up to twice the mean."""
+    """Lengths of `count` sequences at equal steps up to twice the mean."""
     return [max(1, round(mean * (2 * index + 1) / count)) for index in range(count)]
 
 
@@ -206,12 +206,12 @@ class _Measurement:
         self._alone([max(1, self._budget // 8)])
 
     def _decode(self, lengths: Sequence[int]) -> list[StepTime]:
-        """Steps of decodes of texts with so many tokens and more."""
+        """Steps of decodes of sequences with so many tokens and more."""
         self._submit(lengths, self._decoded(lengths))
         return self._finish(lambda step: step.decodes == len(lengths) and not step.chunks)
 
     def _decoded(self, lengths: Sequence[int]) -> int:
-        """New tokens of each of these texts: the first ones decode while the prompts of others are computed."""
+        """New tokens of each of these sequences: the first ones decode while the prompts of others are computed."""
         return REPEATS + 3 + -(-sum(lengths) // self._budget)
 
     def _prompt(self, size: int, beside: int) -> list[StepTime]:
@@ -241,14 +241,14 @@ class _Measurement:
                     return
 
     def _text_beside(self, beside: int) -> tuple[int, int]:
-        """Prompt and new tokens of each of so many texts that decode beside prompts until these were measured."""
+        """Prompt and new tokens of each of so many sequences that decode beside prompts until these were measured."""
         context = self._engine.context
         length = min(BESIDE_TOKENS, context // 4)
         new = (1 + BETWEEN) * (REPEATS + 2) + -(-beside * length // self._budget)
         return length, min(context - length - 1, new)
 
     def _tokens_beside(self, beside: int) -> int:
-        """Tokens of these texts in the cache."""
+        """Tokens of these sequences in the cache."""
         return beside * sum(self._text_beside(beside))
 
     def _alone(self, lengths: Sequence[int]) -> list[StepTime]:

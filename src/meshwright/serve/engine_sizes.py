@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.kernels.fp8_products import E4M3
+from meshwright.kernels.fp8_matmuls import E4M3
 from meshwright.kernels.grouped import sizes_stay_on_device
 from meshwright.models.decoder import Decoder
 from meshwright.serve.batch_inputs import PROMPT_UNIT

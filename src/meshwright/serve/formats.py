@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.kernels.expert_decode import has_kernels
-from meshwright.kernels.fixed_product import fixed_linear
+from meshwright.kernels.fixed_matmul import fixed_linear
 from meshwright.kernels.grouped_fp8 import GROUPED_MAJOR
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.loss import capped
@@ -27,7 +27,7 @@ from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder, Head
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
-from meshwright.models.moe import Experts, MixtureOfExperts
+from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.expert_inference import SharedExperts
 from meshwright.serve.quantized_layers import QuantizedExperts, QuantizedGatedMLP, QuantizedLinear, QuantizedWeight
 from meshwright.spec.engine import WeightFormat
@@ -168,7 +168,7 @@ def _usable(
         return None if weights is None else found
     capability = torch.cuda.get_device_capability(device)
     if found == "fp8 blocks" and capability[0] != HOPPER:
-        return None  # torch has such products for Hopper only, and our kernel is slower than bf16 with many tokens
+        return None  # torch has such matmuls for Hopper only, and our kernel is slower than bf16 with many tokens
     return found if capability >= CAPABILITIES[NUMBERS_OF[found]] else None
 
 
@@ -269,17 +269,17 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool, device
         return
     if invariant and weight.dtype == torch.float64:
         raise BadInput("invariant results need a model in bf16, fp16 or fp32 on a GPU, got fp64", key="invariant")
-    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    moe_layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if invariant and (error := invariant_error(model.spec)):
         raise BadInput(error, key="invariant")
-    if invariant and not all(has_kernels(weight.dtype, moe.count, moe.per_token) for moe in mixtures):
-        raise BadInput("invariant results of a mixture of experts on a GPU: expected bf16 or fp16", key="invariant")
+    if invariant and not all(has_kernels(weight.dtype, moe.count, moe.per_token) for moe in moe_layers):
+        raise BadInput("invariant results of an MoE model on a GPU: expected bf16 or fp16", key="invariant")
     if weights is None:
         return
     if torch.cuda.get_device_capability(device) < CAPABILITIES[weights]:
         name = torch.cuda.get_device_name(device)
         raise BadInput(f"{name} does not multiply {weights}; use weights in bf16", key="weights")
-    rounded = any(_rounds_experts(moe.experts, weights, device) for moe in mixtures)
+    rounded = any(_rounds_experts(moe.experts, weights, device) for moe in moe_layers)
     if weights == "fp8" and (error := fp8_sizes_error(model.spec, experts=rounded)):
         raise BadInput(error, key="weights")
 

@@ -1,7 +1,7 @@
-"""Decodes on a CPU: one token of each request attends to the paged cache, for all requests in one product.
+"""Decodes on a CPU: one token of each request attends to the paged cache, for all requests in one matmul.
 
 The plain reference loops over the requests and computes indices in every layer. Here all layers share the indices of a step, because for a
-small model these small operations would take longer than the products.
+small model these small operations would take longer than the matmuls.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HostDecodes(NamedTuple):
         _, _, kv_heads, block_tokens, _ = stored.shape
         stored = stored.view(sequences, -1, 2, kv_heads, block_tokens, width).permute(2, 0, 3, 1, 4, 5)
         keys, values = stored.reshape(2, sequences, kv_heads, -1, width)[..., self.first : self.length, :]
-        # The query heads that share keys and values are rows of one product.
+        # The query heads that share keys and values are rows of one matmul.
         q = q.reshape(sequences, kv_heads, heads // kv_heads, width)
         if sinks is None and cap is None:
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).view(sequences, heads, width)

@@ -161,7 +161,8 @@ class HostDecode:
         kv_heads = self._kv_heads
         head_dim = self._head_dim
         self._width = weight.shape[1]
-        self._x, self._normed = weight.new_empty(1, self._width), weight.new_empty(1, self._width)
+        self._x = weight.new_empty(1, self._width)
+        self._normed = weight.new_empty(1, self._width)
         self._flat = self._x[0]
         self._qkv = weight.new_empty(1, (heads + 2 * kv_heads) * head_dim)
         by_head = self._qkv.view(-1, head_dim)

@@ -2,7 +2,8 @@
 
 Libraries choose the order of additions by the size of a batch. Here:
 
-- On a GPU matmuls add in a fixed order (`kernels.fixed_product`). The attention of each token is computed as if it were alone, with a
+- On a GPU matmuls add in a fixed order (`kernels.fixed_matmul`). The attention of each token is computed as if it were
+alone, with a
   number of parts that its context alone decides (`serve.cached_attention`).
 - On a CPU a step of a usual dense model is padded to so many rows that each row has the same bits at any larger number
   (`kernels.exact_attention`). These are also the bits of the trainer's exact forward.

@@ -115,18 +115,18 @@ def loading_sentence(
     native = [name for name, number_format in formats.items() if stored.format_of(name, ranks) == number_format]
     rounded = {number_format for name, number_format in formats.items() if name not in native}
     expanded = [name for name in stored.quantised.quantised_parameters() if name not in formats]
-    told = [f"weights: {stored.quantised.stored_words()}"]
+    lines = [f"weights: {stored.quantised.stored_words()}"]
     if native:
-        told.append(f"{len(native)} layers multiply them as stored, in 8 bits")
-    told += [f"{len(formats) - len(native)} layers are {_rounding(number_format)}" for number_format in rounded]
+        lines.append(f"{len(native)} layers multiply them as stored, in 8 bits")
+    lines += [f"{len(formats) - len(native)} layers are {_rounding(number_format)}" for number_format in rounded]
     if expanded:
-        told.append(f"{len(expanded)} layers are expanded to {_dtype_name(dtype)}")
+        lines.append(f"{len(expanded)} layers are expanded to {_dtype_name(dtype)}")
         cut = [name for name in expanded if stored.cuts_blocks(name, ranks)]
         if cut:
-            told[-1] += f" (ranks or fused weights cut the blocks of {len(cut)}, such as {cut[0]})"
-        told += [] if later is None else [f"then {_rounding(later)}"]
-    told += stored.quantised.remarks()
-    return "; ".join(told) + f"; {weight_bytes(model) / 1e9:.3g} GB on {device}"
+            lines[-1] += f" (ranks or fused weights cut the blocks of {len(cut)}, such as {cut[0]})"
+        lines += [] if later is None else [f"then {_rounding(later)}"]
+    lines += stored.quantised.remarks()
+    return "; ".join(lines) + f"; {weight_bytes(model) / 1e9:.3g} GB on {device}"
 
 
 def _rounding(number_format: LayerFormat) -> str:

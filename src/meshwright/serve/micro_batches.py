@@ -15,9 +15,9 @@ from torch import Tensor
 
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
-from meshwright.parallel.expert_inference import exchange_nothing, mixture_in_stages
+from meshwright.parallel.expert_inference import exchange_nothing, moe_in_stages
 from meshwright.serve.batch_inputs import StepInputs
-from meshwright.serve.blocks import CopyOutputs, block_forward, mixture_input
+from meshwright.serve.blocks import CopyOutputs, block_forward, moe_input
 from meshwright.serve.model_runner import ModelRunner
 
 Stream = Generator[None, None, tuple[Tensor, Tensor | None]]
@@ -94,8 +94,8 @@ def _stream(model: Decoder, inputs: StepInputs) -> Stream:
     for module in model.layers.values():
         block = cast("Block", module)
         if block.routed:
-            x, normed = mixture_input(block, x, delta)
-            output = yield from mixture_in_stages(block.moe, normed)
+            x, normed = moe_input(block, x, delta)
+            output = yield from moe_in_stages(block.moe, normed)
             delta = block.added_output(output)
         else:
             x, branch = block_forward(block, x, delta)

@@ -22,7 +22,7 @@ from meshwright.kernels.expert_decode import most_tokens
 from meshwright.models.block import Block
 from meshwright.models.decoder import Decoder
 from meshwright.models.latent_attention import LatentAttention
-from meshwright.models.moe import MixtureOfExperts
+from meshwright.models.moe import MoELayer
 from meshwright.models.prediction import PredictionModule
 from meshwright.policies.drafting import most_drafting
 from meshwright.serve.batch_inputs import BatchInputs, PackedStep, StepInputs
@@ -152,10 +152,10 @@ class ModelRunner:
 
         With at most 24 tokens: 1, 2, 4, 8, 16, 24. Up to each of them another kernel runs than up to the one before. Empty without one.
         """
-        mixtures = [module for module in self._model.modules() if isinstance(module, MixtureOfExperts)]
-        if not self._model.embed.weight.is_cuda or not mixtures:
+        moe_layers = [module for module in self._model.modules() if isinstance(module, MoELayer)]
+        if not self._model.embed.weight.is_cuda or not moe_layers:
             return ()
-        most = most_tokens(mixtures[0].count, mixtures[0].per_token)
+        most = most_tokens(moe_layers[0].count, moe_layers[0].per_token)
         return (*(size for size in map((2).__pow__, range(most.bit_length())) if size < most), most)
 
     @torch.inference_mode()

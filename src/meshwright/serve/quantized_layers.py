@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels import int8_products
-from meshwright.kernels.block_products import (
+from meshwright.kernels import int8_matmuls
+from meshwright.kernels.block_matmuls import (
     Fp8Blocks,
     Fp8Groups,
     block_linear,
@@ -21,11 +21,11 @@ from meshwright.kernels.block_products import (
     scale_shape,
 )
 from meshwright.kernels.expert_decode import Choices, rounded_expert_outputs
-from meshwright.kernels.fixed_product import fp8_linear
-from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, round_with_scale, scale_of
+from meshwright.kernels.fixed_matmul import fp8_linear
+from meshwright.kernels.fp8_matmuls import E4M3, Fp8Matrix, round_with_scale, scale_of
 from meshwright.kernels.grouped import ExpertOrder
 from meshwright.kernels.grouped_fp8 import grouped_matmul
-from meshwright.kernels.int8_products import MOST_INPUTS, Int8Matrix, grouped_int8, int8_linear
+from meshwright.kernels.int8_matmuls import MOST_INPUTS, Int8Matrix, grouped_int8, int8_linear
 from meshwright.kernels.row_quantize import DTYPES, RoundedMatrix, quantize_gated, quantize_rows, rounded_matrix
 from meshwright.models.moe import Experts
 from meshwright.spec.engine import WeightFormat
@@ -82,8 +82,8 @@ class QuantizedWeight(nn.Module):
             if self.ranks is not None:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.ranks)
             if self.number_format == "int8":
-                scale.copy_(int8_products.scale_of(largest))
-                values.copy_(int8_products.round_with_scale(matrix, scale))
+                scale.copy_(int8_matmuls.scale_of(largest))
+                values.copy_(int8_matmuls.round_with_scale(matrix, scale))
             else:
                 scale.copy_(scale_of(largest, E4M3))
                 values.copy_(round_with_scale(matrix, scale, E4M3))

@@ -124,7 +124,8 @@ def accept_equal(drafts: Tensor, lengths: Tensor, drawn: Tensor) -> Checked:
 def accept_by_rejection(
     drafts: Drafts, lengths: Tensor, scores: Tensor, draws: Tensor, seeds: Tensor, positions: Tensor
 ) -> Checked:
-    """Accept each draft with the probability min(1, p / q), then draw one more token; texts keep the distribution p.
+    """Accept each draft with the probability min(1, p / q), then draw one more token; sequences keep the distribution
+    p.
 
     p is the softmax of the model's `scores` `(sequences, drafts + 1, vocab)` after the text and after each draft; q is the distribution
     of the draft. `lengths` `(sequences,)` are numbers of drafts; the other arguments are those of `draft_tokens`.

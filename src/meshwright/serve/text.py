@@ -78,7 +78,8 @@ class _ByteStream:
     def add_one(self, token: int) -> tuple[str, bytes]:
         content = self._bytes[token]
         if self._at_start and content:
-            self._at_start, content = False, self._tokens.at_start(token)
+            self._at_start = False
+            content = self._tokens.at_start(token)
         return self._decode(content), content
 
     def _decode(self, content: bytes) -> str:

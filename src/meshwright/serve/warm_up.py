@@ -14,7 +14,7 @@ from meshwright.serve.model_runner import ModelRunner
 from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions
 
 PROMPT_TOKENS = 17
-"""Tokens of a prompt, so many that its products take the libraries' kernels and not those for few tokens."""
+"""Tokens of a prompt, so many that its matmuls take the libraries' kernels and not those for few tokens."""
 SAMPLING = GREEDY, SamplingOptions(temperature=0.5), SamplingOptions(temperature=0.5, top_p=0.5)
 """Options that take all kernels by which tokens are drawn."""
 

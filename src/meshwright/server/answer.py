@@ -31,7 +31,7 @@ EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cach
 class TextAnswer:
     """The answer to one request for text, as an ASGI application.
 
-    If the client disconnects, or sending fails, the engine ends the request's texts before its next step.
+    If the client disconnects, or sending fails, the engine ends the request's sequences before its next step.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TextAnswer:
         self._readers = None if request.output is None else [request.output.reader() for _ in range(count)]
         self._reasoning_tokens = 0
         self._open = count
-        """Texts that have not ended."""
+        """Sequences that have not ended."""
         scored = "prompt_logprobs" in request.sampling
         self._prompts = {n: PromptOutput(p, tokens) for n, p in enumerate(request.prompts)} if scored else {}
         """The prompts whose log probabilities have not all come, by their numbers."""
@@ -84,11 +84,11 @@ class TextAnswer:
 
     @property
     def new_tokens(self) -> int:
-        """New tokens of all texts so far."""
+        """New tokens of all sequences so far."""
         return sum(output.tokens for output in self._outputs)
 
     def _usage(self) -> dict[str, Any]:
-        """The numbers of tokens so far; the texts of one prompt share its tokens."""
+        """The numbers of tokens so far; the sequences of one prompt share its tokens."""
         cached = sum(output.cached_tokens for output in self._outputs[:: self._request.count])
         reasoning = None if self._readers is None else self._reasoning_tokens
         return usage(self._request.prompt_tokens, self.new_tokens, cached, reasoning)
@@ -285,7 +285,7 @@ class TextAnswer:
         )
 
     def _events(self, news: dict[int, list[News]]) -> bytes:
-        """The events for news; texts that have ended already get none."""
+        """The events for news; sequences that have ended already get none."""
         events = []
         for index, of_text in news.items():
             if self._outputs[index].finish_reason is None:

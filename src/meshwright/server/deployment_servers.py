@@ -25,7 +25,7 @@ START_SECONDS = 600.0
 """Longest time that a server may take to load its model and warm up."""
 END_SECONDS = 30.0
 """Longest time that a server may take to end."""
-ROUTER_WORDS = ("--port", "0", "--silent-seconds", "600", "--requests", "65536")
+ROUTER_ARGUMENTS = ("--port", "0", "--silent-seconds", "600", "--requests", "65536")
 """Arguments of the router: in a load test it waits for slow servers, and refuses no request."""
 LAST_LINES = 20
 """Lines of a failed server's output in the error."""
@@ -81,13 +81,15 @@ def deployment_servers(
         try:
             for role in ("prefill", "decode", "both"):
                 started = sum(server.devices for server in servers)
-                words = [str(folder), "--plan", str(plan), "--port", "0"]
-                for server in _start(words, deployment, role, Path(temporary), gpu, started):
+                arguments = [str(folder), "--plan", str(plan), "--port", "0"]
+                for server in _start(arguments, deployment, role, Path(temporary), gpu, started):
                     servers.append(server)
                     processes.append(server)
             deadline = time.monotonic() + START_SECONDS
             instances = [RunningInstance(s.role, s.number, s.address(deadline)) for s in servers]
-            router = _Process("router", ["route", *(instance.url for instance in instances), *ROUTER_WORDS], os.environ)
+            router = _Process(
+                "router", ["route", *(instance.url for instance in instances), *ROUTER_ARGUMENTS], os.environ
+            )
             processes.append(router)
             yield RunningDeployment(router.address(deadline), instances, check)
         finally:
@@ -110,15 +112,15 @@ def _arguments(role: Role, deployment: Deployment, folder: Path) -> list[list[st
 
 
 def _start(
-    words: Sequence[str], deployment: Deployment, role: Role, sockets: Path, gpu: bool, first_device: int
+    arguments: Sequence[str], deployment: Deployment, role: Role, sockets: Path, gpu: bool, first_device: int
 ) -> Iterator[_Server]:
     """The servers of a role; each has the next devices of this host, or its share of the processor.
 
-    `words` are the arguments of all; `sockets` is the folder for those of prefill engines.
+    `arguments` are the arguments of all; `sockets` is the folder for those of prefill engines.
     """
     sizes = (instance.tensor * instance.expert for instance in deployment.instances if instance.role == role)
     devices = next(sizes, 1)
-    for number, own_words in enumerate(_arguments(role, deployment, sockets)):
+    for number, own_arguments in enumerate(_arguments(role, deployment, sockets)):
         environment = dict(os.environ)
         if gpu:
             visible = range(first_device + number * devices, first_device + (number + 1) * devices)
@@ -127,16 +129,16 @@ def _start(
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[visible.start : visible.stop])
         else:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // deployment.devices)))
-        yield _Server(role, number, devices, [*words, *own_words], environment)
+        yield _Server(role, number, devices, [*arguments, *own_arguments], environment)
 
 
 class _Process:
     """A process that prints its address; a thread reads its output."""
 
-    def __init__(self, name: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND_LINE, *words],
+            [sys.executable, "-c", COMMAND_LINE, *arguments],
             env={**environment, PARENT: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -197,9 +199,9 @@ class _Server(_Process):
     """The process of one instance."""
 
     def __init__(
-        self, role: Role, number: int, devices: int, words: Sequence[str], environment: Mapping[str, str]
+        self, role: Role, number: int, devices: int, arguments: Sequence[str], environment: Mapping[str, str]
     ) -> None:
-        super().__init__(f"server of role {role}", ["serve", *words, "--no-log-requests"], environment)
+        super().__init__(f"server of role {role}", ["serve", *arguments, "--no-log-requests"], environment)
         self.role = role
         self.number = number
         self.devices = devices

@@ -22,7 +22,7 @@ from meshwright.spec.deployment import Role
 from meshwright.spec.errors import EXIT_COMMUNICATION, BadInput
 
 Reason = Literal["stop", "length", "abort", "deadline", "failed", "refused"]
-TEXTS_AT_ONCE = 4
+SEQUENCES_AT_ONCE = 4
 """Sequences of a step that get their tokens in one turn of the event loop. New requests are read between two turns."""
 
 NEWS_AT_ONCE = 64
@@ -56,7 +56,7 @@ class News(NamedTuple):
 
 
 class Subscription:
-    """The news of all texts of one HTTP request, in order."""
+    """The news of all sequences of one HTTP request, in order."""
 
     def __init__(self, *, whole: bool) -> None:
         """With `whole` the reader is woken only when all sequences have ended, or when `NEWS_AT_ONCE` news wait."""
@@ -64,7 +64,7 @@ class Subscription:
         self._whole = whole
         self._waiter: asyncio.Future[None] | None = None
         self.unfinished = 0
-        """Texts that have not ended."""
+        """Sequences that have not ended."""
         self.closed = False
         """Whether the client has gone."""
 
@@ -117,7 +117,7 @@ class _Text:
 
 @dataclass(kw_only=True)
 class EngineRequest:
-    """Texts with one prompt."""
+    """Sequences with one prompt."""
 
     tokens: Sequence[int]
     new_tokens: int
@@ -127,7 +127,7 @@ class EngineRequest:
     grammar: tuple[str, str] | None = None
     """Notation and text of a `Grammar`."""
     count: int = 1
-    """Number of texts."""
+    """Number of sequences."""
     priority: int = 0
     """Requests with a larger number go first. In HTTP requests a lower number goes first, as in vLLM: the reader changes the sign."""
     salt: str = ""
@@ -175,7 +175,7 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def unfinished(self) -> int:
-        """Texts that have not ended."""
+        """Sequences that have not ended."""
         return len(self._texts)
 
     @property
@@ -221,7 +221,7 @@ class EngineClient(asyncio.Protocol):
             self._send({"abort": ended})
 
     def abort_all(self) -> None:
-        """End all texts with the reason "abort"."""
+        """End all sequences with the reason "abort"."""
         for id, text in list(self._texts.items()):
             self.abort([id])
             text.subscription.add(News(text.index, (), "abort"))
@@ -309,9 +309,9 @@ class EngineClient(asyncio.Protocol):
 
     def _pass_on_some(self) -> None:
         self._scheduled = False
-        entries = list(itertools.islice(self._entries, TEXTS_AT_ONCE))
+        entries = list(itertools.islice(self._entries, SEQUENCES_AT_ONCE))
         self._pass_on(entries)
-        if len(entries) == TEXTS_AT_ONCE:
+        if len(entries) == SEQUENCES_AT_ONCE:
             self._schedule()
 
     def _schedule(self) -> None:
@@ -320,7 +320,7 @@ class EngineClient(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._pass_on_some)
 
     def _pass_on(self, entries: Iterable[Sequence[Any]]) -> None:
-        """Give texts their tokens."""
+        """Give sequences their tokens."""
         now = self._step_arrived
         texts = self._texts
         metrics = self.metrics

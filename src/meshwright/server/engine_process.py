@@ -91,7 +91,7 @@ class EngineLoop:
         self._compiling: set[int] = set()
         """Ids of requests whose grammar is being compiled; `_unwanted` are those of them that were aborted."""
         self.transfers = (
-            None if transfer is None else BlockTransfers(engine, transfer, self._submit_texts, self._grammars)
+            None if transfer is None else BlockTransfers(engine, transfer, self._submit_sequences, self._grammars)
         )
         self._numbers: dict[int, int] = {}
         """The engine's number of each unfinished request by its id."""
@@ -153,13 +153,14 @@ class EngineLoop:
         # If the logits of a prompt are needed, it must be computed here: keys and values from elsewhere do not help.
         transfers = None if "prompt_logprobs" in request["sampling"] else self.transfers
         if transfers is None or not transfers.begin(request):
-            self._submit_texts(request, None)
+            self._submit_sequences(request, None)
         self._abort(list(aborted))
 
-    def _submit_texts(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None:
-        """Queue the texts of a request, or refuse them; `firsts` has for each its first tokens, and the details of a message `step`."""
+    def _submit_sequences(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None:
+        """Queue the sequences of a request, or refuse them; `firsts` has for each its first tokens, and the details of
+        a message `step`."""
         try:
-            self._queue_texts(request, firsts)
+            self._queue_sequences(request, firsts)
         except (EOFError, OSError):  # the HTTP process has ended
             raise
         except BadInput as error:
@@ -172,11 +173,11 @@ class EngineLoop:
             self._refuse(request, *RequestFailure.of(error))
 
     def _refuse(self, request: Mapping[str, Any], message: str, code: str | None) -> None:
-        """Report that the texts of a request are not continued."""
+        """Report that the sequences of a request are not continued."""
         self._abort(request["ids"])
         self._connection.send({"refused": request["ids"], "error": message, "code": code})
 
-    def _queue_texts(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None:
+    def _queue_sequences(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None:
         from meshwright.serve.sampling_options import SamplingOptions
 
         sampling = SamplingOptions.from_plain(request["sampling"])
@@ -191,20 +192,21 @@ class EngineLoop:
             ids = request["ids"]
             numbers = self._engine.submit_samples(request["tokens"], len(ids), sampling=sampling, **options)
         else:
-            ids, numbers = self._continue_texts(request, firsts, sampling, options)
+            ids, numbers = self._continue_sequences(request, firsts, sampling, options)
         self._numbers.update(zip(ids, numbers, strict=True))
         self._ids.update(zip(numbers, ids, strict=True))
         if self.transfers is not None and numbers:
-            self.transfers.hand_in(numbers[0], request)
+            self.transfers.publish(numbers[0], request)
 
-    def _continue_texts(
+    def _continue_sequences(
         self,
         request: Mapping[str, Any],
         firsts: Sequence[Sequence[Any]],
         sampling: SamplingOptions,
         options: Mapping[str, Any],
     ) -> tuple[list[int], list[int]]:
-        """Report first tokens from another engine and queue the texts that go on; returns the ids and numbers of these."""
+        """Report first tokens from another engine and queue the sequences that go on; returns the ids and numbers of
+        these."""
         ids = []
         numbers = []
         entries = []

@@ -39,7 +39,7 @@ class ServerMetrics:
         )
         self._whole = _histogram("e2e_request_latency_seconds", "Time from a request to its end.", _REQUEST)
         self._prompts = _histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
-        self._texts = _histogram("request_generation_tokens", "New tokens of texts.", _TOKENS)
+        self._texts = _histogram("request_generation_tokens", "New tokens of sequences.", _TOKENS)
         self._steps = _histogram("iteration_tokens_total", "New tokens of a step.", _TOKENS)
 
     def count_first_token(self, seconds: float) -> None:
@@ -86,7 +86,7 @@ class ServerMetrics:
             "generation_tokens_total": ("New tokens.", self.generation_tokens),
             "num_requests_rejected_total": ("Requests answered with 429 or 503.", self.rejected),
             "num_requests_not_finite_total": (
-                "Texts that ended because the model gave NaN or infinity.",
+                "Sequences that ended because the model gave NaN or infinity.",
                 self.not_finite,
             ),
         }
@@ -95,7 +95,7 @@ class ServerMetrics:
                 "kv_blocks_sent_total": ("Cache blocks sent to other engines.", transfers.sent_blocks),
                 "kv_blocks_received_total": ("Cache blocks received from other engines.", transfers.received_blocks),
                 "kv_blocks_damaged_total": ("Received blocks with a wrong checksum.", transfers.damaged_blocks),
-                "kv_blocks_stored_total": ("Cache blocks handed in to the store.", transfers.stored_blocks),
+                "kv_blocks_stored_total": ("Cache blocks published to the store.", transfers.stored_blocks),
                 "kv_blocks_fetched_total": ("Cache blocks taken from the store.", transfers.fetched_blocks),
                 "kv_prompts_lost_total": ("Prompts that another engine did not finish.", transfers.lost_prompts),
             }
@@ -115,7 +115,7 @@ class ServerMetrics:
                 Metric(PREFIX + name, "counter", text, [(self._labels, value)])
                 for name, (text, value) in counters.items()
             ),
-            Metric(f"{PREFIX}request_success_total", "counter", "Texts that have ended, by reason.", reasons),
+            Metric(f"{PREFIX}request_success_total", "counter", "Sequences that have ended, by reason.", reasons),
             Metric(f"{PREFIX}ignored_parts_total", "counter", "Keys and tools of agents without effect.", ignored),
             Metric(f"{PREFIX}own_answers_total", "counter", "Prompts with an earlier prompt, by what follows it.", own),
             Metric(f"{PREFIX}task_failures_total", "counter", "Failures of tasks beside requests.", failures),

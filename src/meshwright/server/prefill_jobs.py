@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 RUN_BYTES = 32 << 20
 """Most bytes of blocks in one message."""
-MOST_TEXTS = 4096
-"""Most texts of one prompt."""
+MOST_SEQUENCES = 4096
+"""Most sequences of one prompt."""
 _PEER_ERRORS = (EOFError, BadFrame, AttributeError, KeyError, OverflowError, TypeError, ValueError)
 """Exceptions caused by a peer that leaves or sends a wrong message."""
 
@@ -74,8 +74,8 @@ class PrefillRequest:
             raise BadFrame("salt: expected text")
         if grammar is not None and not all(isinstance(text, str) for text in grammar):
             raise BadFrame("grammar: expected its notation and text")
-        if not 1 <= count <= MOST_TEXTS:
-            raise BadInput(f"count: expected 1 to {MOST_TEXTS}, got {count}")
+        if not 1 <= count <= MOST_SEQUENCES:
+            raise BadInput(f"count: expected 1 to {MOST_SEQUENCES}, got {count}")
         options = {
             "sampling": SamplingOptions.from_plain(message["sampling"]),
             "new_tokens": 1,
@@ -89,7 +89,7 @@ class PrefillRequest:
 
 
 class PrefillJob:
-    """Computation of a prompt, and of the first token of each of its texts."""
+    """Computation of a prompt, and of the first token of each of its sequences."""
 
     def __init__(self, number: int, prompt_tokens: int, unsent: UnsentBlocks, requests: Sequence[int]) -> None:
         self.number = number
@@ -105,7 +105,7 @@ class PrefillJob:
 
     @property
     def computed(self) -> bool:
-        """Whether all texts have their first token."""
+        """Whether all sequences have their first token."""
         return len(self.firsts) == len(self.requests)
 
 
@@ -167,7 +167,7 @@ class PrefillJobs:
         """Whether new prompts are taken."""
         self.connections: list[PrefillConnection] = []
         self._job_of_text: dict[int, PrefillJob | None] = {}
-        """The prompts of unfinished texts by the engine's number; None for aborted ones."""
+        """The prompts of unfinished sequences by the engine's number; None for aborted ones."""
         self._identity = ""
         self.sent_blocks = 0
 
@@ -285,7 +285,7 @@ class PrefillJobs:
         connection.jobs[number] = job = PrefillJob(number, len(prompt.tokens), unsent, requests)
         self._job_of_text.update(dict.fromkeys(requests, job))
         if self._store is not None:
-            self._store.hand_in(requests[0], prompt.tokens, prompt.salt)
+            self._store.publish(requests[0], prompt.tokens, prompt.salt)
 
     def _free_slots(self, connection: PrefillConnection, slots: Sequence[int]) -> None:
         assert connection.staging is not None

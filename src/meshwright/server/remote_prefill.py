@@ -175,7 +175,7 @@ class RemotePrefill:
             self.lose(peer)
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Forget texts; a prompt without any is given up."""
+        """Forget sequences; a prompt without any is given up."""
         for prompt in self.prompts:
             prompt.aborted.update(set(ids) & set(prompt.request["ids"]))
             if len(prompt.aborted) < len(prompt.request["ids"]):
@@ -321,9 +321,9 @@ class RemotePrefill:
         self.received_blocks += count
 
     def _finish(self, prompt: RemotePrompt, firsts: Sequence[Sequence[Any]]) -> None:
-        """Continue the texts of a prompt after their first tokens."""
+        """Continue the sequences of a prompt after their first tokens."""
         if len(firsts) != len(prompt.request["ids"]):
-            raise BadFrame("not all texts have a first token")
+            raise BadFrame("not all sequences have a first token")
         for tokens, details in firsts:
             types_fit = all(isinstance(value, DETAILS[key]) for key, value in details.items())
             if not is_list_of_ids(tokens) or not types_fit:

@@ -117,7 +117,8 @@ class ResponsesBody:
     def _begin(self, part: AnswerPart) -> str:
         """The events that end the last item and begin one with text or reasoning."""
         events = [self._end()]
-        self._open, index = part.kind, len(self._items)
+        self._open = part.kind
+        index = len(self._items)
         item = self._text_item(AnswerPart(part.kind, ""), index)
         id = item["id"]
         name = _NAMES[part.kind]

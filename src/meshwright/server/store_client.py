@@ -1,4 +1,5 @@
-"""Client of a store of cache blocks: fetches the beginnings of prompts, and hands in the blocks that the engine computes.
+"""Client of a store of cache blocks: fetches the beginnings of prompts, and publishes the blocks that the engine
+computes.
 
 Nothing waits for the store longer than `FETCH_SECONDS`; blocks that it does not have are computed. A computed block is not sent to the
 store if staging memory has no room for it, or if the store does not answer then.
@@ -57,7 +58,7 @@ class StoreClient:
         self._fetches: dict[int, Fetch] = {}
         self._numbers = itertools.count()
         self._computing: dict[int, tuple[UnsentBlocks, list[str]]] = {}
-        """Blocks to be handed in, and the names of all blocks, of prompts that are computed, by the engine's number."""
+        """Blocks to be published, and the names of all blocks, of prompts that are computed, by the engine's number."""
         self.fetched_blocks = self.damaged_blocks = self.stored_blocks = 0
 
     @property
@@ -86,8 +87,9 @@ class StoreClient:
         except EOFError:
             self._lose()
 
-    def hand_in(self, number: int, prompt: Sequence[int], salt: str) -> None:
-        """Hand in the blocks of a prompt that are not cached yet, once the request `number` of the engine has computed them."""
+    def publish(self, number: int, prompt: Sequence[int], salt: str) -> None:
+        """Publish the blocks of a prompt that are not cached yet, once the request `number` of the engine has computed
+        them."""
         digests = self._blocks.digests(prompt, salt)
         missing = self._blocks.missing(digests)
         if missing:  # also without a store: it may answer by then
@@ -221,7 +223,7 @@ class StoreClient:
             reserved.release()
 
     def close(self) -> None:
-        """End the connection; prompts that wait for it, and blocks to be handed in, are forgotten."""
+        """End the connection; prompts that wait for it, and blocks to be published, are forgotten."""
         self._fetches.clear()
         self._lose()
         self._forget()
@@ -244,7 +246,7 @@ class StoreClient:
                 stack.callback(fetch.done)
 
     def _forget(self) -> None:
-        """Hand in nothing of the prompts that are computed now."""
+        """Publish nothing of the prompts that are computed now."""
         for unsent, _ in self._computing.values():
             unsent.release()
         self._computing.clear()

@@ -80,7 +80,7 @@ class CheckedTextRequest:
     """Checked fields of a request for text, without its prompt."""
 
     count: int
-    """Texts for each prompt."""
+    """Sequences for each prompt."""
     new_tokens: int
     """Most new tokens of a text, if the context has room for them; 0 for an answer about the prompt only."""
     sampling: dict[str, Any]
@@ -167,14 +167,14 @@ def read_shared(
 ) -> CheckedTextRequest:
     """The keys that completions and chats share. `new_tokens` is the default of `max_tokens`. Raises RequestError.
 
-    `echo`: the texts begin with the prompts, whose log probabilities are reported if those of new tokens are.
+    `echo`: the sequences begin with the prompts, whose log probabilities are reported if those of new tokens are.
     """
     spec = limits.spec
     check_model(fields, limits)
     fields.ignore(*WITHOUT_EFFECT)
     count = fields.integer("n", 1, spec.max_choices, 1)
     if (best := fields.take("best_of")) is not None and best != count:
-        raise RequestError(400, "best_of: expected the value of n; texts are not ranked", param="best_of")
+        raise RequestError(400, "best_of: expected the value of n; sequences are not ranked", param="best_of")
     largest = spec.max_new_tokens or LARGEST_INTEGER  # what the context has no room for is cut
     of_prompt = _prompt_logprobs(fields, limits)
     fewest = 0 if echo or of_prompt is not None else 1
@@ -233,7 +233,7 @@ def check_prompts(request: CheckedTextRequest, limits: RequestLimits, key: str) 
     if len(request.prompts) * request.count > limits.spec.max_choices:
         raise RequestError(
             400,
-            f"n: expected at most {limits.spec.max_choices} texts in a request, n times the number of prompts",
+            f"n: expected at most {limits.spec.max_choices} sequences in a request, n times the number of prompts",
             param="n",
         )
     for prompt in request.prompts:

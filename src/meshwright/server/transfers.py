@@ -55,7 +55,7 @@ class TransferFigures(NamedTuple):
     usable_peers: int = 0
     """Peers that take prompts of this engine now."""
     stored_blocks: int = 0
-    """Blocks handed in to the store."""
+    """Blocks published to the store."""
     fetched_blocks: int = 0
     """Blocks that came from the store."""
     unacknowledged_blocks: int = 0
@@ -70,7 +70,7 @@ class BlockTransfers:
     def __init__(
         self, engine: Engine, setup: TransferSetup, submit: Submit, grammars: GrammarJobs | None = None
     ) -> None:
-        """`submit` queues the texts of a request on the engine; `grammars` compiles those of others' prompts.
+        """`submit` queues the sequences of a request on the engine; `grammars` compiles those of others' prompts.
 
         Raises BadInput if `setup.address` cannot be used."""
         self._blocks = blocks = engine.prefix_blocks()
@@ -149,13 +149,13 @@ class BlockTransfers:
         if wanted and not self._receiver.begin(request):
             self._submit(request, None)
 
-    def hand_in(self, number: int, request: Mapping[str, Any]) -> None:
+    def publish(self, number: int, request: Mapping[str, Any]) -> None:
         """Hand the blocks that the engine computes for the prompt of its request `number` to the store."""
         if self._store is not None:
-            self._store.hand_in(number, request["tokens"], request["salt"])
+            self._store.publish(number, request["tokens"], request["salt"])
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Forget texts whose prompts are elsewhere."""
+        """Forget sequences whose prompts are elsewhere."""
         self._unwanted.update(self._fetching.intersection(ids))
         self._receiver.abort(ids)
 

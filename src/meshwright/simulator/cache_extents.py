@@ -1,6 +1,6 @@
-"""Cached blocks of simulated texts as extents, which take less time than single blocks.
+"""Cached blocks of simulated sequences as extents, which take less time than single blocks.
 
-A text is a path of pieces (`text_pieces`), which other texts may share. The cached blocks of a piece are extents:
+A text is a path of pieces (`text_pieces`), which other sequences may share. The cached blocks of a piece are extents:
 consecutive blocks with the same number of references. A request, a reservation or a sender refers to spans of its text.
 Blocks that are not in the cache are private to their holder, also a second copy of a cached block. Blocks without
 references are idle if they are cached, else empty. Empty ones are taken first, then idle ones in the order of their
@@ -30,8 +30,12 @@ class Extent:
     __slots__ = ("end", "first", "forward", "piece", "references", "stamp")
 
     def __init__(self, piece: int, first: int, end: int, references: int) -> None:
-        self.piece, self.first, self.end, self.references = piece, first, end, references
-        self.stamp, self.forward = 0, False
+        self.piece = piece
+        self.first = first
+        self.end = end
+        self.references = references
+        self.stamp = 0
+        self.forward = False
         """Number of the release that made it idle, and whether that released the first block first."""
 
 
@@ -41,7 +45,8 @@ class Holder:
     __slots__ = ("private", "spans", "text")
 
     def __init__(self, text: Text) -> None:
-        self.text, self.private = text, 0
+        self.text = text
+        self.private = 0
         """`private`: its blocks that are not cached."""
         self.spans: list[Span] = []
         """Its cached blocks, ascending."""
@@ -135,11 +140,13 @@ class ExtentPool(BlockCounts):
 
         Blocks with references are not counted at once (`_uncounted`): that costs less if `release_first` is the next release.
         """
-        position, referenced = first, True
+        position = first
+        referenced = True
         for extent in self._overlapping(holder.text, first, end):
             if extent.first > position:
                 break
-            position, referenced = extent.end, referenced and extent.references > 0
+            position = extent.end
+            referenced = referenced and extent.references > 0
         position = position if position < end else end
         if not referenced:
             self.share(holder, first, position)
@@ -158,7 +165,8 @@ class ExtentPool(BlockCounts):
     def enter(self, holder: Holder, first: int, end: int) -> None:
         """Put private blocks of a holder into the cache, except those of which equal ones are there already."""
         for piece, begin, stop in holder.text:
-            position, last = first if first > begin else begin, end if end < stop else stop
+            position = first if first > begin else begin
+            last = end if end < stop else stop
             if position >= last:
                 continue
             extents = self._extents.setdefault(piece, [])
@@ -194,7 +202,8 @@ class ExtentPool(BlockCounts):
         self.releases += 1
         for first, end in holder.spans:
             self._release(holder.text, first, end, forward=False)
-        holder.private, holder.spans = 0, []
+        holder.private = 0
+        holder.spans = []
 
     def release_first(self, holder: Holder, first: int, end: int) -> None:
         """Release the first blocks of a holder's only span, the first one first."""
@@ -217,7 +226,8 @@ class ExtentPool(BlockCounts):
                 shared.add(extent.piece)
             else:
                 self.free += extent.end - extent.first
-                extent.stamp, extent.forward = self.releases, forward
+                extent.stamp = self.releases
+                extent.forward = forward
                 self._note_idle(extent)
         for piece in shared:
             self._join(self._extents[piece])
@@ -229,9 +239,11 @@ class ExtentPool(BlockCounts):
         Idle extents stay apart: the heap has an entry for each, and they may be of different releases.
         """
         for index in range(len(extents) - 1, 0, -1):
-            before, behind = extents[index - 1], extents[index]
+            before = extents[index - 1]
+            behind = extents[index]
             if before.end == behind.first and before.references == behind.references > 0:
-                before.end, behind.references = behind.end, EMPTIED
+                before.end = behind.end
+                behind.references = EMPTIED
                 del extents[index]
 
     def _note_idle(self, extent: Extent) -> None:
@@ -280,7 +292,8 @@ class ExtentPool(BlockCounts):
         """Divide an extent of a piece before a block; returns the second part."""
         extent = extents[index]
         behind = Extent(extent.piece, position, extent.end, extent.references)
-        behind.stamp, behind.forward = extent.stamp, extent.forward
+        behind.stamp = extent.stamp
+        behind.forward = extent.forward
         extent.end = position
         extents.insert(index % len(extents) + 1, behind)
         if not behind.references:

@@ -1,4 +1,4 @@
-"""Changes of a plan's costs by copies and moved owners of experts: their policies are played over recorded loads.
+"""Changes of a plan's costs by copies and moved experts: their policies are played over recorded loads.
 
 Of a long recording some steps and layers are played, evenly spaced over its layers and from its end.
 """
@@ -22,11 +22,12 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import ExpertPlan, Plan
 from meshwright.workload.expected_loads import recorded_loads
-from meshwright.workload.groups import all_present, balances_owners, copies_experts
+from meshwright.workload.groups import all_present, copies_experts, moves_experts
 
 DECISION_DELAY = 2
 """Steps from the last loads of a decision to the step that uses it (`training.expert_decisions`)."""
-PLAYED_STEPS, PLAYED_LAYERS = 12, 8
+PLAYED_STEPS = 12
+PLAYED_LAYERS = 8
 """Most steps and layers that are played."""
 
 
@@ -42,9 +43,10 @@ class CopyEffects:
 def with_copies(
     priced: Pricing | None, model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
 ) -> Pricing | None:
-    """`priced` with the effects of the plan's copies and owners of experts; unchanged without them or without recorded loads."""
+    """`priced` with the effects of the plan's copies and expert placement; unchanged without them or without recorded
+    loads."""
     has_loads = train.expert_load not in (None, EQUAL_LOADS)
-    placed = copies_experts(plan) or balances_owners(plan)
+    placed = copies_experts(plan) or moves_experts(plan)
     if priced is None or not placed or (not has_loads and not all_present(model, plan)):
         return priced
     columns = vars(copy_effects(model, train, plan, cluster))
@@ -64,14 +66,15 @@ def copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Cluste
 def _copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> CopyEffects:
     """`copy_effects`, whose result is cached."""
     assert plan.experts is not None
-    experts, ranks = plan.experts, plan.experts.expert * plan.axis_size("tensor")
+    experts = plan.experts
+    ranks = plan.experts.expert * plan.axis_size("tensor")
     uncopied = replace(plan, experts=replace(experts, policy="none", slots=0))
     costs = placement_costs(model, train, uncopied, cluster, _ranks_per_node(plan, cluster))
     costs = replace(costs, weight_exchanges=2 if experts.keep else 3)
     steps = _played_counts(model, train, plan, ranks)
     layers = len(steps[0])
     even = owners = even_owners(layers, model.experts, ranks)
-    if balances_owners(plan):
+    if moves_experts(plan):
         copied = copied_everywhere(experts.policy, experts.slots, costs, ranks)
         owners = better_owners(_earlier_loads(model, train, experts), even, copied, ranks, costs.ranks_per_node)
     base = owned(owners, ranks)

@@ -21,7 +21,7 @@ class CountedBlocks(BlockTables):
         self.pool = ExtentPool(blocks)
         super().__init__([self.pool], [None], tokens_per_block)
         self.texts = texts
-        """Texts by name."""
+        """Sequences by name."""
         self._holders: dict[int, Holder] = {}
         """Holders by the identity of a request's tables."""
 
@@ -105,7 +105,8 @@ class CountedReservation:
     """`policies.moving_blocks.ReservedBlocks` of a text."""
 
     def __init__(self, cache: CountedBlocks, digests: Sequence[bytes]) -> None:
-        self._cache, self._digests = cache, digests
+        self._cache = cache
+        self._digests = digests
         self.first = cache.matching(digests)
         self._holder = Holder(cache.text(digests))
 
@@ -137,8 +138,11 @@ class CountedUnsent:
     """`policies.moving_blocks.UnsentBlocks` of a text."""
 
     def __init__(self, cache: CountedBlocks, digests: Sequence[bytes], first: int) -> None:
-        self._pool, self._holder = cache.pool, Holder(cache.text(digests))
-        self.next, self._count, self._end = first, 0, len(digests)
+        self._pool = cache.pool
+        self._holder = Holder(cache.text(digests))
+        self.next = first
+        self._count = 0
+        self._end = len(digests)
 
     def __len__(self) -> int:
         return self._count
@@ -153,4 +157,5 @@ class CountedUnsent:
     def copied(self, count: int) -> None:
         """Release the next `count` blocks."""
         self._pool.release_first(self._holder, self.next, self.next + count)
-        self.next, self._count = self.next + count, self._count - count
+        self.next = self.next + count
+        self._count = self._count - count

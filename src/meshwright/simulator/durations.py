@@ -53,10 +53,12 @@ def end_with_slowdown(start: float, work: float, slow_intervals: Iterable[SlowIn
             full_speed_seconds = interval_start - time
             if work <= full_speed_seconds:
                 return time + work
-            work, time = work - full_speed_seconds, interval_start
+            work = work - full_speed_seconds
+            time = interval_start
         if work * factor <= interval_end - time:
             return time + work * factor
-        work, time = work - (interval_end - time) / factor, interval_end
+        work = work - (interval_end - time) / factor
+        time = interval_end
     return time + work
 
 

@@ -58,7 +58,9 @@ def play_loads(
     not in the figures. `initial` has the shape `(L, R, E)`; `slots` is the most copies on a rank.
     """
     history = LoadWindow(window)
-    present, times, imbalances = initial, [], []
+    present = initial
+    times = []
+    imbalances = []
     for number, counts in enumerate(steps[delay:]):
         history.add(steps[number])
         problem = PlacementProblem(counts, owners, slots, costs)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from meshwright.costs.collective_costs import link_rate, port_rate
-from meshwright.costs.compute import product_rate
+from meshwright.costs.compute import matmul_rate
 from meshwright.costs.plan_costs import number, pricing
 from meshwright.policies.expert_costs import ExpertCosts
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, feed_forward_of
-from meshwright.spec.plan import RECOMPUTES_PRODUCTS, Plan
+from meshwright.spec.plan import RECOMPUTES_MATMULS, Plan
 
 
 def placement_costs(
     model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec, ranks_per_node: int
 ) -> ExpertCosts:
-    """The costs of a mixture layer under `plan`, whose ranks with a layer's experts are `ranks_per_node` on each node.
+    """The costs of an MoE layer under `plan`, whose ranks with a layer's experts are `ranks_per_node` on each node.
 
     One gather of copies hides behind the attention of a micro-batch. Raises BadInput for devices whose rates are not known.
     """
@@ -26,8 +26,10 @@ def placement_costs(
             "plan.experts.policy: the rates of this device are not known, so no policy can decide; expected policy none or fixed, or "
             "cluster.profile (`meshwright profile --out FILE` measures the device)"
         )
-    machine, k, compute = priced.machine, priced.constants, 2 if plan.precision.compute == "bf16" else 4
-    rate = number(product_rate(machine, k).flops)
+    machine = priced.machine
+    k = priced.constants
+    compute = 2 if plan.precision.compute == "bf16" else 4
+    rate = number(matmul_rate(machine, k).flops)
     inside = number(link_rate(machine, k))
     across = number(port_rate(machine, k)) * ranks_per_node
     weights = (2 + feed_forward_of(model, model.expert_hidden).gated) * model.hidden * model.expert_hidden
@@ -35,7 +37,7 @@ def placement_costs(
     for axis in ("context_ring", "context_ulysses"):
         tokens //= plan.axis_size(axis)
     layers = range(model.layers)
-    recomputes = any(plan.strategy(layer, model.layers).recompute in RECOMPUTES_PRODUCTS for layer in layers)
+    recomputes = any(plan.strategy(layer, model.layers).recompute in RECOMPUTES_MATMULS for layer in layers)
     width = model.heads * model.head_dim
     attention = 2 * model.hidden * (2 * width + 2 * model.kv_heads * model.head_dim) + 2 * train.seq_len * width
     return ExpertCosts(

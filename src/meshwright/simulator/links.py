@@ -64,7 +64,8 @@ def _link(
     pairs: tuple[np.ndarray, np.ndarray], per_node: int, ends: tuple[Pricing, Pricing], *, tcp: bool, bridge: Link
 ) -> Link:
     """The link between two stages; `pairs`: the ranks of both. Across nodes it is at most as fast as `bridge`."""
-    machine, constants = ends[0].machine, [end.constants for end in ends]
+    machine = ends[0].machine
+    constants = [end.constants for end in ends]
     boundary_us = max(number(k.pipe_us) for k in constants)
     domain = min(int(number(end.machine.domain)) for end in ends)
     crosses_domain = pairs[0] // domain != pairs[1] // domain

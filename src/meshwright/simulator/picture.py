@@ -30,7 +30,8 @@ def draw(timeline: Timeline, column_seconds: float | None = None) -> str:
     columns = round(max(end for *_, end in spans) / column)
     lines = [["." + " " * (width - 1)] * columns for _ in range(schedule.ranks)]
     for rank, action, start, end in spans:
-        first, last = round(start / column), round(end / column)
+        first = round(start / column)
+        last = round(end / column)
         text = "&".join(_label(part, schedule.placement[rank][0]) for part in action.parts)
         text = text.ljust((last - first) * width - 1, "-")[: (last - first) * width - 1] + " "
         lines[rank][first:last] = [text[at : at + width] for at in range(0, len(text), width)]
@@ -52,7 +53,8 @@ def draw_within(timeline: Timeline, characters: int) -> str | None:
         return None
     lines = [["."] * round(end / column) for _ in range(schedule.ranks)]
     for rank, action, begin, finish in spans:
-        first, last = round(begin / column), round(finish / column)
+        first = round(begin / column)
+        last = round(finish / column)
         text = "&".join(_label(part, schedule.placement[rank][0]) for part in action.parts)
         width = last - first
         lines[rank][first:last] = text[:width].ljust(width - 1, "-").ljust(width)

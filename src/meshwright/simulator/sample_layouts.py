@@ -100,11 +100,13 @@ def play_batches(layout: SampleLayout, times: LayoutTimes, batches: Sequence[np.
 def _static(layout: SampleLayout, times: LayoutTimes, lengths: np.ndarray) -> tuple[float, float]:
     """Seconds of all tokens, where some samples wait for a later step, and padding."""
     time = replace(times.time, linear=times.time.linear + times.exchange)
-    groups, ring = layout.ranks // layout.context, times.ring
+    groups = layout.ranks // layout.context
+    ring = times.ring
     if layout.ring == 1:
         ring = replace(ring, bytes_per_token=0.0)
     seconds, packed = static_seconds(lengths, groups, layout.context, layout.capacity, time, ring)
-    tokens, sequence = int(lengths.sum()), layout.capacity * layout.context * groups
+    tokens = int(lengths.sum())
+    sequence = layout.capacity * layout.context * groups
     return seconds * tokens / packed, 1 - packed / (max(1, round(tokens / sequence)) * sequence)
 
 

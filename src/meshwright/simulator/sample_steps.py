@@ -84,7 +84,8 @@ def static_seconds(
     sequence = capacity * ranks
     count = groups * max(1, round(int(lengths.sum()) / (sequence * groups)))
     number = pack_sequences(lengths, count, sequence)
-    packed, number = lengths[number >= 0], number[number >= 0]
+    packed = lengths[number >= 0]
+    number = number[number >= 0]
     attention = np.bincount(number, time.quadratic * packed.astype(np.float64) ** 2, count) / ranks
     tokens = np.bincount(number, packed, count)
     seconds = ring.attention_seconds(attention, tokens, ranks) + time.linear * tokens / ranks + time.fixed
@@ -99,7 +100,8 @@ def pack_sequences(lengths: np.ndarray, count: int, sequence: int) -> np.ndarray
     >>> pack_sequences(np.array([5, 3, 4, 6]), count=2, sequence=8)
     array([ 1,  1, -1,  0])
     """
-    rooms, number = [(sequence, index) for index in range(count)], np.full(len(lengths), -1)
+    rooms = [(sequence, index) for index in range(count)]
+    number = np.full(len(lengths), -1)
     for sample in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[sample])
         best = bisect_left(rooms, (length, -1))
@@ -114,10 +116,12 @@ def arrival_parts(lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity:
 
     Samples on one rank come last, best-fit. A slot has room for `capacity` tokens, less the part of a sample on several ranks.
     """
-    slots, parts = np.zeros(ranks, np.int64), []
+    slots = np.zeros(ranks, np.int64)
+    parts = []
     rooms: list[tuple[int, int, int]] = []  # free tokens, rank, slot; sorted
     for sample in np.argsort(-(needed > 1).astype(np.int64), kind="stable").tolist():
-        length, number = int(lengths[sample]), int(needed[sample])
+        length = int(lengths[sample])
+        number = int(needed[sample])
         best = bisect_left(rooms, (length, -1, -1))
         if number == 1 and best < len(rooms):
             room, rank, slot = rooms.pop(best)
@@ -142,7 +146,9 @@ def longest_first_parts(
     `seconds` `(S,)` is the time of a sample on its ranks. Samples on one rank are packed into slots of `capacity` tokens, which follow by
     falling time.
     """
-    busy, slots, parts = np.zeros(ranks), np.zeros(ranks, np.int64), []
+    busy = np.zeros(ranks)
+    slots = np.zeros(ranks, np.int64)
+    parts = []
     order = np.argsort(-lengths, kind="stable")
     for sample in order[needed[order] > 1].tolist():
         chosen = np.argsort(busy, kind="stable")[: needed[sample]]
@@ -151,7 +157,8 @@ def longest_first_parts(
         slots[chosen] += 1
     short = np.flatnonzero(needed == 1)
     slot_of, count = _packed_slots(lengths[short], capacity)
-    work, rank_of = np.bincount(slot_of, seconds[short], count), np.zeros((count, 2), np.int64)
+    work = np.bincount(slot_of, seconds[short], count)
+    rank_of = np.zeros((count, 2), np.int64)
     for number in np.argsort(-work, kind="stable").tolist():
         rank = int(busy.argmin())
         rank_of[number] = rank, slots[rank]
@@ -165,7 +172,8 @@ def longest_first_parts(
 
 def _packed_slots(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """The slot of each sample `(S,)` of at most `capacity` tokens, packed best-fit, and the number of slots."""
-    slot_of, count = np.full(len(lengths), -1), 0
+    slot_of = np.full(len(lengths), -1)
+    count = 0
     while (left := np.flatnonzero(slot_of < 0)).size:
         more = -(-int(lengths[left].sum()) // capacity)
         number = pack_sequences(lengths[left], more, capacity)
@@ -201,7 +209,8 @@ def slot_times(balance: Balance) -> tuple[np.ndarray, np.ndarray]:
 
     A slot that a rank does not have takes none. The ranks of a divided sample begin its slot together; times are the balancer's own.
     """
-    ranks, width = balance.pool.ranks, int(balance.slots.max())
+    ranks = balance.pool.ranks
+    width = int(balance.slots.max())
     durations = np.bincount(balance.rank * width + balance.slot, balance.seconds, ranks * width).reshape(ranks, width)
     durations += balance.pool.time.fixed * (durations > 0)
     parts = SampleParts(balance.sample, balance.parts, balance.rank, balance.slot)
@@ -228,7 +237,8 @@ def _play(durations: np.ndarray, groups: Sequence[np.ndarray]) -> tuple[np.ndarr
     for number, pairs in enumerate(groups):
         group_of[pairs[:, 0], pairs[:, 1]] = number
     missing = [len(pairs) for pairs in groups]
-    ready, at = np.zeros(ranks), np.zeros(ranks, np.int64)
+    ready = np.zeros(ranks)
+    at = np.zeros(ranks, np.int64)
     runnable = list(range(ranks))
     while runnable:
         rank = runnable.pop()

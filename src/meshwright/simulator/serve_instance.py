@@ -37,7 +37,10 @@ class _Planned:
     __slots__ = ("chunks", "end", "ends_with_launch", "launched", "longest", "positions", "step")
 
     def __init__(self, step: EngineStep, positions: int, longest: int, chunks: Sequence[RequestPart]) -> None:
-        self.step, self.positions, self.longest, self.chunks = step, positions, longest, chunks
+        self.step = step
+        self.positions = positions
+        self.longest = longest
+        self.chunks = chunks
         self.launched = self.end = 0.0
         """Time when the host has launched the step, and time when the device ends it."""
         self.ends_with_launch = False
@@ -48,7 +51,8 @@ class SimulatedInstance:
     """Plays steps. `wake` is the time of its next event; the caller calls `advance` then, and `post` for what arrives."""
 
     def __init__(self, role: Role, costs: InstanceCosts, token_budget: int, cache: SimulatedBlocks) -> None:
-        self.role, self.costs = role, costs
+        self.role = role
+        self.costs = costs
         self.policy = BatchPolicy(BatchLimits(token_budget, costs.sequences), cache)
         (self._pool,) = cache.counts
         self.wake = NEVER
@@ -106,15 +110,19 @@ class SimulatedInstance:
             return False
         if self._run_passed and now <= self._run_begin:
             return True  # an earlier action has divided it after this step
-        steps, planned = self._step_at(now), self._running
+        steps = self._step_at(now)
+        planned = self._running
         assert planned is not None
         if steps + 2 > self._run_steps:
             return False
-        begin, end = self._run_end(steps), self._run_end(steps + 1)
+        begin = self._run_end(steps)
+        end = self._run_end(steps + 1)
         self._note_end(planned, end)
         planned.positions += planned.step.decodes * steps
         planned.longest += steps
-        self._run_begin, self._run_steps, self._run_passed = begin, self._run_steps - steps, self._run_passed + steps
+        self._run_begin = begin
+        self._run_steps = self._run_steps - steps
+        self._run_passed = self._run_passed + steps
         self.wake = self._run_end(self._run_steps)
         return True
 
@@ -138,8 +146,10 @@ class SimulatedInstance:
         else:
             if self._running is not None:
                 self._complete(self._running, now)
-            self._running, self._ahead = self._ahead, None
-        posted, self._posted = self._posted, []
+            self._running = self._ahead
+            self._ahead = None
+        posted = self._posted
+        self._posted = []
         for action in posted:
             action(now)
         if self.between_steps is not None:
@@ -168,14 +178,17 @@ class SimulatedInstance:
         planned = self._plan(now)
         if planned is None:
             return None
-        times, decodes, chunks = self.costs.times, planned.step.decodes, planned.chunks
+        times = self.costs.times
+        decodes = planned.step.decodes
+        chunks = planned.chunks
         shape = decodes, planned.positions, chunks, planned.longest
         begin = planned.launched = now
         if self.costs.overlap:
             begin = max(now, self._device_free)
             if chunks:
                 planned.launched += times.launch_seconds(decodes, chunks)
-            exposed, computed = max(0.0, planned.launched - begin), times.device_seconds(*shape)
+            exposed = max(0.0, planned.launched - begin)
+            computed = times.device_seconds(*shape)
             planned.end = begin + soft_maximum(computed, exposed)
             planned.ends_with_launch = computed < exposed
         else:
@@ -187,7 +200,8 @@ class SimulatedInstance:
     def figures(self, seconds: float) -> InstanceFigures:
         """Figures of its use in the `seconds` of the simulation."""
         self.note_usage(seconds)
-        policy, whole = self.policy, max(seconds, 1e-12)
+        policy = self.policy
+        whole = max(seconds, 1e-12)
         busy = self._busy / whole
         assert busy < 1 + ROUNDING, "a step began before the device had ended the one before it"
         return InstanceFigures(
@@ -205,14 +219,16 @@ class SimulatedInstance:
         It is called before blocks are released between two events, but not during a run.
         """
         assert not self._run_steps
-        share, seconds = self._share(), now - self._changed
+        share = self._share()
+        seconds = now - self._changed
         steps, before, growth = self._ended_run or (1, share, 0.0)
         self._ended_run = None
         more = share - before
         # The sum over steps k of (before + more * k / (steps - 1)) * (first + growth * k), where all take `seconds`.
         self._held_seconds += share * seconds - more * (seconds / 2 - growth * steps * (steps + 1) / 12)
         if self.occupancy is not None:
-            first, running = seconds / steps - growth * (steps - 1) / 2, self.policy.running
+            first = seconds / steps - growth * (steps - 1) / 2
+            running = self.policy.running
             for step in range(0, steps, self.policy.cache.tokens_per_block):
                 begin = self._changed + step * first + growth * step * (step - 1) / 2
                 self.occupancy.append(Occupancy(begin, running, before + more * step / max(1, steps - 1)))
@@ -234,7 +250,8 @@ class SimulatedInstance:
             self._longest += 1
         elif decodes:
             starts = [part.start for part in step.parts[:decodes]]
-            self._context, self._longest = sum(starts) + decodes, max(starts) + 1
+            self._context = sum(starts) + decodes
+            self._longest = max(starts) + 1
         else:
             self._context = self._longest = 0
         return _Planned(step, self._context, self._longest, step.parts[decodes:] if decodes < len(step.parts) else ())
@@ -254,14 +271,17 @@ class SimulatedInstance:
             return False
         if self.costs.overlap and policy.unfinished > policy.running:
             return False  # the step after the run is planned before the run's last requests release their blocks
-        parts, cache = planned.step.parts, policy.cache
+        parts = planned.step.parts
+        cache = policy.cache
         most = min([part.progress.final - part.start for part in parts]) + 1
         # So many steps need no more blocks than are free, wherever in their blocks the requests are.
         room = self._pool.free // len(parts) * cache.tokens_per_block
         steps = min(most, room, LONGEST_RUN)
         if steps < 2:
             return False
-        self._run_begin, self._run_steps, self._line = now, steps, self.costs.times.decode_line(len(parts))
+        self._run_begin = now
+        self._run_steps = steps
+        self._line = self.costs.times.decode_line(len(parts))
         # However many steps are planned, a part has taken a block more at most than these have filled.
         self._divisible = self.costs.overlap and cache.alike and most + cache.tokens_per_block <= min(room, LONGEST_RUN)
         self.wake = self._run_end(steps)
@@ -273,13 +293,15 @@ class SimulatedInstance:
         assert planned is not None
         fixed, each, of_longest = self._line
         more = steps * (steps - 1) // 2
-        positions, longest = planned.positions * steps + planned.step.decodes * more, planned.longest * steps + more
+        positions = planned.positions * steps + planned.step.decodes * more
+        longest = planned.longest * steps + more
         return self._run_begin + steps * fixed + each * positions + of_longest * longest
 
     def _cut_run(self, now: float) -> None:
         """End the run with the step in flight, and plan the next one if that is done ahead."""
         if self._run_passed and now <= self._run_begin:
-            self.wake, self._one_more_step = self._run_begin, True
+            self.wake = self._run_begin
+            self._one_more_step = True
             self._plan_run(1)
             return
         steps = self._step_at(now)
@@ -295,7 +317,8 @@ class SimulatedInstance:
         assert planned is not None
         fixed, each, of_longest = self._line
         # The inverse of `_run_end`, a polynomial of second degree, may be off by the rounding.
-        growth, seconds = (each * planned.step.decodes + of_longest) / 2, now - self._run_begin
+        growth = (each * planned.step.decodes + of_longest) / 2
+        seconds = now - self._run_begin
         first = fixed + each * planned.positions + of_longest * planned.longest - growth
         steps = min(max(1, int(2 * seconds / (first + sqrt(first * first + 4 * growth * seconds)))), self._run_steps)
         while steps < self._run_steps and self._run_end(steps) < now:
@@ -318,7 +341,8 @@ class SimulatedInstance:
 
     def _plan_run(self, steps: int) -> None:
         """Make the policy plan the steps of the run, of which the first of all is planned."""
-        planned, whole = self._running, self._run_passed + steps
+        planned = self._running
+        whole = self._run_passed + steps
         assert planned is not None
         ended = whole - self._one_more_step
         if ended > 1:

@@ -68,7 +68,10 @@ class _Prompt:
     __slots__ = ("come", "digests", "front", "full_digests", "moved_digests", "reserved", "tail", "times", "unsent")
 
     def __init__(self, times: RequestTimes, digests: Sequence[bytes], tail: bytes, front: _Member) -> None:
-        self.times, self.digests, self.tail, self.front = times, digests, tail, front
+        self.times = times
+        self.digests = digests
+        self.tail = tail
+        self.front = front
         full, behind = divmod(times.request.input_tokens, front.instance.costs.tokens_per_block)
         self.full_digests = digests[:full]
         """Digests of the prompt's full blocks."""
@@ -84,9 +87,11 @@ class _Member:
     """An instance with its ports, and the prompts of a decode instance that wait for blocks or are computed elsewhere."""
 
     def __init__(self, index: int, instance: SimulatedInstance) -> None:
-        self.index, self.instance = index, instance
+        self.index = index
+        self.instance = instance
         rate = instance.costs.port_bytes_per_s
-        self.out, self.into = Port(rate), Port(rate)
+        self.out = Port(rate)
+        self.into = Port(rate)
         self.waiting: deque[int] = deque()
         self.reservations = 0
 
@@ -101,19 +106,21 @@ class _Simulation:
         watched: bool,
         sought: float,
     ) -> None:
-        self._deployment, self._limits = deployment, limits
+        self._deployment = deployment
+        self._limits = limits
         self._spare = spare_misses(len(requests), sought)
         """Requests that may still miss a limit, of those that attainment counts."""
         self._counted_requests = counted_requests(len(requests))
         self._times = [RequestTimes(request) for request in requests]
         self._routing: RequestRouting[SimulatedInstance] = RequestRouting()
         prices = cost_of(deployment.instances[0])
-        self._counted, self._size = can_count(prices), prices.tokens_per_block
+        self._counted = can_count(prices)
+        self._size = prices.tokens_per_block
         self._request_seconds = prices.request_seconds
         """Seconds from a request's arrival at the server to that at its engine."""
         self._pieces = TextPieces(requests, self._size)
         self._texts: dict[bytes, Text] = {}
-        """Counted texts of unfinished requests, by name."""
+        """Counted sequences of unfinished requests, by name."""
         self._members: list[_Member] = []
         for spec in deployment.instances:
             for _ in range(spec.count):
@@ -124,7 +131,8 @@ class _Simulation:
                 if spec.role == "prefill":
                     instance.after_chunk = partial(self._send, member)
                 else:
-                    instance.after_chunk, instance.after_end = self._note_first_token, self._end
+                    instance.after_chunk = self._note_first_token
+                    instance.after_end = self._end
                 if spec.role == "decode":
                     instance.between_steps = partial(self._reserve, member)
                 self._members.append(member)
@@ -138,7 +146,9 @@ class _Simulation:
         self._bytes = 0.0
 
     def run(self) -> ServedDeployment:
-        arrivals, events, next_arrival = self._times, self._events, 0
+        arrivals = self._times
+        events = self._events
+        next_arrival = 0
         instances = [member.instance for member in self._members]
         now = 0.0
         due = arrivals[0].request.arrival_seconds + self._request_seconds
@@ -209,8 +219,10 @@ class _Simulation:
         times = self._times[number]
         text, prompt = self._pieces.texts(number)
         if self._counted:
-            name, end = b"text%d" % number, b"prompt%d" % number
-            self._texts[name], self._texts[end] = text, prompt
+            name = b"text%d" % number
+            end = b"prompt%d" % number
+            self._texts[name] = text
+            self._texts[end] = prompt
             digests = [name] * text[-1][2]
         else:
             digests, (end,) = block_digests(text), block_digests(prompt[-1:])
@@ -225,7 +237,7 @@ class _Simulation:
         prompt = self._prompts[number]
         timed = prompt.times.request
         first = () if prompt.times.first_token > now else (0,)
-        # The salt tells apart texts that begin with less than a block.
+        # The salt tells apart sequences that begin with less than a block.
         request = Request(
             number,
             bytes(timed.input_tokens),
@@ -273,7 +285,9 @@ class _Simulation:
         timed = prompt.times.request
         request = Request(number, bytes(timed.input_tokens), 1, arrival=timed.arrival_seconds, continued_elsewhere=True)
         instance.add(request, prompt.digests, prompt.tail)
-        cache, digests, first = instance.policy.cache, prompt.moved_digests, prompt.reserved.first
+        cache = instance.policy.cache
+        digests = prompt.moved_digests
+        first = prompt.reserved.first
         if isinstance(cache, CountedBlocks):
             prompt.unsent = CountedUnsent(cache, digests, first)
         else:
@@ -299,9 +313,11 @@ class _Simulation:
 
     def _send(self, sender: _Member, part: RequestPart, now: float) -> None:
         """Send the blocks that a prefill instance has computed, and with the last of them the first token."""
-        number, last = part.request.number, part.samples
+        number = part.request.number
+        last = part.samples
         prompt = self._prompts[number]
-        unsent, front = prompt.unsent, prompt.front
+        unsent = prompt.unsent
+        front = prompt.front
         assert unsent is not None
         count = unsent.extend()
         if count:
@@ -327,8 +343,11 @@ class _Simulation:
             unsent.copied(count)
             if sender.instance.wake == NEVER and sender.instance.policy.unfinished:
                 self._post(sender, now, lambda _: None)
-        front, instance, end = prompt.front, prompt.front.instance, first + count
-        cache, before = instance.policy.cache, instance.wake
+        front = prompt.front
+        instance = prompt.front.instance
+        end = first + count
+        cache = instance.policy.cache
+        before = instance.wake
         # Blocks of which none is cached change nothing for requests that decode, in whatever step they are entered.
         quiet = not last and not front.waiting and not cache.has_any(prompt.moved_digests, first, end)
         if quiet and instance.divide_run(now):
@@ -349,7 +368,8 @@ class _Simulation:
     def _continue(self, number: int, now: float) -> None:
         """Continue a text after its first token, which has come with the last blocks."""
         prompt = self._prompts[number]
-        front, instance = prompt.front, prompt.front.instance
+        front = prompt.front
+        instance = prompt.front.instance
         assert prompt.reserved is not None
         prompt.reserved.release()
         front.reservations -= 1
@@ -362,7 +382,8 @@ class _Simulation:
 
     def _end(self, number: int, now: float) -> None:
         prompt = self._prompts.pop(number)
-        times, limits = prompt.times, self._limits
+        times = prompt.times
+        limits = self._limits
         times.end = now
         missed = times.ttft <= limits.ttft_seconds and times.tpot > limits.tpot_seconds
         if missed and number in self._counted_requests:

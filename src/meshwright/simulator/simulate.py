@@ -80,7 +80,9 @@ class _RankState:
 
 class _Simulation:
     def __init__(self, schedule: Schedule, timing: Timing, durations: Durations) -> None:
-        self.schedule, self.timing, self.durations = schedule, timing, durations
+        self.schedule = schedule
+        self.timing = timing
+        self.durations = durations
         self.rank_of = schedule.rank_of
         self.last_unit = [count - 1 for count in schedule.units or (1,) * schedule.stages]
         self.slowdowns = {
@@ -158,13 +160,16 @@ class _Simulation:
             rank.slow_intervals = [interval for interval in rank.slow_intervals if interval[1] > start]
         end = end_with_slowdown(start, work, rank.slow_intervals) if rank.slow_intervals else start + work
         rank.compute_seconds += end - start
-        rank.compute_start, rank.compute_end, rank.compute_free_at = min(rank.compute_start, start), end, end
+        rank.compute_start = min(rank.compute_start, start)
+        rank.compute_end = end
+        rank.compute_free_at = end
         self.records.append((rank.number, "compute", action, start, end))
         return True
 
     def _add_inputs(self, rank: _RankState, part: Action, transfers: list[Transfer]) -> bool:
         """Append to `transfers` the communication that `part` waits for; False if a message has not been simulated yet."""
-        stage, unit = part.stage, part.unit
+        stage = part.stage
+        unit = part.unit
         if part.op in FORWARD:
             sender = stage - 1 if not unit else -1
         elif part.op == "backward_weight":
@@ -184,7 +189,8 @@ class _Simulation:
 
     def _copy_seconds(self, rank: _RankState, action: Action) -> float:
         """Seconds of compute to copy gathered weights out and to accumulate gradients."""
-        seconds, timing = rank.accumulate_seconds.get(rank.position, 0.0), self.timing
+        seconds = rank.accumulate_seconds.get(rank.position, 0.0)
+        timing = self.timing
         if rank.gathers:
             for part in action.parts:
                 used = part.op != "backward_weight" and rank.gathers.pop((part.stage, part.unit or 0), None)
@@ -199,7 +205,8 @@ class _Simulation:
         if uncounted_until == begin:
             return begin
         for axis, issued, end in sorted(transfers, key=lambda transfer: transfer[2], reverse=True):
-            low, high = max(begin, issued), min(uncounted_until, end)
+            low = max(begin, issued)
+            high = min(uncounted_until, end)
             if high > low:
                 rank.exposed[axis] += high - low
                 uncounted_until = low
@@ -249,7 +256,8 @@ class _Simulation:
         return True
 
     def _reduce(self, rank: _RankState, action: Action) -> bool:
-        stage, unit = action.stage, action.unit or 0
+        stage = action.stage
+        unit = action.unit or 0
         if self.timing.single_reduce_buffer and rank.reductions:
             self._wait_for(rank, [transfer for transfer in rank.reductions[-2:] if transfer[0] == "shard"])
         if self.timing.copy_in:
@@ -320,7 +328,8 @@ def accumulate_seconds_by_action(schedule: Schedule, timing: Timing, rank: int) 
     Nothing is accumulated where a reduction covers the gradients of one action only.
     """
     # The loss computes the weight gradients of the last unit in its forward (kernels.loss).
-    last_stage, last_unit = schedule.stages - 1, schedule.units[-1] - 1 if schedule.units else 0
+    last_stage = schedule.stages - 1
+    last_unit = schedule.units[-1] - 1 if schedule.units else 0
     seconds: dict[int, float] = {}
     not_accumulated: set[int] = set()
     unreduced: dict[tuple[int, int], list[int]] = defaultdict(list)

@@ -100,7 +100,8 @@ def simulate_stages(program: Program, durations: StageDurations) -> Totals:
     >>> simulate_stages(program, durations).breakdown
     {'compute': 12.0, 'shard': 0.0, 'replicate': 0.0, 'pipeline': 0.0, 'closing': 0.0, 'idle': 3.0}
     """
-    timing, seconds = durations.timing, [durations.of(key) for key in program.duration_keys]
+    timing = durations.timing
+    seconds = [durations.of(key) for key in program.duration_keys]
     sizes = timing.boundary_bytes
     links = [timing.between(*ends).seconds(sizes[at] if sizes else 0.0) for *ends, at in program.links]
     ranks = range(len(program.placement))
@@ -147,7 +148,8 @@ def _simulate_steps(
     """
     ranks = len(program.placement)
     ends = [0.0] * (len(program.steps) + 1)
-    issues, arrivals = [0.0] * (program.messages + 1), [0.0] * (program.messages + 1)
+    issues = [0.0] * (program.messages + 1)
+    arrivals = [0.0] * (program.messages + 1)
     clocks, exposed_messages, exposed_collectives, reductions_end, starts = ([0.0] * ranks for _ in range(5))
     hidden_collectives = [0.0] * ranks
     started = [False] * ranks
@@ -168,7 +170,8 @@ def _simulate_steps(
         if hidden:
             exposed -= min(hidden, start - clock)
         if not started[rank]:
-            started[rank], starts[rank] = True, start
+            started[rank] = True
+            starts[rank] = start
         end = start + compute + exposed
         if until_reduction:
             # The action's first reduction waits for the rank's previous one. A single reduction waits after the send.
@@ -176,9 +179,11 @@ def _simulate_steps(
             if delay > 0 and single_reduction:
                 exposed_after += delay
             elif delay > 0:
-                exposed, end = exposed + delay, end + delay
+                exposed = exposed + delay
+                end = end + delay
             reductions_end[rank] = end + exposed_after + last_reduction
-        ends[action], clocks[rank] = end, end + exposed_after
+        ends[action] = end
+        clocks[rank] = end + exposed_after
         exposed_collectives[rank] += exposed + exposed_after
     return ends, starts, exposed_messages, exposed_collectives, hidden_collectives
 
@@ -190,8 +195,11 @@ class StageDurations:
     """
 
     def __init__(self, timing: Timing, micro_batches: int, *, units: Units, layered: bool) -> None:
-        self.timing, self.units, self.layered = timing, units, layered
-        self.micro_batches, self.stages = micro_batches, len(units)
+        self.timing = timing
+        self.units = units
+        self.layered = layered
+        self.micro_batches = micro_batches
+        self.stages = len(units)
         self._cache: dict[tuple[str, int, Turn], tuple[list[ActionSeconds], ActionSeconds]] = {}
         """By (op, stage, turn): durations by unit, and of the whole stage."""
         self._equal_stage = self._first_equal_stages()
@@ -223,7 +231,9 @@ class StageDurations:
 
     def reduction_tail(self, stages: Sequence[int], ends: Sequence[float]) -> tuple[float, float]:
         """Seconds after a rank's last action until its reductions over shards, then over replicas, end; `ends` by stage."""
-        timing, shards_end, replicas_end = self.timing, 0.0, 0.0
+        timing = self.timing
+        shards_end = 0.0
+        replicas_end = 0.0
         micro_batches_per_turn = self.micro_batches if self.layered else 1
         for end, stage in sorted(zip(ends, stages, strict=True)):
             reduce = timing.reduce[stage] if timing.reduce else [0.0] * len(self.units[stage])
@@ -263,8 +273,10 @@ class StageDurations:
 
     def _by_unit(self, op: str, stage: int, turn: Turn) -> list[ActionSeconds]:
         """The durations of a stage's units, which run one after another."""
-        timing, order = self.timing, range(len(self.units[stage]))
-        forward, weights = op in FORWARD, op in ("backward", "backward_weight")
+        timing = self.timing
+        order = range(len(self.units[stage]))
+        forward = op in FORWARD
+        weights = op in ("backward", "backward_weight")
         tables = {
             "backward_input": [timing.backward_input],
             "backward_weight": [timing.backward_weight],
@@ -279,7 +291,8 @@ class StageDurations:
         reduced = [weights and self._reduces(stage, unit, first_or_last) for unit in units]
         durations = [(0.0, 0.0, 0.0)] * len(units)
         """By unit: seconds of compute, until its reduction, and of that reduction."""
-        exposed, hidden = [0.0] * len(units), [0.0] * len(units)
+        exposed = [0.0] * len(units)
+        hidden = [0.0] * len(units)
         pending = 0.0
         """Seconds of the reduction that the previous unit issued."""
         for index, unit in enumerate(units):
@@ -333,14 +346,17 @@ def _concatenated(parts: Sequence[ActionSeconds]) -> ActionSeconds:
     time = compute = exposed = hidden = exposed_after = until_reduction = reduction_end = 0.0
     reducing = [part for part in parts if part.until_reduction]
     for part in parts:
-        compute, exposed, hidden = compute + part.compute, exposed + part.exposed, hidden + part.hidden_by_message
+        compute = compute + part.compute
+        exposed = exposed + part.exposed
+        hidden = hidden + part.hidden_by_message
         if part.until_reduction:
             delay = max(0.0, reduction_end - time - part.until_reduction)
             until_reduction = until_reduction or time + part.until_reduction
             if part is parts[-1] and part.single_reduction:
                 exposed_after = delay
             else:
-                exposed, time = exposed + delay, time + delay
+                exposed = exposed + delay
+                time = time + delay
             reduction_end = time + part.compute + part.exposed + exposed_after + part.last_reduction
         time += part.compute + part.exposed
     single_reduction = len(reducing) == 1 and reducing[0] is parts[-1] and reducing[0].single_reduction
@@ -353,7 +369,8 @@ class _Compiler:
 
     def __init__(self, order: ComputeOrder, micro_batches: int, units: Sequence[int]) -> None:
         self.placement, by_rank = order
-        self.micro_batches, self.units = micro_batches, units
+        self.micro_batches = micro_batches
+        self.units = units
         self.rank_of = rank_of(self.placement)
         self.duration_keys: dict[DurationKey, int] = {}
         self.last_backward: dict[int, int] = {}
@@ -371,7 +388,8 @@ class _Compiler:
         self._connect()
 
     def program(self) -> Program:
-        steps, positions = [], [0] * len(self.by_rank)
+        steps = []
+        positions = [0] * len(self.by_rank)
         done = bytearray(sum(map(len, self.by_rank)) + 1)
         done[0] = 1
         blocked_ranks: dict[int, list[int]] = {}
@@ -381,7 +399,8 @@ class _Compiler:
         runnable = list(range(len(self.by_rank)))
         while runnable:
             rank = runnable.pop()
-            actions, position = self.by_rank[rank], positions[rank]
+            actions = self.by_rank[rank]
+            position = positions[rank]
             while position < len(actions):
                 action, key, inputs = actions[position]
                 if inputs:
@@ -393,7 +412,8 @@ class _Compiler:
                     new_messages: list[Message] = []
                     for required, message in zip(inputs, needed, strict=True):
                         channel = self.channel_of[required]
-                        start, stop = scheduled.get(channel[0][0], 0), message[0] - channel[0][0] + 1
+                        start = scheduled.get(channel[0][0], 0)
+                        stop = message[0] - channel[0][0] + 1
                         if stop > start:
                             new_messages += channel[start:stop]
                             scheduled[channel[0][0]] = stop
@@ -424,7 +444,8 @@ class _Compiler:
             key: list[tuple[str, int, int | None, Turn]] = []
             inputs: list[Input] = []
             for op, stage, micro_batch, unit, *_ in action.parts:
-                forward, turn = op in FORWARD, "middle"
+                forward = op in FORWARD
+                turn = "middle"
                 if forward:
                     # In layered order the first micro-batch is "first" for every unit.
                     if micro_batch == 0:
@@ -442,7 +463,8 @@ class _Compiler:
 
     def _exchange(self, forward: bool, stage: int, micro_batch: int, unit: int | None, number: int) -> list[Input]:
         """The inputs that an action receives from another rank. Records the action as producer of its message."""
-        rank_of, rank = self.rank_of, self.rank_of[stage]
+        rank_of = self.rank_of
+        rank = self.rank_of[stage]
         source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
         ends = (0, 0) if unit is None else (0, self.units[stage] - 1)
         first_unit, last_unit = ends if forward else ends[::-1]
@@ -470,7 +492,8 @@ class _Compiler:
             channels[source, self.rank_of[stage]].append((number, payload))
         for (source, target), sends in channels.items():
             sends.sort(key=lambda send: send[0])
-            posts, latest = [], 1 << 60
+            posts = []
+            latest = 1 << 60
             for _, payload in reversed(sends):
                 consumer, first = consumers[payload]
                 latest = min(latest, max(0, consumer - first - AHEAD) + first)
@@ -481,7 +504,8 @@ class _Compiler:
                 link = self.links.setdefault((source, target, stage - 1 if forward else stage), len(self.links))
                 message = len(self.messages) + 1, number, posted, channel[-1][0] if channel else 0, link
                 channel.append(message)
-                self.messages[payload], self.channel_of[payload] = message, channel
+                self.messages[payload] = message
+                self.channel_of[payload] = channel
 
 
 def _last_micro_batch(actions: Sequence[Action]) -> dict[int, int]:
@@ -498,7 +522,8 @@ def _layered(actions: Sequence[Action], units: Sequence[int]) -> list[Action]:
     """The actions in layered order: consecutive actions of one op and stage are cut into units and sorted by unit."""
     layered: list[Action] = []
     for (op, stage), group in groupby(actions, key=lambda action: action[:2]):
-        consecutive, order = list(group), range(units[stage])
+        consecutive = list(group)
+        order = range(units[stage])
         units_in_order = order if op in FORWARD else order[::-1]
         layered += [action._replace(unit=unit) for unit in units_in_order for action in consecutive]
     return layered

@@ -177,7 +177,8 @@ def timing_of(
         units = compute[rank_stages[0]]
         exposed = {**units[0].exposed, "host": units[0].exposed.get("host", 0.0) + costs.host_seconds}
         units[0] = replace(units[0], forward=units[0].forward + costs.host_seconds, exposed=exposed)
-    sharded, replicated = shard_size(plan) > 1, plan.axis_size("replicate") > 1
+    sharded = shard_size(plan) > 1
+    replicated = plan.axis_size("replicate") > 1
     layout = cost_inputs.layout
     tokens = number(layout.micro_batch * layout.seq / layout.context / layout.tensor)
     return Timing(
@@ -236,7 +237,7 @@ def require_cost_inputs(model: ModelSpec, train: TrainSpec, plan: Plan, cluster:
     """The cost model's inputs. Raises BadInput where it has no figures."""
     cost_inputs = with_copies(pricing(model, train, plan, cluster), model, train, plan, cluster)
     if cost_inputs is None:
-        device = f"{cluster.gpu} in {plan.precision.products}"
+        device = f"{cluster.gpu} in {plan.precision.matmuls}"
         known = ", ".join(name for name, chip in CHIPS.items() if "bf16" in chip.peak_flops)
         raise BadInput(
             f"the cost model has no figures for {device}; it knows bf16 on {known}. "

@@ -103,7 +103,8 @@ class _Job:
             self.take(AttemptPrepared(self.state.attempt))
         elif isinstance(action, BeginAttempt):
             recovery = self.failed.restart_seconds + self.failed.load_seconds if self.failed else 0.0
-            self.training_from, self.failing = self.now + recovery, False
+            self.training_from = self.now + recovery
+            self.failing = False
             if not self.alive.issuperset(self.state.members):  # a member died before its loss was detected
                 self.failing = True
         elif isinstance(action, Finish):
@@ -127,7 +128,9 @@ class _Job:
             self.alive.add(event.host)
         self.take(event)
         if isinstance(event, Failed | Lost) and self.state.status == "ending":
-            attempt, members, requeues = self.state.attempt, self.state.members, self.requeues
+            attempt = self.state.attempt
+            members = self.state.members
+            requeues = self.requeues
             for host in members:
                 if host in self.alive:
                     self.take(HostEnded(attempt, host))

@@ -1,4 +1,4 @@
-"""Divides texts into pieces: runs of cache blocks that the same requests have in common."""
+"""Divides sequences into pieces: runs of cache blocks that the same requests have in common."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def block_digests(text: Text) -> list[bytes]:
 
 
 class TextPieces:
-    """The pieces of the texts of all requests, in blocks of `size` tokens."""
+    """The pieces of the sequences of all requests, in blocks of `size` tokens."""
 
     def __init__(self, requests: Sequence[TimedRequest], size: int) -> None:
-        self._requests, self._size = requests, size
+        self._requests = requests
+        self._size = size
         numbers: dict[tuple[int, int], int] = {}
         self.prefixes = [_prefixes(request.prefix_blocks, numbers) for request in requests]
         """By request, a number for each prefix of its prompt's prefix blocks, the shortest first."""
@@ -45,18 +46,24 @@ class TextPieces:
 
         The pieces that it shares with others come first, then one piece of its own.
         """
-        request, size = self._requests[number], self._size
+        request = self._requests[number]
+        size = self._size
         shared, first = self._shared(number)
         own = -1 - 2 * number
-        full, blocks = request.input_tokens // size, (request.input_tokens + request.output_tokens) // size
+        full = request.input_tokens // size
+        blocks = (request.input_tokens + request.output_tokens) // size
         return (*shared, (own, first, blocks)), (*shared, (own, first, full), (own - 1, full, full + 1))
 
     def _shared(self, number: int) -> tuple[list[tuple[int, int, int]], int]:
         """The pieces that a request shares with others, and the block behind them."""
         if not self.prefixes[number]:
             return [], 0
-        end, pieces = self._common_end(self._requests[number]), []
-        begin, users, origin, behind = 0, 0, 0, 0
+        end = self._common_end(self._requests[number])
+        pieces = []
+        begin = 0
+        users = 0
+        origin = 0
+        behind = 0
         """First block of the piece, its users, and the prefix in which it begins."""
 
         def close(position: int, prefix: int) -> None:
@@ -64,10 +71,12 @@ class TextPieces:
             if position > begin:
                 piece = self._pieces.setdefault((origin, begin), len(self._pieces) + 1)
                 pieces.append((piece, begin, position))
-            begin, origin = position, prefix
+            begin = position
+            origin = prefix
 
         for index, prefix in enumerate(self.prefixes[number]):
-            first, behind = behind, self._first_block(index + 1)
+            first = behind
+            behind = self._first_block(index + 1)
             if first >= end:
                 break
             if self._users[prefix] != users:
@@ -92,15 +101,16 @@ class TextPieces:
 
 
 def _prefixes(blocks: Sequence[int], numbers: dict[tuple[int, int], int]) -> list[int]:
-    """A number for each beginning of the blocks: equal ones where texts begin alike.
+    """A number for each beginning of the blocks: equal ones where sequences begin alike.
 
-    Two texts that begin with block 7 share its number, not that of what follows:
+    Two sequences that begin with block 7 share its number, not that of what follows:
 
     >>> numbers = {}
     >>> _prefixes([7, 8], numbers), _prefixes([7, 9], numbers)
     ([1, 2], [1, 3])
     """
-    prefix, prefixes = 0, []
+    prefix = 0
+    prefixes = []
     for block in blocks:
         prefix = numbers.setdefault((prefix, block), len(numbers) + 1)
         prefixes.append(prefix)

@@ -22,7 +22,7 @@ from meshwright.costs.collective_costs import (
     gather,
     rank_group,
 )
-from meshwright.costs.compute import LayerTime, layer_times, product_rate
+from meshwright.costs.compute import LayerTime, layer_times, matmul_rate
 from meshwright.costs.constants import Constants
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.layer_costs import context_traffic, layer_exposure
@@ -39,19 +39,19 @@ from meshwright.costs.optimizer_costs import matrix_seconds, update_seconds
 from meshwright.costs.plan_costs import Pricing, number
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
+from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_MATMULS, LayerStrategy, Linear, Plan, Recompute
 from meshwright.workload.activations import saved_elements_by_layer
 from meshwright.workload.buffers import staged_elements
 from meshwright.workload.dtypes import (
     bytes_of,
     gathered_width,
-    products_accumulate_gradients,
+    matmuls_accumulate_gradients,
     staging_bytes,
     state_bytes,
     summed_bytes,
 )
 from meshwright.workload.groups import experts_over, shard_size
-from meshwright.workload.layer_products import layer_products
+from meshwright.workload.layer_matmuls import layer_matmuls
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, shape_of
 from meshwright.workload.step_shape import step_shape
@@ -79,7 +79,9 @@ class UnitCosts:
     """Durations of the units of one plan. `tied_copies`: the head's rank has its own copy of an embedding that both ends use."""
 
     def __init__(self, model: ModelSpec, plan: Plan, cost_inputs: Pricing, *, tied_copies: bool = False) -> None:
-        self.model, self.plan, self.cost_inputs = model, plan, cost_inputs
+        self.model = model
+        self.plan = plan
+        self.cost_inputs = cost_inputs
         self._tied_copies = tied_copies
         without_range = {strategy: replace(strategy, range="all") for strategy in plan.layers}
         self._strategies = [without_range[strategy] for strategy in plan.strategies(model.layers)]
@@ -90,7 +92,9 @@ class UnitCosts:
         self._block_seconds: dict[tuple[Recompute, int, Linear], Seconds] = {}
         self._exposed_copies: dict[int, tuple[float, float]] = {}
         self._representatives: dict[tuple[int, LayerStrategy, int | None], int] = {}
-        machine, layout, k = cost_inputs.machine, cost_inputs.layout, cost_inputs.constants
+        machine = cost_inputs.machine
+        layout = cost_inputs.layout
+        k = cost_inputs.constants
         self._gather_seconds = cache(
             lambda copied, size: number(gather(self._group_for_engine(self._shard_group, copied), k, size))
         )
@@ -159,14 +163,17 @@ class UnitCosts:
         """Seconds to sum the gradients of both copies of the embedding: an all-reduce of the first and the last pipeline rank."""
         if not (self._tied_copies and self.model.embedding_at_both_ends):
             return 0.0
-        machine, layout, k = self.cost_inputs.machine, self.cost_inputs.layout, self.cost_inputs.constants
+        machine = self.cost_inputs.machine
+        layout = self.cost_inputs.layout
+        k = self.cost_inputs.constants
         ends = rank_group(machine, k, 2.0, layout.pipeline_step * (layout.pipeline - 1))
         elements = self.model.vocab_size * self.model.hidden / shard_size(self.plan) / self.plan.axis_size("tensor")
         return number(all_reduce(ends, k, elements * bytes_of(self.plan.precision.stored)))
 
     def slowdown(self, collective: Literal["gather", "reduce", "replicate"]) -> float:
         """Factor on compute time while such a collective runs."""
-        ranks, k = self._replica_group if collective == "replicate" else self._shard_group, self.cost_inputs.constants
+        ranks = self._replica_group if collective == "replicate" else self._shard_group
+        k = self.cost_inputs.constants
         tax = k.net_tax if number(ranks.domains) > 1 else k.overlap_tax
         if collective == "gather" and self._copy_engine and self._copies_experts:
             tax = k.overlap_tax * k.copy_tax
@@ -177,7 +184,9 @@ class UnitCosts:
 
         One rank computes with frozen weights where they are (`parallel.fsdp.unsharded_weights`).
         """
-        width, shards, count = self._gathered_width(unit), shard_size(self.plan), self.parameters(unit).count
+        width = self._gathered_width(unit)
+        shards = shard_size(self.plan)
+        count = self.parameters(unit).count
         count *= self._trained_share(unit) if shards == 1 else 1
         cast = (bytes_of(self.plan.precision.stored) + width) / shards
         if self._casts_once:
@@ -194,10 +203,13 @@ class UnitCosts:
 
     def copy_in(self, unit: Unit) -> float:
         """Compute seconds that a reduction's copies cost: into the buffer and, on another stream, onto the gradient shard."""
-        precision, shards, sent = self.plan.precision, shard_size(self.plan), bytes_of(self.plan.precision.reduce)
+        precision = self.plan.precision
+        shards = shard_size(self.plan)
+        sent = bytes_of(self.plan.precision.reduce)
         if self._casts_once:
             return self._copy_in_of_one_rank(unit)
-        parameters, width = self.parameters(unit), bytes_of(precision.compute) + sent
+        parameters = self.parameters(unit)
+        width = bytes_of(precision.compute) + sent
         count = parameters.count
         # A rank without sharding scales its gradients into another buffer and copies that.
         side_bytes = 4.0 * sent if shards == 1 else 0.0
@@ -224,15 +236,15 @@ class UnitCosts:
     def accumulate(self, unit: Unit) -> float:
         """Compute seconds to accumulate a micro-batch's gradients in the dtype of the reduction: two reads, one write.
 
-        If the product accumulates, it reads and writes the sum in place of the gradient.
+        If the matmul accumulates, it reads and writes the sum in place of the gradient.
         """
         on_one_rank = shard_size(self.plan) == 1 and self.plan.sums_shards(self._strategy(unit))
         summed = self._summed_bytes if on_one_rank else bytes_of(self.plan.precision.reduce)
         width = bytes_of(self.plan.precision.compute) + 2 * summed
         parameters = self.parameters(unit)
         count = float(parameters.count)
-        if not isinstance(unit, str) and products_accumulate_gradients(self.plan, unit, self.model.layers):
-            count = parameters.experts + parameters.dense * number(self.cost_inputs.constants.product_sums)
+        if not isinstance(unit, str) and matmuls_accumulate_gradients(self.plan, unit, self.model.layers):
+            count = parameters.experts + parameters.dense * number(self.cost_inputs.constants.matmul_sums)
         return self._memory_seconds(self._trained_share(unit) * count * width)
 
     @property
@@ -241,9 +253,11 @@ class UnitCosts:
 
     def parameters(self, unit: Unit) -> UnitParameters:
         """Parameters of the unit on one rank."""
-        tensor, shards = self.plan.axis_size("tensor"), shard_size(self.plan)
+        tensor = self.plan.axis_size("tensor")
+        shards = shard_size(self.plan)
         if isinstance(unit, int):
-            kind, expert = self.model.kind(unit), experts_over(self.plan)
+            kind = self.model.kind(unit)
+            expert = experts_over(self.plan)
             return block_unit(self.model, kind=kind, tensor=tensor, shards=shards, expert=expert)
         ends = end_units(self.model, tensor=tensor, shards=shards, expert=experts_over(self.plan))
         if unit == "embed":
@@ -260,7 +274,8 @@ class UnitCosts:
 
     def optimizer(self, units: Sequence[Unit]) -> float:
         """Seconds of a rank's optimizer step for `units`, including the copies of state in host memory."""
-        machine, k = self.cost_inputs.machine, self.cost_inputs.constants
+        machine = self.cost_inputs.machine
+        k = self.cost_inputs.constants
         on_device, on_host = (
             sum(self.trained(unit) for unit in units if self._strategy(unit).optimizer_offloaded is offloaded)
             for offloaded in (False, True)
@@ -284,7 +299,10 @@ class UnitCosts:
         all_copies = (on_host - on_device) * seconds_per_parameter
         on_device += staged
         passes = self.plan.batch.accumulate if self.plan.layered else 1
-        copies, launches, forwards, compute = [], [], [], 0.0
+        copies = []
+        launches = []
+        forwards = []
+        compute = 0.0
         for unit in units:
             streamed = self.trained(unit) * self._strategy(unit).optimizer_offloaded
             kept = min(on_device, streamed)
@@ -335,13 +353,15 @@ class UnitCosts:
         """
         if number(ranks.domains) == 1:
             return seconds
-        compute, micro_batches = self.compute(unit), self.plan.batch.accumulate if self.plan.layered else 1
+        compute = self.compute(unit)
+        micro_batches = self.plan.batch.accumulate if self.plan.layered else 1
         backward = micro_batches * (compute.backward_input + compute.backward_weight)
         return seconds + number(self.cost_inputs.constants.net_yield) * min(backward, seconds)
 
     def _memory_seconds(self, size: float, side_bytes: float = 0.0) -> float:
         """Compute seconds to read and write `size` bytes in total, while another stream reads and writes `side_bytes`."""
-        machine, k = self.cost_inputs.machine, self.cost_inputs.constants
+        machine = self.cost_inputs.machine
+        k = self.cost_inputs.constants
         return number(k.own_engine * (size + k.side_copies * side_bytes) / (machine.hbm * k.hbm)) * self.jitter
 
     def _strategy(self, unit: Unit) -> LayerStrategy:
@@ -354,7 +374,8 @@ class UnitCosts:
         dense = self._gather_seconds(copied, parameters.dense * width)
         if not parameters.experts:
             return dense
-        layout, k = self.cost_inputs.layout, self.cost_inputs.constants
+        layout = self.cost_inputs.layout
+        k = self.cost_inputs.constants
         ranks = rank_group(self.cost_inputs.machine, k, layout.expert_shard, layout.expert)
         ranks = self._group_for_engine(ranks, copied and self._copies_experts)
         return dense + number(gather(ranks, k, parameters.experts * width))
@@ -405,7 +426,7 @@ class UnitCosts:
         shape = shape_of(self.model, round(number(inputs.layout.seq)), kind=kind)
         work = _layer_work(shape, inputs.machine, _single_rank_layout(inputs.layout, mode), inputs.constants)
         # Recomputation repeats the forward's collectives in the backward: the forward then has a third of them, else half.
-        share = 1 / 3 if mode in RECOMPUTES_PRODUCTS else 1 / 2
+        share = 1 / 3 if mode in RECOMPUTES_MATMULS else 1 / 2
         forward = work.forward + work.tensor * share + work.context_forward + work.expert * share
         total = work.total + work.tensor + work.context + work.expert
         backward = total - forward
@@ -440,7 +461,7 @@ class _LayerWork:
     expert: float
     host: float
     weight_gradients: float
-    """The part of `total` in the matrix products that compute the gradients of weights."""
+    """The part of `total` in the matmuls that compute the gradients of weights."""
 
 
 # Plans of a search often differ in what these do not depend on: schedule, sharding, offload.
@@ -448,10 +469,10 @@ class _LayerWork:
 def _layer_work(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> _LayerWork:
     times = layer_times(shape, machine, layout, k)
     exposed = layer_exposure(shape, machine, layout, k, times)
-    rate = product_rate(machine, k)
+    rate = matmul_rate(machine, k)
     weight_gradients = sum(
-        number(product.layers * rate.seconds(product.k, product.m, product.n, product.count))
-        for product in layer_products(shape, step_shape(shape, layout), layout.tensor)
+        number(matmul.layers * rate.seconds(matmul.k, matmul.m, matmul.n, matmul.count))
+        for matmul in layer_matmuls(shape, step_shape(shape, layout), layout.tensor)
         if not np.any(shape.frozen)  # the backward of adapters is not split
     )
     return _LayerWork(

@@ -44,7 +44,9 @@ def play(operations: Sequence[UpdateOperation]) -> list[Interval]:
     for index, operation in enumerate(operations):
         queues.setdefault(operation.stream, []).append(index)
     intervals: list[Interval | None] = [None] * len(operations)
-    ends, engine_ends, heads = dict.fromkeys(queues, 0.0), {}, dict.fromkeys(queues, 0)
+    ends = dict.fromkeys(queues, 0.0)
+    engine_ends = {}
+    heads = dict.fromkeys(queues, 0)
     for _ in operations:
         options = []
         for stream, queue in queues.items():
@@ -56,7 +58,8 @@ def play(operations: Sequence[UpdateOperation]) -> list[Interval]:
                     begin = max(ready, engine_ends.get(operation.engine, 0.0)) if operation.engine else ready
                     options.append((begin, ready, index))
         begin, _, index = min(options)
-        operation, end = operations[index], begin + operations[index].seconds
+        operation = operations[index]
+        end = begin + operations[index].seconds
         intervals[index] = begin, end
         ends[operation.stream] = end
         heads[operation.stream] += 1
@@ -105,7 +108,8 @@ class _Builder:
         return self.work.units * self.work.chunks
 
     def fetch(self, turn: int) -> None:
-        buffer, number = turn % self.work.buffers, turn % self.total
+        buffer = turn % self.work.buffers
+        number = turn % self.total
         after = [self.sent[buffer]] if buffer in self.sent else []
         self.fetched[number] = self.add("in", self.work.copy, after, "to device", f"fetch {number}")
 
@@ -131,7 +135,8 @@ class _Builder:
 
 def step_operations(work: StepWork, order: Order, steps: int) -> tuple[list[UpdateOperation], list[int]]:
     """The operations of `steps` steps, and the index of each step's last backward or, with updates after it, last update."""
-    builder, ends = _Builder(work, order), []
+    builder = _Builder(work, order)
+    ends = []
     builder.fetch_first()
     for step in range(steps):
         updates: dict[int, int] = {}

@@ -41,7 +41,9 @@ class BatchSizes:
 
     @cached_property
     def _stages(self) -> tuple[_Stage, ...]:
-        stages, step, sample = [], 0, 0
+        stages = []
+        step = 0
+        sample = 0
         for stage in self.ramp:
             stages.append(_Stage(step, sample, stage.batch))
             step, sample = stage.until, sample + (stage.until - step) * stage.batch

@@ -45,7 +45,8 @@ def pattern_mistakes(
             yield WrongKey(
                 f"blocks.{name}", "an unused kind", "its name in model.pattern, model.first or model.sequence"
             )
-    beside, counts = pattern or first, {key: len(names) for key, names in orders.items()}
+    beside = pattern or first
+    counts = {key: len(names) for key, names in orders.items()}
     if sequence and beside:
         yield WrongKey("sequence", f"{counts['sequence']} layers", "no model.pattern and no model.first beside it")
     elif sequence and counts["sequence"] != layers:

@@ -27,14 +27,16 @@ class Chip:
     domain: int = 8
     host: float = 25e9
     multiprocessors: int = 0
-    """Multiprocessors, each of which computes one tile of a matrix product at a time; 0 ignores partly filled waves of tiles."""
+    """Multiprocessors, each of which computes one tile of a matmul at a time; 0 ignores partly filled waves of tiles.
+    """
     sustained: float = 0.88
-    """Largest share of its peak that products sustain: less than 1 where the power limit lowers the clock under load.
+    """Largest share of its peak that matmuls sustain: less than 1 where the power limit lowers the clock under load.
 
-    The best measured products reach 0.77 on an H200 and 0.86 on an A100; an H20 has the power of an H100 for a seventh of its peak.
+    The best measured matmuls reach 0.77 on an H200 and 0.86 on an A100; an H20 has the power of an H100 for a seventh
+    of its peak.
     """
     best_bf16_flops: float | None = None
-    """FLOP/s of the fastest bf16 matrix product measured, under the chip's power limit."""
+    """FLOP/s of the fastest bf16 matmul measured, under the chip's power limit."""
 
     @property
     def half_peak(self) -> float:
@@ -62,14 +64,18 @@ _L4 = {"bf16": 121e12, "fp8": 242.5e12, "int8": 242.5e12, "fp32": 30.3e12}
 _H20 = {"bf16": 148e12, "fp8": 296e12, "int8": 296e12, "fp32": 44e12}
 _A6000 = {"bf16": 154.8e12, "int8": 309.7e12, "fp32": 38.7e12}
 _V100 = {"fp16": 125e12, "fp32": 15.7e12}
-_PCIE3, _PCIE4, _PCIE5 = 12.5e9, 25e9, 50e9
+_PCIE3 = 12.5e9
+_PCIE4 = 25e9
+_PCIE5 = 50e9
 """Bytes/s of 16 PCIe lanes in one direction: links and host links of cards without NVLink.
 The line rates are 15.8, 31.5 and 63 GB/s."""
 _HOPPER_HOST = 55e9
 """Bytes/s of copies between one H200 and pinned host memory, over 16 lanes of PCIe 5.
 
 Measured 54.7 to 55.4 GB/s on three of four hosts (benchmarks/data)."""
-_ETHERNET_10, _CLOUD_100, _CLOUD_400 = 1.25e9, 100e9 / 8 / 8, 400e9 / 8 / 8
+_ETHERNET_10 = 1.25e9
+_CLOUD_100 = 100e9 / 8 / 8
+_CLOUD_400 = 400e9 / 8 / 8
 """Network bandwidth of cards that are not sold in clusters.
 10 Gb/s per card is a guess; 100 and 400 Gb/s for eight cards are what clouds rent."""
 _GB202_PRO = {"bf16": 503.8e12, "fp8": 1007e12, "int8": 1007e12, "nvfp4": 2015e12, "fp32": 126e12}
@@ -283,11 +289,11 @@ CHIPS = _table(
 Host links: PCIe 3, 4 or 5 with 16 lanes; NVLink-C2C, shared by two GPUs, in GB200 and GB300.
 GB200 and GB300 name one GPU of the NVL72 rack; its domain counts the 64 that a power-of-two mesh uses. GB200-NVL72 and GB300-NVL72 are
 the same GPUs for jobs of 72, 36 or 18, whose domain is the whole rack. GH200 is one superchip a host. RTXPRO6000 is the server edition.
-GeForce cards: peaks of products that are summed in fp32, half of what is advertised for sums in fp16; RTX3090 without its optional NVLink.
-V100 and T4 have no bf16; B300 and GB300 have few int8 units, which are left out. Generations name devices whose shares of these rates
-may be alike, so graphics cards have their own.
-Fastest products: the search over shapes of Stas Bekman's Machine Learning Engineering, 2025; A100-40GB, H200, B300 and GB300 are
-taken to be as fast as the chip with the same tensor cores, as GH200 and MI325X are.
+GeForce cards: peaks of matmuls that are summed in fp32, half of what is advertised for sums in fp16; RTX3090 without
+its optional NVLink. V100 and T4 have no bf16; B300 and GB300 have few int8 units, which are left out. Generations name
+devices whose shares of these rates may be alike, so graphics cards have their own.
+Fastest matmuls: the search over shapes of Stas Bekman's Machine Learning Engineering, 2025; A100-40GB, H200, B300 and
+GB300 are taken to be as fast as the chip with the same tensor cores, as GH200 and MI325X are.
 Not from an opened datasheet: MI325X and MI355X (compute units and memory: AMD's ROCm documentation, GPU specifications; 6 TB/s and 1,307
 TFLOP/s: Vultr's documentation of 2026-03-11, which cites AMD's product page; 8 TB/s, 1,400 W and 20.1 PFLOP/s in fp4 with sparsity:
 tomshardware.com, June 2025), RTXPRO6000 (188 multiprocessors, 96 GB, 600 W: reports of March 2025) and GH200 (rates of an H100).

@@ -50,7 +50,7 @@ class Quantisation:
     """Number formats of a server that differ from the model's own."""
 
     weights: PricedFormat | None = None
-    """Format of the products with the blocks' weights; none is the model's dtype."""
+    """Format of the matmuls with the blocks' weights; none is the model's dtype."""
     experts: PricedFormat | None = None
     """Format of routed experts; none is that of `weights`."""
     kv_cache: Fp8 | None = None

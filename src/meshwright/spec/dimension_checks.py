@@ -41,7 +41,8 @@ def _bound_mistakes(spec: ModelSpec) -> Iterator[WrongKey]:
     sections = {"": spec, **{f"{key}.": getattr(spec, key) for key in (*SCALINGS, "adapter")}}
     for prefix, section in sections.items():
         for name, annotation in hints_of(type(section)).items() if section is not None else ():
-            value, bounds = getattr(section, name), get_args(annotation)[1:]
+            value = getattr(section, name)
+            bounds = get_args(annotation)[1:]
             if not all(within(bound, value) for bound in bounds):
                 yield WrongKey(f"{prefix}{name}", str(value), describe_type(annotation))
     if (spec.layers + spec.prediction_depth) * spec.experts > MOST_EXPERTS:

@@ -122,7 +122,8 @@ class SeveralErrors(BadInput):
 
     def __init__(self, errors: Sequence[MeshwrightError]) -> None:
         super().__init__("\n".join(map(str, errors)))
-        self.errors, self.exit_code = tuple(errors), max(error.exit_code for error in errors)
+        self.errors = tuple(errors)
+        self.exit_code = max(error.exit_code for error in errors)
 
 
 def single_errors(error: MeshwrightError) -> tuple[MeshwrightError, ...]:
@@ -132,7 +133,8 @@ def single_errors(error: MeshwrightError) -> tuple[MeshwrightError, ...]:
 
 def call_all(*calls: Callable[[], T]) -> list[T]:
     """The results of calls that do not depend on each other. Raises their errors together (`raise_together`)."""
-    results, errors = [], []
+    results = []
+    errors = []
     for call in calls:
         try:
             results.append(call())

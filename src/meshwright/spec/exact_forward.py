@@ -6,7 +6,7 @@ from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.model import ModelSpec
 
 ROWS = 16
-"""Rows from which on a CPU's matrix product computes each alike, and the multiple to which numbers of tokens are padded.
+"""Rows from which on a CPU's matmul computes each alike, and the multiple to which numbers of tokens are padded.
 
 Of a number of elements that is no such multiple, torch computes the last ones by other instructions.
 """
@@ -17,7 +17,7 @@ VOCABULARY = 8
 def inexact_reason(model: ModelSpec) -> str | None:
     """What of a model has no exact forward in this release, in words; None if its forward is exact (`kernels.exact_attention`)."""
     for block in model.block_kinds:
-        if block.mixture is not None:
+        if block.moe is not None:
             return "routed experts"
         if not isinstance(block.mixer, AttentionSpec):
             return "latent attention"

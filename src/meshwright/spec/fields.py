@@ -80,7 +80,8 @@ def from_checked_plain(cls: type[T], data: Any) -> T:
 
 def _check_plain(annotation: Any, data: Any, where: str) -> None:
     """Raise ValueError unless `data` is the plain form of a value of this type."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin is Annotated:
         _check_plain(arguments[0], data, where)
         if not within(arguments[1], data):
@@ -186,7 +187,8 @@ Build = Callable[[Any], Any]
 
 def _builder(annotation: Any) -> Build:
     """The function that rebuilds a value of this type."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin is typing.Annotated:
         return _builder(arguments[0])
     if origin in (Union, types.UnionType):
@@ -293,7 +295,8 @@ def docs_of(cls: type) -> dict[str, str]:
 
 def describe_type(annotation: Any) -> str:
     """A field's type in words, for help, error messages and the reference; LARGEST_COUNT is not mentioned."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin is typing.Annotated:
         return describe_type(arguments[0]) + _describe_bound(arguments[1])
     if origin is Literal:

@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
 
 MiB = 1 << 20
-JSON_BYTES, TOKENIZER_BYTES, TEMPLATE_BYTES = 64 * MiB, 256 * MiB, 4 * MiB
+JSON_BYTES = 64 * MiB
+TOKENIZER_BYTES = 256 * MiB
+TEMPLATE_BYTES = 4 * MiB
 """Most bytes of a JSON file, of a tokenizer's file and of a chat template; the largest known have 10, 35 and 0.1 MiB."""
 
 MOST_LEVELS = 64
@@ -137,7 +139,8 @@ def check_inside(file: Path, folder: Path | None = None) -> None:
     A folder `snapshots/REVISION` of the Hugging Face cache has links to `blobs` beside `snapshots`, which are inside.
     """
     folder = folder or file.parent
-    real, root = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
+    real = Path(os.path.realpath(file))
+    root = Path(os.path.realpath(folder))
     roots = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
     if not any(real.is_relative_to(each) for each in roots):
         raise BadInput(f"{file}: is a link to {real}, outside {folder}; copy the file into the folder")

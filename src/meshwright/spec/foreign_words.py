@@ -301,7 +301,8 @@ def normalized(word: str) -> str:
 def option_hint(word: str, options: frozenset[str], is_key: Callable[[str], bool], takes_keys: bool) -> str | None:
     """What to write in place of the unknown option `word` of a command; None if it is no known word.
 
-    `options` are the command's own, without dashes; `takes_keys`: it takes KEY=VALUE words, whose keys `is_key` knows.
+    `options` are the command's own, without dashes; `takes_keys`: it takes KEY=VALUE arguments, whose keys `is_key`
+    knows.
     """
     name = normalized(word)
     if takes_keys:

@@ -47,7 +47,8 @@ def cgroup_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> lis
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             with suppress(OSError, ValueError):  # no such file, or the limit is `max`
-                most, now = int(_text(folder / limit)), int(_text(folder / used))
+                most = int(_text(folder / limit))
+                now = int(_text(folder / used))
                 if most < NO_LIMIT:
                     found.append(MemoryLimit(most, now, _statistic(folder / "memory.stat", statistic)))
     return found
@@ -82,7 +83,8 @@ def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and controller not in controllers.split(","):
             continue
-        top, parts = cgroups / controller if controllers else cgroups, PurePosixPath(path).parts[1:]
+        top = cgroups / controller if controllers else cgroups
+        parts = PurePosixPath(path).parts[1:]
         inside = parts if ".." not in parts else ()  # `..`: the group lies outside the mounted tree
         for count in range(len(inside), -1, -1):
             yield top.joinpath(*inside[:count])

@@ -211,7 +211,9 @@ def planned_sequences(tokens: int, seq_len: int, ranks: int) -> int:
     return -(-tokens // (seq_len * ranks)) * ranks
 
 
-AUTO_FIRST_SECONDS, AUTO_SECONDS, AUTO_LEAST_SECONDS = 600, 1800, 60
+AUTO_FIRST_SECONDS = 600
+AUTO_SECONDS = 1800
+AUTO_LEAST_SECONDS = 60
 """`checkpoint.every: auto`: seconds from a start's first step to the first checkpoint, and the most and least between
 checkpoints."""
 

@@ -21,7 +21,8 @@ def job_token(env: Mapping[str, str] | None = None) -> str:
     if path is None:
         raise BadInput(f"{TOKEN_VARIABLE} is not set; expected the file with the job's token: {advice}")
     try:
-        text, mode = Path(path).read_text(encoding="ascii").strip(), Path(path).stat().st_mode
+        text = Path(path).read_text(encoding="ascii").strip()
+        mode = Path(path).stat().st_mode
     except (OSError, ValueError) as error:
         raise BadInput(f"{TOKEN_VARIABLE}: {path} cannot be read: {error}; {advice}") from None
     if len(text) < SHORTEST_TOKEN or not text.isprintable() or " " in text:

@@ -63,10 +63,13 @@ class Layout:
 
     def stride(self, *axes: str) -> float:
         """Distance between consecutive ranks of a group along `axes`, averaged over the group; 1 for a single rank."""
-        size, span, inner = 1, 1, 1
+        size = 1
+        span = 1
+        inner = 1
         for name, length in reversed(self.axes):
             if name in axes and length > 1:
-                size, span = size * length, inner * length
+                size = size * length
+                span = inner * length
             inner *= length
         return span / size
 
@@ -104,7 +107,8 @@ class Layout:
         """Groups of ranks with equal (expert index, expert shard)[`index`] and equal coordinates outside of the axes `inside`."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.ranks):
-            coordinates, position = self.coordinates(rank), 0
+            coordinates = self.coordinates(rank)
+            position = 0
             for axis, size in self.axes:
                 if axis in SHARD_AXES:
                     position = position * size + coordinates[axis]
@@ -125,7 +129,8 @@ class Layout:
 
     def data_index(self, rank: int) -> int:
         """Index of the part of the global batch that `rank` reads, of `data_ranks` parts."""
-        coordinates, index = self.coordinates(rank), 0
+        coordinates = self.coordinates(rank)
+        index = 0
         for axis in DATA_AXES:
             index = index * self.size(axis) + coordinates.get(axis, 0)
         return index
@@ -197,7 +202,8 @@ def balanced_stages(
     per_rank = STAGES_PER_RANK.get(name, 1) if per_rank is None else max(1, per_rank)
     if layers < pipeline * per_rank:
         raise ValueError(f"{layers} layers cannot fill {pipeline * per_rank} stages")
-    owners, speeds = [rank for rank, _ in _visit_order(name, pipeline, per_rank)], speeds or (1.0,) * pipeline
+    owners = [rank for rank, _ in _visit_order(name, pipeline, per_rank)]
+    speeds = speeds or (1.0,) * pipeline
     ends = [head * (rank == owners[-1]) for rank in range(pipeline)]
     counts = _assign_layers_greedily(
         layers, [per_rank] * pipeline, ends, speeds, owners[-1], [layers] * pipeline, range(pipeline)
@@ -207,7 +213,8 @@ def balanced_stages(
     most = [
         max(count, int(slowest * speed - end + 1e-9)) for count, end, speed in zip(counts, ends, speeds, strict=True)
     ]
-    stages, last = len(owners), len(owners) - 1
+    stages = len(owners)
+    last = len(owners) - 1
     heads = [0.0] * last + [head]
     sizes = _assign_layers_greedily(layers, [1] * stages, heads, [speeds[rank] for rank in owners], last, most, owners)
     table: list[list[range]] = [[] for _ in range(pipeline)]
@@ -231,7 +238,8 @@ def _assign_layers_greedily(
     `most` is how many layers an owner may have. Greedy assignment minimises the latest end: layers are alike and the
     limits are nested (a bottleneck problem over a laminar matroid).
     """
-    counts, free = list(least), list(most)
+    counts = list(least)
+    free = list(most)
     for owner, count in zip(owners, least, strict=True):
         free[owner] -= count
     for _ in range(layers - sum(counts)):
@@ -254,7 +262,8 @@ def rank_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipel
     Both ends hold an embedding that both use.
     """
     rank_layers = {layer for stage in table[pipeline_rank] for layer in stage}
-    first, last = 0 in rank_layers, spec.layers - 1 in rank_layers
+    first = 0 in rank_layers
+    last = spec.layers - 1 in rank_layers
     names = []
     for parameter in parameters(spec):
         module, _, suffix = parameter.name.partition(".")
@@ -295,8 +304,8 @@ def tensor_splits(spec: ModelSpec) -> dict[str, TensorSplit]:
     """How tensor ranks divide the weights of each module of a model; of modules that are not listed every rank has all.
 
     Output features and the vocabulary are divided by rows, each part of a fused weight separately; input features by columns. Whole are
-    norms, learned positions, routers, projections to latents, and the biases after a product whose results are summed over ranks. Routed
-    experts are whole, and different on each tensor rank (`Layout.expert_groups`).
+    norms, learned positions, routers, projections to latents, and the biases after a matmul whose results are summed
+    over ranks. Routed experts are whole, and different on each tensor rank (`Layout.expert_groups`).
     """
     kinds = [block_parameters(spec, kind) for kind in range(len(spec.block_kinds))]
     weights = (*end_parameters(spec), *(weight for kind in kinds for weight in kind))
@@ -375,10 +384,8 @@ def _tensor_boxes(parameter: ParameterSpec, tensor: AxisPart) -> list[Box]:
         parts = min(tensor.count, heads or tensor.count)
         copies = tensor.count // parts
         local_range = even_rows(size, parts, tensor.index // copies)
-        offsets, sizes = (
-            (start + local_range.start, *(0 for _ in parameter.shape[1:])),
-            (len(local_range), *parameter.shape[1:]),
-        )
+        offsets = (start + local_range.start, *(0 for _ in parameter.shape[1:]))
+        sizes = (len(local_range), *parameter.shape[1:])
         boxes.append(Box(offsets, sizes, _stop(boxes[-1]) if boxes else 0, copies, tensor.index % copies == 0))
         start += size
     return boxes
@@ -390,15 +397,18 @@ def _stop(box: Box) -> int:
 
 def _rows_of(box: Box, row_range: range) -> Box:
     """The part of a box inside `row_range` of its local tensor, as a box of a tensor of those rows."""
-    first, stop = max(box.first_row, row_range.start), min(_stop(box), row_range.stop)
+    first = max(box.first_row, row_range.start)
+    stop = min(_stop(box), row_range.stop)
     at = (box.offsets[0] + first - box.first_row, *box.offsets[1:])
     return replace(box, offsets=at, sizes=(stop - first, *box.sizes[1:]), first_row=first - row_range.start)
 
 
 def _columns_of(box: Box, columns: range) -> Box:
     """The part of a box in `columns` of its dimension 1."""
-    at, size = list(box.offsets), list(box.sizes)
-    at[1], size[1] = at[1] + columns.start, len(columns)
+    at = list(box.offsets)
+    size = list(box.sizes)
+    at[1] = at[1] + columns.start
+    size[1] = len(columns)
     return replace(box, offsets=tuple(at), sizes=tuple(size))
 
 
@@ -429,7 +439,7 @@ def tensor_split_error(
     if 0 < vocab_size < ranks:
         return f"at most model.vocab_size = {vocab_size}"
     if seq_len is not None and seq_len % ranks:
-        return f"a divisor of train.seq_len = {seq_len}, as between products each rank has a part of the sequence"
+        return f"a divisor of train.seq_len = {seq_len}, as between matmuls each rank has a part of the sequence"
     return None
 
 
@@ -440,7 +450,7 @@ def adapter_split_error(ranks: int, kind: str) -> str | None:
 
 
 def expert_split_error(ranks: int, experts: int, shared_hidden: int) -> str | None:
-    """`check_tensor` of a mixture of experts; 0 experts are a dense model, and width 0 is no shared expert."""
+    """`check_tensor` of an MoE model; 0 experts are a dense model, and width 0 is no shared expert."""
     if experts % ranks:
         return f"a divisor of model.experts = {experts}, as tensor ranks hold different experts"
     if shared_hidden % ranks:
@@ -459,7 +469,9 @@ def local_tokens(seq: int, ring: AxisPart = WHOLE, ulysses: AxisPart = WHOLE) ->
         chunks: tuple[range, ...] = (range(seq),)
     else:
         chunks = tuple(even_rows(seq, 2 * ring.count, chunk) for chunk in (ring.index, 2 * ring.count - 1 - ring.index))
-    local_range, start, ranges = even_rows(sum(map(len, chunks)), ulysses.count, ulysses.index), 0, []
+    local_range = even_rows(sum(map(len, chunks)), ulysses.count, ulysses.index)
+    start = 0
+    ranges = []
     for chunk in chunks:
         part = chunk[max(0, local_range.start - start) : max(0, local_range.stop - start)]
         ranges += [part] if part else []

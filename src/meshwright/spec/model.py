@@ -19,7 +19,7 @@ from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.block import BlockSpec, SublayerSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
-from meshwright.spec.blocks.mixture import MixtureSpec, RouterScore, RouterSpec
+from meshwright.spec.blocks.moe import MoESpec, RouterScore, RouterSpec
 from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import BlockBody
 from meshwright.spec.blocks.positions import LongRopeScaling, Pairs, RopeScaling, RotarySpec, YarnScaling
@@ -49,7 +49,7 @@ BESIDE_LATENTS: dict[str, Any] = {
 SCALINGS = ("rope_scaling", "yarn", "longrope")
 """Keys of scalings of the rotary frequencies, of which a model, or a kind of layer, has one at most."""
 EXPERT_RANKS = 8
-"""Adapters of experts have a multiple of this rank: grouped matrix products read rows of 16 bytes."""
+"""Adapters of experts have a multiple of this rank: grouped matmuls read rows of 16 bytes."""
 SCORE = "head.score"
 """Weight of a head that gives a score."""
 MOST_PARAMETERS = 10**15
@@ -78,7 +78,7 @@ class KindSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen2.5, Qwen3, DeepSeek-V2/V3, MegaScale variants, mixtures of experts."""
+    """A decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen2.5, Qwen3, DeepSeek-V2/V3, MegaScale variants, MoE models."""
 
     family: Annotated[str, Name("family")]
     """Model family, which gives the Hugging Face parameter names and config keys of import and export."""
@@ -245,7 +245,7 @@ class ModelSpec:
 
     def routed(self, layer: int) -> bool:
         """Whether block `layer` has experts in place of a dense feed-forward network; prediction modules as in `kind`."""
-        return self.block(layer).mixture is not None
+        return self.block(layer).moe is not None
 
     @property
     def routed_layers(self) -> int:
@@ -324,7 +324,8 @@ def layer_order(spec: ModelSpec) -> str:
     """The order of a model's kinds of layers on one line, `layers: 5*local, global, repeated`; empty if all are described alike."""
     if not spec.blocks:
         return ""
-    first, pattern = ", ".join(spec.sequence or spec.first), ", ".join(spec.pattern)
+    first = ", ".join(spec.sequence or spec.first)
+    pattern = ", ".join(spec.pattern)
     then = "then " if first else ""
     parts = [first, f"{then}{pattern}, repeated" if pattern else ""]
     return "layers: " + ", ".join(filter(None, parts))
@@ -337,8 +338,9 @@ def block_of(spec: ModelSpec, name: str = "", routed: bool = True) -> BlockSpec:
     norm = spec.residual_norm
     mixer = latent_attention_of(spec) if spec.kv_rank else attention_of(spec)
     has_experts = routed and spec.experts > 0 and kind.routed is not False
-    feed_forward = mixture_of(spec) if has_experts else feed_forward_of(spec, spec.ffn_hidden)
-    norm_in, norm_out = norm if spec.input_norms else None, norm if spec.output_norms else None
+    feed_forward = moe_of(spec) if has_experts else feed_forward_of(spec, spec.ffn_hidden)
+    norm_in = norm if spec.input_norms else None
+    norm_out = norm if spec.output_norms else None
     bodies = ((mixer, feed_forward),) if spec.parallel_block else ((mixer,), (feed_forward,))
     return BlockSpec(
         hidden=spec.hidden,
@@ -364,7 +366,7 @@ def _with_keys(spec: ModelSpec, kind: KindSpec) -> ModelSpec:
 
 def described_bodies(spec: ModelSpec) -> tuple[BlockBody, ...]:
     """Every mixer and feed-forward network that the flat keys describe, whether a layer has it or not."""
-    flat = (*block_of(spec, routed=False).bodies, *((mixture_of(spec),) if spec.experts else ()))
+    flat = (*block_of(spec, routed=False).bodies, *((moe_of(spec),) if spec.experts else ()))
     return tuple(dict.fromkeys((*flat, *(body for block in spec.block_kinds for body in block.bodies))))
 
 
@@ -411,7 +413,7 @@ def unusable_keys(spec: ModelSpec) -> Iterator[WrongKey]:
     yield from _layer_mistakes(spec)
     yield from _adapter_mistakes(spec)
     if not spec.experts:
-        yield from mixture_of(spec).router.mistakes(spec.experts, spec.experts_per_token)
+        yield from moe_of(spec).router.mistakes(spec.experts, spec.experts_per_token)
     if not spec.kv_rank:
         for name in ("q_rank", "rope_head_dim", "value_head_dim"):
             if value := getattr(spec, name):
@@ -497,8 +499,8 @@ def feed_forward_of(spec: ModelSpec, width: int, *, bias: bool | None = None) ->
     return FeedForwardSpec(width=width, activation=spec.mlp, bias=spec.bias if bias is None else bias)
 
 
-def mixture_of(spec: ModelSpec) -> MixtureSpec:
-    """The mixture of experts, as the flat keys describe it."""
+def moe_of(spec: ModelSpec) -> MoESpec:
+    """The MoE layer, as the flat keys describe it."""
     router = RouterSpec(
         score=spec.router,
         normalised=spec.normalised_routing,
@@ -507,7 +509,7 @@ def mixture_of(spec: ModelSpec) -> MixtureSpec:
         scale=spec.routing_scale,
         bias=spec.expert_bias,
     )
-    return MixtureSpec(
+    return MoESpec(
         experts=spec.experts,
         per_token=spec.experts_per_token,
         expert=feed_forward_of(spec, spec.expert_hidden, bias=spec.expert_bias),
@@ -614,7 +616,7 @@ def prediction_parameter_count(spec: ModelSpec) -> int:
 def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     """Training FLOPs (forward and backward) per token at `seq_len`.
 
-    6 per weight of every matrix product (the head counts also when tied, embedding look-ups do not; of routed experts
+    6 per weight of every matmul (the head counts also when tied, embedding look-ups do not; of routed experts
     those used for a token) plus attention scores and values: 6·layers·(heads·head_dim + value width)·length. `causal=False` counts the
     full square as torchtitan does; `causal=True` counts the unmasked half, as Megatron does. A frozen weight counts 4: its gradient is not
     computed. Norms, RoPE and

@@ -71,7 +71,8 @@ class NodeGroup:
     """The network between them, if it differs; only TCP connects nodes of different fabrics."""
 
 
-EMULATED_SOCKET_THREADS, EMULATED_SOCKETS_PER_THREAD = 4, 4
+EMULATED_SOCKET_THREADS = 4
+EMULATED_SOCKETS_PER_THREAD = 4
 """Defaults of emulated nodes: one socket cannot saturate the loopback interface."""
 
 
@@ -83,11 +84,14 @@ def network_environment(cluster: ClusterSpec, local_rank: int) -> dict[str, str]
     other communication calls `World.refuse_across_nodes`.
     """
     network = cluster.network or NetworkSpec()
-    threads, sockets, interface = network.socket_threads, network.sockets_per_thread, network.interface
+    threads = network.socket_threads
+    sockets = network.sockets_per_thread
+    interface = network.interface
     variables: dict[str, object] = {}
     if cluster.emulate_nodes > 1:
         interface = "lo"
-        threads, sockets = threads or EMULATED_SOCKET_THREADS, sockets or EMULATED_SOCKETS_PER_THREAD
+        threads = threads or EMULATED_SOCKET_THREADS
+        sockets = sockets or EMULATED_SOCKETS_PER_THREAD
         variables |= {"NCCL_HOSTID": f"node{local_rank // cluster.ranks_per_node}", "NCCL_IB_DISABLE": 1}
     variables |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     variables |= {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets}

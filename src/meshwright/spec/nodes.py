@@ -88,7 +88,8 @@ def node_types_by_rank(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[Node
 
 def uniform_cluster(cluster: ClusterSpec, node_types: Sequence[NodeType]) -> ClusterSpec:
     """The cluster with every node as slow as the slowest of `node_types`, whose nodes communicate with each other."""
-    slowest, uniform = node_types[0], replace(cluster, groups=())
+    slowest = node_types[0]
+    uniform = replace(cluster, groups=())
     if len(node_types) == 1 and node_type_runs(uniform)[0][0] == slowest:
         return uniform
     for node_type in node_types[1:]:

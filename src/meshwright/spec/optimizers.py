@@ -112,8 +112,9 @@ def uses_muon(parameter: ParameterSpec) -> bool:
 
 
 def newton_schulz_flops(shape: Sequence[int], iterations: int) -> float:
-    """FLOPs of the iterations of one matrix: three products, two with the longer side and one of the shorter side alone."""
-    short, long = min(shape), max(shape)
+    """FLOPs of the iterations of one matrix: three matmuls, two with the longer side and one of the shorter side alone."""
+    short = min(shape)
+    long = max(shape)
     return iterations * (4.0 * short**2 * long + 2.0 * short**3)
 
 

@@ -15,8 +15,8 @@ from meshwright.spec.fields import Bound, NotNegative, Positive
 Recompute = Literal["none", "selective", "all_but_attention", "full"]
 RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
 """Recomputation modes in order of memory: each keeps less than the one before it. The cost model uses the index."""
-RECOMPUTES_PRODUCTS: frozenset[Recompute] = frozenset({"all_but_attention", "full"})
-"""Modes that repeat the matrix products of a forward, and its communication between ranks."""
+RECOMPUTES_MATMULS: frozenset[Recompute] = frozenset({"all_but_attention", "full"})
+"""Modes that repeat the matmuls of a forward, and its communication between ranks."""
 PARTIAL_RECOMPUTES: frozenset[Recompute] = frozenset({"selective", "all_but_attention"})
 """Modes that keep some intermediate results of a block, not only its input."""
 Gradients = Literal["shard", "whole"]
@@ -55,7 +55,7 @@ class MeshAxis:
     """pipeline: layers split into stages. replicate: whole copies of the model (the outer axis of HSDP).
     shard: parameters, gradients and optimizer state sharded (FSDP). hybrid: the same, and each long sample is split over
     some of the ranks. context_ring, context_ulysses: the sequence split.
-    tensor: every matrix split, and the sequence between matrix products."""
+    tensor: every matrix split, and the sequence between matmuls."""
     size: Positive
     """Ranks along the axis."""
     crosses: Literal["device", "node"] = "device"
@@ -98,12 +98,12 @@ class LayerStrategy:
     shard: reduce-scatter after each micro-batch and sum the shards. whole: sum first, reduce-scatter once a step."""
     recompute: Recompute = "none"
     """Activations computed again in backward.
-    selective: all but matrix products and attention. all_but_attention: also the products. full: the whole block."""
+    selective: all but matmuls and attention. all_but_attention: also the matmuls. full: the whole block."""
     offload: Offload = "none"
     """Tensors offloaded to host memory.
     activations: from a block's forward until its backward. optimizer: the optimizer and its state. both: all of these."""
     linear: Linear | None = None
-    """Number format of these layers' matrix products; `compute` keeps them out of fp8, none takes the plan's."""
+    """Number format of these layers' matmuls; `compute` keeps them out of fp8, none takes the plan's."""
 
     @property
     def activations_offloaded(self) -> bool:
@@ -123,7 +123,7 @@ class Precision:
     compute: Compute = "bf16"
     """Weights and activations of forward and backward; fp16, without loss scaling, can be planned but not trained."""
     linear: Linear = "compute"
-    """Matrix products of the blocks' linear layers: the format of `compute`, or fp8."""
+    """Matmuls of the blocks' linear layers: the format of `compute`, or fp8."""
     gather: Literal["compute", "fp8"] = "compute"
     """Weights during their all-gather: the format of `compute`, or fp8 for weights that are multiplied in fp8_tensorwise."""
     reduce: Literal["bf16", "fp32", "fp64"] = "fp32"
@@ -134,8 +134,8 @@ class Precision:
     """AdamW's moments in host memory (`offload: optimizer`)."""
 
     @property
-    def products(self) -> Literal["bf16", "fp16", "fp32", "fp64", "fp8"]:
-        """Format of the blocks' matrix products."""
+    def matmuls(self) -> Literal["bf16", "fp16", "fp32", "fp64", "fp8"]:
+        """Format of the blocks' matmuls."""
         return self.compute if self.linear == "compute" else "fp8"
 
     @property
@@ -272,7 +272,7 @@ class Plan:
     schedule: SchedulePlan = SchedulePlan()
     """Order of stages and micro-batches."""
     experts: ExpertPlan | None = None
-    """How the experts of a mixture-of-experts model are distributed; none for a dense model."""
+    """How the experts of an MoE model are distributed; none for a dense model."""
     samples: SamplePlan | None = None
     """How samples of any length are placed; none for sequences of equal length."""
     layers: tuple[LayerStrategy, ...] = (LayerStrategy(),)
@@ -354,7 +354,7 @@ class Plan:
 
     def tile(self, layer: int, layers: int) -> int:
         """Tokens of a tile of the feed-forward network of block `layer`; 0 if it has none."""
-        return self.mlp_tile if self.strategy(layer, layers).recompute in RECOMPUTES_PRODUCTS else 0
+        return self.mlp_tile if self.strategy(layer, layers).recompute in RECOMPUTES_MATMULS else 0
 
     def sums_shards(self, strategy: LayerStrategy) -> bool:
         """Whether gradient shards of layers with this strategy are summed over micro-batches, see `accumulation`.
@@ -363,7 +363,7 @@ class Plan:
         return self.batch.accumulate > 1 and not reduced_once
 
     def linear(self, layer: int, layers: int) -> Linear:
-        """Number format of the matrix products of block `layer` in a model of `layers` blocks."""
+        """Number format of the matmuls of block `layer` in a model of `layers` blocks."""
         return self.strategy(layer, layers).linear or self.precision.linear
 
 

@@ -147,7 +147,7 @@ class PlanKeys:
     compute: Compute | None = None
     """Number format of forward and backward; left out, bf16 where GPUs have it, else fp32. fp16 can only be planned."""
     linear: Linear | None = None
-    """Number format of the linear layers' matrix products: that of `compute`, or fp8 with one scale per tensor or row
+    """Number format of the linear layers' matmuls: that of `compute`, or fp8 with one scale per tensor or row
     (docs/design/fp8.md). Embedding, norms, attention and head are never in fp8."""
     gather: Literal["compute", "fp8"] | None = None
     """Number format of weights while they are gathered; left out, fp8 where `linear` here is fp8_tensorwise."""
@@ -173,8 +173,8 @@ class PlanKeys:
     leaves all multiprocessors to compute; for shard and context ranks inside a node."""
     tensor_transport: Transport | None = None
     """What carries tokens along the tensor axis.
-    nccl: the communication library, before and after each product. copy_engine: the devices' copy engines, overlapped with
-    the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
+    nccl: the communication library, before and after each matmul. copy_engine: the devices' copy engines, overlapped
+    with the matmul, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
     mlp_tile: NotNegative | None = None
     """Tokens of a tile of the feed-forward networks, with recompute all_but_attention or full; 0: no tiles.
     Left out, tiles are used where nothing fits without."""
@@ -195,7 +195,8 @@ def plan_of(keys: PlanKeys) -> Plan:
     order: tuple[AxisName, ...] | None = keys.order
     if order is None:
         order = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == "shard")
-    global_batch, micro_batch = keys.global_batch or 0, keys.micro_batch or 0
+    global_batch = keys.global_batch or 0
+    micro_batch = keys.micro_batch or 0
     accumulate, rest = divmod(global_batch, max(1, micro_batch * prod(sizes[axis] for axis in DATA_AXES)))
     if rest or not accumulate:
         raise ValueError("global_batch is no multiple of micro_batch × data ranks")
@@ -310,7 +311,8 @@ def _samples_of(keys: PlanKeys) -> SamplePlan | None:
 def _sample_keys(samples: SamplePlan | None) -> dict[str, Any]:
     if samples is None:
         return {}
-    offload, own = samples.offload, ("alpha", "beta", "gamma", "ring", "exchange", "slot_unit")
+    offload = samples.offload
+    own = ("alpha", "beta", "gamma", "ring", "exchange", "slot_unit")
     times = SampleTimes(
         **{name: getattr(samples, name) for name in own},
         offload_layers=offload.layers if offload else None,

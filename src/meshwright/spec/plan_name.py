@@ -55,7 +55,8 @@ def _axes(plan: Plan) -> Iterator[str]:
     """The name of each axis in use, outermost first.
     replicate and shard together are one data axis in other frameworks; their common name stands where the first of them
     is."""
-    copies, shards = plan.axis_size("replicate"), plan.axis_size("shard")
+    copies = plan.axis_size("replicate")
+    shards = plan.axis_size("shard")
     stages = "ZeRO-" + " and ".join(str(stage) for stage in sorted({zero_stage(layer) for layer in plan.layers}))
     data = f"HSDP {copies}×{shards} ({stages})" if copies > 1 else f"FSDP{shards} ({stages})"
     data = data if shards > 1 else f"DDP{copies}"

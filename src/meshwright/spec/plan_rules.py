@@ -20,7 +20,7 @@ from typing import Any
 from meshwright.spec.chips import CHIPS, formats_on
 from meshwright.spec.divisors import divisors, nearest_divisor
 from meshwright.spec.fields import to_plain
-from meshwright.spec.fp8_limits import FP8_MULTIPLE, FP8_WIDTH_KEYS, product_sides
+from meshwright.spec.fp8_limits import FP8_MULTIPLE, FP8_WIDTH_KEYS, linear_dimensions
 from meshwright.spec.hybrid import (
     REFUSED_BESIDE,
     SCHEDULES,
@@ -38,14 +38,15 @@ from meshwright.spec.layout import (
 from meshwright.spec.plan import (
     CONTEXT_AXES,
     PARTIAL_RECOMPUTES,
-    RECOMPUTES_PRODUCTS,
+    RECOMPUTES_MATMULS,
     SPLITS_BACKWARD,
     LayerStrategy,
     Plan,
 )
 from meshwright.spec.plan_keys import STRATEGY_KEYS, keys_of
 
-ACTIVATIONS, OPTIMIZER = ("activations", "both"), ("optimizer", "both")
+ACTIVATIONS = ("activations", "both")
+OPTIMIZER = ("optimizer", "both")
 """Values of `offload` that offload activations, and the optimizer's state."""
 COPY_POLICIES = ("hecate", "fixed")
 """Values of `expert_policy` with copies of experts."""
@@ -188,7 +189,10 @@ def _nearest_below(key: str, candidates: Callable[[RuleInput], Sequence[int]]) -
 
 def _tensor_error(x: RuleInput) -> str | None:
     """The tensor ranks that can divide heads, widths, experts and sequence, in words, if these cannot."""
-    ranks, kinds, heads, kv_heads = x("tensor"), x("model.blocks", {}), x("model.heads"), x("model.kv_heads")
+    ranks = x("tensor")
+    kinds = x("model.blocks", {})
+    heads = x("model.heads")
+    kv_heads = x("model.kv_heads")
     own = {f"blocks.{name}.ffn_hidden": kind.get("ffn_hidden") for name, kind in kinds.items()}
     widths = {"ffn_hidden": x("model.ffn_hidden")} | {key: size for key, size in own.items() if isinstance(size, int)}
     return (
@@ -316,15 +320,15 @@ SCHEDULING = (
     _paired(lambda x: f"exchange {x('expert_exchange')} sends the tokens of one micro-batch at a time",
         lambda x: among(x("expert_exchange"), _PEER)),
     _paired(
-        lambda x: f"recompute {x.first('recompute', RECOMPUTES_PRODUCTS)} would exchange tokens again "
-        f"(none and {', '.join(PARTIAL_RECOMPUTES - RECOMPUTES_PRODUCTS)} do not)",
-        lambda x: x.some("recompute", RECOMPUTES_PRODUCTS), "recompute"),
+        lambda x: f"recompute {x.first('recompute', RECOMPUTES_MATMULS)} would exchange tokens again "
+        f"(none and {', '.join(PARTIAL_RECOMPUTES - RECOMPUTES_MATMULS)} do not)",
+        lambda x: x.some("recompute", RECOMPUTES_MATMULS), "recompute"),
     _paired(
         lambda x: f"offload {x.first('offload', ACTIVATIONS)} copies the activations of one micro-batch at a time",
         lambda x: x.some("offload", ACTIVATIONS), "offload"),
     _paired(lambda x: f"a rank has {_micro_batches(x)} micro-batches in a step, an odd number",
         lambda x: _micro_batches(x) % 2 == 1),
-    # The inputs of matrix products stay on the device until the deferred weight gradients are computed.
+    # The inputs of matmuls stay on the device until the deferred weight gradients are computed.
     PlanRule("schedule", tuple(SPLITS_BACKWARD), lambda x: x.some("offload", ACTIVATIONS),
         untrained=lambda x: f"offload {x.first('offload', ACTIVATIONS)} under {x('schedule')}, which defers weight gradients",
         beside=("offload",)),
@@ -345,7 +349,8 @@ def _beside_hybrid(x: RuleInput) -> str | None:
 
     A kind of layer has the model's window where it does not set its own, and 0 is none.
     """
-    window, kinds = x("model.sliding_window", None), x("model.blocks", {})
+    window = x("model.sliding_window", None)
+    kinds = x("model.blocks", {})
     own = [kind.get("sliding_window") for kind in kinds.values()]
     windows = [size if isinstance(size, int) else window for size in own] or [window]
     return hybrid_error(
@@ -394,8 +399,11 @@ def _longer_slots(x: RuleInput) -> bool:
 
 def _longer_error(x: RuleInput) -> str | None:
     """The tokens of slots with offload that are valid, in words, if these are not: at most all blocks are offloaded."""
-    longer, capacity, layers = x("offload_capacity"), x("capacity"), x("model.layers")
-    unit, most = math.lcm(2, x("tensor", 1)), capacity * layers // 2
+    longer = x("offload_capacity")
+    capacity = x("capacity")
+    layers = x("model.layers")
+    unit = math.lcm(2, x("tensor", 1))
+    most = capacity * layers // 2
     if not _longer_slots(x) or (longer > capacity and longer % unit == 0 and longer <= most):
         return None
     multiple = "an even number of" if unit == 2 else f"a multiple of {unit}"
@@ -483,11 +491,11 @@ _FP8 = ("fp8_tensorwise", "fp8_rowwise")
 
 
 def _odd_side(x: RuleInput) -> str | None:
-    """The first dimension of the linear layers' products that fp8 cannot have, in words."""
+    """The first dimension of the linear layers' matmuls that fp8 cannot have, in words."""
     sizes = {key: x(f"model.{key}", None) for key in FP8_WIDTH_KEYS}
-    sides = product_sides(sizes, x("train.seq_len", None), x.ranks(*CONTEXT_AXES))
+    sides = linear_dimensions(sizes, x("train.seq_len", None), x.ranks(*CONTEXT_AXES))
     odd = (f"{name} = {size}" for name, size in sides.items() if x.some("linear", _FP8) and size % FP8_MULTIPLE)
-    return next((f"compute, as {side} is no multiple of {FP8_MULTIPLE}, which fp8 products need" for side in odd), None)
+    return next((f"compute, as {side} is no multiple of {FP8_MULTIPLE}, which fp8 matmuls need" for side in odd), None)
 
 
 def _fp8(broken: Callable[[RuleInput], Any], expected: Text = "", **more: Any) -> PlanRule:
@@ -519,13 +527,13 @@ FORMATS = (
     PlanRule("compute", "fp16", always,
         untrained="computation in fp16 (it does not scale losses; plan.compute=fp32 trains)"),
     PlanRule("gather", "fp8", lambda x: "fp8_tensorwise" not in x.values("linear"),
-        "compute, as no layer's `linear` is fp8_tensorwise: other products need the weight as it is", "compute"),
+        "compute, as no layer's `linear` is fp8_tensorwise: other matmuls need the weight as it is", "compute"),
     _fp8(lambda x: x("cluster.gpu") in CHIPS and "fp8" not in CHIPS[x("cluster.gpu")].peak_flops,
-        lambda x: f"compute, as {x('cluster.gpu')} has no fp8 products"),
+        lambda x: f"compute, as {x('cluster.gpu')} has no fp8 matmuls"),
     _fp8(lambda x: x("compute") in ("fp16", "fp64"),
         lambda x: f"compute, as plan.compute is {x('compute')}: fp8 goes with bf16 or fp32"),
     PlanRule("linear", (), None, _odd_side, "compute"),
-    _fp8(lambda x: x("tensor") > 1, untrained="products in fp8 with tensor ranks", beside=("tensor",)),
+    _fp8(lambda x: x("tensor") > 1, untrained="matmuls in fp8 with tensor ranks", beside=("tensor",)),
 )
 
 # Layers
@@ -534,7 +542,7 @@ FORMATS = (
 def _in_tiles(feature: Text, broken: Callable[[RuleInput], Any], *beside: str) -> PlanRule:
     """The feed-forward networks of some layers run in tiles."""
     return PlanRule("mlp_tile", None,
-        lambda x: (not x.values("recompute") or x.some("recompute", RECOMPUTES_PRODUCTS)) & broken(x),
+        lambda x: (not x.values("recompute") or x.some("recompute", RECOMPUTES_MATMULS)) & broken(x),
         untrained=lambda x: f"feed-forward networks in tiles with {text_of(feature, x)}", beside=beside)
 
 
@@ -557,7 +565,7 @@ LAYERS = (
     _in_tiles("tensor ranks", lambda x: x("tensor") > 1, "tensor"),
     _in_tiles(lambda x: f"{x('schedule')}, which defers weight gradients",
         lambda x: among(x("schedule"), SPLITS_BACKWARD), "schedule"),
-    _in_tiles("products in fp8", lambda x: x.some("linear", _FP8)),
+    _in_tiles("matmuls in fp8", lambda x: x.some("linear", _FP8)),
 )
 
 # Adapters

@@ -19,9 +19,9 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductTime:
-    """Time of one matrix product, (m, k) times (k, n).
-    If the format allows it, the mean of a linear layer's three products (forward and both gradients)."""
+class MatmulTime:
+    """Time of one matmul, (m, k) times (k, n).
+    If the format allows it, the mean of a linear layer's three matmuls (forward and both gradients)."""
 
     format: Format
     """Number format of the inputs."""
@@ -88,18 +88,18 @@ class HostLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Interference:
-    """Time of matrix products that overlap with a collective or a copy to the host."""
+    """Time of matmuls that overlap with a collective or a copy to the host."""
 
     op: Literal["all_gather", "reduce_scatter", "to_host"]
     ranks: Count
     nodes: Count
     bytes: Count
     compute_seconds: Seconds
-    """The matrix products alone."""
+    """The matmuls alone."""
     other_seconds: Seconds
     """The collective or copy alone."""
     together_seconds: Seconds
-    """The matrix products, overlapped with the collective or copy, which ends before they do."""
+    """The matmuls, overlapped with the collective or copy, which ends before they do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class MachineProfile:
     """Nominal bytes/s across nodes."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of software and driver."""
-    products: tuple[ProductTime, ...] = ()
+    products: tuple[MatmulTime, ...] = ()
     attention: tuple[AttentionTime, ...] = ()
     copy_bytes_per_s: Rate | None = None
     """Bytes read and written by a copy inside device memory."""

@@ -114,7 +114,10 @@ class RankEnvironment:
             local_ranks = min(ranks, _number(env, "SLURM_NTASKS_PER_NODE", 1, default=per_node))
             local_rank = _number(env, "SLURM_LOCALID", 0, ranks - 1, "below SLURM_NTASKS")
         else:
-            rank, ranks, local_rank, local_ranks = 0, 1, 0, 1
+            rank = 0
+            ranks = 1
+            local_rank = 0
+            local_ranks = 1
         if ranks > 1 and ATTEMPT_VARIABLE not in env:  # an agent gives an address that its hosts reach
             _check_meeting_point(rank, ranks, local_ranks, env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
         port = _number(env, "MASTER_PORT", 0, HIGHEST_PORT, "a port", default=0)

@@ -10,11 +10,14 @@ from contextlib import suppress
 
 from meshwright.spec.errors import BadInput
 
-API_KEY, ADMIN_KEY, TRANSFER_KEY = "MESHWRIGHT_API_KEY", "MESHWRIGHT_ADMIN_KEY", "MESHWRIGHT_TRANSFER_KEY"
+API_KEY = "MESHWRIGHT_API_KEY"
+ADMIN_KEY = "MESHWRIGHT_ADMIN_KEY"
+TRANSFER_KEY = "MESHWRIGHT_TRANSFER_KEY"
 """Environment variables with the keys of servers."""
 OWN_KEYS = (API_KEY, ADMIN_KEY, TRANSFER_KEY)
 _SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|CONNECTION_STRING)$", re.IGNORECASE)
-_ARGUMENTS_START, _ARGUMENTS_END = 45, 46
+_ARGUMENTS_START = 45
+_ARGUMENTS_END = 46
 """Fields of /proc/self/stat behind the process's name: the addresses of its arguments (proc_pid_stat(5))."""
 
 
@@ -57,7 +60,8 @@ def hide_arguments(secrets: Collection[str | None]) -> None:
     with suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b") ")[2].split()
-        start, end = int(fields[_ARGUMENTS_START]), int(fields[_ARGUMENTS_END])
+        start = int(fields[_ARGUMENTS_START])
+        end = int(fields[_ARGUMENTS_END])
         if not start or not wanted:
             return
         arguments = shown = ctypes.string_at(start, end - start)

@@ -69,9 +69,9 @@ class StepConstants:
     routed_seconds: NotNegativeSeconds = 0.0
     """Time of each layer with routed experts beside that of its bytes."""
     flops_per_s: Rate
-    """Rate of the matrix products with weights."""
+    """Rate of the matmuls with weights."""
     expert_flops_per_s: NotNegativeRate = 0.0
-    """Rate of the products with routed experts; 0: as the others."""
+    """Rate of the matmuls with routed experts; 0: as the others."""
     cache_bytes_per_s: Rate
     """Rate at which decodes read keys and values."""
     decode_flops_per_s: NotNegativeRate = 0.0
@@ -95,9 +95,9 @@ class StepConstants:
     prompt_sizes: tuple[Positive, ...] = ()
     """Tokens to which steps with chunks of prompts are padded, ascending; steps with more than the last are not padded."""
     sequence_seconds: NotNegativeSeconds
-    """Time of each decode beside its products and its attention: sampling, and the host."""
+    """Time of each decode beside its matmuls and its attention: sampling, and the host."""
     chunk_seconds: NotNegativeSeconds
-    """Time of each chunk beside its products and its attention."""
+    """Time of each chunk beside its matmuls and its attention."""
     decode_factors: tuple[StepFactor, ...] = ()
     """By number of decodes, measured over modelled time of steps without a prompt; between two, it is interpolated."""
     prompt_factors: tuple[StepFactor, ...] = ()
@@ -113,7 +113,7 @@ class EngineProfile:
     model: ModelSpec
     """Dimensions of the model; its weights were random."""
     weights: WeightFormat | None = None
-    """Format of the products with the blocks' weights; none is the model's dtype."""
+    """Format of the matmuls with the blocks' weights; none is the model's dtype."""
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
     item_bytes: Positive = 2

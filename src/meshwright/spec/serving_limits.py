@@ -48,7 +48,7 @@ def invariant_error(spec: ModelSpec) -> str | None:
     usual = spec.mlp == "swiglu" and not spec.expert_bias
     if spec.experts and not (usual and spec.experts <= MOST_EXPERTS and spec.experts_per_token <= MOST_COPIES):
         return (
-            "invariant results of a mixture of experts on a GPU: expected SwiGLU without biases in bf16 or fp16 with at most "
+            "invariant results of an MoE model on a GPU: expected SwiGLU without biases in bf16 or fp16 with at most "
             f"{MOST_EXPERTS} experts and {MOST_COPIES} of them for a token; use a CPU"
         )
     return None
@@ -71,7 +71,8 @@ def single_decode_obstacle(spec: ModelSpec) -> str | None:
 
 def _beside_single_decodes(spec: ModelSpec) -> Iterator[tuple[str, bool]]:
     """What the fast path lacks, and whether the model has it."""
-    block, mixer = spec.block(0), spec.block(0).mixer
+    block = spec.block(0)
+    mixer = spec.block(0).mixer
     yield "layers that differ", len(spec.block_kinds) > 1
     yield (
         "factors or caps of embeddings and logits",

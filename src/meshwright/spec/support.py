@@ -39,7 +39,7 @@ class Support:
 
 
 def training_support(spec: ModelSpec) -> tuple[Support, ...]:
-    """The axes along which several ranks can train a model, the recomputation of its blocks, and its products in fp8."""
+    """The axes along which several ranks can train a model, the recomputation of its blocks, and its matmuls in fp8."""
     axes = (Support(axis, _axis_error(spec, axis)) for axis in (*get_args(AxisName), EXPERT))
     modes = (Support(f"recompute {mode}", _error(spec, "recompute", mode)) for mode in RECOMPUTE_MODES[1:])
     return (*axes, *modes, Support("fp8", _error(spec, "linear", "fp8_tensorwise")))

@@ -40,7 +40,9 @@ NUMBERS_OF: dict[LayerFormat, WeightFormat] = {"fp8": "fp8", "int8": "int8", "fp
 """The format of the numbers of a layer."""
 ROUNDING_LOSS: dict[LayerFormat, float] = {"fp8": 0.026, "int8": 0.008, "fp8 blocks": 0.026}
 """Root mean square error of normally distributed weights rounded with the scales of a format, over their own."""
-MAP_SIZE, NESTED_BLOCK, ABSMAX_BLOCK = 16, 256, 64
+MAP_SIZE = 16
+NESTED_BLOCK = 256
+ABSMAX_BLOCK = 64
 """Numbers in the table of a `map`; its scales in 8 bits that share a scale, and weights that share one, where the folder does not say."""
 
 

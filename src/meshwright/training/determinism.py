@@ -17,7 +17,7 @@ def compute_deterministically() -> None:
     """Let torch, its compiler and our attention compute sums in a fixed order, from now on in this process.
 
     torch then chooses operators with a fixed order and raises an error for one that has none. Its compiler chooses kernels by rules
-    rather than by their time, which differs from process to process. Must be called before the first matrix product.
+    rather than by their time, which differs from process to process. Must be called before the first matmul.
     """
     # Workspaces of fixed size: cuBLAS then chooses the same kernels in every process.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

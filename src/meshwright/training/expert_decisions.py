@@ -51,7 +51,7 @@ class Decision:
 
 
 class ExpertDecisions:
-    """Decisions for a model's mixtures, of which this rank has the layers of `presents`; `shape` as below.
+    """Decisions for a model's MoE layers, of which this rank has the layers of `presents`; `shape` as below.
 
     All ranks decide for all layers, of which `first` is the first; `costs` are equal on all ranks, None with policy none. `rank` is this
     rank's index in the group that has a layer's experts. `owners` are those that follow the loads, if any.

@@ -35,7 +35,7 @@ class RowTransfers:
 
 
 class ExpertMoves:
-    """Exchanges the state of this rank's mixture layers with the other ranks of its stage and model copy.
+    """Exchanges the state of this rank's MoE layers with the other ranks of its stage and model copy.
 
     Creation is collective over all ranks of the job, `move` over those of the stage and model copy.
     """
@@ -111,7 +111,7 @@ def row_transfers(boxes: Sequence[Sequence[Box]], order: Sequence[int], index: i
 
 
 def _expert_parameters(model: Decoder) -> Iterator[tuple[str, int]]:
-    """Name and layer of each parameter of a mixture that has its experts along dimension 0."""
+    """Name and layer of each parameter of an MoE layer that has its experts along dimension 0."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for layer, block in numbered_blocks(model):
         if block.routed:

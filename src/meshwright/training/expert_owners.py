@@ -1,4 +1,4 @@
-"""Owners of experts that follow the loads: when and how the experts of a run are renumbered.
+"""Expert placement that follows the loads: when and how the experts of a run are renumbered.
 
 A rank owns consecutive positions of each layer. Owners change by other experts at these positions, every `placement_every` steps and
 equally on all ranks. Loads that a run reports, records and replays have the experts' first numbers.

@@ -11,13 +11,13 @@ from typing import Any
 
 from meshwright.checkpoint.ranks import RankGroup
 from meshwright.data.loader import Loader
-from meshwright.observe.prediction_account import Account
+from meshwright.observe.prediction_check import PredictionCheck
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.objective import Objective
 from meshwright.spec.errors import Interrupted, MeshwrightError, Preempted
-from meshwright.training.accounting import Accounting
 from meshwright.training.evaluate import Evaluation, evaluate
 from meshwright.training.numerics import Rollback
+from meshwright.training.prediction_checks import PredictionChecks
 from meshwright.training.preferences import PreferenceRun
 from meshwright.training.reporting import Reporter
 from meshwright.training.rollback import roll_back
@@ -42,7 +42,7 @@ class TrainingResult:
     """Result of a run: its last validation and the comparison with the prediction; None if there is none."""
 
     validation: Evaluation | None
-    account: Account | None
+    prediction_check: PredictionCheck | None
 
 
 def train(session: TrainingSession, reporter: Reporter, stop: StopRequest) -> TrainingResult:
@@ -55,7 +55,7 @@ def train(session: TrainingSession, reporter: Reporter, stop: StopRequest) -> Tr
     last = None
     session.start.end("report")
     timelines = StepTimelines(session, reporter)
-    accounting = Accounting(session, reporter)
+    prediction_checks = PredictionChecks(session, reporter)
     saver = Saver.open(session, reporter)
     check = StateCheck.open(session, reporter, saver)
     _note_new_length(session, reporter)
@@ -66,15 +66,17 @@ def train(session: TrainingSession, reporter: Reporter, stop: StopRequest) -> Tr
             try:
                 if check is not None:
                     check.begin()
-                last = _train_steps(session, reporter, stop, saver, check, accounting, timelines, wire)
+                last = _train_steps(session, reporter, stop, saver, check, prediction_checks, timelines, wire)
             except Rollback as request:
                 with reporter.pause("rollback", session):
                     roll_back(session, reporter, saver, request)
     with reporter.pause("save", session):
         saver.close()
-    account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
+    prediction_check = _prediction_check(
+        session, reporter, [wire, prediction_checks.waiting], prediction_checks, timelines
+    )
     RankGroup(session.world.control).run_on_all(f"ended after step {session.step}", reporter.check)
-    return TrainingResult(last, account)
+    return TrainingResult(last, prediction_check)
 
 
 def _train_steps(
@@ -83,7 +85,7 @@ def _train_steps(
     stop: StopRequest,
     saver: Saver,
     check: StateCheck | None,
-    accounting: Accounting,
+    prediction_checks: PredictionChecks,
     timelines: StepTimelines,
     wire: WireCount | None,
 ) -> Evaluation | None:
@@ -100,16 +102,16 @@ def _train_steps(
 
     with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session, reporter) as trace:
         for step in range(session.step + 1, run.train.steps + 1):
-            _one_step(session, loader, figures, accounting, saver, check, step, flag)
+            _one_step(session, loader, figures, prediction_checks, saver, check, step, flag)
             trace.end_step(step)
-            accounting.end_step(step, timelines.summary)
+            prediction_checks.end_step(step, timelines.summary)
             ends = step == run.train.steps
             validates = ends or _due(run.train.validate_every, step)
             saves = saver.due(step, figures.flags)
             pauses = timelines.writes_after(step) or validates or (saves and saver.blocks(step))
             waits = bool(pauses or figures.flags.stop)
             if waits:
-                _read(session, figures, accounting, saver, check)
+                _read(session, figures, prediction_checks, saver, check)
             if check is not None:
                 stops = bool(ends or figures.flags.stop)
                 check.end_step(step, saves=saves or stops, waits=waits, stops=stops)
@@ -143,19 +145,19 @@ def _begin_preferences(session: TrainingSession, reporter: Reporter, preferences
         return _validate(session, reporter)
 
 
-def _account(
+def _prediction_check(
     session: TrainingSession,
     reporter: Reporter,
     sums: Sequence[WireCount | DataWait | None],
-    accounting: Accounting,
+    prediction_checks: PredictionChecks,
     timelines: StepTimelines,
-) -> Account | None:
+) -> PredictionCheck | None:
     """Report the sums over the run and the comparison with the prediction. Collective."""
     for total in sums:
         line = total.line(session.world.control) if total is not None else None
         if line is not None:
             reporter.event(session.step, line)
-    return accounting.close(timelines.summary)
+    return prediction_checks.close(timelines.summary)
 
 
 def _note_new_length(session: TrainingSession, reporter: Reporter) -> None:
@@ -208,7 +210,7 @@ def _one_step(
     session: TrainingSession,
     loader: Loader,
     figures: StepFigureReader,
-    accounting: Accounting,
+    prediction_checks: PredictionChecks,
     saver: Saver,
     check: StateCheck | None,
     step: int,
@@ -257,11 +259,11 @@ def _one_step(
     if rollouts is not None:
         host |= rollouts.end_step()
         if step == 1 or _due(-(-session.run.train.steps // MOST_ANSWERS), step):
-            accounting.reporter.answers(step, rollouts.answers_to_read())
+            prediction_checks.reporter.answers(step, rollouts.answers_to_read())
     if read.lengths is not None:
         host |= sample_figures(step, read.lengths, read.padding)
     for record in figures.push(step, result, host, read.lengths, len(range(*read.samples))):
-        _report(session, accounting, saver, check, record)
+        _report(session, prediction_checks, saver, check, record)
 
 
 def _objective(session: TrainingSession) -> Objective | None:
@@ -271,28 +273,32 @@ def _objective(session: TrainingSession) -> Objective | None:
 
 
 def _read(
-    session: TrainingSession, figures: StepFigureReader, accounting: Accounting, saver: Saver, check: StateCheck | None
+    session: TrainingSession,
+    figures: StepFigureReader,
+    prediction_checks: PredictionChecks,
+    saver: Saver,
+    check: StateCheck | None,
 ) -> None:
     """Wait for the device, so that every launched step is reported."""
     session.recorder.wait()
     for record in figures.drain():
-        _report(session, accounting, saver, check, record)
+        _report(session, prediction_checks, saver, check, record)
 
 
 def _report(
-    session: TrainingSession, accounting: Accounting, saver: Saver, check: StateCheck | None, record: dict
+    session: TrainingSession, prediction_checks: PredictionChecks, saver: Saver, check: StateCheck | None, record: dict
 ) -> None:
     step = record["step"]
     numerics = session.numerics
     session.tokens = record["tokens"]
-    accounting.step({**record, "phases": session.phases(step)})
+    prediction_checks.step({**record, "phases": session.phases(step)})
     if check is not None:
         check.read(step)
     skipped = numerics.check(record)
     if skipped is None:
         saver.read(record) if check is None else check.hold(record)
     else:
-        accounting.reporter.event(step, skipped)
+        prediction_checks.reporter.event(step, skipped)
         saver.skip(record)
 
 

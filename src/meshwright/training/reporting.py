@@ -20,7 +20,7 @@ from meshwright.events.messages import (
 from meshwright.events.start import StartClock, start_line
 from meshwright.observe.compiling import compiler_work
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
-from meshwright.observe.prediction_account import Account
+from meshwright.observe.prediction_check import PredictionCheck
 from meshwright.observe.run_progress import RunProgress
 from meshwright.observe.sinks import SinkThread, open_sinks
 from meshwright.observe.wall_time import FILE, Pause, WallTimeWriter
@@ -212,11 +212,11 @@ class Reporter:
             with self.writing():
                 self._metrics.rewind(step)
 
-    def account(self, step: int, comparison: Account, lines: Sequence[str]) -> None:
+    def prediction_check(self, step: int, comparison: PredictionCheck, lines: Sequence[str]) -> None:
         """Report the comparison with the prediction after `step`: `lines` for people, the figures in the metrics."""
         if self._metrics:
             with self.writing():
-                self._metrics.write_account(step, to_plain(comparison))
+                self._metrics.write_check(step, to_plain(comparison))
         self.say("\n".join(lines))
 
     def say(self, text: str) -> None:

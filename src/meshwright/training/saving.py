@@ -17,7 +17,7 @@ from meshwright.checkpoint.write.background import BackgroundSaver, LiveState, S
 from meshwright.checkpoint.write.staging import Copies
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate
-from meshwright.costs.plan_costs import as_nodes, format_of_products, number
+from meshwright.costs.plan_costs import as_nodes, matmul_dtype, number
 from meshwright.data.text_format import TEXT_FORMAT, recorded_text_format
 from meshwright.durable.lease import LeaseLost
 from meshwright.policies.checkpoint_times import auto_interval, due_after_step, due_by_clock
@@ -352,7 +352,7 @@ class Saver:
         if seconds is None or cluster.is_cpu:
             return None
         try:
-            machine = machine_of(cluster, format_of_products(self._session.plan.precision, cluster))
+            machine = machine_of(cluster, matmul_dtype(self._session.plan.precision, cluster))
         except BadInput:
             return None
         return PassTimes.of_step(seconds, background.layout.bytes, number(machine.hbm), number(host_rate(machine)))

@@ -1,4 +1,4 @@
-"""Self-test of a host's devices: a matrix product with a known result, a memory pattern, and exchanges in pairs.
+"""Self-test of a host's devices: a matmul with a known result, a memory pattern, and exchanges in pairs.
 
 After a failure that hardware may have caused, processes that wait for the next attempt call `answer_self_test`.
 
@@ -38,8 +38,8 @@ SECONDS = 60.0
 """Default limit of a whole test."""
 SIZE = 512
 """Rows of the square matrices."""
-PRODUCTS = 8
-"""Products for each dtype."""
+MATMULS = 8
+"""Matmuls for each dtype."""
 MEMORY_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}
 EXCHANGE_ELEMENTS = 1 << 20
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -55,19 +55,21 @@ class Check:
     detail: str = ""
 
 
-def wrong_product(device: torch.device, multiply: Multiply = torch.mm) -> str:
-    """Return the first error in products on `device`, whose exact results follow from integers; empty if there is none."""
+def wrong_matmul(device: torch.device, multiply: Multiply = torch.mm) -> str:
+    """Return the first error in matmuls on `device`, whose exact results follow from integers; empty if there is none."""
     left = _integers(3, 5)
     right = _integers(2, 11)
-    exact = left @ right  # in int64 on the CPU, whose arithmetic the products below do not use
+    exact = left @ right  # in int64 on the CPU, whose arithmetic the matmuls below do not use
     dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
     for dtype in dtypes:
         a, b, expected = (matrix.to(dtype).to(device) for matrix in (left, right, exact))
-        for number in range(PRODUCTS):
+        for number in range(MATMULS):
             differs = (multiply(a, b) != expected).nonzero()
             if len(differs):
                 row, column = differs[0].tolist()
-                return f"{dtype} product {number}: {len(differs)} of {SIZE * SIZE} elements differ, first [{row}, {column}]"
+                return (
+                    f"{dtype} matmul {number}: {len(differs)} of {SIZE * SIZE} elements differ, first [{row}, {column}]"
+                )
     return ""
 
 
@@ -145,7 +147,7 @@ def run_rank(device_type: str, rank: int, ranks: int, store: str) -> Iterator[Ch
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else "nccl"
     functions: dict[str, Callable[[], str]] = {
-        "product": lambda: wrong_product(device),
+        "matmul": lambda: wrong_matmul(device),
         "memory": lambda: wrong_memory(device, _memory_bytes(device, ranks)),
         "exchange": lambda: _join_and_exchange(
             backend, device, rank, ranks, lambda: dist.FileStore(store, ranks), timedelta(seconds=SECONDS)
@@ -172,7 +174,7 @@ def answer_self_test(device_type: str, request: SelfTest) -> SelfTestResult:
     """The self-test of a process that waits for an attempt, together with the ranks that `request` names."""
     environment = RankEnvironment.from_environment({**os.environ, **request.environment})
     device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", environment.local_rank)
-    product = _run_check(lambda: _prepare(device) or wrong_product(device))
+    matmul = _run_check(lambda: _prepare(device) or wrong_matmul(device))
     memory = _run_check(lambda: _wrong_memory_if_free(device, environment.local_ranks))
     limit = timedelta(seconds=request.seconds / 2)
     backend = "gloo" if device.type == "cpu" else "nccl"
@@ -181,8 +183,8 @@ def answer_self_test(device_type: str, request: SelfTest) -> SelfTestResult:
             backend, device, environment.rank, environment.ranks, lambda: open_store(environment, limit), limit
         )
     except Exception as error:
-        return SelfTestResult(product or memory, _description(error), exchanged=False)
-    return SelfTestResult(product or memory, exchange)
+        return SelfTestResult(matmul or memory, _description(error), exchanged=False)
+    return SelfTestResult(matmul or memory, exchange)
 
 
 def _prepare(device: torch.device) -> str:

@@ -20,7 +20,13 @@ from meshwright.events.terminal import fitted, write_line
 from meshwright.spec.errors import EXIT_INTERRUPTED
 from meshwright.spec.rank_environment import PROGRAM_STOP, stop_signals
 
-NO_REQUEST, SAVE, BUSY, UNREADY, PREEMPT, INTERRUPT, FAILED = 0, 1, 2, 4, 1 << 22, 1 << 42, 1 << 62
+NO_REQUEST = 0
+SAVE = 1
+BUSY = 2
+UNREADY = 4
+PREEMPT = 1 << 22
+INTERRUPT = 1 << 42
+FAILED = 1 << 62
 """Values of the flag, far enough apart to be summed over a million ranks.
 SAVE requests a checkpoint and BUSY means that a save is in flight: they request no stop, are added to other values, and
 come from the first rank only. UNREADY means that a rank cannot begin a save yet. FAILED means that a rank cannot write its reports."""

@@ -30,7 +30,7 @@ class _Trace:
                 activities.append(ProfilerActivity.CUDA)
             self._profiler = profile(
                 activities=activities, record_shapes=True
-            )  # matrix products are identified by their shapes
+            )  # matmuls are identified by their shapes
             self._profiler.start()
         elif self._profiler is not None and step >= last:
             self.close()

@@ -33,12 +33,13 @@ class StepFigures:
     In order: loss (nats per valid token), gradient norm, valid tokens, sum of all token ids, stop flag, replicas that skipped the
     update. All ranks have the same values: the norm is the largest of all replicas, NaN if one is NaN. The sum of ids is the same
     for any number of ranks exactly when they read the same samples. Prediction modules add their mean loss (`parallel.predictions`),
-    mixtures of experts balance loss, busiest expert and router z-loss (`parallel.routing`). The last value is the z-loss before its weight.
+    MoE models balance loss, busiest expert and router z-loss (`parallel.routing`). The last value is the z-loss before
+    its weight.
     """
 
     values: torch.Tensor
     loads: torch.Tensor | None = None
-    """Mixtures of experts: tokens of each expert over all ranks, `(layers with experts, experts)`."""
+    """MoE models: tokens of each expert over all ranks, `(layers with experts, experts)`."""
     sums: torch.Tensor | None = None
     """What `take_sums` of the step returned, summed over all ranks."""
 

@@ -121,6 +121,6 @@ def _write_summary(session: TrainingSession, trained: TrainingResult, time: RunG
             "bits_per_byte": last.bits_per_byte,
             "unigram_entropy_nats": session.held_out.unigram_entropy(),
         }
-    if trained.account is not None:
-        summary["account"] = to_plain(trained.account)
+    if trained.prediction_check is not None:
+        summary["prediction_check"] = to_plain(trained.prediction_check)
     write_durable(session.folder / "summary.json", json.dumps(summary, indent=1))

@@ -1,1 +1,1 @@
-"""Workload of the engine under a plan, without torch: tensors in memory, products and messages."""
+"""Workload of the engine under a plan, without torch: tensors in memory, matmuls and messages."""

@@ -1,7 +1,7 @@
 """Elements and bytes of activations: saved by a block's forward for its backward, and allocated during the backward.
 
-In a block with fused element-wise operations autograd saves what backwards read: the input of every matrix product and norm, the inputs
-and outputs of attention (`spec.blocks.memory`).
+In a block with fused element-wise operations autograd saves what backwards read: the input of every matmul and norm,
+the inputs and outputs of attention (`spec.blocks.memory`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ def activation_bytes(
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     stages = sorted((stage for rank_stages in table for stage in rank_stages), key=lambda stage: stage.start)
-    per_token, strategies = (
-        elements_per_token(model, plan, busiest_rows(model, train, plan)),
-        plan.strategies(model.layers),
-    )
+    per_token = elements_per_token(model, plan, busiest_rows(model, train, plan))
+    strategies = plan.strategies(model.layers)
     elements = [per_token(layer)[0] for layer in range(model.layers)]
     saved = [
         count if strategy.activations_offloaded == host_offloaded else 0.0
@@ -68,7 +66,8 @@ def busiest_rows(model: ModelSpec, train: TrainSpec, plan: Plan) -> float:
 
 def exchange_room(model: ModelSpec, plan: Plan) -> float:
     """`received_room` of a plan; 0 if all experts are present, so that no rows are exchanged."""
-    experts, ranks = plan.experts, experts_over(plan) * plan.axis_size("tensor")
+    experts = plan.experts
+    ranks = experts_over(plan) * plan.axis_size("tensor")
     if experts is None or all_present(model, plan):
         return 0.0
     return float(received_room(experts.exchange, experts.receive_bound, ranks))
@@ -81,8 +80,10 @@ def elements_per_token(
 
     `busiest` is that of `mean_saved_elements`. The sums over tiles of the feed-forward are spread over the `tokens` of a micro-batch.
     """
-    expert_ranks, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
-    element, share = bytes_of(plan.precision.compute), float(tile_share(plan.mlp_tile, tokens)) if tokens else 1.0
+    expert_ranks = experts_over(plan) * plan.axis_size("tensor")
+    strategies = plan.strategies(model.layers)
+    element = bytes_of(plan.precision.compute)
+    share = float(tile_share(plan.mlp_tile, tokens)) if tokens else 1.0
     sum_bytes_of_element = element * max(tokens, 1.0)
     by_block = dict[tuple[int, Recompute, Linear | None], tuple[float, float]]()
 
@@ -136,7 +137,8 @@ def mean_saved_elements(
     whose weight gradients are not in fp8, a whole one. With several `expert_ranks` experts' rows are exchanged. The experts of the rank
     have `busiest` times the mean rows. What is saved follows from the block's table (`spec.blocks.memory`).
     """
-    low, busiest = np.asarray(low), np.asarray(busiest)
+    low = np.asarray(low)
+    busiest = np.asarray(busiest)
     index = np.broadcast_arrays(
         np.asarray(recompute, dtype=np.int64),
         (low < 1).astype(np.int64),
@@ -156,17 +158,18 @@ def mean_backward_elements(
     the gradients of these, with fp8 copies of gradients that experts multiply. Distributed experts have the latter in place of their saved
     outputs, which the backward frees before. Of a dense feed-forward's wide tensors the share `tile` exists at a time (`tile_share`).
     """
-    mode, received = np.asarray(recompute), busiest * shape.expert_rows
+    mode = np.asarray(recompute)
+    received = busiest * shape.expert_rows
     in_experts = busiest * shape.expert_activated
     recomputed = (
         mean_saved_elements(shape, 0, low, busiest=busiest)
         - mean_saved_elements(shape, recompute, low, busiest=busiest)
         - received
     )
-    repeats_products = mode >= RECOMPUTE_MODES.index("all_but_attention")
+    repeats_matmuls = mode >= RECOMPUTE_MODES.index("all_but_attention")
     rounded = np.where(low < 1, low * in_experts, 0.0)
-    inputs = np.where((np.asarray(expert_ranks) > 1) & ~repeats_products, 0.0, received)
-    in_tiles = np.where(repeats_products, (1 - np.asarray(tile)) * shape.tiled, 0.0)
+    inputs = np.where((np.asarray(expert_ranks) > 1) & ~repeats_matmuls, 0.0, received)
+    in_tiles = np.where(repeats_matmuls, (1 - np.asarray(tile)) * shape.tiled, 0.0)
     gradients = shape.activated + in_experts + shape.hidden
     return gradients + inputs + rounded + np.where(mode > 0, recomputed, 0.0) - in_tiles
 

@@ -20,7 +20,8 @@ BLOCK_SLOTS = 2
 
 The window is memory that all ranks have registered. It has one more slot, for the embedding or the head. See parallel/copy_engine.py.
 """
-STAGED_BYTES, STAGING_BUFFERS = 80 << 20, 6
+STAGED_BYTES = 80 << 20
+STAGING_BUFFERS = 6
 """Bytes of a chunk of an offloaded optimizer (optim/host.py), and the least chunks on the device at once.
 
 Copies of 32 MiB reach the link's full rate, but the host takes up to 0.75 ms to launch the copies and the update of a chunk, in which the

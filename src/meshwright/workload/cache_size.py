@@ -102,11 +102,11 @@ class CacheRoom:
         if all(group.window is not None for group in groups):
             return [blocks] * len(groups)
         size = self.tokens_per_block
-        held = [self.sequences * (-(-(group.window or 0) // size) + 2) for group in groups]
+        blocks_by_group = [self.sequences * (-(-(group.window or 0) // size) + 2) for group in groups]
         new = -(-self.step_tokens // size)  # of the step, and of the one in flight
         return [
             blocks if group.window is None else min(blocks, 1 + 2 * (count + new))
-            for group, count in zip(groups, held, strict=True)
+            for group, count in zip(groups, blocks_by_group, strict=True)
         ]
 
     def blocks_within(self, available_bytes: float, groups: Sequence[LayerGroup], block_bytes: Sequence[int]) -> int:

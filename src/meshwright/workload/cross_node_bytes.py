@@ -76,7 +76,8 @@ def cross_node_bytes(
     model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, counts: CollectiveCounts, *, masked: bool = False
 ) -> CrossNodeBytes:
     """Bytes that a step of `plan` sends between nodes of `layout`; `masked` if attention is limited to documents."""
-    shard, precision = shard_size(plan), plan.precision
+    shard = shard_size(plan)
+    precision = plan.precision
     rings = {
         "shard": _ring_borders(layout, layout.groups(*SHARD_AXES)),
         "replicate": _ring_borders(layout, layout.groups("replicate")),
@@ -137,7 +138,8 @@ def _units(model: ModelSpec, plan: Plan, counts: CollectiveCounts, rank: int) ->
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     order = sorted(stage.start for stages in table for stage in stages)
-    tensor, shard = plan.axis_size("tensor"), shard_size(plan)
+    tensor = plan.axis_size("tensor")
+    shard = shard_size(plan)
     sizes = {"tensor": tensor, "shards": shard, "expert": experts_over(plan)}
     block = partial(block_unit, model, **sizes)
     first, last = (any(layer in stage for stage in table[rank]) for layer in (0, model.layers - 1))
@@ -151,7 +153,8 @@ def _units(model: ModelSpec, plan: Plan, counts: CollectiveCounts, rank: int) ->
         for unit, parameters in enumerate(units):
             gathers, reductions = counts[order.index(stage.start), unit]
             if shared and stage.stop == model.layers and unit == len(units) - 1:
-                gathers, reductions = gathers * plan.strategy(0, model.layers).reshard, 0
+                gathers = gathers * plan.strategy(0, model.layers).reshard
+                reductions = 0
             width = gathered_width(plan, blocks[unit], model.layers)
             yield _Unit(parameters.dense_shard * shard, parameters.experts, gathers, reductions, width)
 

@@ -1,4 +1,4 @@
-"""Work of one rank's device in a step, from model and plan only: products, attention, bytes, collectives.
+"""Work of one rank's device in a step, from model and plan only: matmuls, attention, bytes, collectives.
 
 It is a lower bound for any implementation with these layers and formats: no recomputation, no avoidable copies, and each
 chain of element-wise operations in one kernel that reads every input once and writes every output once. Experts get equal
@@ -23,41 +23,44 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Format, Operation
 from meshwright.workload.dtypes import bytes_of
 from meshwright.workload.groups import context_size, experts_over, shard_size
+from meshwright.workload.layer_matmuls import layer_matmuls
 from meshwright.workload.layer_messages import layer_messages, weight_collectives
-from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts, layout_of
 from meshwright.workload.model_shape import Shape, shape_of
 from meshwright.workload.step_shape import StepShape, step_shape
 
-NORM, ROPE = 8.0, 4.0
+NORM = 8.0
+ROPE = 4.0
 """Elements read and written, forward and backward.
 
 `NORM`: of a norm fused with the previous residual sum, per element of the residual stream. `ROPE`: of the rotary
 embedding, per element of queries and keys.
 """
-SWIGLU, GELU = 8.0, 5.0
+SWIGLU = 8.0
+GELU = 5.0
 """Elements that the activation reads and writes, per element of the feed-forward width."""
 EMBEDDING_AND_NORM = 12.0
 """Elements that embedding and final norm read and write, per element of the residual stream."""
 QUANTISE = {"linear": 4.0, "expert": 3.0, "router": 0.0, "adapter": 0.0, "expert_adapter": 0.0}
-"""Bytes per element quantised to fp8, by role of the product.
+"""Bytes per element quantised to fp8, by role of the matmul.
 
 A second read, as the scale needs the maximum first, and a write in both layouts. Rows of experts have scales of their own and one layout.
 """
-FP8_PRODUCTS = {"linear": 3, "expert": 2, "router": 0, "adapter": 0, "expert_adapter": 0}
-"""How many of a layer's three products are in fp8: not the weight gradient of experts."""
-CAST, SUM = 6.0, 6.0
+FP8_MATMULS = {"linear": 3, "expert": 2, "router": 0, "adapter": 0, "expert_adapter": 0}
+"""How many of a layer's three matmuls are in fp8: not the weight gradient of experts."""
+CAST = 6.0
+SUM = 6.0
 """Bytes per parameter to cast a master weight to the compute dtype, and a gradient to the dtype of the reduction."""
 COMBINE = 2.0
 """Elements read and written, forward and backward, to sum the outputs of a token's experts.
 
-Per element of each routed copy of the token, and of the sum. The expert's product itself reads its input.
+Per element of each routed copy of the token, and of the sum. The expert's matmul itself reads its input.
 """
 
 
 @dataclass(frozen=True)
 class LinearWork:
-    """`count` linear layers in a step, each three products: forward (m, k) times (k, n), and both gradients.
+    """`count` linear layers in a step, each three matmuls: forward (m, k) times (k, n), and both gradients.
 
     A layer of 4,096 inputs and outputs with 16 tokens: 3 matmuls of 2 · 16 · 4,096² FLOPs.
 
@@ -121,17 +124,21 @@ class Work:
     collectives: tuple[CollectiveWork, ...]
 
     @property
-    def product_flops(self) -> float:
+    def matmul_flops(self) -> float:
         return sum(linear.flops for linear in self.linears)
 
 
 def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
     """Work of one training step of `plan` on a rank."""
-    tensor_ranks, stages, micro_batches = plan.axis_size("tensor"), plan.axis_size("pipeline"), plan.batch.accumulate
+    tensor_ranks = plan.axis_size("tensor")
+    stages = plan.axis_size("pipeline")
+    micro_batches = plan.batch.accumulate
     micro_batch_tokens = plan.batch.micro_batch * train.seq_len
-    shape, layout = shape_of(model, train.seq_len), layout_of(model, train, plan)
+    shape = shape_of(model, train.seq_len)
+    layout = layout_of(model, train, plan)
     ideal_layout = replace(layout, imbalance=1.0, recompute=0.0)
-    step, tokens = step_shape(shape, ideal_layout), micro_batch_tokens // context_size(plan)
+    step = step_shape(shape, ideal_layout)
+    tokens = micro_batch_tokens // context_size(plan)
     linears: defaultdict[LinearWork, float] = defaultdict(float)
     for linear in _linears(model, train, plan, step):
         linears[replace(linear, count=1.0)] += linear.count
@@ -141,7 +148,8 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         sum(parameter.count for parameter in parameters(model) if parameter.expert == routed) / tensor_ranks / stages
         for routed in (False, True)
     )
-    unsharded, owned = dense + experts / experts_over(plan), (dense + experts) / shard_size(plan)
+    unsharded = dense + experts / experts_over(plan)
+    owned = (dense + experts) / shard_size(plan)
     return Work(
         linears=tuple(replace(linear, count=count * micro_batches / stages) for linear, count in linears.items()),
         attention=tuple(_attention(model, train, plan)),
@@ -185,18 +193,19 @@ def _summed_bytes(model: ModelSpec, plan: Plan, parameter_count: float) -> float
 
 
 def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) -> Iterator[LinearWork]:
-    """The products of one micro-batch on one tensor rank: all layers, the head and prediction modules."""
-    tensor_ranks, compute_dtype = plan.axis_size("tensor"), plan.precision.compute
+    """The matmuls of one micro-batch on one tensor rank: all layers, the head and prediction modules."""
+    tensor_ranks = plan.axis_size("tensor")
+    compute_dtype = plan.precision.compute
     layers = Counter((model.kind(layer), plan.linear(layer, model.layers) != "compute") for layer in _blocks(model))
     for (kind, is_fp8), count in layers.items():
-        for product in layer_products(shape_of(model, train.seq_len, kind=kind), step, tensor_ranks):
-            m, k, n = (max(1, round(float(size))) for size in (product.m, product.k, product.n))
-            in_block = float(product.layers) / model.layers
-            low = FP8_PRODUCTS[product.role] / 3 if is_fp8 else 0.0
+        for matmul in layer_matmuls(shape_of(model, train.seq_len, kind=kind), step, tensor_ranks):
+            m, k, n = (max(1, round(float(size))) for size in (matmul.m, matmul.k, matmul.n))
+            in_block = float(matmul.layers) / model.layers
+            low = FP8_MATMULS[matmul.role] / 3 if is_fp8 else 0.0
             shares: tuple[tuple[Format, float], ...] = (("fp8", low), (compute_dtype, 1 - low))
             for number_format, share in shares:
                 if share:
-                    yield LinearWork(m, k, n, number_format, share * count * in_block * float(product.count))
+                    yield LinearWork(m, k, n, number_format, share * count * in_block * float(matmul.count))
     chunk = min(int(step.tokens), train.loss_chunk)
     uses = 1 + model.prediction_depth
     outputs = max(1, model.outputs // tensor_ranks)
@@ -212,7 +221,7 @@ def _blocks(model: ModelSpec) -> list[int]:
 
 
 def _elementwise_elements(model: ModelSpec) -> float:
-    """Elements per token that element-wise operations read and write, outside of products, attention and loss."""
+    """Elements per token that element-wise operations read and write, outside of matmuls, attention and loss."""
     blocks = sum(_block_elements(model.block(layer)) for layer in _blocks(model))
     ends = (
         EMBEDDING_AND_NORM * (1 + model.prediction_depth) + NORM * model.prediction_depth
@@ -223,34 +232,32 @@ def _elementwise_elements(model: ModelSpec) -> float:
 @lru_cache(maxsize=64)
 def _block_elements(block: BlockSpec) -> float:
     """Elements per token that the element-wise operations of a block read and write."""
-    total, table = 0.0, block.table()
+    total = 0.0
+    table = block.table()
     for op in table.operations:
         if isinstance(op, NormOp) and "." not in op.name:  # of the residual stream or of an output to it
             total += NORM * op.width
         elif isinstance(op, ActivateOp):
             gated = table.values[op.reads[0]].width == 2 * op.writes[0].width
             total += (SWIGLU if gated else GELU) * op.writes[0].elements
-    mixer, mixture = block.mixer, block.mixture
+    mixer = block.mixer
+    moe = block.moe
     if isinstance(mixer, LatentAttentionSpec):
         total += NORM * (mixer.q_rank + mixer.kv_rank) / 2  # norms without a residual sum
     if mixer.rotary is not None:
         kv_heads = mixer.heads if isinstance(mixer, LatentAttentionSpec) else mixer.kv_heads
         total += ROPE * (mixer.heads + kv_heads) * mixer.head_dim
-    return total + (COMBINE * (mixture.per_token + 1) * block.hidden if mixture is not None else 0.0)
+    return total + (COMBINE * (moe.per_token + 1) * block.hidden if moe is not None else 0.0)
 
 
 def _quantised_bytes(model: ModelSpec, plan: Plan) -> float:
-    """Bytes per token moved to quantise to fp8: input and output gradient of every fp8 product."""
+    """Bytes per token moved to quantise to fp8: input and output gradient of every fp8 matmul."""
     layers = Counter(model.kind(layer) for layer in _blocks(model) if plan.linear(layer, model.layers) != "compute")
     step = StepShape(1, 1, 1, 1, model.experts_per_token)
     return sum(
-        count
-        * float(product.layers)
-        / model.layers
-        * QUANTISE[product.role]
-        * float((product.k + product.n) * product.m)
+        count * float(matmul.layers) / model.layers * QUANTISE[matmul.role] * float((matmul.k + matmul.n) * matmul.m)
         for kind, count in layers.items()
-        for product in layer_products(shape_of(model, 1, kind=kind), step, 1)
+        for matmul in layer_matmuls(shape_of(model, 1, kind=kind), step, 1)
     )
 
 
@@ -260,7 +267,9 @@ def _weight_collectives(
     """Gathers and reductions of parameters that `shard` ranks share, per block, by the plan's first layer."""
     if not parameter_count:
         return
-    replicate, block, blocks = plan.axis_size("replicate"), parameter_count / model.layers, float(model.layers)
+    replicate = plan.axis_size("replicate")
+    block = parameter_count / model.layers
+    blocks = float(model.layers)
     gathered = 1 if plan.precision.gather == "fp8" else bytes_of(plan.precision.compute)
     if shard > 1:
         gathers, reductions = map(float, weight_collectives(layout))

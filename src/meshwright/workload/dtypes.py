@@ -59,8 +59,8 @@ def accumulates_before_reduction(plan: Plan, strategy: LayerStrategy) -> bool:
     return plan.batch.accumulate > 1 and (plan.layered or plan.paired or strategy.gradients == "whole")
 
 
-def products_accumulate_gradients(plan: Plan, layer: int, layers: int) -> bool:
-    """Whether the weight-gradient products of a block's linear layers add to the gradients of earlier micro-batches.
+def matmuls_accumulate_gradients(plan: Plan, layer: int, layers: int) -> bool:
+    """Whether the weight-gradient matmuls of a block's linear layers add to the gradients of earlier micro-batches.
 
     Those of a feed-forward network in tiles are sums over tiles.
     """

@@ -45,10 +45,12 @@ class LengthHistogram:
 
     def draw(self, tokens: int, longest: int, random: np.random.Generator) -> np.ndarray:
         """Lengths of samples of at least `tokens` tokens together, int64; samples are cut after `longest` tokens."""
-        drawn, total = [], 0
+        drawn = []
+        total = 0
         while total < tokens:
             part = random.choice(len(self.shares), DRAWN, p=self.shares)
-            low, high = np.log(self.first[part]), np.log(self.last[part] + 1)
+            low = np.log(self.first[part])
+            high = np.log(self.last[part] + 1)
             lengths = np.minimum(np.exp(random.uniform(low, high)).astype(np.int64), longest)
             drawn.append(np.clip(lengths, 1, self.last[part]))
             total += int(drawn[-1].sum())

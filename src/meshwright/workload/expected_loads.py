@@ -60,7 +60,8 @@ def expected_busiest(model: ModelSpec, train: TrainSpec, expert_ranks: Array) ->
 
 def received_room(exchange: ExpertExchange | None, bound: float | None, expert_ranks: Array) -> Array:
     """Rows that each of `expert_ranks` has room to receive, relative to those it sends; 0 if the host sizes each exchange."""
-    ranks, peers = np.asarray(expert_ranks, float), exchange in ("peer", "peer_fp8")
+    ranks = np.asarray(expert_ranks, float)
+    peers = exchange in ("peer", "peer_fp8")
     return np.where((ranks > 1) & peers, np.minimum(ranks if bound is None else bound, ranks), 0.0)
 
 

@@ -39,8 +39,8 @@ def copies_experts(plan: Plan) -> bool:
     return plan.experts is not None and plan.experts.policy != "none"
 
 
-def balances_owners(plan: Plan) -> bool:
-    """Whether owners of experts follow the loads."""
+def moves_experts(plan: Plan) -> bool:
+    """Whether expert placement follows the loads."""
     return plan.experts is not None and plan.experts.placement != "even"
 
 

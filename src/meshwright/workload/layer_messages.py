@@ -88,7 +88,9 @@ def tensor_messages(
     (64.0, 1.0)
     """
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
-    stream, gathers, scatters = step.tokens * shape.hidden * element, shape.gathers, shape.scatters
+    stream = step.tokens * shape.hidden * element
+    gathers = shape.gathers
+    scatters = shape.scatters
     return (
         LayerMessage("all_gather", "tensor", layout.tensor, stream, gathers, scatters + gathers * (1 + repeats)),
         LayerMessage("reduce_scatter", "tensor", layout.tensor, stream, scatters, gathers + scatters * repeats),
@@ -100,7 +102,8 @@ def latent_messages(
 ) -> tuple[LayerMessage, LayerMessage]:
     """Gathers of the narrow inputs of latent attention's projections by head, and the scattered sums of their gradients."""
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
-    stream, gathers = step.tokens * shape.narrow_width * element, shape.narrow_gathers
+    stream = step.tokens * shape.narrow_width * element
+    gathers = shape.narrow_gathers
     return (
         LayerMessage("all_gather", "tensor", layout.tensor, stream, gathers, gathers * (1 + repeats)),
         LayerMessage("reduce_scatter", "tensor", layout.tensor, stream, 0.0, gathers),
@@ -110,7 +113,8 @@ def latent_messages(
 def norm_message(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> LayerMessage:
     """Sums of squares of queries and keys, two numbers a token in fp32 at least, where norms are over all heads together."""
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
-    layers, squares = shape.summed_norms, step.tokens * 2 * np.maximum(4.0, element)
+    layers = shape.summed_norms
+    squares = step.tokens * 2 * np.maximum(4.0, element)
     return LayerMessage("all_reduce", "tensor", layout.tensor, squares, layers, layers * (1 + repeats))
 
 
@@ -128,13 +132,16 @@ def context_messages(
     The gradients are fp32 and take one more ring step, to the rank that owns the keys and values. `masked` sequences all-gather keys and
     values instead of the ring, a `compiled` block again in its backward, and reduce-scatter the gradients.
     """
-    mode, layers, ring = np.asarray(layout.recompute), shape.attention_layers, layout.ring
+    mode = np.asarray(layout.recompute)
+    layers = shape.attention_layers
+    ring = layout.ring
     # With fewer key/value heads than ranks, several ranks receive the same head.
     kv = np.maximum((shape.kv_width + shape.padding) / layout.tensor, layout.ulysses * shape.kv_head_width)
     heads = step.tokens * ((shape.query_width + shape.value_width + shape.padding) / layout.tensor + kv) * element
     repeats = np.where(mode > 0, 1.0, 0.0)
     exchange = LayerMessage("all_to_all", "context_ulysses", layout.ulysses, heads, layers, layers * (1 + repeats))
-    local, ring_steps = step.tokens * kv, ring - 1
+    local = step.tokens * kv
+    ring_steps = ring - 1
     if masked:
         backward_repeats = layers * np.where((mode > 0) | compiled, 1.0, 0.0)
         gathers = LayerMessage("all_gather", "context_ring", ring, ring * local * element, layers, backward_repeats)

@@ -35,7 +35,7 @@ from meshwright.workload.unit_parameters import EndParameters, block_unit, end_u
 def layout_memory(model: ModelSpec, layout: Layouts, formats: TensorFormats) -> dict[str, Array]:
     """Bytes by category of the fuller of two pipeline ranks: the rank with the head, and the fullest of the others.
 
-    `transfers` is 0 without a pipeline. Layers of a mixture count at their mean.
+    `transfers` is 0 without a pipeline. Layers of an MoE model count at their mean.
     """
     first, last = (
         bytes_by_category(_rank_tensors(model, layout, formats, last=is_last), formats) for is_last in (False, True)
@@ -58,17 +58,25 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: TensorFormats, *, 
     Parameters are divided by tensor ranks. A rank owns its share of them over the shard ranks, and gathers whole
     units, of experts only those of its expert rank. `plan_bytes` counts the same for one plan, layer by layer.
     """
-    sizes, width, micro_batches = _model_parameters(model), np.asarray(layout.tensor), layout.micro_batches
-    single, shards = np.asarray(layout.pipeline) == 1, np.asarray(layout.shards)
-    rank_ends, loss_parameters, shared = _end_parameters(sizes.ends, layout, model.embedding_at_both_ends, last)
+    sizes = _model_parameters(model)
+    width = np.asarray(layout.tensor)
+    micro_batches = layout.micro_batches
+    single = np.asarray(layout.pipeline) == 1
+    shards = np.asarray(layout.shards)
+    rank_embed_head, loss_parameters, shared = _end_parameters(
+        sizes.embed_head, layout, model.embedding_at_both_ends, last
+    )
     # Of the experts a rank gathers those of its expert rank.
-    away = np.where(
-        loss_parameters > 0, sizes.ends.final.experts / width * (1 - 1 / np.maximum(1.0, layout.expert / width)), 0.0
+    experts_on_other_ranks = np.where(
+        loss_parameters > 0,
+        sizes.embed_head.final.experts / width * (1 - 1 / np.maximum(1.0, layout.expert / width)),
+        0.0,
     )
     block = (sizes.block - sizes.experts * (1 - 1 / np.maximum(1.0, layout.expert / width))) / width
     layers = np.where((np.asarray(layout.vee) > 0) == last, layout.fullest_layers, layout.head_layers)
-    owned = (layers * sizes.block / width + rank_ends) / shards
-    rank_ends, loss_parameters = rank_ends - away, loss_parameters - away
+    owned = (layers * sizes.block / width + rank_embed_head) / shards
+    rank_embed_head = rank_embed_head - experts_on_other_ranks
+    loss_parameters = loss_parameters - experts_on_other_ranks
     tokens = layout.micro_batch * layout.seq / layout.context / width
     shape = shape_of(model, 1)
     saved_elements = mean_saved_elements(shape, layout.recompute, formats.low, layout.expert, layout.busiest_rows)
@@ -86,13 +94,16 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: TensorFormats, *, 
     scores = formats.scores * score_gradient_bytes(model, layout.micro_batch, layout.seq / layout.context, width)
     pending_micro_batches = np.where(layout.layered > 0, micro_batches, 0.0)
     reduces_once = (np.asarray(layout.reduce_once) > 0) & (micro_batches > 1)
-    trained, trained_ends = sizes.trained, trained_share(model, None)
-    owned_ends = rank_ends / shards
-    owned_trained = (owned - owned_ends) * trained + owned_ends * trained_ends
+    trained = sizes.trained
+    embed_head_trained = trained_share(model, None)
+    owned_embed_head = rank_embed_head / shards
+    owned_trained = (owned - owned_embed_head) * trained + owned_embed_head * embed_head_trained
     shard_sums = sums_beside_activations(
-        formats, owned_trained, block * trained, loss_parameters * trained_ends, shards
+        formats, owned_trained, block * trained, loss_parameters * embed_head_trained, shards
     )
-    sums = np.where(reduces_once, (layers * block * trained + rank_ends * trained_ends) * formats.reduce, shard_sums)
+    sums = np.where(
+        reduces_once, (layers * block * trained + rank_embed_head * embed_head_trained) * formats.reduce, shard_sums
+    )
     sums = np.where((pending_micro_batches > 0) | (micro_batches <= 1), 0.0, sums)
     paired = np.asarray(layout.paired) > 0
     pair_sums = np.where(paired & ~reduces_once, block * trained * formats.reduce, 0.0)
@@ -100,14 +111,14 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: TensorFormats, *, 
     return RankTensors(
         owned=owned,
         block=block,
-        ends=rank_ends,
+        embed_head=rank_embed_head,
         head=loss_parameters,
         trained=trained,
-        trained_ends=trained_ends,
+        embed_head_trained=embed_head_trained,
         shards=shards,
         gathers=np.where((shards == 1) & (layout.data <= 1) & (formats.compute >= formats.stored), 0.0, 1.0),
-        kept=np.where(layout.gather_once > 0, layers, 0.0),
-        ends_kept=layout.gather_once,
+        layers_gathered_once=np.where(layout.gather_once > 0, layers, 0.0),
+        embed_head_gathered_once=layout.gather_once,
         last=np.where((loss_parameters > 0) & ~shared, loss_parameters, block),
         sums=sums,
         sums_shards=np.where((sums > 0) & ~reduces_once, 1.0, 0.0),
@@ -134,16 +145,17 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: TensorFormats, *, 
 def _end_parameters(
     parameters: EndParameters, layout: Layouts, used_by_both: bool, last: bool
 ) -> tuple[Array, Array, Array]:
-    """Parameters of the rank's ends, parameters of its unit with the loss, and whether one unit has both ends."""
+    """Parameters of the rank's embedding and head, parameters of its unit with the loss, and whether one unit has both
+    ends."""
     single = np.asarray(layout.pipeline) == 1
     first_has_both = single | (np.asarray(layout.vee) > 0)
     has_head = single | ~first_has_both if last else first_has_both
     has_embed = single if last else np.ones_like(single)
     shared = has_head & has_embed & used_by_both
     table_copy = np.where(has_head & ~has_embed & used_by_both, parameters.table.count, 0.0)
-    ends = has_embed * parameters.embed.count + has_head * parameters.final.count + table_copy
+    embed_head = has_embed * parameters.embed.count + has_head * parameters.final.count + table_copy
     loss = has_head * parameters.final.count + table_copy + np.where(shared, parameters.embed.count, 0.0)
-    return ends / layout.tensor, loss / layout.tensor, shared
+    return embed_head / layout.tensor, loss / layout.tensor, shared
 
 
 def _micro_batches_in_flight(layout: Layouts, last: bool) -> tuple[Array, Array]:
@@ -163,7 +175,8 @@ def _micro_batches_in_flight(layout: Layouts, last: bool) -> tuple[Array, Array]
     >>> [float(_micro_batches_in_flight(layout, last=last)[0]) for last in (False, True)]
     [4.0, 1.0]
     """
-    micro_batches, depth = layout.micro_batches, np.asarray(layout.pipeline)
+    micro_batches = layout.micro_batches
+    depth = np.asarray(layout.pipeline)
     rule = np.where(layout.layered > 0, micro_batches, np.minimum(micro_batches, 1.0 if last else depth))
     scheduled = np.asarray(layout.in_flight_last if last else layout.in_flight)
     # In no other schedule does the last rank have so many micro-batches in flight.
@@ -181,13 +194,14 @@ class _ModelParameters:
     """Parameters of a block's routed experts."""
     trained: float
     """Share of the blocks' parameters that is trained."""
-    ends: EndParameters
+    embed_head: EndParameters
 
 
 @lru_cache(maxsize=8)  # a sweep asks for one model thousands of times
 def _model_parameters(model: ModelSpec) -> _ModelParameters:
     blocks = [block_unit(model, kind=model.kind(layer)) for layer in range(model.layers)]
-    counts, experts = (sum(block.count for block in blocks), sum(block.experts for block in blocks))
+    counts = sum(block.count for block in blocks)
+    experts = sum(block.experts for block in blocks)
     trained = sum(block.count * trained_share(model, model.kind(layer)) for layer, block in enumerate(blocks)) / counts
     return _ModelParameters(counts / model.layers, experts / model.layers, trained, end_units(model))
 

@@ -24,7 +24,7 @@ from meshwright.workload.rank_layers import table_layers
 SELECTIVE, ALL_BUT_ATTENTION, FULL = (
     float(RECOMPUTE_MODES.index(mode)) for mode in ("selective", "all_but_attention", "full")
 )
-"""Values of `Layouts.recompute`. From `ALL_BUT_ATTENTION` on, the backward repeats the products of the forward."""
+"""Values of `Layouts.recompute`. From `ALL_BUT_ATTENTION` on, the backward repeats the matmuls of the forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Layouts:
     weights_by_copy_engine: Array = 0.0
     """1 when copy engines gather weights, on links of a communicator of their own."""
     tokens_by_copy_engine: Array = 0.0
-    """1 when copy engines carry the tokens between tensor ranks, beside the products."""
+    """1 when copy engines carry the tokens between tensor ranks, beside the matmuls."""
     gather_once: Array = 0.0
     """1 if gathered weights are kept for the whole step, all its micro-batches."""
     reduce_once: Array = 0.0
@@ -67,7 +67,7 @@ class Layouts:
     in_flight_last: Array = 0.0
     """Peak of micro-batches in flight on the last pipeline rank."""
     vee: Array = 0.0
-    """1 if the first pipeline rank has both ends of the model (schedules with V-shaped placement)."""
+    """1 if the first pipeline rank has embedding and head (schedules with V-shaped placement)."""
     fixed_order: Array = 0.0
     """1 if all sums have a fixed order (train.deterministic)."""
     flash_windows: Array = 0.0
@@ -265,9 +265,12 @@ def layouts_of(
     that `rank_layers` returns.
     """
     tensor, pipeline, ulysses = (np.asarray(size(axis), float) for axis in ("tensor", "pipeline", "context_ulysses"))
-    context, data_ranks = size("context_ring") * ulysses, np.asarray(size("replicate"), float) * size("shard")
-    shards, expert = size("shard") * context, expert * tensor if model.experts else 1.0
-    schedule_arguments, busiest = (schedule, pipeline, accumulate, virtual), expected_busiest(model, train, expert)
+    context = size("context_ring") * ulysses
+    data_ranks = np.asarray(size("replicate"), float) * size("shard")
+    shards = size("shard") * context
+    expert = expert * tensor if model.experts else 1.0
+    schedule_arguments = (schedule, pipeline, accumulate, virtual)
+    busiest = expected_busiest(model, train, expert)
     return Layouts(
         tensor=tensor,
         pipeline=pipeline,

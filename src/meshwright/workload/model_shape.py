@@ -17,7 +17,7 @@ from meshwright.spec.blocks.attention import MASK_BLOCK, window_by_flash
 from meshwright.spec.blocks.block import BlockSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.memory import Elements, activations, saved
-from meshwright.spec.blocks.mixture import MixtureSpec
+from meshwright.spec.blocks.moe import MoESpec
 from meshwright.spec.blocks.table import AttendOp, ExpertsOp, LinearOp, Table, TensorSplit
 from meshwright.spec.blocks.transfers import RankTransfers, transfers
 from meshwright.spec.model import BlockRun, ModelSpec, parameter_count, sequence, trained_parameter_count
@@ -212,11 +212,12 @@ def shape_of(model: ModelSpec, seq_len: int, *, kind: int | None = None) -> Shap
 def shape_of_runs(runs: tuple[tuple[BlockSpec, float], ...], *, layers: float, seq_len: int) -> Shape:
     """The columns of `layers` layers that consist of blocks in these numbers, without embedding and head.
 
-    All attention of the blocks is alike but for windows, dense feed-forward networks but for their widths; all mixtures are alike.
+    All attention of the blocks is alike but for windows, dense feed-forward networks but for their widths; all MoE
+    layers are alike.
     """
     attends = [(op, count) for block, count in runs for op in block.table().attends if count]
     dense = [(body, n) for block, n in runs for body in block.bodies if isinstance(body, FeedForwardSpec) and n]
-    mixture = _only((body, n) for block, n in runs for body in block.bodies if isinstance(body, MixtureSpec))
+    moe = _only((body, n) for block, n in runs for body in block.bodies if isinstance(body, MoESpec))
     memory = [(activations(block.table()), count / layers) for block, count in runs]
     moved = [(transfers(block), count) for block, count in runs]
     return Shape(
@@ -227,8 +228,8 @@ def shape_of_runs(runs: tuple[tuple[BlockSpec, float], ...], *, layers: float, s
         linears=_linears(runs),
         added_norms=sum(count / layers * _added_norms(block) for block, count in runs),
         **_attention_columns(attends, seq_len),
-        **_feed_forward_columns(dense, mixture.value, runs[0][0].hidden),
-        moe_layers=mixture.layers,
+        **_feed_forward_columns(dense, moe.value, runs[0][0].hidden),
+        moe_layers=moe.layers,
         **_transfer_columns(moved, runs[0][0].hidden),
         saved=sum(count / layers * _saved_elements(block) for block, count in runs),
         activated=sum(share * block.before.own for block, share in memory),
@@ -320,20 +321,20 @@ def computed_span(window: int, seq_len: int) -> float:
 
 
 def _feed_forward_columns(
-    dense: Sequence[tuple[FeedForwardSpec, float]], mixture: MixtureSpec | None, hidden: float
+    dense: Sequence[tuple[FeedForwardSpec, float]], moe: MoESpec | None, hidden: float
 ) -> dict[str, Any]:
     """The fields of `Shape` about feed-forward networks: the dense width, and number and widths of experts."""
-    networks = [*(body for body, _ in dense), *((mixture.expert,) if mixture is not None else ())]
+    networks = [*(body for body, _ in dense), *((moe.expert,) if moe is not None else ())]
     layers = sum(count for _, count in dense)
     return {
         "gated": float(any(network.gated for network in networks)),
         "ffn": sum(count * body.width for body, count in dense) / layers if layers else 0,
         "dense_layers": layers,
-        "experts": mixture.experts if mixture is not None else 0,
-        "top_k": mixture.per_token if mixture is not None else 0,
-        "expert_ffn": mixture.expert.width if mixture is not None else 0,
-        "shared_ffn": mixture.shared.width if mixture is not None and mixture.shared is not None else 0,
-        "expert_in": (mixture and mixture.width) or hidden,
+        "experts": moe.experts if moe is not None else 0,
+        "top_k": moe.per_token if moe is not None else 0,
+        "expert_ffn": moe.expert.width if moe is not None else 0,
+        "shared_ffn": moe.shared.width if moe is not None and moe.shared is not None else 0,
+        "expert_in": (moe and moe.width) or hidden,
     }
 
 
@@ -376,7 +377,7 @@ def _linears(runs: Sequence[tuple[BlockSpec, float]]) -> tuple[LinearColumns, ..
 def _adapters(op: LinearOp | ExpertsOp) -> tuple[tuple[Role, TensorSplit, float, float], ...]:
     """The A and the B of a linear layer's adapters as linear layers: all parts together (`kernels.adapter`).
 
-    Tensor ranks apply what they do not divide to their own tokens (`parallel.products`).
+    Tensor ranks apply what they do not divide to their own tokens (`parallel.linear_exchanges`).
     """
     if not op.adapters:
         return ()

@@ -1,4 +1,4 @@
-"""Requirements of an optimizer for a model: state tensors, memory traffic, and the products and exchanges of Muon."""
+"""Requirements of an optimizer for a model: state tensors, memory traffic, and the matmuls and exchanges of Muon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UPDATE_BYTES = {"adamw": ADAMW_BYTES, "sgd": 76.0, "lamb": 148.0, "muon": 84.0}
 EXCHANGE_BYTES = 2.0
 """Bytes of an element that Muon exchanges (bf16)."""
 MUON_BUFFERS = 8
-"""Copies of a rank's whole matrices that exist at once: messages, matrix, batch, and the products of an iteration."""
+"""Copies of a rank's whole matrices that exist at once: messages, matrix, batch, and the matmuls of an iteration."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class OptimizerWork:
 
     block_states: float = 2.0
     """State tensors per parameter of the blocks."""
-    end_states: float = 2.0
+    embed_head_states: float = 2.0
     """State tensors per parameter of embedding, final norm, head and prediction modules."""
     update_bytes: float = ADAMW_BYTES
     """Memory traffic per fp32 parameter."""
@@ -49,7 +49,7 @@ def optimizer_work(model: ModelSpec, optimizer: OptimizerSpec) -> OptimizerWork:
     blocks = [parameter for parameter in parameters(model) if parameter.inside and not parameter.predicts]
     common = {
         "block_states": _mean_states(blocks, optimizer),
-        "end_states": _mean_states(list(end_parameters(model)), optimizer),
+        "embed_head_states": _mean_states(list(end_parameters(model)), optimizer),
         "update_bytes": UPDATE_BYTES[optimizer.name],
     }
     if not isinstance(optimizer, MuonSpec):

@@ -71,7 +71,8 @@ def formats(
     The optimizer is that of `train` on `model`; AdamW without a model. `offload_staging` is in gigabytes.
     """
     work = OptimizerWork() if model is None else optimizer_work(model, train.optimizer)
-    replica_dtype, compute_bytes = precision.reduce_replicas, bytes_of(precision.compute)
+    replica_dtype = precision.reduce_replicas
+    compute_bytes = bytes_of(precision.compute)
     return TensorFormats(
         compute=compute_bytes,
         reduce=bytes_of(precision.reduce),
@@ -90,7 +91,7 @@ def formats(
         window=gather_transport == "copy_engine",
         token_window=tensor_transport == "copy_engine" and not cpu,
         block_states=work.block_states,
-        end_states=work.end_states,
+        embed_head_states=work.embed_head_states,
         widens=train.optimizer.name in ("sgd", "lamb"),
         largest_matrix=work.largest,
         matrix_elements=work.exchanged,
@@ -180,8 +181,10 @@ def _memory_by_rank(
         accumulation=plan.accumulation if sums_shards else "device",
     )
     number_formats = replace(number_formats, exchange_room=model.experts_per_token * exchange_room(model, plan))
-    busiest, tokens = busiest_rows(model, train, plan), tokens_of(train, plan)
-    columns, per_token = [], elements_per_token(model, plan, busiest, tokens)
+    busiest = busiest_rows(model, train, plan)
+    tokens = tokens_of(train, plan)
+    columns = []
+    per_token = elements_per_token(model, plan, busiest, tokens)
     for rank in range(len(table)):
         stage = stage_part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
         saved = (
@@ -219,7 +222,8 @@ def gradient_sums_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
 
 @lru_cache(maxsize=64)
 def _trained_by_layer(model: ModelSpec) -> dict[int, int]:
-    """Trained parameters of each layer, with those of the ends whose strategy they have (`spec.plan.layer_of`)."""
+    """Trained parameters of each layer, with those of embedding and head whose strategy they have
+    (`spec.plan.layer_of`)."""
     counts: dict[int, int] = {}
     for parameter in parameters(model):
         if not parameter.frozen:
@@ -251,7 +255,9 @@ def _rank_tensors(
     """
     all_strategies = plan.strategies(model.layers)
     strategies = [all_strategies[layer] for layer in part.layers]
-    tokens, compute_bytes, accumulate = tokens_of(train, plan), bytes_of(plan.precision.compute), plan.batch.accumulate
+    tokens = tokens_of(train, plan)
+    compute_bytes = bytes_of(plan.precision.compute)
+    accumulate = plan.batch.accumulate
     activation_bytes = tokens * compute_bytes
     offloaded = [
         activation_bytes * per_token(layer)[0]
@@ -268,7 +274,7 @@ def _rank_tensors(
         count for count, strategy in zip(part.blocks, strategies, strict=True) if strategy.optimizer_offloaded
     )
     host_parameters += part.head * all_strategies[-1].optimizer_offloaded
-    host_parameters += (part.ends - part.head) * all_strategies[0].optimizer_offloaded
+    host_parameters += (part.embed_head - part.head) * all_strategies[0].optimizer_offloaded
     seq = train.seq_len / context_size(plan)
     scores = number_formats.scores * float(
         score_gradient_bytes(model, plan.batch.micro_batch, seq, plan.axis_size("tensor"))
@@ -277,26 +283,27 @@ def _rank_tensors(
     device_layers = DEVICE_LAYERS + (plan.axis_size("pipeline") > 1)
     modules = model.prediction_depth * (part.head > 0)
     saved, last_temporary = per_token(model.layers - 1)
-    block, kept = max(part.blocks), sum(not strategy.reshard for strategy in strategies)
+    block = max(part.blocks)
+    layers_gathered_once = sum(not strategy.reshard for strategy in strategies)
     if copies_experts(plan):
-        block, kept = _with_copies(model, plan, block, kept, len(part.layers))
+        block, layers_gathered_once = _with_copies(model, plan, block, layers_gathered_once, len(part.layers))
     reduces_once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
     return {
         "owned": part.sharded,
         "block": block,
-        "ends": part.ends,
+        "embed_head": part.embed_head,
         "head": part.head,
         "trained": sum(part.trained) / len(part.trained),
-        "trained_ends": part.trained_ends,
+        "embed_head_trained": part.embed_head_trained,
         "shards": shard_size(plan),
         "gathers": not is_unsharded,
-        "kept": kept,
-        "ends_kept": not strategies[-1].reshard,
+        "layers_gathered_once": layers_gathered_once,
+        "embed_head_gathered_once": not strategies[-1].reshard,
         "last": part.last,
         "sums": _sums(plan, part, strategies, number_formats),
         "sums_shards": any(plan.sums_shards(strategy) for strategy in strategies),
         "reduces": not reduces_once or finishes_each_micro_batch(plan) or plan.layered,
-        "offloaded_share": host_parameters / (sum(part.blocks) + part.ends),
+        "offloaded_share": host_parameters / (sum(part.blocks) + part.embed_head),
         "layers": len(part.layers),
         "activations": stored_activations + sum(sorted(offloaded)[-device_layers:]),
         "working": temporary + activation_bytes * (float(received) + moving) + scores,
@@ -338,17 +345,20 @@ def _temporary_bytes(
         gradient = compute
     else:
         gradient = float(max(number_formats.reduce, number_formats.stored)) / shard_size(plan)
-    largest, freed = 0.0, 0.0
+    largest = 0.0
+    freed = 0.0
     for layer, strategy, block in reversed(list(zip(part.layers, strategies, part.blocks, strict=True))):
         saved, temporary = per_token(layer)
         largest = max(largest, activation_bytes * temporary - max(freed, 0.0))
         if in_turn and not strategy.activations_offloaded:
-            kept = 0.0 if strategy.reshard else compute
-            freed += activation_bytes * saved - block * max(0.0, gradient - kept)
+            gathered_bytes = 0.0 if strategy.reshard else compute
+            freed += activation_bytes * saved - block * max(0.0, gradient - gathered_bytes)
     return largest
 
 
-def _with_copies(model: ModelSpec, plan: Plan, block: float, kept: float, layers: int) -> tuple[float, float]:
+def _with_copies(
+    model: ModelSpec, plan: Plan, block: float, layers_gathered_once: float, layers: int
+) -> tuple[float, float]:
     """Gathered parameters of the largest block with copies of experts, and the number of blocks that are kept."""
     assert plan.experts is not None
     unit = block_unit(
@@ -361,7 +371,7 @@ def _with_copies(model: ModelSpec, plan: Plan, block: float, kept: float, layers
     own = model.experts // (experts_over(plan) * plan.axis_size("tensor"))
     stacked = unit.experts / own * stacked_experts(model, plan)
     block = block + stacked - unit.experts
-    return block, max(kept, layers * stacked / block) if plan.experts.keep else kept
+    return block, max(layers_gathered_once, layers * stacked / block) if plan.experts.keep else layers_gathered_once
 
 
 def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], number_formats: TensorFormats) -> float:
@@ -375,13 +385,16 @@ def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], numb
     pair = float(number_formats.reduce) * max(part.blocks) * max(part.trained) if plan.paired else 0.0
     if plan.paired and plan.batch.accumulate == 2:
         return pair
-    shards, reduced_once = shard_size(plan), [strategy.gradients == "whole" for strategy in strategies]
-    ends, blocks = part.ends * part.trained_ends / shards, list(zip(reduced_once, part.trained, strict=True))
+    shards = shard_size(plan)
+    reduced_once = [strategy.gradients == "whole" for strategy in strategies]
+    embed_head = part.embed_head * part.embed_head_trained / shards
+    blocks = list(zip(reduced_once, part.trained, strict=True))
     summed = sum(count * share for (once, share), count in zip(blocks, part.shards, strict=True) if not once)
-    summed += 0 if reduced_once[-1] else ends
+    summed += 0 if reduced_once[-1] else embed_head
     whole = sum(count * share for (once, share), count in zip(blocks, part.blocks, strict=True) if once)
-    whole += part.ends * part.trained_ends if reduced_once[-1] else 0
-    largest, head = max(part.blocks) * max(part.trained), part.head * part.trained_ends
+    whole += part.embed_head * part.embed_head_trained if reduced_once[-1] else 0
+    largest = max(part.blocks) * max(part.trained)
+    head = part.head * part.embed_head_trained
     sums = sums_beside_activations(number_formats, summed, largest, head, shards)
     return float(sums) + float(number_formats.reduce) * whole + pair * (not any(reduced_once))
 

@@ -44,7 +44,8 @@ def rollout_bytes(run: RunSpec, ranks: int, itemsize: int) -> int:
     """
     if run.rl is None:
         return 0
-    options, groups = rollout_options(run, ranks), layer_groups(run.model)
+    options = rollout_options(run, ranks)
+    groups = layer_groups(run.model)
     assert options.context is not None and options.cache_blocks is not None
     room = CacheRoom(options.context, options.sequences, options.most_step_tokens, options.tokens_per_block)
     blocks = room.group_blocks(groups, options.cache_blocks)

@@ -22,7 +22,7 @@ class StagePart:
     """Parameters of each block on this rank, its experts among them, before sharding."""
     shards: tuple[float, ...]
     """Parameters of each block's shard."""
-    ends: int
+    embed_head: int
     """Parameters of the embedding and the head on this rank, before sharding."""
     head: int
     """Parameters of the unit with the loss."""
@@ -32,8 +32,8 @@ class StagePart:
     """Parameters of the rank's shard."""
     trained: tuple[float, ...]
     """Share of each block's parameters that is trained."""
-    trained_ends: float
-    """Share of the parameters of the ends that is trained."""
+    embed_head_trained: float
+    """Share of the parameters of embedding and head that is trained."""
     sends: int
     """Messages of one micro-batch to other ranks, activations and gradients."""
 
@@ -42,7 +42,8 @@ class StagePart:
 def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: StageTable, rank: int) -> StagePart:
     """The part of pipeline rank `rank`, on one of `width` tensor ranks, `shards` shard ranks and `expert` expert ranks."""
     layers = tuple(layer for stage in table[rank] for layer in stage)
-    has_first_block, has_last_block = 0 in layers, model.layers - 1 in layers
+    has_first_block = 0 in layers
+    has_last_block = model.layers - 1 in layers
     units = [block_unit(model, kind=model.kind(layer), tensor=width, shards=shards, expert=expert) for layer in layers]
     embed, head = end_units(model, tensor=width, shards=shards, expert=expert).units(
         used_by_both=model.embedding_at_both_ends, first=has_first_block, last=has_last_block
@@ -53,12 +54,12 @@ def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: St
         stages=len(table[rank]),
         blocks=blocks,
         shards=tuple(unit.shard for unit in units),
-        ends=embed.count + head.count,
+        embed_head=embed.count + head.count,
         head=head.count,
         last=head.count if has_last_block and not (model.embedding_at_both_ends and has_first_block) else max(blocks),
         sharded=sum(unit.shard for unit in (*units, embed, head)),
         trained=tuple(trained_share(model, model.kind(layer)) for layer in layers),
-        trained_ends=trained_share(model, None),
+        embed_head_trained=trained_share(model, None),
         sends=_sends(table, rank),
     )
 

@@ -1,4 +1,4 @@
-"""Bytes of pipeline ranks by category, as array arithmetic shared by the exact account and the closed form.
+"""Bytes of pipeline ranks by category, as array arithmetic shared by the exact memory model and the closed form.
 
 The executor, FSDP2 and the kernels decide which tensors are alive (docs/design/cost-model.md, "Memory").
 
@@ -53,7 +53,7 @@ class TensorFormats:
     gathered: Array = 1.0
     """Size of a block's gathered weight, relative to `compute`."""
     low: Array = 1.0
-    """Size of a product's input that is saved for backward, relative to `compute`."""
+    """Size of a matmul's input that is saved for backward, relative to `compute`."""
     travelling: Array = 0
     """Bytes of the copies of gradients that replicas sum; 0 without copies."""
     logit: Array = 2
@@ -63,7 +63,7 @@ class TensorFormats:
     chunk: Array = 4096
     """Tokens whose logits exist at once."""
     workspace: Array = 200 << 20
-    """Scratch memory of matrix products and attention."""
+    """Scratch memory of matmuls and attention."""
     scores: Array = 0
     """1 if attention's gradients are summed in a fixed order, for which those of its scores are written."""
     window: Array = 0
@@ -74,7 +74,7 @@ class TensorFormats:
     """Rows of tokens that a slot of the window of the token exchange between expert ranks holds, for each token."""
     block_states: Array = 2.0
     """State tensors of the optimizer per parameter of a block, in the stored dtype."""
-    end_states: Array = 2.0
+    embed_head_states: Array = 2.0
     """State tensors of the optimizer per parameter of embedding and head, in the stored dtype."""
     average: Array = 0
     """1 if a moving average of the weights is kept."""
@@ -97,22 +97,22 @@ class RankTensors:
     """Parameters of the rank's shard: it stores their master weights, gradient sums and moments."""
     block: Array
     """Parameters of the largest block, gathered, with this rank's experts."""
-    ends: Array
+    embed_head: Array
     """Parameters of the embedding and the head on this rank."""
     head: Array
     """Parameters of the unit with head and loss; 0 on other ranks."""
     trained: Array = 1.0
     """Share of a block's parameters that is trained; the others are frozen, in the compute dtype and without gradients."""
-    trained_ends: Array = 1.0
+    embed_head_trained: Array = 1.0
     """Share of the parameters of embedding and head that is trained."""
     shards: Array
     """Ranks over which units are gathered."""
     gathers: Array
     """1 when weights are gathered or cast to the compute dtype; 0 for full precision on one rank."""
-    kept: Array
+    layers_gathered_once: Array
     """Layers whose gathered weights are kept for the whole step."""
-    ends_kept: Array
-    """1 when the gathered weights of the ends are kept for the whole step."""
+    embed_head_gathered_once: Array
+    """1 when the gathered weights of embedding and head are kept for the whole step."""
     last: Array
     """Parameters of the unit gathered last; its buffer is freed at the next gather."""
     sums: Array
@@ -194,11 +194,11 @@ def _lasting(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
     records = trained * rank.offloaded_share * formats.record
     staged = np.minimum(formats.staging, records * formats.offload_fraction)
     staged = np.maximum(staged, STAGING_BUFFERS * formats.record * chunk_elements)
-    kept = records * (1 - np.asarray(formats.offload_fraction))
+    unstaged = records * (1 - np.asarray(formats.offload_fraction))
     return {
         "weights": trained * (formats.stored * on_device + formats.resident * rank.offloaded_share)
         + _frozen_bytes(rank, formats),
-        "optimizer": _states(rank, formats) * on_device * formats.stored + staged + kept,
+        "optimizer": _states(rank, formats) * on_device * formats.stored + staged + unstaged,
         "ema": trained * formats.stored * formats.average,
         # The buffer of a sent message is freed when the next message is sent.
         "transfers": np.where(rank.messages < 0, 0.0, (RECEIVES_AHEAD + rank.messages) * stream),
@@ -211,37 +211,41 @@ def _lasting(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
 
 def _states(rank: RankTensors, formats: TensorFormats) -> Array:
     """Elements of all state tensors of the rank's shard."""
-    ends = np.minimum(rank.owned, rank.ends / rank.shards)
-    blocks = formats.block_states * (rank.owned - ends) * rank.trained
-    return blocks + formats.end_states * ends * rank.trained_ends
+    embed_head = np.minimum(rank.owned, rank.embed_head / rank.shards)
+    blocks = formats.block_states * (rank.owned - embed_head) * rank.trained
+    return blocks + formats.embed_head_states * embed_head * rank.embed_head_trained
 
 
 def _frozen_bytes(rank: RankTensors, formats: TensorFormats) -> Array:
     """Bytes of the rank's frozen weights: those of blocks may be stored in fp8, unless several ranks shard them."""
-    ends = np.minimum(rank.owned, rank.ends / rank.shards)
-    in_blocks = (rank.owned - ends) * (1 - rank.trained) * np.where(rank.shards > 1, formats.compute, formats.frozen)
-    return in_blocks + ends * (1 - rank.trained_ends) * formats.compute
+    embed_head = np.minimum(rank.owned, rank.embed_head / rank.shards)
+    in_blocks = (
+        (rank.owned - embed_head) * (1 - rank.trained) * np.where(rank.shards > 1, formats.compute, formats.frozen)
+    )
+    return in_blocks + embed_head * (1 - rank.embed_head_trained) * formats.compute
 
 
 def _trained(rank: RankTensors) -> Array:
     """Parameters of the rank's shard that are trained."""
-    ends = np.minimum(rank.owned, rank.ends / rank.shards)
-    return (rank.owned - ends) * rank.trained + ends * rank.trained_ends
+    embed_head = np.minimum(rank.owned, rank.embed_head / rank.shards)
+    return (rank.owned - embed_head) * rank.trained + embed_head * rank.embed_head_trained
 
 
 def _gathered_weights(rank: RankTensors, formats: TensorFormats) -> Array:
     """Bytes of gathered weights and of the last gather's buffer."""
-    blocks = np.maximum(rank.kept, np.minimum(UNITS_IN_FLIGHT, rank.layers)) * rank.block
+    blocks = np.maximum(rank.layers_gathered_once, np.minimum(UNITS_IN_FLIGHT, rank.layers)) * rank.block
     # One rank computes with frozen weights where they are.
     blocks = blocks * formats.gathered * np.where(rank.shards > 1, 1.0, rank.trained)
-    ends = np.where(rank.ends_kept > 0, rank.ends, rank.head) * np.where(rank.shards > 1, 1.0, rank.trained_ends)
-    return rank.gathers * (blocks + ends) * formats.compute + _buffers(rank, formats, rank.last)
+    embed_head = np.where(rank.embed_head_gathered_once > 0, rank.embed_head, rank.head) * np.where(
+        rank.shards > 1, 1.0, rank.embed_head_trained
+    )
+    return rank.gathers * (blocks + embed_head) * formats.compute + _buffers(rank, formats, rank.last)
 
 
 def _buffers(rank: RankTensors, formats: TensorFormats, last: Array) -> Array:
     """Bytes of the buffers that weights are gathered into: the `last` gather's, or the window of copy engines."""
-    larger_end = np.maximum(rank.head, rank.ends - rank.head)
-    buffer_elements = np.where(formats.window > 0, BLOCK_SLOTS * rank.block + larger_end, last)
+    larger_of_embed_head = np.maximum(rank.head, rank.embed_head - rank.head)
+    buffer_elements = np.where(formats.window > 0, BLOCK_SLOTS * rank.block + larger_of_embed_head, last)
     return rank.gathers * np.where(rank.shards > 1, buffer_elements, 0.0) * formats.compute
 
 
@@ -250,9 +254,10 @@ def _head_moment(rank: RankTensors, formats: TensorFormats, stream: Array, gathe
     # The head computes the tokens of all tensor ranks for its own part of the vocabulary.
     logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.outputs / rank.width * formats.logit
     table_parameters = rank.outputs * rank.hidden / rank.width
-    # A chunk's product is added to the weight gradient inside the matrix product. Each use of the head keeps its weight gradient until
-    # the backward of the loss, which scales one into the compute dtype when the logits are freed. Measured on an H200 for 3B and 8B.
-    table_parameters = table_parameters * rank.trained_ends
+    # A chunk's matmul is added to the weight gradient inside the matmul. Each use of the head keeps its weight gradient
+    # until the backward of the loss, which scales one into the compute dtype when the logits are freed. Measured on an
+    # H200 for 3B and 8B.
+    table_parameters = table_parameters * rank.embed_head_trained
     scaled = table_parameters * formats.compute
     gradients = (1 + np.asarray(rank.predictions)) * table_parameters
     table_gradients = gradients * np.maximum(LOSS_BYTES, formats.compute) + np.where(
@@ -277,13 +282,14 @@ def _first_backward_moment(
     # One rank adds a gradient to the earlier sum, without a buffer.
     reduces = rank.reduces * ((rank.shards > 1) | (rank.sums == 0))
     # The head's own gradient; a tied one has a buffer until the embedding's is added.
-    has_gradient = rank.head < rank.ends
+    has_gradient = rank.head < rank.embed_head
     gradient = np.where(rank.gradients_final > 0, formats.compute, formats.reduce) / rank.shards
-    embedding = np.where((rank.head > 0) | (rank.messages < 0), 0.0, rank.ends)
+    embedding = np.where((rank.head > 0) | (rank.messages < 0), 0.0, rank.embed_head)
     # Buffers of the communication stream are freed to that stream's pool, which compute cannot allocate from.
     buffers = np.where((rank.shards > 1) | (rank.gradients_final <= 0), formats.reduce, 0.0)
-    head, block = rank.head * rank.trained_ends, rank.block * rank.trained
-    without_head = np.maximum(embedding * rank.trained_ends, block) * (buffers + gradient)
+    head = rank.head * rank.embed_head_trained
+    block = rank.block * rank.trained
+    without_head = np.maximum(embedding * rank.embed_head_trained, block) * (buffers + gradient)
     reduced = reduces * np.maximum(head * (buffers + has_gradient * gradient), without_head)
     computed = block * (formats.compute + np.where(rank.pending > 0, formats.reduce, 0.0))
     return {
@@ -296,8 +302,8 @@ def _first_backward_moment(
 
 def _backward_end_moment(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
     """Bytes at the end of backward: all gradients and no activations."""
-    end = np.maximum(rank.head, rank.ends - rank.head)
-    unit = np.maximum(end * rank.trained_ends, rank.block * rank.trained)
+    end = np.maximum(rank.head, rank.embed_head - rank.head)
+    unit = np.maximum(end * rank.embed_head_trained, rank.block * rank.trained)
     unsharded = np.where(rank.gradients_final > 0, 0.0, UNITS_IN_FLIGHT * formats.reduce)
     buffers = np.where(rank.shards > 1, UNITS_IN_FLIGHT * formats.reduce, unsharded)
     return {

@@ -96,7 +96,8 @@ def end_units(model: ModelSpec, *, tensor: int = 1, shards: int = 1, expert: int
 
 @lru_cache(maxsize=1024)
 def trained_share(model: ModelSpec, kind: int | None) -> float:
-    """The share of the parameters that is trained, of a block of a kind or (None) of the ends; the others are frozen."""
+    """The share of the parameters that is trained, of a block of a kind or (None) of embedding and head; the others are
+    frozen."""
     unit = end_parameters(model) if kind is None else block_parameters(model, kind)
     return sum(parameter.count for parameter in unit if not parameter.frozen) / sum(each.count for each in unit)
 

@@ -23,7 +23,10 @@ from meshwright.spec.folder_files import parse_json
 
 FORMAT = 1
 """Version of the folder's contents; a reader refuses any other."""
-MANIFEST, COMMITTED, CONTENTS, STATE = "manifest.json", "COMMITTED", "metadata.json", "state.json"
+MANIFEST = "manifest.json"
+COMMITTED = "COMMITTED"
+CONTENTS = "metadata.json"
+STATE = "state.json"
 """Files of a checkpoint; CONTENTS lists its tensors, and STATE has step, samples and tokens."""
 
 _MANIFEST_LIMIT = 1 << 30

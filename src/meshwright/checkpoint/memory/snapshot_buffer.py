@@ -26,7 +26,13 @@ from meshwright.spec.host_limits import CGROUPS, MEMBERSHIP, cgroup_memory
 BUFFER_VARIABLE = "MESHWRIGHT_SNAPSHOT_BUFFER"
 """Environment variable with the path of the memfd that the launcher keeps for the rank: `/proc/LAUNCHER/fd/N`."""
 DATA_OFFSET = mmap.PAGESIZE
-_GENERATION, _SIZE, _RECORD_GENERATION, _RECORD_BYTES, _RECORD_DIGEST, _SAVING, _SAVED = 0, 1, 2, 3, 4, 6, 7
+_GENERATION = 0
+_SIZE = 1
+_RECORD_GENERATION = 2
+_RECORD_BYTES = 3
+_RECORD_DIGEST = 4
+_SAVING = 6
+_SAVED = 7
 """Indices of words in the first page."""
 _RECORD_LIMIT = 1 << 30
 

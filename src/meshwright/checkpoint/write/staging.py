@@ -188,7 +188,8 @@ class Stager:
     ) -> None:
         self.groups = [tuple(group) for group in groups]
         group_of = {parameter: number for number, group in enumerate(self.groups) for parameter in group}
-        self.from_device, self.from_host = CopySequence(len(self.groups)), CopySequence(len(self.groups))
+        self.from_device = CopySequence(len(self.groups))
+        self.from_host = CopySequence(len(self.groups))
         for index, piece in enumerate(layout.pieces):
             sequence = self.from_device if piece.source.is_cuda else self.from_host
             target = buffer.data[piece.start : piece.end]

@@ -17,8 +17,11 @@ class ObjectFile(io.RawIOBase):
     """A file of a store, read in blocks: small reads share a block, large ones are requests of their own."""
 
     def __init__(self, store: Store, file: StoredFile) -> None:
-        self._store, self._file, self._at = store, file, 0
-        self._start, self._block = 0, b""
+        self._store = store
+        self._file = file
+        self._at = 0
+        self._start = 0
+        self._block = b""
         self._next: tuple[int, Future[bytes]] | None = None
         self._pool: ThreadPoolExecutor | None = None
 
@@ -76,7 +79,8 @@ class ObjectFile(io.RawIOBase):
             self._block = self._next[1].result()
         else:
             self._block = self._store.read(self._file, start, min(start + BLOCK_BYTES, size))
-        self._start, self._next = start, None
+        self._start = start
+        self._next = None
         after = start + len(self._block)
         if in_order and after < size:
             self._pool = self._pool or ThreadPoolExecutor(1, "ahead")

@@ -96,15 +96,18 @@ def _lines(
 
 def _chunk(store: Store, file: StoredFile, number: int) -> tuple[int, bytes]:
     """The lines that begin in a group of a file of lines, and the byte at which the first begins."""
-    start, stop = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, file.size)
+    start = number * CHUNK_BYTES
+    stop = min((number + 1) * CHUNK_BYTES, file.size)
     first = start
     content = store.read(file, max(start - 1, 0), stop)
     if start:  # a line that began earlier is of an earlier group
         line_end = content.find(b"\n")
         if line_end < 0:
             return stop, b""
-        first, content = start + line_end, content[line_end + 1 :]
-    pieces, end = [content], stop
+        first = start + line_end
+        content = content[line_end + 1 :]
+    pieces = [content]
+    end = stop
     while content and end < file.size and not pieces[-1].endswith(b"\n"):
         if end - stop > LONGEST_LINE:
             raise Damaged(f"{file.name}: a line of more than {LONGEST_LINE:,} bytes, which begins before byte {stop:,}")

@@ -30,7 +30,8 @@ from meshwright.durable.writes import PARTIAL, digest, rename
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.fields import from_checked_plain
 
-MARK, FORMAT = b"mwgroup1", 1
+MARK = b"mwgroup1"
+FORMAT = 1
 SUFFIX = ".tokens"
 LOCKS = 64
 """Lock files of a cache; groups share them by name."""
@@ -62,7 +63,8 @@ class Cache:
     """A folder of group files with a bound on their bytes. Any number of processes of a host share it."""
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        self.folder, self.most_bytes = folder, most_bytes
+        self.folder = folder
+        self.most_bytes = most_bytes
         self._written = most_bytes
         """Bytes written since the last look at the bound; the first write looks."""
 
@@ -121,7 +123,10 @@ def group_name(file: StoredFile, number: int, text: str, texts: str) -> str:
 def write_group(path: Path, documents: Iterable[EncodedDocument], dtype: str, bad: list[str]) -> GroupRecord:
     """Write a group. `bad` is filled while `documents` are drawn. Raises OutOfResources where the disk is full."""
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
-    lengths, places, text_bytes, state = [], [], 0, xxhash.xxh3_128()
+    lengths = []
+    places = []
+    text_bytes = 0
+    state = xxhash.xxh3_128()
     try:
         with partial.open("wb") as file:
             for document in documents:

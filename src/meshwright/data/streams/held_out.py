@@ -20,7 +20,8 @@ from meshwright.spec.job import DataSpec, StreamSpec
 
 MOST_TOKENS = 1 << 21
 """Tokens of text that are prepared without `data.validation_tokens`: twice what a validation then reads at most."""
-TEXTS, DATA = "texts.jsonl", "data"
+TEXTS = "texts.jsonl"
+DATA = "data"
 KEY = "data.validation"
 
 

@@ -33,7 +33,8 @@ COMPRESSED = 3
 FOOTERS_AT_ONCE = 32
 FORMAT = 1
 """Version of a kept index."""
-TRAIN_SPLIT, OTHER_SPLITS = "train", ("test", "validation", "valid", "val", "dev", "eval")
+TRAIN_SPLIT = "train"
+OTHER_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 READ = ", ".join(ending for ending, layout in LAYOUTS.items() if layout in ("lines", "parquet"))
 
 

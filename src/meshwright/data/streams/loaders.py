@@ -22,7 +22,8 @@ from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, MeshwrightError, Ou
 PROGRAM = "meshwright.data.streams.process"
 ATTEMPTS = 3
 """Processes that one request may end before it is given up."""
-NOW, SOON = 0, 1
+NOW = 0
+SOON = 1
 """Priorities of requests."""
 log = logging.getLogger("meshwright")
 

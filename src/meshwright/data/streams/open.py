@@ -42,7 +42,8 @@ class StreamTokenizer:
 
     def difference(self, prepared: PreparedDirectory) -> str | None:
         """`PreparedDirectory.format_difference`, between the text of the streams and that of a directory."""
-        manifest, theirs = prepared.manifest, prepared.text_format
+        manifest = prepared.manifest
+        theirs = prepared.text_format
         if manifest is None or theirs is None:
             return None
         names = (str(self.file), str(prepared.path))
@@ -56,7 +57,8 @@ def stream_tokenizer(spec: DataSpec, prepared: Iterable[PreparedDirectory]) -> S
     if spec.tokenizer is not None:
         file = Path(spec.tokenizer)
     elif directory is not None and directory.tokenizer_file is not None:
-        file, text = directory.tokenizer_file, directory.text_format
+        file = directory.tokenizer_file
+        text = directory.text_format
         end = text.document_end.text if text is not None and text.document_end is not None else None
     else:
         raise BadInput(

@@ -45,7 +45,8 @@ def split_pattern(files: str) -> tuple[str, str]:
 
 def matcher(pattern: str) -> re.Pattern[str]:
     """A regular expression of the names below a folder that match `pattern`."""
-    parts, at = [], 0
+    parts = []
+    at = 0
     while at < len(pattern):
         if pattern.startswith("**/", at):
             parts.append("(?:[^/]+/)*")

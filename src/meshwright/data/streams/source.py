@@ -33,7 +33,8 @@ OPEN_GROUPS = 128
 """Groups of a source that a process has open."""
 REMEMBERED_GROUPS = 4096
 """Groups of which a process knows that they were made."""
-AHEAD_BYTES, AHEAD_SAMPLES = 2 << 20, 2
+AHEAD_BYTES = 2 << 20
+AHEAD_SAMPLES = 2
 """Text of a lane, in bytes and in samples, that is tokenised before it is read; half a window if that is more."""
 AHEAD_WINDOWS = 32
 """Most windows of a lane that are asked for beyond the one that is read."""
@@ -102,8 +103,14 @@ class StreamSource:
         cache: Cache,
         loaders: Callable[[], Loaders],
     ) -> None:
-        self.name, self.spec, self.index, self.seq_len, self.lanes = name, spec, index, seq_len, lanes
-        self.tokenizer, self._texts, self._cache = tokenizer.record, texts_digest(tokenizer), cache
+        self.name = name
+        self.spec = spec
+        self.index = index
+        self.seq_len = seq_len
+        self.lanes = lanes
+        self.tokenizer = tokenizer.record
+        self._texts = texts_digest(tokenizer)
+        self._cache = cache
         self.parts = parts_of(index.group_bytes, lanes, PART_BYTES)
         self._order = LaneOrder(self.parts, lanes, seed, index.digest)
         self._window_tokens = max(index.tokens * WINDOW_PARTS // int(self.parts.sum(dtype=np.int64)), 1)
@@ -163,10 +170,12 @@ class StreamSource:
     def describe(self, sample: int) -> list[DocumentPlace]:
         """The documents of the inputs of a sample, which is not read."""
         lane = sample % self.lanes
-        cursor, places = self._cursor_for(lane, sample), []
+        cursor = self._cursor_for(lane, sample)
+        places = []
         for window, first, last in self._ranges(lane, cursor, self.seq_len):
             for at, start, stop in _documents(window, first, last):
-                part, document = window.parts[int(window.part[at])], int(window.document[at])
+                part = window.parts[int(window.part[at])]
+                document = int(window.document[at])
                 file = self._file(part.group).name
                 begin = int(window.ends[at - 1]) if at else 0
                 place = self._opened(part.group).place(document)
@@ -209,15 +218,19 @@ class StreamSource:
             raise BadInput(
                 f"data.mix: {self.name}: sample {sample:,} lies before the position of its lane, {cursor.sample:,}"
             )
-        window, token = cursor.window, cursor.token
+        window = cursor.window
+        token = cursor.token
         for _ in range(self.drawn(lane, cursor.sample, sample)):
             *_, last = self._ranges(lane, Cursor(0, window, token), self.seq_len)
-            window, token = self._windows[lane][0], last[2]
+            window = self._windows[lane][0]
+            token = last[2]
         return Cursor(sample, window, token)
 
     def _take(self, lane: int, cursor: Cursor) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
         """The tokens of a sample and where documents begin in it, and the position behind its inputs."""
-        pieces, begins, count = [], [0], 0
+        pieces = []
+        begins = [0]
+        count = 0
         after = (cursor.window, cursor.token)
         for window, first, last in self._ranges(lane, cursor, self.seq_len + 1):
             after = (self._windows[lane][0], first + min(self.seq_len - count, last - first))
@@ -225,23 +238,29 @@ class StreamSource:
                 begin = int(window.ends[at - 1]) if at else 0
                 if start == begin and count:
                     begins.append(count)
-                group, origin = window.parts[int(window.part[at])].group, int(window.starts[at]) - begin
+                group = window.parts[int(window.part[at])].group
+                origin = int(window.starts[at]) - begin
                 pieces.append(self._opened(group).read(origin + start, origin + stop))
                 count += stop - start
         return np.concatenate(pieces), np.array(begins, dtype=np.int64), after
 
     def _ranges(self, lane: int, cursor: Cursor, tokens: int) -> Iterator[tuple[_Window, int, int]]:
         """The windows and ranges of tokens in them that hold the next `tokens` tokens of a lane."""
-        number, start, empty = cursor.window, cursor.token, 0
+        number = cursor.window
+        start = cursor.token
+        empty = 0
         while tokens:
             window = self._window(lane, number)
             last = min(start + tokens, window.tokens)
             if last > start:
                 yield window, start, last
-                tokens, empty = tokens - (last - start), 0
+                tokens = tokens - (last - start)
+                empty = 0
             self._look_ahead(lane, number, window, last)
             if tokens:
-                number, start, empty = number + 1, 0, empty + 1
+                number = number + 1
+                start = 0
+                empty = empty + 1
             if empty > EMPTY_WINDOWS:
                 raise BadInput(
                     f"data.mix: {self.name}: no usable documents in {EMPTY_WINDOWS:,} windows one after another"
@@ -346,7 +365,8 @@ def _documents(window: _Window, first: int, last: int) -> Iterator[tuple[int, in
         stop = min(int(window.ends[at]), last)
         if stop > first:
             yield at, first, stop
-        first, at = stop, at + 1
+        first = stop
+        at = at + 1
 
 
 def merge_cursors(known: list[list[list[int]]]) -> np.ndarray:

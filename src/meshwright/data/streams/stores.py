@@ -25,7 +25,8 @@ from meshwright.spec.errors import BadInput, CommunicationFailure, Damaged, near
 
 PATIENCE = 120.0
 """Seconds after which a request that keeps failing is given up."""
-READ_SECONDS, CONNECT_SECONDS = 5, 5
+READ_SECONDS = 5
+CONNECT_SECONDS = 5
 """Seconds without a byte of an answer, or without a connection, after which a request has failed."""
 LONGEST_PAUSE = 15.0
 REQUEST_BYTES = 8 << 20
@@ -174,7 +175,8 @@ class ObjectStore:
         pattern = pattern or "**"
         prefix = self._key(folder)
         found = self._try(files, lambda: self._calls.list(self._store, prefix or None).collect())
-        match, cut = matcher(pattern).fullmatch, len(prefix) + 1 if prefix else 0
+        match = matcher(pattern).fullmatch
+        cut = len(prefix) + 1 if prefix else 0
         return sorted(
             (self._file(meta) for meta in found if meta["size"] and match(meta["path"][cut:])),
             key=lambda file: file.name,
@@ -214,7 +216,8 @@ class ObjectStore:
         """The result of `work`, repeated while it fails; None where `missing` and there is no such object."""
         from obstore.exceptions import NotFoundError, PermissionDeniedError, UnauthenticatedError
 
-        deadline, pause = time.monotonic() + self._patience, 0.2
+        deadline = time.monotonic() + self._patience
+        pause = 0.2
         while True:
             try:
                 return work()

@@ -83,7 +83,8 @@ def write_shared(spec: ModelSpec, folder: str, key: str = "n_shared_experts", le
 
 def read_dense_layers(config: HFConfig, layers: int) -> int:
     """The number of first layers without experts; raises BadInput if other layers have none."""
-    step, only = config.integer("decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
+    step = config.integer("decoder_sparse_step", default=1)
+    only = config.get("mlp_only_layers") or []
     dense = [layer for layer in range(layers) if layer in only or (layer + 1) % step]
     if dense != list(range(len(dense))) or len(dense) == layers:
         key = "decoder_sparse_step" if step > 1 else "mlp_only_layers"

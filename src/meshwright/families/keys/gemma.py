@@ -28,7 +28,8 @@ def read(config: HFConfig, *, vocab_size: int, max_seq_len: int) -> dict[str, An
     """The ModelSpec fields; the arguments are defaults of the class."""
     config.expect("use_bidirectional_attention", False)
     config.note_unused(NO_DROPOUT, "attention_dropout")
-    fields, scalar = _KEYS.read(config), config.number("query_pre_attn_scalar", 256)
+    fields = _KEYS.read(config)
+    scalar = config.number("query_pre_attn_scalar", 256)
     return {
         **fields,
         "vocab_size": config.integer("vocab_size", default=vocab_size),

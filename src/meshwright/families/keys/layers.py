@@ -13,7 +13,8 @@ from meshwright.spec.blocks.positions import LongRopeScaling, RotarySpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 """transformers' names of layers with a sliding window and without."""
 
 
@@ -99,9 +100,11 @@ def ropes_by_kind(
     sections = config.get("rope_parameters") or {}
     if not isinstance(sections, Mapping) or not set(sections) <= {SLIDING, FULL}:
         raise config.error("rope_parameters", sections, f"mappings by kind of layer: {SLIDING} and {FULL}")
-    longest, ropes = config.integer("max_position_embeddings", default=longest), {}
+    longest = config.integer("max_position_embeddings", default=longest)
+    ropes = {}
     for kind, (base_key, scaling_key) in outside.items():
-        section, where = sections.get(kind), f"{config.where}: rope_parameters: {kind}"
+        section = sections.get(kind)
+        where = f"{config.where}: rope_parameters: {kind}"
         if section is not None and not isinstance(section, Mapping):
             raise config.error(f"rope_parameters: {kind}", section, "a mapping")
         inside = HFConfig(section or {}, where)
@@ -173,7 +176,8 @@ def _rope(rotary: RotarySpec | None, base: float, folder: str) -> dict[str, Any]
 
 def read_common_window(config: HFConfig, layers: int) -> int | None:
     """The sliding window of all layers, or None; raises BadInput if only some layers have a window."""
-    first, listed = config.get("max_window_layers", 28), config.get("layer_types")
+    first = config.get("max_window_layers", 28)
+    listed = config.get("layer_types")
     types = listed or [FULL if layer < first else SLIDING for layer in range(layers)]
     if not config.flag("use_sliding_window", False) or set(types) == {FULL}:
         config.get("sliding_window")
@@ -201,7 +205,8 @@ def read_alternating(config: HFConfig, layers: int) -> dict[str, Any]:
 
     Without `layer_types` every other layer before `max_window_layers` has the window: not those that Qwen2 gives it.
     """
-    used, last = config.flag("use_sliding_window", False), config.get("max_window_layers", 28)
+    used = config.flag("use_sliding_window", False)
+    last = config.get("max_window_layers", 28)
     types = [SLIDING if used and layer % 2 == 0 and layer < last else FULL for layer in range(layers)]
     if used and config.get("layer_types") is not None:
         types = read_types(config, types)

@@ -98,7 +98,8 @@ def read_share(config: HFConfig, head_dim: int, default: float) -> dict[str, Any
 
 def read_yarn(section: HFConfig, max_positions: int, without_effect: frozenset[str] = frozenset()) -> dict[str, Any]:
     """The fields of a YarnScaling in a RoPE section; `max_positions` as in `read_scaling`."""
-    whole, growth = section.get("mscale_all_dim") or 0.0, section.get("mscale") or 0.0
+    whole = section.get("mscale_all_dim") or 0.0
+    growth = section.get("mscale") or 0.0
     yarn = {
         "factor": section.number("factor"),
         "original_max_seq_len": section.integer("original_max_position_embeddings", default=max_positions),

@@ -16,7 +16,8 @@ from meshwright.spec.errors import WrongKey
 
 MASK_BLOCK = 128
 """Queries, and keys, per block of a mask of flex attention: a block is computed whole or not at all."""
-FLASH_HEAD, FLASH_WINDOW = 128, 128
+FLASH_HEAD = 128
+FLASH_WINDOW = 128
 """FlashAttention computes windows of wider heads, and shorter windows of all heads.
 
 One H200, torch 2.11, 16,384 tokens, forward and backward together: heads of 256, windows of 512 and 1,024: 1.3 and 2.0 ms against 2.1 and
@@ -86,7 +87,8 @@ class AttentionSpec:
     def operations(self, place: BodyPlace) -> Iterator[Op]:
         """Fused projection, norms of heads, rotation, attention, output projection."""
         name = place.name
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         joined = Value(name("joined"), queries + 2 * keys)
         if self.sinks:
             yield VectorOp(name=name("sinks"), reads=(), size=self.heads, heads=self.heads)

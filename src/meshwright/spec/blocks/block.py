@@ -10,7 +10,7 @@ from meshwright.spec.blocks.adapter import AdapterSpec
 from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 from meshwright.spec.blocks.latent_attention import LatentAttentionSpec
-from meshwright.spec.blocks.mixture import MixtureSpec
+from meshwright.spec.blocks.moe import MoESpec
 from meshwright.spec.blocks.norm import NormSpec
 from meshwright.spec.blocks.part import BlockBody, BodyPlace
 from meshwright.spec.blocks.table import Op, Table, Value
@@ -33,8 +33,8 @@ class SublayerSpec:
 
     @property
     def shares_transfers(self) -> bool:
-        """Whether tensor ranks gather and scatter tokens once for all bodies; a mixture transfers its tokens itself."""
-        return not any(isinstance(body, MixtureSpec) for body in self.bodies)
+        """Whether tensor ranks gather and scatter tokens once for all bodies; an MoE layer transfers its tokens itself."""
+        return not any(isinstance(body, MoESpec) for body in self.bodies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +61,14 @@ class BlockSpec:
         return next(body for body in self.bodies if isinstance(body, AttentionSpec | LatentAttentionSpec))
 
     @property
-    def feed_forward(self) -> FeedForwardSpec | MixtureSpec:
+    def feed_forward(self) -> FeedForwardSpec | MoESpec:
         """Its feed-forward network, or the experts in place of one."""
-        return next(body for body in self.bodies if isinstance(body, FeedForwardSpec | MixtureSpec))
+        return next(body for body in self.bodies if isinstance(body, FeedForwardSpec | MoESpec))
 
     @property
-    def mixture(self) -> MixtureSpec | None:
-        """Its mixture of experts, if it has one."""
-        return next((body for body in self.bodies if isinstance(body, MixtureSpec)), None)
+    def moe(self) -> MoESpec | None:
+        """Its MoE layer, if it has one."""
+        return next((body for body in self.bodies if isinstance(body, MoESpec)), None)
 
     def table(self, *, spread: bool = False) -> Table:
         """Its operations; `spread`: the experts of a layer are on several ranks."""

@@ -47,7 +47,8 @@ class FeedForwardSpec:
     def operations(self, place: BodyPlace, *, tiled: bool = True) -> Iterator[Op]:
         """Both linear layers and the activation between them; `tiled` as in `ActivateOp`."""
         name = place.name
-        projected, activated = Value(name("projected"), self.first_width), Value(name("activated"), self.width)
+        projected = Value(name("projected"), self.first_width)
+        activated = Value(name("activated"), self.width)
         yield LinearOp(
             name=name(self.first),
             reads=(place.reads,),

@@ -42,8 +42,10 @@ class LatentAttentionSpec:
 
     def operations(self, place: BodyPlace) -> Iterator[Op]:
         """Projections to latents, their norms, projections by head, rotation, attention, output projection."""
-        name, rotated = place.name, self.rotary.width
-        queries, unrotated = self.heads * self.head_dim, self.heads * (self.head_dim - rotated)
+        name = place.name
+        rotated = self.rotary.width
+        queries = self.heads * self.head_dim
+        unrotated = self.heads * (self.head_dim - rotated)
         values = self.heads * self.value_head_dim
         latents = Value(name("latents"), self.q_rank + self.kv_rank + rotated)
         latent_parts = {"q_latent": self.q_rank, "kv_latent": self.kv_rank, "shared_key": rotated}
@@ -89,7 +91,8 @@ class LatentAttentionSpec:
             split="rows",
         )
         # Rotated and other parts are joined to new tensors.
-        q, k = Value(name("joined_q"), queries), Value(name("joined_k"), queries)
+        q = Value(name("joined_q"), queries)
+        k = Value(name("joined_k"), queries)
         rotated_key = Value(name("rotated_key"), rotated)
         yield Op(name=name("rotate_q"), reads=(projected_queries.name,), writes=(q,))
         yield RotateSharedOp(name=name("rotate_k"), reads=(name("shared_key"),), writes=(rotated_key,))

@@ -44,7 +44,8 @@ def saved(table: Table, mode: Recompute, *, narrow: bool) -> Elements:
 
 
 def _read_by_backwards(table: Table, *, narrow: bool) -> Elements:
-    whole, rounded = dict[str, Value](), dict[str, Value]()
+    whole = dict[str, Value]()
+    rounded = dict[str, Value]()
     for op in table.operations:
         for name in op.kept:
             value = table.memory_of(name)

@@ -36,7 +36,7 @@ class ParameterSpec:
 
     `blocks` names the logical weights fused along dimension 0 with their sizes, in order: `(("q", 4096), ("k", 1024),
     …)`; empty for a weight that is not fused. `decay` says whether AdamW's weight decay applies. The routed experts of
-    a layer are one tensor with the experts along dimension 0, as a grouped matrix product reads them:
+    a layer are one tensor with the experts along dimension 0, as a grouped matmul reads them:
     `moe.experts.gate_up` (experts, 2·expert_hidden, hidden), with the gate's rows first, and `moe.experts.down`
     (experts, hidden, expert_hidden). A weight that is not `trained` gets no gradient: the run itself updates it, and every
     rank of its layer has it whole, in the stored dtype. A `frozen` weight is not trained either, and no step changes it:
@@ -242,7 +242,8 @@ class LinearOp(Op):
         fused = tuple((part.name, part.size) for part in self.parts)
         heads = tuple(part.heads for part in self.parts)
         split = self.split
-        weight, bias = (self.outputs, self.inputs), (self.outputs,)
+        weight = (self.outputs, self.inputs)
+        bias = (self.outputs,)
         yield ParameterSpec(f"{self.name}.weight", weight, "normal", self.std, fused, split=split, heads=heads)
         if self.bias:
             # A bias after a sum over ranks is whole on each of them.
@@ -260,7 +261,8 @@ class LinearOp(Op):
         for adapter in self.adapters:
             a, b, magnitude = (f"{self.name}.{ADAPTER}.{adapter.parameter(name)}" for name in ("a", "b", "magnitude"))
             rows = tuple(heads.get(part, 0) for part, _ in adapter.blocks or ((adapter.part, adapter.outputs),))
-            std, outputs = 1 / math.sqrt(3 * self.inputs), adapter.outputs
+            std = 1 / math.sqrt(3 * self.inputs)
+            outputs = adapter.outputs
             yield ParameterSpec(a, (adapter.rank, self.inputs), "normal", std, split=of_inputs)
             yield ParameterSpec(b, (outputs, adapter.rank), "zeros", 0.0, adapter.blocks, split=of_outputs, heads=rows)
             if self.magnitudes:
@@ -272,7 +274,7 @@ class LinearOp(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsOp(Op):
-    """The linear layers of all routed experts as one grouped product; a token has rows for `per_token` of them.
+    """The linear layers of all routed experts as one grouped matmul; a token has rows for `per_token` of them.
 
     Its weight gradients are in the compute dtype also in a run with fp8, so inputs are kept in it.
     """

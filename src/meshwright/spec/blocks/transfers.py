@@ -33,7 +33,8 @@ def transfers(block: BlockSpec) -> RankTransfers:
     """The transfers of a block. Bodies that share them gather an input once, and scatter the sum of their outputs."""
     table = block.table()
     own = _values_by_token(table)
-    gathered, scattered = list[tuple[Value, ...]](), list[Value]()
+    gathered = list[tuple[Value, ...]]()
+    scattered = list[Value]()
     for sublayer in block.sublayers:
         modules = [f"{body.MODULE}." for body in sublayer.bodies]
         for prefixes in [tuple(modules)] if sublayer.shares_transfers else modules:

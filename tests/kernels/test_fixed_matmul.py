@@ -1,4 +1,4 @@
-"""The product of fixed order against float64, in Triton's interpreter, and what its order depends on."""
+"""The matmul of fixed order against float64, in Triton's interpreter, and what its order depends on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.fixed_product import (
+from meshwright.kernels.fixed_matmul import (
     MIN_TILES,
     PROGRAMS,
     TILE_BYTES,
@@ -16,7 +16,7 @@ from meshwright.kernels.fixed_product import (
     inner_splits,
     is_few,
 )
-from meshwright.kernels.fp8_products import quantize
+from meshwright.kernels.fp8_matmuls import quantize
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself")
 
@@ -38,26 +38,26 @@ def operands(tokens: int, columns: int, inner: int, dtype: torch.dtype) -> tuple
         pytest.param(20, 65, 96, 3, torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_product_has_the_same_bits_in_any_batch(
+def test_matmul_has_the_same_bits_in_any_batch(
     tokens: int, columns: int, inner: int, splits: int, dtype: torch.dtype
 ) -> None:
-    """Parts by one program or by several, tokens alone or together. (Other tiles: numpy's products have other bits.)"""
+    """Parts by one program or by several, tokens alone or together. (Other tiles: numpy's matmuls have other bits.)"""
     pytest.importorskip("triton")
     from meshwright.kernels.dependent_launch_triton import arrivals
-    from meshwright.kernels.fixed_product_triton import Tile, product
+    from meshwright.kernels.fixed_matmul_triton import Tile, tiled_matmul
 
     x, weight, bias = operands(tokens, columns, inner, dtype)
     exact = x.double() @ weight.double().t() + bias.double()
     small = Tile(16, 16, 4, 1)
-    out = product(x, weight, None, None, bias, dtype, tile=small, splits=splits, across=True)
+    out = tiled_matmul(x, weight, None, None, bias, dtype, tile=small, splits=splits, across=True)
     bound = max(torch.finfo(dtype).eps, 1e-5)
     torch.testing.assert_close(out.double(), exact, rtol=bound, atol=4 * bound)
-    assert not arrivals(x.device).any(), "the next product finds zeros"
-    assert torch.equal(product(x, weight, None, None, bias, dtype, tile=small, splits=splits, across=False), out)
-    wide = product(x, weight, None, None, bias, dtype, tile=Tile(64, 32, 4, 1), splits=splits, across=True)
+    assert not arrivals(x.device).any(), "the next matmul finds zeros"
+    assert torch.equal(tiled_matmul(x, weight, None, None, bias, dtype, tile=small, splits=splits, across=False), out)
+    wide = tiled_matmul(x, weight, None, None, bias, dtype, tile=Tile(64, 32, 4, 1), splits=splits, across=True)
     torch.testing.assert_close(wide.double(), exact, rtol=bound, atol=4 * bound)
     for token in (0, tokens - 1):
-        alone = product(x[token : token + 1], weight, None, None, bias, dtype, tile=small, splits=splits)
+        alone = tiled_matmul(x[token : token + 1], weight, None, None, bias, dtype, tile=small, splits=splits)
         assert torch.equal(alone[0], out[token])
 
 
@@ -79,14 +79,14 @@ def test_linear_of_few_tokens_is_that_of_torch(tokens: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("across", [True, False])
-def test_fp8_product_is_that_of_the_reference(across: bool) -> None:
+def test_fp8_matmul_is_that_of_the_reference(across: bool) -> None:
     pytest.importorskip("triton")
-    from meshwright.kernels.fixed_product_triton import Tile, product
+    from meshwright.kernels.fixed_matmul_triton import Tile, tiled_matmul
 
     x, weight, bias = operands(5, 48, 300, torch.float32)
     x, weight = quantize(x, "rowwise"), quantize(weight, "rowwise")
     expected = fp8_linear(x, weight, bias, torch.float32)
-    out = product(
+    out = tiled_matmul(
         x.values,
         weight.values,
         x.scale,

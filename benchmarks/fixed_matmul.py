@@ -1,9 +1,10 @@
-"""Microseconds of the products of Llama-3-8B for few tokens on a GPU: bf16 and fp8, by torch and by the kernel of fixed order.
+"""Microseconds of the matmuls of Llama-3-8B for few tokens on a GPU: bf16 and fp8, by torch and by the kernel of fixed
+order.
 
-    python benchmarks/fixed_product.py [--tokens 1 8 16 32 64 128] [--tiles] [--out FILE]
+    python benchmarks/fixed_matmul.py [--tokens 1 8 16 32 64 128] [--tiles] [--out FILE]
 
 Calls run from a CUDA graph over copies of the weight that do not fit the L2 cache together. `--tiles` also times other tiles and
-splits of the fp8 product. One JSON line per shape and number of tokens; about a minute, with `--tiles` two.
+splits of the fp8 matmul. One JSON line per shape and number of tokens; about a minute, with `--tiles` two.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.fixed_product import fixed_linear, fp8_linear, inner_splits
-from meshwright.kernels.fixed_product_triton import Tile, product, tile_of
-from meshwright.kernels.fp8_products import Fp8Matrix, matmul, quantize
+from meshwright.kernels.fixed_matmul import fixed_linear, fp8_linear, inner_splits
+from meshwright.kernels.fixed_matmul_triton import Tile, tile_of, tiled_matmul
+from meshwright.kernels.fp8_matmuls import Fp8Matrix, matmul, quantize
 
 SHAPES = {"qkv": (4096, 6144), "out": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
 """(inputs, outputs)."""
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def times(x: Tensor, weights: list[Tensor], fp8_weights: list[Fp8Matrix]) -> dict[str, float]:
-    """Microseconds of a product by each kernel; the fp8 ones get an input in fp8."""
+    """Microseconds of a matmul by each kernel; the fp8 ones get an input in fp8."""
     rounded, dtype = quantize(x, "rowwise"), x.dtype
     return {
         "bf16": microseconds([lambda weight=weight: F.linear(x, weight) for weight in weights]),
@@ -81,7 +82,7 @@ def tile_times(x: Fp8Matrix, weights: list[Fp8Matrix]) -> list[dict[str, object]
 
             def call(weight: Fp8Matrix, candidate: Tile = candidate, splits: int = splits) -> Tensor:
                 fp8 = (x.values, weight.values, x.scale, weight.scale)
-                return product(*fp8, None, torch.bfloat16, tile=candidate, splits=splits, across=True)
+                return tiled_matmul(*fp8, None, torch.bfloat16, tile=candidate, splits=splits, across=True)
 
             duration = microseconds([lambda weight=weight, call=call: call(weight) for weight in weights])
             found.append({"tile": candidate, "splits": splits, "microseconds": duration})

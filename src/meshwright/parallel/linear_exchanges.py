@@ -1,13 +1,13 @@
-"""Matrix products of tensor-parallel linear layers, after an all-gather or before a reduce-scatter of tokens.
+"""Matmuls of tensor-parallel linear layers, after an all-gather or before a reduce-scatter of tokens.
 
-Between products a tensor rank has its part of every sequence; inside them it has all tokens and its part of the
-features (Shoeybi et al. 2019, Korthikanti et al. 2022). Each product is one custom operator together with its
+Between matmuls a tensor rank has its part of every sequence; inside them it has all tokens and its part of the
+features (Shoeybi et al. 2019, Korthikanti et al. 2022). Each matmul is one custom operator together with its
 collectives, so that a compiled block stays one graph and the compiler neither reorders nor saves the gathered tokens.
 Backward gathers the tokens again, so a rank saves only its own part of the sequence. In backward a collective overlaps
-with the product that does not depend on it. If the group has peers (`parallel.peers`), an operator calls its
+with the matmul that does not depend on it. If the group has peers (`parallel.peers`), an operator calls its
 asynchronous variant (`parallel.async_tensor`).
 
-Products with the same input share one all-gather, and products whose outputs are added share one reduce-scatter, so the
+Matmuls with the same input share one all-gather, and matmuls whose outputs are added share one reduce-scatter, so the
 operators have lists as arguments.
 
 Shapes: `all_gather_matmul` maps x `(batch, seq / ranks, in)` to `(batch, seq, out)`; `matmul_reduce_scatter` maps
@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from meshwright.kernels.linear import Linear
 from meshwright.parallel import async_tensor
-from meshwright.parallel.async_tensor import sum_of_products, weight_gradient
+from meshwright.parallel.async_tensor import sum_of_outputs, weight_gradient
 from meshwright.parallel.peers import Peers, peers_of
 
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,7 +54,7 @@ class GroupedLinear(Linear):
 
 
 class GatheredLinear(GroupedLinear):
-    """A linear layer divided by output features: all-gathers the ranks' parts of the sequence before the product."""
+    """A linear layer divided by output features: all-gathers the ranks' parts of the sequence before the matmul."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, seq, out)` of x `(batch, seq / ranks, in)`."""
@@ -62,7 +62,7 @@ class GatheredLinear(GroupedLinear):
 
 
 class ScatteredLinear(GroupedLinear):
-    """A linear layer divided by input features: reduce-scatters the products along the sequence.
+    """A linear layer divided by input features: reduce-scatters the outputs along the sequence.
 
     Every rank has the whole bias.
     """
@@ -152,7 +152,7 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class _AllGatherMatmul(torch.autograd.Function):
-    """Autograd of `gather_and_multiply`; `parts` are weight, bias, output tap and input tap of each product.
+    """Autograd of `gather_and_multiply`; `parts` are weight, bias, output tap and input tap of each matmul.
 
     Taps are extra inputs (`kernels.linear`): with them backward returns the output gradient and the gathered tokens as the gradients of the
     taps, from which the executor computes the weight gradient later, instead of the weight gradient.
@@ -186,7 +186,7 @@ class _AllGatherMatmul(torch.autograd.Function):
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
-    """Autograd of `multiply_and_scatter`; `parts` are x, weight, output tap and input tap of each product."""
+    """Autograd of `multiply_and_scatter`; `parts` are x, weight, output tap and input tap of each matmul."""
 
     @staticmethod
     def forward(ctx: Any, group: str, ranks: int, *parts: Any) -> Tensor:
@@ -262,7 +262,7 @@ def all_gather_matmul_backward(
     if peers := peers_of(group):
         return async_tensor.all_gather_matmul_backward(peers, x, weights, grads)
     tokens = _gather(x, group, ranks, asynchronous=True)
-    x_grad_sum = sum_of_products(grads, weights)  # overlaps with the all-gather
+    x_grad_sum = sum_of_outputs(grads, weights)  # overlaps with the all-gather
     x_grad = _scatter(x_grad_sum, group, ranks, asynchronous=True)
     whole = tokens.wait()
     weight_grads = [weight_gradient(grad, whole) for grad in grads]  # overlap with the reduce-scatter
@@ -283,7 +283,7 @@ def all_gather_matmul_input_backward(
     if peers := peers_of(group):
         return async_tensor.all_gather_matmul_input_backward(peers, x, weights, grads)
     tokens = _gather(x, group, ranks, asynchronous=True)
-    x_grad = _scatter(sum_of_products(grads, weights), group, ranks)
+    x_grad = _scatter(sum_of_outputs(grads, weights), group, ranks)
     return x_grad.wait(), tokens.wait()
 
 
@@ -298,7 +298,7 @@ def matmul_reduce_scatter(xs: list[Tensor], weights: list[Tensor], group: str, r
     transposed = [weight.t() for weight in weights]
     if peers := peers_of(group):
         return async_tensor.matmul_reduce_scatter(peers, xs, transposed)
-    return _scatter(sum_of_products(xs, transposed), group, ranks).wait()
+    return _scatter(sum_of_outputs(xs, transposed), group, ranks).wait()
 
 
 @matmul_reduce_scatter.register_fake

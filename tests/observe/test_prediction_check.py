@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from meshwright.observe.metrics import to_line
-from meshwright.observe.prediction_account import (
+from meshwright.observe.prediction_check import (
     TypicalStep,
-    account_lines,
+    check_lines,
     compare_with_prediction,
-    read_account,
+    read_check,
     typical_step,
 )
 from meshwright.spec.fields import to_plain
@@ -82,9 +82,9 @@ def test_memory_is_what_tensors_took_and_on_a_processor_what_was_resident() -> N
     assert (of(step(6)).memory_bytes, of(step(6)).resident) == (63 * GIB, False)
     resident = step(6)
     del resident["memory_allocated_peak_bytes"]
-    told = compare_with_prediction(PREDICTED, of(resident))
-    assert told.resident and told.memory_bytes.measured == 70 * GIB
-    assert told.memory_bytes.predicted == 67 * GIB
+    printed = compare_with_prediction(PREDICTED, of(resident))
+    assert printed.resident and printed.memory_bytes.measured == 70 * GIB
+    assert printed.memory_bytes.predicted == 67 * GIB
     assert compare_with_prediction(PREDICTED, of(step(6))).memory_bytes.predicted == 64 * GIB
 
 
@@ -115,16 +115,16 @@ def test_stages_wait_between_phases_and_for_the_gradient_norm() -> None:
 
 @pytest.mark.parametrize("timeline", [None, TIMELINE])
 def test_nothing_is_lost_and_nothing_counted_twice(timeline: dict[str, Any] | None) -> None:
-    told = compare_with_prediction(PREDICTED, of(step(6), step(7)), timeline)
-    assert sum(part.predicted_seconds for part in told.parts) == pytest.approx(0.8)
-    assert sum(part.measured_seconds for part in told.parts) == pytest.approx(0.93 if timeline else 0.92)
+    printed = compare_with_prediction(PREDICTED, of(step(6), step(7)), timeline)
+    assert sum(part.predicted_seconds for part in printed.parts) == pytest.approx(0.8)
+    assert sum(part.measured_seconds for part in printed.parts) == pytest.approx(0.93 if timeline else 0.92)
 
 
 def test_a_timeline_tells_communication_from_compute() -> None:
     inside = replace(PREDICTED, breakdown=Breakdown(compute=0.6, exposed={"shard": 0.05, "tensor": 0.1}, bubble=0.05))
-    told = compare_with_prediction(inside, of(step(6)), TIMELINE)
-    parts = {part.name: part for part in told.parts}
-    assert told.recorded == (8, 9)
+    printed = compare_with_prediction(inside, of(step(6)), TIMELINE)
+    parts = {part.name: part for part in printed.parts}
+    assert printed.recorded == (8, 9)
     assert list(parts) == [
         "computing",
         "exposed pipeline",
@@ -137,9 +137,9 @@ def test_a_timeline_tells_communication_from_compute() -> None:
 
 
 def test_a_rate_that_was_not_predicted_follows_from_the_step() -> None:
-    told = compare_with_prediction(PREDICTED, of(step(6)))
-    assert told.tokens_per_second_per_gpu is not None and told.mfu is not None
-    assert told.tokens_per_second_per_gpu.predicted == pytest.approx(1000 * 0.92 / 0.8)
+    printed = compare_with_prediction(PREDICTED, of(step(6)))
+    assert printed.tokens_per_second_per_gpu is not None and printed.mfu is not None
+    assert printed.tokens_per_second_per_gpu.predicted == pytest.approx(1000 * 0.92 / 0.8)
     stated = compare_with_prediction(replace(PREDICTED, mfu=0.5), of(step(6)))
     assert stated.mfu is not None and stated.mfu.predicted == 0.5
     assert compare_with_prediction(PREDICTED, of(step(6, mfu=None))).mfu is None
@@ -147,7 +147,7 @@ def test_a_rate_that_was_not_predicted_follows_from_the_step() -> None:
 
 def test_a_step_is_told_by_part() -> None:
     wide = replace(PREDICTED, low_seconds=0.6, high_seconds=1.0)
-    assert account_lines(compare_with_prediction(wide, of(step(6), step(7))), "runs/demo") == [
+    assert check_lines(compare_with_prediction(wide, of(step(6), step(7))), "runs/demo") == [
         "steps 6 to 7: step 920 ms, predicted 800 ms (600 ms to 1.00 s): 15.0% slower; "
         "memory 67.6 GB allocated, predicted 68.7 GB: -1.6%",
         "  computing: 850 ms (forward 300 ms, backward 500 ms, optim 50.0 ms); "
@@ -159,26 +159,26 @@ def test_a_step_is_told_by_part() -> None:
 
 
 def test_outside_the_band_comes_what_to_do() -> None:
-    told = account_lines(compare_with_prediction(PREDICTED, of(step(6), step(7))), "runs/demo")
-    assert "--timeline" in told[4] and "`meshwright profile --from-run runs/demo --out FILE`" in told[5]
-    recorded = account_lines(compare_with_prediction(PREDICTED, of(step(6)), TIMELINE), "runs/demo")
+    printed = check_lines(compare_with_prediction(PREDICTED, of(step(6), step(7))), "runs/demo")
+    assert "--timeline" in printed[4] and "`meshwright profile --from-run runs/demo --out FILE`" in printed[5]
+    recorded = check_lines(compare_with_prediction(PREDICTED, of(step(6)), TIMELINE), "runs/demo")
     assert "--timeline" not in "\n".join(recorded)
-    assert "faster" in account_lines(compare_with_prediction(PREDICTED, of(step(6, 0.5))), "x")[0]
+    assert "faster" in check_lines(compare_with_prediction(PREDICTED, of(step(6, 0.5))), "x")[0]
 
 
 def test_without_figures_of_the_device_memory_alone_is_compared() -> None:
-    told = compare_with_prediction(Predicted(memory_peak_bytes=67 * GIB), of(step(6)), TIMELINE)
-    assert told.parts == () and told.recorded is None and told.step_seconds.error is None
-    (line,) = account_lines(told, "runs/demo")
+    printed = compare_with_prediction(Predicted(memory_peak_bytes=67 * GIB), of(step(6)), TIMELINE)
+    assert printed.parts == () and printed.recorded is None and printed.step_seconds.error is None
+    (line,) = check_lines(printed, "runs/demo")
     assert "step 920 ms (no figures of this device are known; `meshwright profile" in line
     assert "predicted 71.9 GB: -6.0%" in line
 
 
 @pytest.mark.parametrize("timeline", [None, TIMELINE])
 def test_it_survives_a_line_of_metrics(timeline: dict[str, Any] | None) -> None:
-    told = compare_with_prediction(PREDICTED, of(step(6), step(7)), timeline)
-    line = to_line({"kind": "account", "step": 7, **to_plain(told)})
-    assert read_account(json.loads(line)) == told
+    printed = compare_with_prediction(PREDICTED, of(step(6), step(7)), timeline)
+    line = to_line({"kind": "prediction_check", "step": 7, **to_plain(printed)})
+    assert read_check(json.loads(line)) == printed
 
 
 @pytest.mark.parametrize(
@@ -197,5 +197,5 @@ def test_it_survives_a_line_of_metrics(timeline: dict[str, Any] | None) -> None:
 )
 def test_a_line_that_holds_no_account_is_refused(damage: dict[str, Any]) -> None:
     plain = {**to_plain(compare_with_prediction(PREDICTED, of(step(6)))), **damage}
-    with pytest.raises(ValueError, match="not an account"):
-        read_account(plain)
+    with pytest.raises(ValueError, match="not a prediction check"):
+        read_check(plain)

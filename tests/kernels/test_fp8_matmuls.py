@@ -1,4 +1,4 @@
-"""The plain fp8 products against an independent emulation in float64, which computes scales by logarithms."""
+"""The plain fp8 matmuls against an independent emulation in float64, which computes scales by logarithms."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels import fp8_products as fp8
-from meshwright.kernels.fp8_products import (
+from meshwright.kernels import fp8_matmuls as fp8
+from meshwright.kernels.fp8_matmuls import (
     E4M3,
     E5M2,
     Fp8Matrix,
@@ -49,7 +49,7 @@ def emulated_rounding(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
 
 
 def emulated_matrix(x: Tensor, scaling: str, fp8_dtype: torch.dtype, dim: int) -> Tensor:
-    """x as its fp8 copy has it, for a product that sums over `dim`."""
+    """x as its fp8 copy has it, for a matmul that sums over `dim`."""
     x = x.double()
     largest = x.abs().amax(dim, keepdim=True) if scaling == "rowwise" else x.abs().max()
     scale = emulated_scale(largest, fp8_dtype)
@@ -57,7 +57,7 @@ def emulated_matrix(x: Tensor, scaling: str, fp8_dtype: torch.dtype, dim: int) -
 
 
 class Emulated(torch.autograd.Function):
-    """The linear layer in fp8, its products in float64."""
+    """The linear layer in fp8, its matmuls in float64."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str) -> Tensor:
@@ -153,7 +153,7 @@ def test_the_layer_equals_the_emulation(scaling: Any, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_the_error_against_exact_products_is_bounded(scaling: Any) -> None:
+def test_the_error_against_exact_matmuls_is_bounded(scaling: Any) -> None:
     draw = torch.Generator().manual_seed(4)
     weight, x = torch.randn(256, 512, generator=draw), torch.randn(1024, 512, generator=draw)
     grad = torch.randn(1024, 256, generator=draw)

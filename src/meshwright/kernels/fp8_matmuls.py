@@ -1,6 +1,7 @@
-"""Matrix products in fp8: scales, rounding, and the three products of a linear layer in forward and backward.
+"""Matmuls in fp8: scales, rounding, and the three matmuls of a linear layer in forward and backward.
 
-Tensor cores of Hopper and Ada take fp8 operands in one layout only, so every product here is a · bᵀ of two row-major matrices:
+Tensor cores of Hopper and Ada take fp8 operands in one layout only, so every matmul here is a · bᵀ of two row-major
+matrices:
 
     output      X  (tokens, in)   ·  W  (out, in)ᵀ
     input grad  dY (tokens, out)  ·  Wᵀ (in, out)ᵀ
@@ -11,8 +12,8 @@ backward, which is half the bytes of X. Scales are computed from the values that
 et al. 2022), one per tensor or one per row of each operand. They are powers of two, so only the rounding to fp8 loses precision, and the
 result is bit-identical whether scaling or multiplication comes first.
 
-On CUDA the products are `torch._scaled_mm` with the Triton kernels of `fp8_triton`. Elsewhere the same rounded values are multiplied in
-fp32.
+On CUDA the matmuls are `torch._scaled_mm` with the Triton kernels of `fp8_triton`. Elsewhere the same rounded values
+are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def scale_of(largest: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """The smallest powers of two that scale magnitudes up to `largest` into the range of `fp8_dtype`.
 
     They are fp32 and have the shape of `largest`. Integer operations compute them, so that no compiler rounds differently. NaN where
-    `largest` is not finite: a cast to fp8 may convert infinity to the largest number, and the product would then be finite.
+    `largest` is not finite: a cast to fp8 may convert infinity to the largest number, and the matmul would then be
+    finite.
     """
     bits = largest.float().clamp(min=_MIN_MAGNITUDE).view(torch.int32)
     scale = (((bits + _CARRY) & _EXPONENT) - (_MAX_EXPONENT[fp8_dtype] << 23)).view(torch.float32)

@@ -1,4 +1,4 @@
-"""GPU: layers in fp8 with a scale for each block of 128 × 128: rounding, products by both ways, and the engine."""
+"""GPU: layers in fp8 with a scale for each block of 128 × 128: rounding, matmuls by both ways, and the engine."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from tests.gpu.test_formats import SHAPES, engine_of, error, logits_of
-from tests.kernels.test_block_products import exact_product, grouped_draws, stored_weight
+from tests.kernels.test_block_matmuls import exact_matmul, grouped_draws, stored_weight
 from tests.serve.test_stored_formats import block_folder
 from torch import Tensor
 
 from meshwright.checkpoint.models.single_device import load_model
 from meshwright.kernels.add_norm import add_rms_norm
-from meshwright.kernels.block_products import (
+from meshwright.kernels.block_matmuls import (
     Fp8Blocks,
     Fp8Groups,
     block_linear,
     group_values,
     library_agrees,
-    library_product,
+    library_matmul,
     quantize_groups,
 )
 from meshwright.kernels.row_quantize import quantize_add_rms_norm, quantize_gated, quantize_rows
@@ -79,9 +79,9 @@ def test_fused_operations_round_what_the_separate_ones_return() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5, 33, 64, 65, 300, 1003])
 @pytest.mark.parametrize(("inner", "outer"), BLOCK_SHAPES)
-def test_product(inner: int, outer: int, tokens: int) -> None:
+def test_matmul(inner: int, outer: int, tokens: int) -> None:
     x, weight, bias = operands(tokens, inner, outer)
-    exact = exact_product(x, weight) + bias.double()
+    exact = exact_matmul(x, weight) + bias.double()
     for invariant in (False, True):
         out = block_linear(x, weight, bias, torch.bfloat16, invariant=invariant)
         assert out.dtype == torch.bfloat16
@@ -89,17 +89,17 @@ def test_product(inner: int, outer: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("inner", "outer"), BLOCK_SHAPES[:4])
-def test_bits_of_a_product_do_not_depend_on_the_number_of_tokens(inner: int, outer: int) -> None:
+def test_bits_of_a_matmul_do_not_depend_on_the_number_of_tokens(inner: int, outer: int) -> None:
     x, (_, weight, bias) = grouped_draws(600, inner).cuda(), operands(1, inner, outer)
 
-    def product(x: Tensor) -> Tensor:
+    def matmul(x: Tensor) -> Tensor:
         rounded = quantize_rows(x, "fp8 blocks")
         assert isinstance(rounded, Fp8Groups)
         return block_linear(rounded, weight, bias, torch.bfloat16, invariant=True)
 
-    whole = product(x)
+    whole = matmul(x)
     for begin, count in ((0, 1), (7, 1), (500, 2), (3, 17), (100, 64), (0, 65), (1, 129), (299, 257)):
-        assert torch.equal(product(x[begin : begin + count]), whole[begin : begin + count]), (begin, count)
+        assert torch.equal(matmul(x[begin : begin + count]), whole[begin : begin + count]), (begin, count)
 
 
 @pytest.mark.parametrize(("inner", "outer"), BLOCK_SHAPES[:3])
@@ -108,9 +108,9 @@ def test_hopper_with_a_new_library_multiplies_by_it(inner: int, outer: int) -> N
     if torch.cuda.get_device_capability()[0] != 9 or version < (12, 9):
         pytest.skip("needs Hopper and CUDA 12.9 or later")
     x, weight, _ = operands(301, inner, outer)
-    exact = exact_product(x, weight)
+    exact = exact_matmul(x, weight)
     for rounded in (x, Fp8Groups(x.values.clone(), x.scale)):  # with memory behind the last token, and without
-        out = library_product(rounded, weight)
+        out = library_matmul(rounded, weight)
         assert out.shape == exact.shape and (out.double() - exact).norm() < 5e-3 * exact.norm()
     assert library_agrees(torch.device("cuda", 0), outer, inner)
 

@@ -1,12 +1,13 @@
-"""Products in fp8 of weights with a scale for each block of 128 × 128, which folders store so (DeepSeek-V3, arXiv 2412.19437).
+"""Matmuls in fp8 of weights with a scale for each block of 128 × 128, which folders store so (DeepSeek-V3, arXiv
+2412.19437).
 
 An input is rounded with a scale for each token and 128 numbers. So 128 inputs and 128 outputs share one pair of scales: the product of 128
 fp8 numbers is multiplied by both in fp32 before it is added to the sum. Stored numbers and scales are used as they are. Scales of inputs
-are powers of two (`fp8_products.scale_of`), those of weights any fp32 numbers.
+are powers of two (`fp8_matmuls.scale_of`), those of weights any fp32 numbers.
 
 On CUDA, `torch.nn.functional.scaled_mm` multiplies where it has such scales (Hopper with CUDA 12.9 or later) and agrees with the Triton
-kernel of `fixed_product`, else that kernel, whose order of additions is fixed. On an H200 the library takes 0.5 to 1.0 of the kernel's time
-for 16 to 8,192 tokens of the shapes of Llama-3-8B. Elsewhere the values are multiplied in fp32.
+kernel of `fixed_matmul`, else that kernel, whose order of additions is fixed. On an H200 the library takes 0.5 to 1.0
+of the kernel's time for 16 to 8,192 tokens of the shapes of Llama-3-8B. Elsewhere the values are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.fp8_products import E4M3, round_with_scale, scale_of
+from meshwright.kernels.fp8_matmuls import E4M3, round_with_scale, scale_of
 from meshwright.spec.weight_scheme import FP8_BLOCK
 
 TESTED_ROWS = 67
@@ -28,7 +29,7 @@ ROW_MULTIPLE = GROUP_MULTIPLE = 4
 TESTED_OUTPUTS = 1024
 """Outputs, and those behind the last whole block, of the weight with which the library is tried."""
 TOLERANCE = 0.01
-"""Most difference of the library's products and the kernel's, by norm, relative to the products: bf16 rounds by 0.002."""
+"""Most difference of the library's matmuls and the kernel's, by norm, relative to the matmuls: bf16 rounds by 0.002."""
 
 
 class Fp8Groups(NamedTuple):
@@ -112,16 +113,16 @@ def block_linear(
     if not rows.values.is_cuda:
         out = (group_values(rows) @ block_values(weight).t()).to(dtype)
     elif not invariant and library_agrees(rows.values.device, outer, inner):
-        out = library_product(rows, weight).to(dtype)
+        out = library_matmul(rows, weight).to(dtype)
     else:
-        from meshwright.kernels.fixed_product_triton import block_product
+        from meshwright.kernels.fixed_matmul_triton import block_matmul
 
-        return block_product(rows, weight, bias, dtype).view(*shape, outer)
+        return block_matmul(rows, weight, bias, dtype).view(*shape, outer)
     return (out if bias is None else out + bias).view(*shape, outer)
 
 
-def library_product(x: Fp8Groups, weight: Fp8Blocks) -> Tensor:
-    """x · weightᵀ `(tokens, out)` in bf16, by torch. Raises what torch raises where it has no such products."""
+def library_matmul(x: Fp8Groups, weight: Fp8Blocks) -> Tensor:
+    """x · weightᵀ `(tokens, out)` in bf16, by torch. Raises what torch raises where it has no such matmuls."""
     rows = x.scale.shape[1]
     out = F.scaled_mm(
         _with_rows(x.values, rows),
@@ -141,7 +142,7 @@ def library_agrees(device: torch.device, outer: int, inner: int) -> bool:
 
     The weight of the trial has all inputs and at most some of the outputs, so that it needs little memory.
     """
-    from meshwright.kernels.fixed_product_triton import block_product
+    from meshwright.kernels.fixed_matmul_triton import block_matmul
 
     outer = min(outer, TESTED_OUTPUTS + outer % FP8_BLOCK)
     draw = torch.Generator(device).manual_seed(0)
@@ -152,10 +153,10 @@ def library_agrees(device: torch.device, outer: int, inner: int) -> bool:
     stored[:, : groups_of(inner)] = blocks.scale
     weight = blocks._replace(scale=stored)
     try:
-        ours = library_product(rows, weight).float()
+        ours = library_matmul(rows, weight).float()
     except (AttributeError, NotImplementedError, RuntimeError, ValueError):
         return False
-    difference = ours - block_product(rows, weight, None, torch.float32)
+    difference = ours - block_matmul(rows, weight, None, torch.float32)
     return bool(difference.norm() <= TOLERANCE * ours.norm())
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import fp8_products as fp8
-from meshwright.kernels.fp8_products import Fp8Matrix
+from meshwright.kernels import fp8_matmuls as fp8
+from meshwright.kernels.fp8_matmuls import Fp8Matrix
 
 TILE_BYTES = 128
 """Bytes of a row of a tile: a cache line, and the width of the tensor cores' tiles in shared memory."""
@@ -55,10 +55,10 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """
     if not x.is_cuda or x.dtype == torch.float64:
         return F.linear(x, weight, bias)
-    from meshwright.kernels.fixed_product_triton import product
+    from meshwright.kernels.fixed_matmul_triton import tiled_matmul
 
     rows = x.flatten(0, -2).contiguous()
-    return product(rows, weight, None, None, bias, weight.dtype).view(*x.shape[:-1], weight.shape[0])
+    return tiled_matmul(rows, weight, None, None, bias, weight.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 def is_few(x: Tensor, weight: Tensor) -> bool:
@@ -74,13 +74,13 @@ def is_few(x: Tensor, weight: Tensor) -> bool:
 
 def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x · weightᵀ + bias `(…, out)` of x `(…, in)` where `is_few`; the order of additions depends on the number of tokens."""
-    from meshwright.kernels.fixed_product_triton import product
+    from meshwright.kernels.fixed_matmul_triton import tiled_matmul
 
     rows = x.flatten(0, -2).contiguous()
     columns, inner = weight.shape
     splits = inner_splits(columns, inner, weight.element_size())
     splits = splits if len(rows) <= LONE_ROWS else max(1, splits // 2)
-    return product(rows, weight, None, None, bias, x.dtype, splits=splits).view(*x.shape[:-1], columns)
+    return tiled_matmul(rows, weight, None, None, bias, x.dtype, splits=splits).view(*x.shape[:-1], columns)
 
 
 def fp8_linear(
@@ -93,8 +93,8 @@ def fp8_linear(
     shape = (*x.values.shape[:-1], weight.values.shape[0])
     rows = Fp8Matrix(x.values.flatten(0, -2), x.scale.flatten(0, -2))
     if rows.values.is_cuda and (invariant or len(rows.values) <= FEW_TOKENS):
-        from meshwright.kernels.fixed_product_triton import product
+        from meshwright.kernels.fixed_matmul_triton import tiled_matmul
 
-        return product(rows.values, weight.values, rows.scale, weight.scale, bias, dtype).view(shape)
+        return tiled_matmul(rows.values, weight.values, rows.scale, weight.scale, bias, dtype).view(shape)
     out = fp8.matmul(rows, weight, dtype, fast=True)
     return (out if bias is None else out + bias).view(shape)

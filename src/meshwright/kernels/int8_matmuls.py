@@ -1,4 +1,4 @@
-"""Matrix products in int8 for inference: scales, rounding, and the products of linear layers and of routed experts.
+"""Matmuls in int8 for inference: scales, rounding, and the matmuls of linear layers and of routed experts.
 
 Rounding is symmetric: the largest magnitude of a row becomes 127. A row is an output of a weight, or a token ("vector-wise" in LLM.int8(),
 Dettmers et al. 2022, here without exact outlier columns; CloudMatrix-Infer, arXiv 2506.12708). Sums are integers of 32 bits, exact up to
@@ -19,7 +19,7 @@ from meshwright.kernels.grouped import groups_of
 LARGEST = 127
 """Largest magnitude of a number; -128 is not used."""
 MOST_INPUTS = (2**31 - 1) // LARGEST**2
-"""Inputs of a product whose sums fit 32 bits."""
+"""Inputs of a matmul whose sums fit 32 bits."""
 MIN_MAGNITUDE = 2.0**-100
 """Lower bound of the largest magnitude, so that zeros get a scale above 0."""
 
@@ -53,10 +53,10 @@ def int8_linear(x: Int8Matrix, weight: Int8Matrix, bias: Tensor | None, dtype: t
     shape = (*x.values.shape[:-1], weight.values.shape[0])
     rows = Int8Matrix(x.values.flatten(0, -2), x.scale.flatten(0, -2))
     if rows.values.is_cuda:
-        from meshwright.kernels.fixed_product_triton import product
+        from meshwright.kernels.fixed_matmul_triton import tiled_matmul
 
-        return product(rows.values, weight.values, rows.scale, weight.scale, bias, dtype).view(shape)
-    out = _scaled_product(rows, weight)
+        return tiled_matmul(rows.values, weight.values, rows.scale, weight.scale, bias, dtype).view(shape)
+    out = _scaled_matmul(rows, weight)
     return (out if bias is None else out + bias.float()).to(dtype).view(shape)
 
 
@@ -69,20 +69,20 @@ def grouped_int8(
     the sizes of groups.
     """
     if x.values.is_cuda and not plain:
-        from meshwright.kernels.grouped_int8_triton import grouped_product
+        from meshwright.kernels.grouped_int8_triton import grouped_matmul
 
-        return grouped_product(x.values, matrices.values, x.scale, matrices.scale, offsets, dtype)
+        return grouped_matmul(x.values, matrices.values, x.scale, matrices.scale, offsets, dtype)
     out = torch.empty(len(x.values), matrices.values.shape[1], dtype=dtype, device=x.values.device)
     for group, inside in enumerate(groups_of(offsets)):
         if inside.start < inside.stop:
             matrix = Int8Matrix(matrices.values[group], matrices.scale[group])
-            out[inside] = _scaled_product(Int8Matrix(x.values[inside], x.scale[inside]), matrix).to(dtype)
+            out[inside] = _scaled_matmul(Int8Matrix(x.values[inside], x.scale[inside]), matrix).to(dtype)
     return out
 
 
-def _scaled_product(x: Int8Matrix, weight: Int8Matrix) -> Tensor:
+def _scaled_matmul(x: Int8Matrix, weight: Int8Matrix) -> Tensor:
     """x · weightᵀ in fp32, of exact integer sums."""
-    if x.values.is_cuda:  # torch has no products of 32-bit integers there; these sums are exact in fp64
+    if x.values.is_cuda:  # torch has no matmuls of 32-bit integers there; these sums are exact in fp64
         sums = x.values.double() @ weight.values.double().t()
     else:
         sums = x.values.int() @ weight.values.int().t()

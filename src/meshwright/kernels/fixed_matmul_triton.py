@@ -1,4 +1,4 @@
-"""The Triton kernel of `fixed_product`; imported only with a CUDA device, as CPU builds of torch lack Triton.
+"""The Triton kernel of `fixed_matmul`; imported only with a CUDA device, as CPU builds of torch lack Triton.
 
 The weight's rows are the first operand of the tensor cores and the tokens the second, because the first needs at least 64 rows and the
 second only 16. Sizes: COLUMNS outputs and TOKENS tokens of a tile, INNER numbers of a token that are added in a step.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.block_products import ROW_MULTIPLE, Fp8Blocks, Fp8Groups
+from meshwright.kernels.block_matmuls import ROW_MULTIPLE, Fp8Blocks, Fp8Groups
 from meshwright.kernels.dependent_launch_triton import (
     MOST_ARRIVALS,
     arrivals,
@@ -21,7 +21,7 @@ from meshwright.kernels.dependent_launch_triton import (
     options,
     prefetch,
 )
-from meshwright.kernels.fixed_product import TILE_BYTES, inner_splits
+from meshwright.kernels.fixed_matmul import TILE_BYTES, inner_splits
 from meshwright.spec.weight_scheme import FP8_BLOCK
 
 GROUP = 8
@@ -55,7 +55,7 @@ def block_tile_of(tokens: int) -> Tile:
     return Tile(64, 128, warps=4, stages=4) if tokens > 64 else tile_of(tokens, 1)
 
 
-def block_product(
+def block_matmul(
     x: Fp8Groups,
     weight: Fp8Blocks,
     bias: Tensor | None,
@@ -65,13 +65,14 @@ def block_product(
     splits: int | None = None,
     across: bool | None = None,
 ) -> Tensor:
-    """x `(tokens, in)` · weight `(out, in)`ᵀ in `dtype`, plus the bias; other arguments as of `product`.
+    """x `(tokens, in)` · weight `(out, in)`ᵀ in `dtype`, plus the bias; other arguments as of `tiled_matmul`.
 
-    A tile has 128 inputs: its products are multiplied by the scales of their block and of each token before they are added.
+    A tile has 128 inputs: its matmuls are multiplied by the scales of their block and of each token before they are
+    added.
     """
     tile = tile or block_tile_of(len(x.values))
     assert TILE_BYTES == FP8_BLOCK and FP8_BLOCK % tile.columns == 0, "a tile has one scale of the weight"
-    return product(
+    return tiled_matmul(
         x.values,
         weight.values,
         x.scale,
@@ -85,7 +86,7 @@ def block_product(
     )
 
 
-def product(
+def tiled_matmul(
     x: Tensor,
     weight: Tensor,
     x_scale: Tensor | None,
@@ -122,7 +123,7 @@ def product(
         sum_dtype = torch.int32 if integer else torch.float32
         partial = torch.empty(tiles * splits, tile.columns * tile.tokens, dtype=sum_dtype, device=x.device)
     inner_tile = TILE_BYTES // x.element_size()
-    _product[(tiles, splits if across else 1)](
+    _matmul[(tiles, splits if across else 1)](
         x,
         weight,
         x if x_scale is None else x_scale,
@@ -171,7 +172,8 @@ def sum_tiles(
     IMPRECISE: tl.constexpr,
     SUM: tl.constexpr,
 ) -> tl.tensor:
-    """Products `(COLUMNS, TOKENS)` in SUM of the tiles `begin` to end - 1; x and weight point to the rows of the operands."""
+    """Matmuls `(COLUMNS, TOKENS)` in SUM of the tiles `begin` to end - 1; x and weight point to the rows of the
+    operands."""
     sums = tl.zeros([COLUMNS, TOKENS], SUM)
     for tile in range(begin, end):
         inputs, weights = load_tiles(x, weight, tile, token_used, inner, INNER, EVEN)
@@ -213,7 +215,7 @@ def sum_blocks(
     INNER: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """As `sum_tiles` in fp32, with the products of each tile multiplied by its scales.
+    """As `sum_tiles` in fp32, with the matmuls of each tile multiplied by its scales.
 
     `x_scale` points to the first scale of each token; the scale of the next tile is 4 · `x_quads` numbers further. `weight_scale` points to
     the first scale of the columns. The scales of a tile are loaded one tile ahead, so that nothing waits for them.
@@ -231,7 +233,7 @@ def sum_blocks(
 
 
 @triton.jit
-def store_product(
+def store_matmul(
     sums, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED: tl.constexpr, BIAS: tl.constexpr
 ) -> None:
     """Scale the sums `(COLUMNS, TOKENS)`, add the bias, and store them transposed."""
@@ -247,7 +249,7 @@ def store_product(
 
 
 @triton.jit(do_not_specialize=["tokens", "splits", "x_quads"])
-def _product(
+def _matmul(
     x,
     weight,
     x_scale,
@@ -320,7 +322,7 @@ def _product(
                 total += tl.load(
                     parts + index * (COLUMNS * TOKENS), mask=token_used[None, :], other=0.0, cache_modifier=".cg"
                 )
-            store_product(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)
+            store_matmul(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)
     else:
         for index in range(splits):
             begin = tiles * index // splits
@@ -345,4 +347,4 @@ def _product(
                 total += sum_tiles(
                     x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE, SUM
                 )
-        store_product(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)
+        store_matmul(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)

@@ -102,7 +102,7 @@ class CheckPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class PredictionCheck:
     """Measured and predicted figures of a run, stored as JSON."""
 
     steps: tuple[int, int]
@@ -141,7 +141,9 @@ def typical_step(records: Sequence[Record]) -> TypicalStep | None:
     )
 
 
-def compare_with_prediction(predicted: Predicted, measured: TypicalStep, timeline: Record | None = None) -> Account:
+def compare_with_prediction(
+    predicted: Predicted, measured: TypicalStep, timeline: Record | None = None
+) -> PredictionCheck:
     """The comparison of `predicted` with `measured`, by part if the prediction has parts.
 
     `timeline` is the summary of a recorded timeline (`observe.timeline_files.summary`), which separates more parts than
@@ -149,7 +151,7 @@ def compare_with_prediction(predicted: Predicted, measured: TypicalStep, timelin
     """
     time_ratio = (predicted.step_seconds or 0.0) / measured.seconds
     memory = comparable_memory(predicted, resident=measured.resident)
-    return Account(
+    return PredictionCheck(
         steps=measured.steps,
         step_seconds=Comparison(
             measured=measured.seconds,
@@ -168,22 +170,33 @@ def compare_with_prediction(predicted: Predicted, measured: TypicalStep, timelin
     )
 
 
-def read_account(record: Record) -> Account:
-    """The account in a line of metrics.jsonl. Raises ValueError if the line has no valid account."""
+def read_check(record: Record) -> PredictionCheck:
+    """The prediction check in a line of metrics.jsonl. Raises ValueError if the line has no valid prediction check."""
     fields = {key: value for key, value in record.items() if key not in ("kind", "step")}
     try:
-        account = from_plain(Account, fields)
-        sizes = [account.step_seconds, account.memory_bytes, account.tokens_per_second_per_gpu, account.mfu]
-        numbers = [*(size.measured for size in sizes if size), *account.steps, *(account.recorded or ())]
-        numbers += [size for part in account.parts for size in (*part.measured.values(), *part.predicted.values())]
+        prediction_check = from_plain(PredictionCheck, fields)
+        sizes = [
+            prediction_check.step_seconds,
+            prediction_check.memory_bytes,
+            prediction_check.tokens_per_second_per_gpu,
+            prediction_check.mfu,
+        ]
+        numbers = [
+            *(size.measured for size in sizes if size),
+            *prediction_check.steps,
+            *(prediction_check.recorded or ()),
+        ]
+        numbers += [
+            size for part in prediction_check.parts for size in (*part.measured.values(), *part.predicted.values())
+        ]
         expected = [
             value for size in sizes if size for value in (size.predicted, size.low, size.high) if value is not None
         ]
         if not all(_finite(value) for value in [*numbers, *expected]):
             raise TypeError("a figure is not a number")
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"not an account: {error}") from error
-    return account
+        raise ValueError(f"not a prediction check: {error}") from error
+    return prediction_check
 
 
 def _finite(value: object) -> bool:
@@ -199,20 +212,25 @@ def comparable_memory(predicted: Predicted, *, resident: bool) -> int:
     return predicted.memory_peak_bytes - (0 if resident else predicted.memory_bytes.get("framework", 0))
 
 
-def account_lines(account: Account, run: str) -> list[str]:
+def check_lines(prediction_check: PredictionCheck, run: str) -> list[str]:
     """Lines for people: step time, memory, parts, and advice if the step time is outside of its band.
     `run` is the run's folder."""
-    step = account.step_seconds
-    first = f"steps {account.steps[0]} to {account.steps[1]}: step {_step(account)}; memory {_memory(account)}"
-    return [first, *(_part_line(part) for part in account.parts), *(_hints(account, run) if step.outside else [])]
+    step = prediction_check.step_seconds
+    first = f"steps {prediction_check.steps[0]} to {prediction_check.steps[1]}: "
+    first += f"step {_step(prediction_check)}; memory {_memory(prediction_check)}"
+    return [
+        first,
+        *(_part_line(part) for part in prediction_check.parts),
+        *(_hints(prediction_check, run) if step.outside else []),
+    ]
 
 
-def _step(account: Account) -> str:
-    step = account.step_seconds
+def _step(prediction_check: PredictionCheck) -> str:
+    step = prediction_check.step_seconds
     measured = number_text.duration(step.measured)
     if step.predicted is None or step.error is None:
-        advice = "" if account.samples else "; `meshwright profile --out FILE` measures this machine"
-        return f"{measured} ({why_unpredicted(account)}{advice})"
+        advice = "" if prediction_check.samples else "; `meshwright profile --out FILE` measures this machine"
+        return f"{measured} ({why_unpredicted(prediction_check)}{advice})"
     band = f" ({number_text.duration(step.low)} to {number_text.duration(step.high)})" if step.low and step.high else ""
     comparison = "slower" if step.error >= 0 else "faster"
     return (
@@ -220,18 +238,20 @@ def _step(account: Account) -> str:
     )
 
 
-def why_unpredicted(account: Account) -> str:
-    """Return why the account has no predicted step time. Memory is resident on CPUs only."""
-    if account.samples:
-        return f"the time of answers is not predicted: {account.unpredicted}"
+def why_unpredicted(prediction_check: PredictionCheck) -> str:
+    """Return why the prediction check has no predicted step time. Memory is resident on CPUs only."""
+    if prediction_check.samples:
+        return f"the time of answers is not predicted: {prediction_check.unpredicted}"
     return (
-        "CPU times are not predicted without a profile" if account.resident else "no figures of this device are known"
+        "CPU times are not predicted without a profile"
+        if prediction_check.resident
+        else "no figures of this device are known"
     )
 
 
-def _memory(account: Account) -> str:
-    memory = account.memory_bytes
-    scope, about = ("resident, interpreter included", "about ") if account.resident else ("allocated", "")
+def _memory(prediction_check: PredictionCheck) -> str:
+    memory = prediction_check.memory_bytes
+    scope, about = ("resident, interpreter included", "about ") if prediction_check.resident else ("allocated", "")
     expected = f", predicted {about}{number_text.size(memory.predicted)}" if memory.predicted else ""
     error = f": {100 * memory.error:+.1f}%" if memory.error is not None else ""
     return f"{number_text.size(memory.measured)} {scope}{expected}{error}"
@@ -243,17 +263,15 @@ def _part_line(part: CheckPart) -> str:
 
 def _sum_text(seconds_by_component: Mapping[str, float]) -> str:
     """The sum, and its components if there are several."""
-    total, components = (
-        sum(seconds_by_component.values()),
-        ", ".join(
-            f"{name} {number_text.duration(seconds)}" for name, seconds in seconds_by_component.items() if seconds
-        ),
+    total = sum(seconds_by_component.values())
+    components = ", ".join(
+        f"{name} {number_text.duration(seconds)}" for name, seconds in seconds_by_component.items() if seconds
     )
     return (number_text.duration(total) if total else "0 s") + (f" ({components})" if "," in components else "")
 
 
-def _hints(account: Account, run: str) -> list[str]:
-    advice = "" if account.recorded else "; `train --timeline A:B` separates communication from compute"
+def _hints(prediction_check: PredictionCheck, run: str) -> list[str]:
+    advice = "" if prediction_check.recorded else "; `train --timeline A:B` separates communication from compute"
     return [
         f"  outside of the predicted band{advice}",
         f"  `meshwright profile --out FILE` measures this machine, `meshwright profile --from-run {run} --out FILE` "
@@ -337,7 +355,8 @@ def _median(records: Sequence[Record], key: str) -> float | None:
 
 def _middle_half(records: Sequence[Record]) -> Sequence[Record]:
     """The records without the fastest and the slowest quarter; all of fewer than four."""
-    ordered, quarter = sorted(records, key=lambda record: record["step_seconds"]), len(records) // 4
+    ordered = sorted(records, key=lambda record: record["step_seconds"])
+    quarter = len(records) // 4
     return ordered[quarter : len(ordered) - quarter]
 
 

@@ -1,10 +1,12 @@
-"""Microseconds of the products of Llama-3-8B in fp8 on a GPU, with scales for tokens and outputs and for blocks of 128 × 128.
+"""Microseconds of the matmuls of Llama-3-8B in fp8 on a GPU, with scales for tokens and outputs and for blocks of 128 ×
+128.
 
-    python benchmarks/block_products.py [--tokens 1 16 64 256 1024 4096 8192] [--tiles] [--out FILE]
+    python benchmarks/block_matmuls.py [--tokens 1 16 64 256 1024 4096 8192] [--tiles] [--out FILE]
 
-`output` is the product with a scale for each output as the engine computes it; `kernel` and `library` are the two ways of blocks, and
-`bf16` the product of the expanded weight. Calls run from a CUDA graph over copies of the weight that do not fit the L2 cache together.
-`--tiles` also times other tiles of the kernel. One JSON line per shape and number of tokens, and one for each rounding of activations.
+`output` is the matmul with a scale for each output as the engine computes it; `kernel` and `library` are the two ways
+of blocks, and `bf16` the matmul of the expanded weight. Calls run from a CUDA graph over copies of the weight that do
+not fit the L2 cache together. `--tiles` also times other tiles of the kernel. One JSON line per shape and number of
+tokens, and one for each rounding of activations.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from fixed_product import SHAPES, microseconds
+from fixed_matmul import SHAPES, microseconds
 from torch import Tensor
 
-from meshwright.kernels.block_products import Fp8Blocks, Fp8Groups, library_agrees, library_product, quantize_blocks
-from meshwright.kernels.fixed_product import fp8_linear
-from meshwright.kernels.fixed_product_triton import Tile, block_product, block_tile_of
-from meshwright.kernels.fp8_products import Fp8Matrix, quantize
+from meshwright.kernels.block_matmuls import Fp8Blocks, Fp8Groups, library_agrees, library_matmul, quantize_blocks
+from meshwright.kernels.fixed_matmul import fp8_linear
+from meshwright.kernels.fixed_matmul_triton import Tile, block_matmul, block_tile_of
+from meshwright.kernels.fp8_matmuls import Fp8Matrix, quantize
 from meshwright.kernels.row_quantize import quantize_add_rms_norm, quantize_gated, quantize_rows
 
 BYTES = 200 * 2**20
@@ -51,7 +53,7 @@ def main() -> None:
         for tokens in options.tokens:
             x = torch.randn(tokens, inner, device="cuda").bfloat16()
             line = {"benchmark": "block_products", "device": torch.cuda.get_device_name(), "shape": name}
-            line |= {"tokens": tokens, "library_agrees": agrees, "microseconds": product_times(x, weights, agrees)}
+            line |= {"tokens": tokens, "library_agrees": agrees, "microseconds": matmul_times(x, weights, agrees)}
             if options.tiles:
                 line["tiles"] = tile_times(x, weights)
             print(json.dumps(line), flush=True)
@@ -60,7 +62,7 @@ def main() -> None:
         options.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def product_times(x: Tensor, weights: list[Tensor], library: bool) -> dict[str, float]:
+def matmul_times(x: Tensor, weights: list[Tensor], library: bool) -> dict[str, float]:
     groups, rows = _groups(x), quantize(x, "rowwise")
     blocks, outputs = (
         [quantize_blocks(weight) for weight in weights],
@@ -69,10 +71,10 @@ def product_times(x: Tensor, weights: list[Tensor], library: bool) -> dict[str, 
     found = {
         "bf16": _timed(lambda weight: F.linear(x, weight), weights),
         "output": _timed(lambda weight: fp8_linear(rows, Fp8Matrix(*weight), None, x.dtype), outputs),
-        "kernel": _timed(lambda weight: block_product(groups, Fp8Blocks(*weight), None, x.dtype), blocks),
+        "kernel": _timed(lambda weight: block_matmul(groups, Fp8Blocks(*weight), None, x.dtype), blocks),
     }
     if library:
-        found["library"] = _timed(lambda weight: library_product(groups, Fp8Blocks(*weight)), blocks)
+        found["library"] = _timed(lambda weight: library_matmul(groups, Fp8Blocks(*weight)), blocks)
     return found
 
 
@@ -82,11 +84,11 @@ def tile_times(x: Tensor, weights: list[Tensor]) -> list[dict[str, object]]:
     found = []
     for tile in {*TILES, block_tile_of(len(x))}:
 
-        def product(weight: Fp8Blocks, tile: Tile = tile) -> Tensor:
-            return block_product(groups, Fp8Blocks(*weight), None, x.dtype, tile=tile)
+        def matmul(weight: Fp8Blocks, tile: Tile = tile) -> Tensor:
+            return block_matmul(groups, Fp8Blocks(*weight), None, x.dtype, tile=tile)
 
         try:
-            found.append({"tile": tile, "microseconds": _timed(product, blocks)})
+            found.append({"tile": tile, "microseconds": _timed(matmul, blocks)})
         except Exception as error:  # a tile that does not fit this GPU
             found.append({"tile": tile, "error": str(error)[:80], "microseconds": float("inf")})
     return sorted(found, key=lambda each: each["microseconds"])

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a feed-forward network."""
+"""An MoE layer in place of a feed-forward network."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureSpec:
+class MoESpec:
     """A router, routed experts and, if there is one, a shared expert for all tokens."""
 
     MODULE: ClassVar[str] = "moe"
@@ -114,7 +114,8 @@ class MixtureSpec:
             yield from self.shared.operations(shared, tiled=False)
             summed = (*summed, shared.output.name)
             if self.shared_gate:
-                gate, gated = Value(name("shared_gate_output"), 1), Value(name("gated_shared"), place.hidden)
+                gate = Value(name("shared_gate_output"), 1)
+                gated = Value(name("gated_shared"), place.hidden)
                 yield LinearOp(
                     name=name("shared_gate"),
                     reads=(place.reads,),
@@ -131,7 +132,9 @@ class MixtureSpec:
 
     def _routed(self, place: BodyPlace) -> Generator[Op, None, str]:
         """The operations on rows of tokens; returns the name of the experts' outputs, in the order of the tokens."""
-        name, expert, width = place.name, self.expert, self.width or place.hidden
+        name = place.name
+        expert = self.expert
+        width = self.width or place.hidden
 
         def rows(inside: str, width: int, kind: Rows = "received") -> Value:
             return Value(name(inside), width, kind, self.per_token)
@@ -143,7 +146,8 @@ class MixtureSpec:
             yield ExchangeOp(name=name("dispatch"), reads=(sent.name,), writes=(inputs,), stages=True)
         else:
             yield Op(name=name("sort"), reads=(place.reads,), writes=(inputs,))
-        projected, activated = rows("projected", expert.first_width), rows("activated", expert.width)
+        projected = rows("projected", expert.first_width)
+        activated = rows("activated", expert.width)
         outputs = rows("expert_outputs", width)
         sizes = {"experts": self.experts, "per_token": self.per_token}
         yield ExpertsOp(
@@ -170,7 +174,8 @@ class MixtureSpec:
         )
         if not place.spread:  # the weights multiply the activation
             return outputs.name
-        returned, weighted = rows("returned_rows", width, "sent"), rows("weighted_rows", width, "sent")
+        returned = rows("returned_rows", width, "sent")
+        weighted = rows("weighted_rows", width, "sent")
         yield ExchangeOp(name=name("return"), reads=(outputs.name,), writes=(returned,))
         yield WeighOp(name=name("weigh"), reads=(returned.name,), writes=(weighted,))
         return weighted.name

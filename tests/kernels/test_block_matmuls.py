@@ -1,4 +1,5 @@
-"""Products with a scale for each block of 128 × 128: rounding by its formula, products against fp64, kernels in Triton's interpreter."""
+"""Matmuls with a scale for each block of 128 × 128: rounding by its formula, matmuls against fp64, kernels in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.add_norm import add_rms_norm
-from meshwright.kernels.block_products import (
+from meshwright.kernels.block_matmuls import (
     Fp8Blocks,
     Fp8Groups,
     block_linear,
@@ -41,7 +42,7 @@ def stored_weight(outer: int, inner: int) -> Fp8Blocks:
     return Fp8Blocks(values, scale)
 
 
-def exact_product(x: Fp8Groups, weight: Fp8Blocks) -> Tensor:
+def exact_matmul(x: Fp8Groups, weight: Fp8Blocks) -> Tensor:
     return group_values(x).double() @ block_values(weight).double().t()
 
 
@@ -82,7 +83,7 @@ def test_a_weight_has_a_scale_for_each_block(outer: int, inner: int) -> None:
 
 def test_linear_of_stored_numbers() -> None:
     x, weight, bias = quantize_groups(grouped_draws(2, 3, 320)), stored_weight(200, 320), torch.randn(200)
-    expected = (exact_product(x, weight) + bias).view(2, 3, 200)
+    expected = (exact_matmul(x, weight) + bias).view(2, 3, 200)
     out = block_linear(x, weight, bias, torch.float32)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
@@ -92,19 +93,19 @@ def test_linear_of_stored_numbers() -> None:
     ("tokens", "outer", "inner", "splits", "columns"),
     [(3, 192, 512, 2, 64), (17, 130, 320, 1, 128), (5, 40, 256, 1, 16)],
 )
-def test_product_kernel(tokens: int, outer: int, inner: int, splits: int, columns: int) -> None:
+def test_matmul_kernel(tokens: int, outer: int, inner: int, splits: int, columns: int) -> None:
     """Blocks that end with the weight; parts of the inner dimension by one program or several, to the same bits."""
     pytest.importorskip("triton")
-    from meshwright.kernels.fixed_product_triton import Tile, block_product
+    from meshwright.kernels.fixed_matmul_triton import Tile, block_matmul
 
     x, weight, bias = quantize_groups(grouped_draws(tokens, inner)), stored_weight(outer, inner), torch.randn(outer)
-    expected = exact_product(x, weight) + bias
+    expected = exact_matmul(x, weight) + bias
     tile = Tile(columns, 16, 4, 1)
-    out = block_product(x, weight, bias, torch.float32, tile=tile, splits=splits, across=True)
+    out = block_matmul(x, weight, bias, torch.float32, tile=tile, splits=splits, across=True)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
-    assert torch.equal(block_product(x, weight, bias, torch.float32, tile=tile, splits=splits, across=False), out)
+    assert torch.equal(block_matmul(x, weight, bias, torch.float32, tile=tile, splits=splits, across=False), out)
     alone = Fp8Groups(x.values[-1:], x.scale[:, tokens - 1 : tokens].expand(-1, 4).contiguous())
-    assert torch.equal(block_product(alone, weight, bias, torch.float32, tile=tile, splits=splits)[0], out[-1])
+    assert torch.equal(block_matmul(alone, weight, bias, torch.float32, tile=tile, splits=splits)[0], out[-1])
 
 
 @interpreted

@@ -1,4 +1,4 @@
-"""int8 rounding and products against integers in numpy, and the kernels in Triton's interpreter to the same bits."""
+"""int8 rounding and matmuls against integers in numpy, and the kernels in Triton's interpreter to the same bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.add_norm import add_rms_norm
-from meshwright.kernels.int8_products import Int8Matrix, grouped_int8, int8_linear
+from meshwright.kernels.int8_matmuls import Int8Matrix, grouped_int8, int8_linear
 from meshwright.kernels.row_quantize import (
     quantize_add_copies_rms_norm,
     quantize_add_rms_norm,
@@ -29,7 +29,7 @@ def rounded(x: Tensor) -> Int8Matrix:
     return Int8Matrix(torch.from_numpy(np.rint(numbers / scale)), torch.from_numpy(scale))
 
 
-def exact_product(x: Int8Matrix, weight: Int8Matrix) -> Tensor:
+def exact_matmul(x: Int8Matrix, weight: Int8Matrix) -> Tensor:
     sums = x.values.numpy().astype(np.int64) @ weight.values.numpy().astype(np.int64).T
     return torch.from_numpy(sums) * x.scale.double() * weight.scale.double().T
 
@@ -46,13 +46,13 @@ def matrices(*shapes: tuple[int, ...]) -> list[Int8Matrix]:
 
 
 def groups(sizes: list[int], columns: int, inner: int) -> tuple[Int8Matrix, Int8Matrix, Tensor, Tensor]:
-    """Rows, a matrix for each group, the ends of groups, and each row's product in fp64."""
+    """Rows, a matrix for each group, the ends of groups, and each row's matmul in fp64."""
     x, stacked = matrices((sum(sizes), inner), (len(sizes), columns, inner))
     index = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     expected = torch.empty(sum(sizes), columns, dtype=torch.float64)
     for row, group in enumerate(index.tolist()):
         token = Int8Matrix(x.values[row : row + 1], x.scale[row : row + 1])
-        expected[row] = exact_product(token, Int8Matrix(stacked.values[group], stacked.scale[group]))
+        expected[row] = exact_matmul(token, Int8Matrix(stacked.values[group], stacked.scale[group]))
     return x, stacked, torch.tensor(sizes).cumsum(0).to(torch.int32), expected
 
 
@@ -69,11 +69,11 @@ def test_the_largest_number_of_a_row_becomes_127(dtype: torch.dtype) -> None:
     assert quantize_rows(x, "int8").scale.isnan().sum() == 1
 
 
-def test_products_have_exact_sums() -> None:
+def test_matmuls_have_exact_sums() -> None:
     x, weight = matrices((2, 3, 300), (7, 300))
     bias = torch.linspace(-50, 50, 7)
     flat = Int8Matrix(x.values.flatten(0, 1), x.scale.flatten(0, 1))
-    expected = exact_product(flat, weight).view(2, 3, 7)
+    expected = exact_matmul(flat, weight).view(2, 3, 7)
     torch.testing.assert_close(
         int8_linear(x, weight, bias, torch.float32).double(), expected + bias, rtol=1e-6, atol=1e-4
     )
@@ -89,14 +89,14 @@ def test_products_have_exact_sums() -> None:
 @pytest.mark.parametrize(
     ("tokens", "columns", "inner", "across"), quick_first(1, [(5, 20, 300, True), (33, 70, 256, False)], unpack=True)
 )
-def test_product_kernel(tokens: int, columns: int, inner: int, across: bool) -> None:
+def test_matmul_kernel(tokens: int, columns: int, inner: int, across: bool) -> None:
     pytest.importorskip("triton")
-    from meshwright.kernels.fixed_product_triton import Tile, product
+    from meshwright.kernels.fixed_matmul_triton import Tile, tiled_matmul
 
     x, weight = matrices((tokens, inner), (columns, inner))
     bias = torch.linspace(-1, 1, columns)
     sizes = {"tile": Tile(16, 16, 4, 1), "splits": 2, "across": across}
-    out = product(x.values, weight.values, x.scale, weight.scale, bias, torch.float32, **sizes)
+    out = tiled_matmul(x.values, weight.values, x.scale, weight.scale, bias, torch.float32, **sizes)
     assert torch.equal(out, int8_linear(x, weight, bias, torch.float32))
 
 
@@ -104,13 +104,13 @@ def test_product_kernel(tokens: int, columns: int, inner: int, across: bool) -> 
 @pytest.mark.parametrize("sizes", quick_first(1, [[3, 0, 18, 1], [3, 0, 37, 16, 1], [20], [0, 0]]), ids=str)
 def test_grouped_kernel(sizes: list[int]) -> None:
     pytest.importorskip("triton")
-    from meshwright.kernels.fixed_product_triton import Tile
-    from meshwright.kernels.grouped_int8_triton import grouped_product
+    from meshwright.kernels.fixed_matmul_triton import Tile
+    from meshwright.kernels.grouped_int8_triton import grouped_matmul
 
     x, stacked, ends, _ = groups(sizes, 20, 200)
     expected = grouped_int8(x, stacked, ends, torch.float32)
     for tile in (Tile(16, 16, 4, 1), None):
-        out = grouped_product(x.values, stacked.values, x.scale, stacked.scale, ends, torch.float32, tile=tile)
+        out = grouped_matmul(x.values, stacked.values, x.scale, stacked.scale, ends, torch.float32, tile=tile)
         assert torch.equal(out, expected)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 
 from meshwright.observe import number_text
-from meshwright.observe.prediction_account import WARM_UP, Account, CheckPart, Comparison, why_unpredicted
+from meshwright.observe.prediction_check import WARM_UP, CheckPart, Comparison, PredictionCheck, why_unpredicted
 from meshwright.observe.runfolder import RunFolder
 
 COLOURS = {
@@ -37,22 +37,24 @@ Text = Callable[[float], str]
 
 
 def predicted_and_measured(run: RunFolder) -> str:
-    """The newest account of the run as a card; empty for a run without one."""
-    account = run.account
-    if account is None:
+    """The newest prediction check of the run as a card; empty for a run without one."""
+    prediction_check = run.prediction_check
+    if prediction_check is None:
         return ""
     lines = [
-        _table_line("Step time", account.step_seconds, number_text.duration),
-        _table_line("Tokens per second and rank", account.tokens_per_second_per_gpu, number_text.short),
-        _table_line("MFU, causal", account.mfu, number_text.percent),
+        _table_line("Step time", prediction_check.step_seconds, number_text.duration),
+        _table_line("Tokens per second and rank", prediction_check.tokens_per_second_per_gpu, number_text.short),
+        _table_line("MFU, causal", prediction_check.mfu, number_text.percent),
         _table_line(
-            "Memory, resident" if account.resident else "Memory, allocated", account.memory_bytes, number_text.size
+            "Memory, resident" if prediction_check.resident else "Memory, allocated",
+            prediction_check.memory_bytes,
+            number_text.size,
         ),
     ]
     heads = "".join(f"<th>{text}</th>" for text in ("", "predicted", "80% band", "measured", "difference"))
-    return f"""<section class="card account" id="account"><h2>Predicted and measured</h2>
+    return f"""<section class="card check" id="prediction-check"><h2>Predicted and measured</h2>
 <div class="pair"><div><table class="beside"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>
-{_remarks(account)}</div><div>{_bars(account)}</div></div></section>"""
+{_remarks(prediction_check)}</div><div>{_bars(prediction_check)}</div></div></section>"""
 
 
 def _table_line(label: str, comparison: Comparison | None, text: Text) -> str:
@@ -70,30 +72,31 @@ def _table_line(label: str, comparison: Comparison | None, text: Text) -> str:
     return f"<tr><th>{escape(label)}</th>{cells}<td{style}>{escape(error_text)}</td></tr>"
 
 
-def _remarks(account: Account) -> str:
+def _remarks(prediction_check: PredictionCheck) -> str:
     sentences = [
-        f"Steps {account.steps[0]:,} to {account.steps[1]:,}, without the first {WARM_UP} of this start; "
-        f"{'' if account.samples else 'step time and '}rates are medians, memory is the fullest rank's."
+        f"Steps {prediction_check.steps[0]:,} to {prediction_check.steps[1]:,}, without the first {WARM_UP} of this start; "
+        f"{'' if prediction_check.samples else 'step time and '}rates are medians, memory is the fullest rank's."
     ]
-    if account.step_seconds.predicted is None:
-        reason = why_unpredicted(account)
-        advice = "" if account.samples else "; meshwright profile measures this machine"
+    if prediction_check.step_seconds.predicted is None:
+        reason = why_unpredicted(prediction_check)
+        advice = "" if prediction_check.samples else "; meshwright profile measures this machine"
         sentences.append(f"{reason[0].upper()}{reason[1:]}{advice}.")
-    elif account.step_seconds.outside:
+    elif prediction_check.step_seconds.outside:
         sentences.append(
             "The step time is outside of its band; meshwright profile --from-run corrects the costs by this run."
         )
-    if account.resident:
+    if prediction_check.resident:
         sentences.append("Resident memory has the interpreter and its libraries in it, and is comparable only roughly.")
-    if account.parts and account.recorded:
+    if prediction_check.parts and prediction_check.recorded:
         sentences.append(
-            f"Parts, predicted above measured, are from the timeline of steps {account.recorded[0]:,} to {account.recorded[1]:,}."
+            f"Parts, predicted above measured, are from the timeline of steps "
+            f"{prediction_check.recorded[0]:,} to {prediction_check.recorded[1]:,}."
         )
-    elif account.samples:
+    elif prediction_check.samples:
         sentences.append(
             "A step's time and its parts, predicted above measured, are means; the prediction is for the lengths of the answers."
         )
-    elif account.parts:
+    elif prediction_check.parts:
         sentences.append(
             "Parts, predicted above measured, are means over the middle half of the steps. Phases cannot tell communication that no "
             "compute hides from compute; a timeline (train --timeline) can."
@@ -101,14 +104,14 @@ def _remarks(account: Account) -> str:
     return "".join(f'<p class="aside">{escape(text)}</p>' for text in sentences)
 
 
-def _bars(account: Account) -> str:
+def _bars(prediction_check: PredictionCheck) -> str:
     """Bars of every part on one scale: predicted above measured."""
-    top = max((max(part.measured_seconds, part.predicted_seconds) for part in account.parts), default=0.0)
+    top = max((max(part.measured_seconds, part.predicted_seconds) for part in prediction_check.parts), default=0.0)
     if not top:
         return ""
-    names = dict.fromkeys(name for part in account.parts for name in (*part.predicted, *part.measured))
+    names = dict.fromkeys(name for part in prediction_check.parts for name in (*part.predicted, *part.measured))
     keys = "".join(f'<li class="{_colour(name)} column">{escape(name)}</li>' for name in names)
-    return f"""<div class="bars">{"".join(_part(part, top) for part in account.parts)}</div><ul class="legend">{keys}</ul>"""
+    return f"""<div class="bars">{"".join(_part(part, top) for part in prediction_check.parts)}</div><ul class="legend">{keys}</ul>"""
 
 
 def _part(part: CheckPart, top: float) -> str:

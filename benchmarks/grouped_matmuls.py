@@ -1,12 +1,13 @@
-"""Rates of grouped products of experts beside one dense product of as many rows, and beside what the memory allows.
+"""Rates of grouped matmuls of experts beside one dense matmul of as many rows, and beside what the memory allows.
 
-    python benchmarks/grouped_products.py --out FILE.json             # one GPU, about a minute
-    python benchmarks/grouped_products.py --rows 8 --experts 4 --hidden 64 --expert-hidden 32 --rounds 1     # a try, also on a CPU
+    python benchmarks/grouped_matmuls.py --out FILE.json             # one GPU, about a minute
+    python benchmarks/grouped_matmuls.py --rows 8 --experts 4 --hidden 64 --expert-hidden 32 --rounds 1     # a try,
+    also on a CPU
 
-The products of a gated expert layer (Qwen3-30B-A3B's by default) in forward, for the input's gradient and for the weight's, in bf16 and
-fp8, with `--rows` rows for each expert on average, equal or drawn by a Zipf distribution. `bound` is the share of the dense rate at which
-a product that reads and writes each number once takes as long as its bytes at the rate of a copy: below 1 no kernel can reach the dense
-rate. Rounding to fp8 is not part of the times.
+The matmuls of a gated expert layer (Qwen3-30B-A3B's by default) in forward, for the input's gradient and for the
+weight's, in bf16 and fp8, with `--rows` rows for each expert on average, equal or drawn by a Zipf distribution. `bound`
+is the share of the dense rate at which a matmul that reads and writes each number once takes as long as its bytes at
+the rate of a copy: below 1 no kernel can reach the dense rate. Rounding to fp8 is not part of the times.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import fp8_products as fp8
-from meshwright.kernels.fp8_products import Fp8Matrix
+from meshwright.kernels import fp8_matmuls as fp8
+from meshwright.kernels.fp8_matmuls import Fp8Matrix
 from meshwright.kernels.grouped import grouped_linear, grouped_weight_gradient
 from meshwright.kernels.grouped_fp8 import grouped_matmul
 from meshwright.kernels.row_quantize import quantize_rows
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--expert-hidden", type=int, default=768)
-    parser.add_argument("--rounds", type=int, default=10, help="timed calls of a product, of which the median counts")
+    parser.add_argument("--rounds", type=int, default=10, help="timed calls of a matmul, of which the median counts")
     options = parser.parse_args()
     copy_rate = measured_copy_rate(options.rounds)
     lines = []
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, rows: int, loads: str, copy_rate: float) -> Iterator[dict[str, Any]]:
-    """A line for each matrix and product with `rows` rows for each expert on average."""
+    """A line for each matrix and matmul with `rows` rows for each expert on average."""
     sizes = row_counts(options.experts, rows, loads)
     offsets = sizes.cumsum(0).to(DEVICE, torch.int32)
     total = int(sizes.sum())
@@ -74,7 +75,7 @@ def measured(options: argparse.Namespace, rows: int, loads: str, copy_rate: floa
         x, grad = (torch.randn(total, width, device=DEVICE).bfloat16() for width in (inner, outer))
         weight = torch.randn(options.experts, outer, inner, device=DEVICE).bfloat16()
         flops = 2 * total * outer * inner
-        for product, dtype, call, dense in products(x, grad, weight, offsets):
+        for product, dtype, call, dense in matmuls(x, grad, weight, offsets):
             took, alone = seconds(call, options.rounds), seconds(dense, options.rounds)
             width = 1 if dtype == "fp8" else 2
             numbers = {"forward": (inner, outer), "input gradient": (outer, inner)}.get(product, (inner + outer, 0))
@@ -94,10 +95,10 @@ def measured(options: argparse.Namespace, rows: int, loads: str, copy_rate: floa
             }
 
 
-def products(
+def matmuls(
     x: Tensor, grad: Tensor, weight: Tensor, offsets: Tensor
 ) -> Iterator[tuple[str, str, Callable[[], object], Callable[[], object]]]:
-    """Name, dtype and call of each product, and of the dense product with one matrix for all rows."""
+    """Name, dtype and call of each matmul, and of the dense matmul with one matrix for all rows."""
     matrix, transposed = weight[0], weight.transpose(1, 2).contiguous()
     with torch.no_grad():
         yield "forward", "bf16", lambda: grouped_linear(x, weight, offsets), lambda: x @ matrix.t()

@@ -1,7 +1,8 @@
-"""Times matrix products by shape and dtype, on a busy and on an idle device.
+"""Times matmuls by shape and dtype, on a busy and on an idle device.
 
-A GPU at its power limit lowers its clocks after a second or two of large products, so the rate in a training step is measured on a device
-that is kept busy; short benchmarks print the rate of an idle device. Inputs are normal random numbers, as power depends on the data.
+A GPU at its power limit lowers its clocks after a second or two of large matmuls, so the rate in a training step is
+measured on a device that is kept busy; short benchmarks print the rate of an idle device. Inputs are normal random
+numbers, as power depends on the data.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from meshwright.profile.call_timing import TeamClock
 from meshwright.profile.team import Team
-from meshwright.spec.profile import ProductTime
+from meshwright.spec.profile import MatmulTime
 
 Shape = tuple[int, int, int]
 GPU_SHAPES: tuple[Shape, ...] = (
@@ -50,10 +51,10 @@ CPU_SHAPES: tuple[Shape, ...] = (
 CACHE_BYTES = {"cuda": 192 << 20, "cpu": 64 << 20}
 """Total bytes of the operands that calls rotate through, so that none is in the cache, as in a step."""
 HEAT_SECONDS = 3.0
-"""Seconds of load before the first product on a busy GPU; before each product a sixth of it."""
+"""Seconds of load before the first matmul on a busy GPU; before each matmul a sixth of it."""
 
 
-def product_times(team: Team, clock: TeamClock, budget: float) -> list[ProductTime]:
+def matmul_times(team: Team, clock: TeamClock, budget: float) -> list[MatmulTime]:
     """Times of every shape in every dtype that training uses on this device."""
     cases = cases_for(team)
     bursts = [clock.burst_seconds(call_of(case, team)) for case in cases]
@@ -65,21 +66,21 @@ def product_times(team: Team, clock: TeamClock, budget: float) -> list[ProductTi
     for case, burst in zip(cases, bursts, strict=True):
         if team.cuda:
             clock.keep_busy(heater, min(HEAT_SECONDS / 6, case_budget / 2))
-        times.append(product_time_of(case, clock.seconds(call_of(case, team), case_budget), burst))
+        times.append(matmul_time_of(case, clock.seconds(call_of(case, team), case_budget), burst))
     return times
 
 
-def product_time_of(case: Case, seconds: float, burst_seconds: float) -> ProductTime:
-    """The time of one product from the seconds of one call, which may run three."""
+def matmul_time_of(case: Case, seconds: float, burst_seconds: float) -> MatmulTime:
+    """The time of one matmul from the seconds of one call, which may run three."""
     (m, k, n), number_format = case
-    products_per_call = 1 if number_format == "fp8" else 3
-    return ProductTime(
+    matmuls_per_call = 1 if number_format == "fp8" else 3
+    return MatmulTime(
         format=number_format,
         m=m,
         k=k,
         n=n,
-        seconds=seconds / products_per_call,
-        burst_seconds=burst_seconds / products_per_call,
+        seconds=seconds / matmuls_per_call,
+        burst_seconds=burst_seconds / matmuls_per_call,
     )
 
 
@@ -96,7 +97,7 @@ def cases_for(team: Team) -> list[Case]:
 
 
 def linear(shape: Shape, number_format: Literal["bf16", "fp32"], device: torch.device) -> Callable[[], None]:
-    """A call of a linear layer's three products: output, input gradient, weight gradient."""
+    """A call of a linear layer's three matmuls: output, input gradient, weight gradient."""
     m, k, n = shape
     options: dict[str, Any] = {
         "device": device,
@@ -122,13 +123,13 @@ def linear(shape: Shape, number_format: Literal["bf16", "fp32"], device: torch.d
 
 
 def call_of(case: Case, team: Team) -> Callable[[], object]:
-    """A call of a linear layer's three products, or of one product in fp8."""
+    """A call of a linear layer's three matmuls, or of one matmul in fp8."""
     shape, number_format = case
-    return _fp8_product(shape, team.device) if number_format == "fp8" else linear(shape, number_format, team.device)
+    return _fp8_matmul(shape, team.device) if number_format == "fp8" else linear(shape, number_format, team.device)
 
 
-def _fp8_product(shape: Shape, device: torch.device) -> Callable[[], object]:
-    """A call of a forward product in fp8 with one scale per tensor and bf16 output."""
+def _fp8_matmul(shape: Shape, device: torch.device) -> Callable[[], object]:
+    """A call of a forward matmul in fp8 with one scale per tensor and bf16 output."""
     m, k, n = shape
     scale = torch.ones((), device=device)
 

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from meshwright.events.span import PHASES
-from meshwright.observe.prediction_account import (
+from meshwright.observe.prediction_check import (
     COMPARED_STEPS,
     FEWEST_STEPS,
     KEPT_STEPS,
     WARM_UP,
-    Account,
     CheckPart,
     Comparison,
+    PredictionCheck,
     TypicalStep,
-    account_lines,
+    check_lines,
     compare_with_prediction,
     typical_step,
 )
@@ -45,7 +45,7 @@ PARTS = {
 """Figures of a step with `rl` in which the trainer waits: their names for people, and in the prediction; training is what they leave."""
 
 
-class Accounting:
+class PredictionChecks:
     """Passes step lines to the reporter and keeps the newest of this start, on every rank."""
 
     def __init__(self, session: TrainingSession, reporter: Reporter) -> None:
@@ -73,11 +73,11 @@ class Accounting:
         if step == self._enough + 1:  # the device is a step behind
             self._compare([record for record in self._steps if record["step"] <= self._enough], timeline)
 
-    def close(self, timeline: Summary | None) -> Account | None:
+    def close(self, timeline: Summary | None) -> PredictionCheck | None:
         """Report the comparison over all steps; None if there were too few. Collective, after every step was read."""
         return self._compare(list(self._steps), timeline)
 
-    def _compare(self, records: list[dict[str, Any]], timeline: Summary | None) -> Account | None:
+    def _compare(self, records: list[dict[str, Any]], timeline: Summary | None) -> PredictionCheck | None:
         predicted = self._session.plan.predicted
         measured = typical_step(records)
         if predicted is None or measured is None or len(records) < FEWEST_STEPS:
@@ -88,12 +88,14 @@ class Accounting:
         comparison = compare_with_prediction(predicted, measured, timeline)
         if self._session.rollouts is not None:
             comparison = self._with_sampling(comparison, records)
-        lines = account_lines(comparison, str(self._session.folder))
-        self.reporter.account(self._session.step, comparison, lines)
+        lines = check_lines(comparison, str(self._session.folder))
+        self.reporter.prediction_check(self._session.step, comparison, lines)
         return comparison
 
-    def _with_sampling(self, account: Account, records: Sequence[Mapping[str, Any]]) -> Account:
-        """The account of steps that sample what they train on, by the lengths that their answers had."""
+    def _with_sampling(
+        self, prediction_check: PredictionCheck, records: Sequence[Mapping[str, Any]]
+    ) -> PredictionCheck:
+        """The prediction check of steps that sample what they train on, by the lengths that their answers had."""
         session = self._session
         assert session.rollouts is not None
         expected = None
@@ -114,10 +116,10 @@ class Accounting:
         total = None if expected is None else sum(expected.values())
         step = Comparison(measured=whole, predicted=total)
         return replace(
-            account,
+            prediction_check,
             step_seconds=step,
-            tokens_per_second_per_gpu=_without_prediction(account.tokens_per_second_per_gpu),
-            mfu=_without_prediction(account.mfu),
+            tokens_per_second_per_gpu=_without_prediction(prediction_check.tokens_per_second_per_gpu),
+            mfu=_without_prediction(prediction_check.mfu),
             parts=tuple(parts),
             samples=True,
             unpredicted=reason,

@@ -1,4 +1,4 @@
-"""Matrix products of a model's layers with their shapes on one rank, for numbers and arrays alike."""
+"""Matmuls of a model's layers with their shapes on one rank, for numbers and arrays alike."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from meshwright.workload.step_shape import StepShape
 
 
 @dataclass(frozen=True)
-class Product:
-    """`count` equal products (m, k) × (k, n) in one launch of a layer's forward; backward has two more each."""
+class Matmul:
+    """`count` equal matmuls (m, k) × (k, n) in one launch of a layer's forward; backward has two more each."""
 
     role: Role
     """As in `LinearColumns`."""
@@ -26,8 +26,8 @@ class Product:
     count: Array = 1.0
 
 
-def layer_products(shape: Shape, step: StepShape, width: Array) -> Iterator[Product]:
-    """The products of one micro-batch in the forward of all layers on one of `width` tensor ranks.
+def layer_matmuls(shape: Shape, step: StepShape, width: Array) -> Iterator[Matmul]:
+    """The matmuls of one micro-batch in the forward of all layers on one of `width` tensor ranks.
 
     The linear layers of Llama-3-8B, (inputs, outputs) on 2 tensor ranks:
 
@@ -44,7 +44,7 @@ def layer_products(shape: Shape, step: StepShape, width: Array) -> Iterator[Prod
     >>> plan = Plan(mesh=(MeshAxis(axis="tensor", size=2),), batch=batch)
     >>> layout = layout_of(llama, TrainSpec(steps=1, global_batch=1, seq_len=4096), plan)
     >>> shape = shape_of(llama, 4096)
-    >>> found = layer_products(shape, step_shape(shape, layout), layout.tensor)
+    >>> found = layer_matmuls(shape, step_shape(shape, layout), layout.tensor)
     >>> [(float(each.k), float(each.n)) for each in found]
     [(4096.0, 3072.0), (2048.0, 4096.0), (4096.0, 14336.0), (7168.0, 4096.0)]
     """
@@ -52,14 +52,16 @@ def layer_products(shape: Shape, step: StepShape, width: Array) -> Iterator[Prod
     for linear in shape.linears:
         if not np.any(linear.layers):
             continue
-        inputs, outputs, layers = linear.inputs, linear.outputs, linear.layers
+        inputs = linear.inputs
+        outputs = linear.outputs
+        layers = linear.layers
         if linear.role == "expert":
-            yield Product("expert", step.expert_rows, inputs, outputs, layers, step.experts)
+            yield Matmul("expert", step.expert_rows, inputs, outputs, layers, step.experts)
         elif linear.role == "expert_adapter":
-            yield Product("adapter", step.expert_rows * step.experts, inputs, outputs, layers)
+            yield Matmul("adapter", step.expert_rows * step.experts, inputs, outputs, layers)
         elif linear.split == "rows":
-            yield Product(linear.role, tokens, inputs, outputs / width, layers)
+            yield Matmul(linear.role, tokens, inputs, outputs / width, layers)
         elif linear.split == "columns":
-            yield Product(linear.role, tokens, inputs / width, outputs, layers)
+            yield Matmul(linear.role, tokens, inputs / width, outputs, layers)
         else:  # each rank computes its own tokens
-            yield Product(linear.role, tokens / width, inputs, outputs, layers)
+            yield Matmul(linear.role, tokens / width, inputs, outputs, layers)
