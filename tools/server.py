@@ -103,6 +103,17 @@ Kubernetes has, is several servers.
 
 ## Security
 
+A server for others on the network, with a key that clients send as `Authorization: Bearer KEY`:
+
+```bash norun
+export MESHWRIGHT_API_KEY=$(openssl rand -hex 32)
+meshwright serve runs/run --host 0.0.0.0
+curl http://HOST:8000/v1/models -H "Authorization: Bearer $MESHWRIGHT_API_KEY"
+```
+
+`--api-key` works too, but other users of the host see the arguments of a command. With a key a plain browser cannot open
+the page at `/`.
+
 - The server listens on loopback. Another `host` needs `api_key`, which covers all paths but `/health`. Keys are
   compared in constant time. Put a proxy with TLS in front: nothing is encrypted.
 - The admin port needs its own key: who has it can load any weights that the process can read.
