@@ -111,8 +111,8 @@ meshwright serve runs/run --host 0.0.0.0
 curl http://HOST:8000/v1/models -H "Authorization: Bearer $MESHWRIGHT_API_KEY"
 ```
 
-`--api-key` works too, but other users of the host see the arguments of a command. With a key a plain browser cannot open
-the page at `/`.
+`--api-key` works too, but other users of the host see the arguments of a command. With a key a plain browser cannot
+open the page at `/`.
 
 - The server listens on loopback. Another `host` needs `api_key`, which covers all paths but `/health`. Keys are
   compared in constant time. Put a proxy with TLS in front: nothing is encrypted.

@@ -239,7 +239,7 @@ def test_what_does_not_fit_ends_with_3_and_its_fixes() -> None:
     )
     assert answer.code == 3 and answer.json["ok"] is False
     assert re.search(r"needs [\d.]+ GB, [\d.]+ GB more", answer.json["error"])
-    assert "Changes that make it fit, cheapest first:\n  1. " in answer.json["error"]
+    assert "Changes that make it fit, the smallest first:\n  1. " in answer.json["error"]
 
 
 class Page(HTMLParser):

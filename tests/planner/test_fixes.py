@@ -44,7 +44,7 @@ def test_an_infeasible_run_says_kind_rank_amount_and_fixes() -> None:
     with pytest.raises(OutOfResources, match=r"needs [\d.]+ GB, [\d.]+ GB more .*activations") as caught:
         search_or_suggest_fixes(run, trainable=True)
     first, head, *lines = str(caught.value).splitlines()
-    assert first.startswith("no plan fits") and head == "Changes that make it fit, cheapest first:"
+    assert first.startswith("no plan fits") and head == "Changes that make it fit, the smallest first:"
     assert [line.split(".")[0].strip() for line in lines] == [str(number) for number in range(1, len(lines) + 1)]
 
 

@@ -82,7 +82,7 @@ def _suggesting_fixes(run: RunSpec, memory_bytes: int | None, trainable: bool) -
         suggestions = fixes(run, memory_bytes=memory_bytes, trainable=trainable)
         lines = "".join(f"\n  {number}. {fix.text}" for number, fix in enumerate(suggestions, 1))
         raise OutOfResources(
-            f"{error}\nChanges that make it fit, cheapest first:{lines}" if suggestions else str(error)
+            f"{error}\nChanges that make it fit, the smallest first:{lines}" if suggestions else str(error)
         ) from error
 
 
