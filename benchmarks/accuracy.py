@@ -2,7 +2,7 @@
 
     python benchmarks/accuracy.py                       # every kept run of benchmarks/results
     python benchmarks/accuracy.py --only '*fsdp*' --parts
-    python benchmarks/accuracy.py --MoE models            # every measured MoE layer, also single lines of `meshwright
+    python benchmarks/accuracy.py --mixtures            # every measured MoE model, also single lines of `meshwright
     train` python benchmarks/accuracy.py --profile benchmarks/data/h200x2-profile.json
     benchmarks/data/h200x2-tcp-profile.json python benchmarks/accuracy.py --json
 
@@ -72,8 +72,8 @@ MOE_LIMIT = 0.07
 """Largest error of the step of an MoE layer."""
 NOT_MODELLED = {
     "experts-4xH200 planned": "98.5% of the device was reserved, and the allocator frees and reserves again",
-    "MoE models deepseek-v2-lite-6, two H100, tensor 2": "the device waits for the host",
-    "MoE models deepseek-v2-lite-6, two H200, tensor 2": "the device waits for the host, kernels take 119 ms",
+    "mixtures deepseek-v2-lite-6, two H100, tensor 2": "the device waits for the host",
+    "mixtures deepseek-v2-lite-6, two H200, tensor 2": "the device waits for the host, kernels take 119 ms",
 }
 """Why MoE models are further from their predictions than `MOE_LIMIT`."""
 WARM_UP = 4

@@ -32,7 +32,7 @@ def test_every_layout_pins_its_axes(file: Path) -> None:
     if file.stem in WITHOUT_PINS:
         return
     for layout in read_layouts(file, 8):
-        arguments = [word.partition("=") for word in layout.arguments]
+        arguments = [word.partition("=") for word in layout.words]
         keys = {key for key, _, _ in arguments}
         plan_files = [value for key, _, value in arguments if key == "plan"]
         assert layout.torchtitan or plan_files or keys >= PINNED, (layout.name, PINNED - keys)
@@ -40,6 +40,6 @@ def test_every_layout_pins_its_axes(file: Path) -> None:
 
 def test_axis_sizes_follow_the_number_of_gpus() -> None:
     layouts_by_name = {layout.name: layout for layout in read_layouts(BENCHMARKS / "layouts" / "context.yaml", 8)}
-    assert "plan.context_ulysses=8" in layouts_by_name["8b-128k-ulysses"].arguments
-    assert "plan.context_ulysses=4" in layouts_by_name["8b-128k-ulysses-ring2"].arguments
+    assert "plan.context_ulysses=8" in layouts_by_name["8b-128k-ulysses"].words
+    assert "plan.context_ulysses=4" in layouts_by_name["8b-128k-ulysses-ring2"].words
     assert "8b-128k-ulysses" not in {layout.name for layout in read_layouts(BENCHMARKS / "layouts" / "context.yaml", 2)}

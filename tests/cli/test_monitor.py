@@ -203,7 +203,7 @@ def test_loads_of_experts_fit_and_show_the_busiest(tmp_path: Path, width: int, h
     shown = replace(snapshot(tmp_path, 64, 70, slow=1), expert_loads=reader.expert_loads)
     lines = picture(shown, width, height, no_color=True)
     assert len(lines) < height and all(len(line) <= width for line in lines)
-    moe_layers = [line for line in lines if line.startswith("mixture ")]
+    moe_layers = [line for line in lines if line.startswith("MoE ")]
     (busiest,) = [line for line in moe_layers if "@" in line]
     first, _, last = busiest.split()[1].partition("-")
     assert int(first) <= 7 <= int(last or first) and busiest.count("@") == 1

@@ -102,7 +102,7 @@ def test_the_planner_moves_owners_where_that_balances_loads(tmp_path: Path) -> N
     alone = Candidate(reprice(run, even), simulated=True)
     best = improved(run, alone)
     assert best.plan.experts is not None and best.plan.experts.placement == "balanced" and best.seconds < alone.seconds
-    assert "moved owners the busiest of 4 ranks computes 1.00 times the mean, without 1.80" in uneven_loads_reason(
+    assert "moved experts the busiest of 4 ranks computes 1.00 times the mean, without 1.80" in uneven_loads_reason(
         run, best.plan
     )
     offloaded = replace(even, layers=(LayerStrategy(offload="optimizer"),))

@@ -30,7 +30,7 @@ def expert_lines(table: ExpertLoadTable | None, height: int, width: int, *, colo
         return []
     layers = len(table.ratio)
     experts = len(table.ratio[0])
-    label = len(f"MoE layer {layers}-{layers}") + 2
+    label = len(f"MoE {layers}-{layers}") + 2
     layer_groups = _ranges(layers, height - 2)
     columns = _ranges(experts, max(1, width - label))
     busiest_layer, busiest_expert = table.busiest
@@ -42,7 +42,7 @@ def expert_lines(table: ExpertLoadTable | None, height: int, width: int, *, colo
     lines = [title]
     for first, end in layer_groups:
         numbers = f"{first + 1}" if end == first + 1 else f"{first + 1}-{end}"
-        line = Text.assemble((f"MoE layer {numbers}".ljust(label), "dim"))
+        line = Text.assemble((f"MoE {numbers}".ljust(label), "dim"))
         levels = (_level(max(max(values[left:right]) for values in table.ratio[first:end])) for left, right in columns)
         for (_, colour, character, _), same in groupby(levels, lambda level: LEVELS[level]):
             line.append_text(_cells(colour, character, len(list(same)), colours=colours))

@@ -29,7 +29,7 @@ def _lines(job: SchedulerJob) -> Iterator[str]:
     yield "from meshwright.launch.ray_agents import RayJob, run_on_ray"
     yield ""
     yield "job = RayJob("
-    yield f"    words={job.agent_arguments(job.arguments)!r},"
+    yield f"    arguments={job.agent_arguments(job.arguments)!r},"
     yield f"    hosts={job.hosts},"
     yield f"    resources={resources!r},"
     yield f"    restarts={job.run.supervision.restarts},"
