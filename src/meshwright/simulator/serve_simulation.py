@@ -254,7 +254,7 @@ class _Simulation:
         prompt = self._prompts[number]
         timed = prompt.times.request
         first = () if prompt.times.first_token > now else (0,)
-        # Without a salt, requests with the same number of tokens would look equal: all simulated tokens are 0.
+        # All simulated tokens are 0. A sequence shorter than a block has no digests of its own, so only the salt makes it unique.
         request = Request(
             number,
             bytes(timed.input_tokens),
