@@ -322,7 +322,7 @@ class UnitCosts:
     def _exposed_updates(self, units: Sequence[Unit], on_host: float) -> float:
         """Return the seconds by which the optimizer's host copies, or the launches of its updates, delay the first forward.
 
-        `units` are the rank's units in the order of their forwards. `on_host` is the number of their parameters with an offloaded optimizer.
+        `units` are the rank's units in the order of their forwards; `on_host` of their parameters have an offloaded optimizer.
         """
         precision = self.plan.precision
         width = state_bytes(precision)
