@@ -382,7 +382,8 @@ def _attention_core(
     def windowed_seconds(layers: Array, scores: Array, relative_rate: Array) -> Array:
         """Return the forward seconds of windowed attention in a part of the layers.
 
-        `layers` is their share of all layers. `scores` is their number of scores, relative to all layers without windows.
+        `layers` is their share of all layers with attention. `scores` is their number of scores, relative to full causal attention in all
+        of these layers.
         """
         scores = scores + 2 * QUERY_BLOCK_KEYS * layers / layout.seq
         pairs = shape.attention_layers * scores * tokens * layout.seq / layout.tensor
