@@ -104,7 +104,7 @@ class Layouts:
     muon_flops: Array = 0.0
     """FLOPs of Muon's iterations for all matrices of a layer; 0 for other optimizers."""
     muon_largest_flops: Array = 0.0
-    """FLOPs of Muon's iterations for the largest matrix of a layer."""
+    """FLOPs of Muon's iterations for the model's largest matrix, which one rank computes alone."""
     muon_elements: Array = 0.0
     """Elements of a layer's matrices that Muon's ranks exchange."""
     offload_activations: Array = 0.0
