@@ -84,8 +84,8 @@ def choose_sample_layout(
     """Simulate the layouts of the run's ranks for batches of unequal samples, and choose the best.
 
     A batch has `train.global_batch_tokens` tokens, or `train.global_batch` · `train.seq_len` tokens; samples are cut at `seq_len`. The best
-    layouts are simulated with `batches` batches. Without `static`, only hybrid layouts are considered. A static layout must divide the batch
-    into whole sequences for each of its groups of context ranks.
+    layouts are simulated with `batches` batches. Without `static`, only hybrid layouts are considered. A static layout must divide the
+    batch into whole sequences for each of its groups of context ranks.
     """
     longest = min(run.train.seq_len, histogram.longest)
     tokens = step_tokens(run)
