@@ -1,7 +1,8 @@
-"""Bands of predicted step times by class of run: quantiles of ln(measured ÷ predicted) over runs whose source was left out of the fit.
+"""Uncertainty bands of predicted step times, for each class of runs.
 
-The bands are conformal: the class's own errors on sources that the constants have not seen set the ends, 10% of them beyond each. Days,
-hours and cost of a training are in proportion to the step, so they have the same band.
+A band contains the measured time of about 80% of the runs. It comes from the errors ln(measured ÷ predicted) of runs from sources that were
+left out when the constants were fitted: 10% of these errors are below the band, and 10% are above (a conformal prediction). Days, hours
+and cost of a training are proportional to the step time, so they have the same band.
 """
 
 from __future__ import annotations
@@ -14,30 +15,37 @@ from typing import Literal
 import numpy as np
 
 COVERED = 0.8
-"""Share of runs between the ends of a band."""
+"""Share of the runs inside a band."""
 MIN_RUNS = 20
+"""A class needs at least this many runs for a band of its own; otherwise it gets the band of a wider class."""
 MIN_SOURCES = 3
-"""Fewest runs and sources of a class with a band of its own; others take that of a wider class."""
+"""A class needs runs from at least this many sources for a band of its own."""
 SOURCE_WEIGHT = 0.35
-"""Runs of a source of n runs weigh n^-SOURCE_WEIGHT each: 1 counts sources alike, 0 counts runs alike.
+"""If a source has n runs, each of them has the weight n^-0.35. With an exponent of 1 all sources would count equally, with 0 all runs.
 
-One source of a thousand runs tells less about the next source than ten of ten runs, and 80% of all runs must be inside.
+A source with a thousand runs says less about the next source than ten sources with ten runs. But 80% of all runs must be in their band.
 """
 LEAST_RUNS = 3
-"""Runs of a software from which its own constants say something about its next run."""
+"""From this many runs of a software on, its own constants say something about its next run."""
 Band = tuple[float, float]
+"""Lower and upper end of a band, as logarithms of measured ÷ predicted."""
 Known = Literal["measured", "related", "unknown"]
-"""What the constants of a software follow: many of its own runs; a few, or those of a related software; neither."""
+"""How well the constants of a software are known.
+
+measured: they follow many runs of this software. related: they follow a few of its runs, or runs of a related software.
+unknown: neither.
+"""
 
 
 @dataclass(frozen=True)
 class RunClass:
-    """What decides how well a run is predicted."""
+    """The properties of a run that decide how well its step time is predicted."""
 
     several_hosts: bool
     moe: bool
+    """Whether the model is an MoE model."""
     measured_generation: bool
-    """Whether constants of its device generation follow many runs."""
+    """Whether the constants of its device generation were fitted to many runs."""
     software: Known
 
     @property
@@ -53,7 +61,7 @@ class RunClass:
         ]
 
     def names(self) -> Iterator[str]:
-        """Its name, then those of the wider classes that it belongs to."""
+        """Yield the name of the class, then the names of wider classes that contain it, up to "all"."""
         words = self._words()
         yield from (", ".join(words[:count]) for count in (4, 3))
         yield ", ".join((words[0], words[2]))
@@ -62,7 +70,11 @@ class RunClass:
 
 
 def known(stack: str, parent: str, runs: Mapping[str, int], measured_with: Sequence[str]) -> Known:
-    """How far a set of constants is known: `runs` of each set, and those that are `measured_with` many."""
+    """Return how well the constants of `stack` are known.
+
+    `parent` is a related software, whose constants it shares. `runs` has the number of fitted runs by software, `measured_with` the names
+    of software with many runs.
+    """
     if stack in measured_with:
         return "measured"
     few = stack != "default" and runs.get(stack, 0) >= LEAST_RUNS
@@ -70,13 +82,17 @@ def known(stack: str, parent: str, runs: Mapping[str, int], measured_with: Seque
 
 
 def band_of(run: RunClass, bands: Mapping[str, Sequence[float]]) -> Band:
-    """Logarithms of the ends of the band of the narrowest class that has one."""
+    """Return the band of the narrowest class that contains the run and has a band."""
     low, high = next(bands[name] for name in run.names() if name in bands)
     return low, high
 
 
 def fitted_bands(classes: Sequence[RunClass], sources: Sequence[str], residuals: np.ndarray) -> dict[str, list[float]]:
-    """The band of each class, and of wider ones, from ln(measured ÷ predicted) of runs of left-out sources (`SOURCE_WEIGHT`)."""
+    """Return the bands of all classes with enough runs and sources.
+
+    `classes`, `sources` and `residuals` have an entry for each run; a residual is ln(measured ÷ predicted), where the constants were fitted
+    without the run's source. `SOURCE_WEIGHT` weighs the runs.
+    """
     members: dict[str, list[int]] = {}
     for index, run in enumerate(classes):
         for name in run.names():
@@ -91,7 +107,10 @@ def fitted_bands(classes: Sequence[RunClass], sources: Sequence[str], residuals:
 
 
 def conformal_band(residuals: np.ndarray, weights: np.ndarray) -> list[float]:
-    """Ends between which `COVERED` of the weight of the residuals lies, with half of the rest beyond each."""
+    """Return the lower and upper end between which the share `COVERED` of the weight of all residuals lies.
+
+    Half of the remaining weight is below the lower end, and half above the upper end.
+    """
     order = np.argsort(residuals)
     middle = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
     beyond = (1 - COVERED) / 2

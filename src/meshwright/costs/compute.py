@@ -1,9 +1,10 @@
-"""Seconds of one layer's arithmetic on one device, for one micro-batch.
+"""Compute seconds of the layers on one device, for one micro-batch.
 
-A matmul (m, k, n) takes 2 m k n / (peak × share) × (1 + narrow × (1/m + 1/k + 1/n)). The last factor is the roofline's
-memory term: the bytes per FLOP of a matmul are proportional to the sum of its dimensions' inverses. If the number of
-multiprocessors is known, m n is rounded up to whole waves of tiles. The time of attention follows from its FLOPs at a
-separate share of the peak, with a window at that of another kernel; that of all other operations from their bytes.
+- A matmul (m, k) × (k, n) takes 2 m k n / (peak × share) × (1 + narrow × (1/m + 1/k + 1/n)) seconds. The last factor is the memory term of
+  the roofline model: the bytes per FLOP of a matmul are proportional to 1/m + 1/k + 1/n. If the number of multiprocessors is known, m n
+  is rounded up to whole waves of tiles.
+- Attention takes its FLOPs at another share of the peak. Attention with a window has a kernel, and a share, of its own.
+- All other operations take their bytes at a share of the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -24,26 +25,28 @@ KERNELS_WITH_TAIL = 16.0
 """Kernels of one layer's forward with a tail effect (matmuls, norms, activation, attention)."""
 
 PRICE_OF_ORDER = (64.0, 128.0), (0.16, 0.01)
-"""Head sizes, and what a fixed order of its sums adds to attention's backward (`kernels.fixed_order_attention`), relative to it.
+"""Time that sums in a fixed order add to attention's backward (`kernels.fixed_order_attention`), relative to that backward.
+
+The first tuple has head sizes, the second the added share for each: 16% with heads of 64, and 1% with heads of 128.
 
 One H200, torch 2.11, cuDNN 9.19, 16,384 tokens a step: 254 ms against 250 (Llama-3.2-1B, head size 64), 437 against 436 to 437 (8 layers
 of Llama-3-8B, 128); attention's backward takes 25 and 42 ms of them in this model.
 """
 SMALL_HEAD = 32.0
-"""Head size at which attention takes twice as long for its FLOPs as with very wide heads."""
+"""Head size at which attention needs twice the time per FLOP that it needs with very wide heads."""
 WIDE_HEAD = 192.0
-"""Kernels for wider heads have smaller tiles and a rate of their own."""
+"""Attention kernels for heads wider than this have smaller tiles, and so another rate (`Constants.attention_wide`)."""
 UNFUSED_SCORE_BYTES = 8.0
-"""Bytes moved per score, forward, by attention that a run states to be unfused: those of Megatron-LM's tables."""
+"""Bytes moved per attention score in a forward, for published runs that state unfused attention; from Megatron-LM's tables."""
 BACKWARD_RATIO = 2.5
 """Time of fused attention's backward relative to its forward: five matmuls instead of two (Dao et al. 2022)."""
 QUERY_BLOCK_KEYS = 350.0
-"""Keys in whose time attention with a window does what it does once for a block of queries, whatever the window.
+"""Fixed cost of a block of queries in attention with a window, as a number of keys: such a block costs as much as 350 keys more.
 
 Measured on an H200 (benchmarks/results/2026-11-29-attention-windows-H200.json).
 """
 NORM_BYTES = 6.0
-"""Bytes per element of a forward that one more norm than `Constants.passes` includes moves, 1.5 times as many in the backward.
+"""Bytes per element that a norm moves in the forward if `Constants.passes` does not include it; the backward moves 1.5 times as many.
 
 A norm reads and writes 8 elements in all if it is fused with a residual sum (`workload.device_work`).
 """
@@ -51,25 +54,35 @@ MISALIGNED_HEAD = 1.35
 """Slow-down of matmuls and attention if the head size is no multiple of 8."""
 
 ACTIVATION_BYTES_RATIO = 2 / 3
-"""Bytes per element of an expert's activation function, relative to those of dispatch and combine.
+"""Bytes per element of an expert's activation function, relative to the bytes of permuting and combining rows.
 
-6 (two halves read, one result written) over 9 (read and written twice, and the sum).
+The activation reads two halves and writes one result (6 bytes). Permuting and combining read and write twice, and add up (9 bytes).
 """
 EXPERT_ROUNDING_BYTES = 3.0
 """Bytes per element that is rounded to fp8 with one scale per row: bf16 read, fp8 written (`kernels.grouped_fp8`)."""
 HEAD_ROUNDING_BYTES = 6.0
 """Bytes per weight of the head to round its gradient from fp32 to bf16 (`kernels.loss`)."""
 HEAD_SUM_BYTES = 0.1 * 8.0
-"""Bytes per weight of the head and chunk of logits that its gradient's fp32 sum moves and its matmul does not hide.
+"""Bytes per weight of the head that count for each chunk of logits, because the chunk's gradient is added to an fp32 sum.
 
-Of 8 bytes the matmul hides all but a tenth: 24 more chunks took 1.1 ms, not 12 (2026-11-23-levers-one-gpu-H200.jsonl).
+The sum is read and written (8 bytes), but the matmul hides all but a tenth: 24 more chunks took 1.1 ms, not 12
+(2026-11-23-levers-one-gpu-H200.jsonl).
 """
 OBJECTIVE_LOGITS = 1 / 3
-"""Times that log-probabilities read the logits: a loss with its gradient reads them twice and writes them once."""
+"""Bytes moved to compute log-probabilities, relative to a loss with its gradient.
+
+Log-probabilities read the logits once. The loss with its gradient reads them twice and writes them once.
+"""
 EAGER_PASSES = 5 / 3
-"""Element-wise bytes of a layer without fusing, relative to `Constants.passes`: 100 over 60, the guesses of benchmarks/fit_costs.py."""
+"""Element-wise bytes of a layer whose operations are not fused, relative to `Constants.passes`.
+
+100 over 60 bytes, the guesses of benchmarks/fit_costs.py.
+"""
 GRAPHS_US = 50.0
-"""Host time of a layer whose forward and backward are one CUDA graph each: two launches of 10 to 20 µs, and what is between; a guess."""
+"""Host microseconds of a layer that launches one CUDA graph in the forward and one in the backward.
+
+A guess: two launches of 10 to 20 µs, and the Python code between them.
+"""
 BIAS_BYTES = 20.0
 """Bytes per element to add a routed expert's bias, one expert after another, in other training stacks.
 
@@ -84,27 +97,33 @@ gradient twice. That is 1.5 and 2.5 passes; matmuls so narrow take 1.57 times as
 layers of Llama-3-8B took 47 ms of a step on an H200, and passes at full rate 30 (2026-11-29-lora-2xH200.json).
 """
 TILE = 128.0
-"""Tile of a matmul that one multiprocessor computes at a time; libraries use 64 to 256 (CUTLASS)."""
+"""Rows and columns of the tile of a matmul's result that one multiprocessor computes at a time; libraries use 64 to 256 (CUTLASS)."""
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one micro-batch on one tensor rank: all layers on the device and on the host, head, and embedding.
-
-    `head` includes prediction modules, with the mean time of a layer for their blocks.
-    """
+    """Compute seconds of one micro-batch on one tensor rank."""
 
     forward: Array
+    """Device seconds of the forward, all layers."""
     backward: Array
+    """Device seconds of the backward with recomputation, all layers."""
     host: Array
+    """Host seconds to launch forward and backward of all layers."""
     head: Array
+    """Device seconds of head and loss, forward and backward, and of the prediction modules, whose blocks count as a mean layer."""
     embed: Array
+    """Device seconds of the embedding, forward and backward."""
     recomputed: Array
-    """Part of `backward` that computes activations again."""
+    """The part of `backward` that computes activations again."""
 
 
 def elements_in_waves(m: Array, n: Array, multiprocessors: Array, count: Array = 1.0) -> Array:
-    """Elements of `count` results m × n, rounded up to whole waves of tiles; not rounded where `multiprocessors` is 0."""
+    """Return the elements of `count` results of size m × n, rounded up to whole waves of tiles.
+
+    A wave is one tile on each multiprocessor. With 132 multiprocessors, 133 tiles need two waves and so count as 264 tiles. Where
+    `multiprocessors` is 0, nothing is rounded.
+    """
     elements = count * m * n
     if not np.any(multiprocessors):
         return elements
@@ -115,16 +134,17 @@ def elements_in_waves(m: Array, n: Array, multiprocessors: Array, count: Array =
 
 @dataclass(frozen=True)
 class MatmulRate:
-    """Rate of a device's matmuls in one format."""
+    """How fast a device computes matmuls in one number format."""
 
     flops: Array
     """FLOP/s of a large matmul."""
     narrow: Array
-    """Smallest dimension at which the time per FLOP doubles."""
+    """Size of a matmul's smallest dimension at which the time per FLOP is doubled."""
     multiprocessors: Array
+    """Number of multiprocessors; 0 if it is not known."""
 
     def seconds(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> Array:
-        """Seconds of `count` equal matmuls (m, inner) × (inner, n) launched together; zero when a dimension is zero."""
+        """Return the seconds of `count` equal matmuls (m, inner) × (inner, n) that are launched together; 0 if a dimension is 0."""
         inverse_sum = 1 / np.maximum(m, 1.0) + 1 / np.maximum(inner, 1.0) + 1 / np.maximum(n, 1.0)
         result_elements = elements_in_waves(m, n, self.multiprocessors, count)
         return 2 * result_elements * inner / self.flops * (1 + self.narrow * inverse_sum)
@@ -132,14 +152,17 @@ class MatmulRate:
     def forward_backward(
         self, m: Array, inner: Array, n: Array, count: Array = 1.0, *, frozen: Array = 0.0
     ) -> ForwardBackward:
-        """Seconds of the forward, and of the backward, which computes the gradients of both operands, but not that of a `frozen` weight."""
+        """Return the seconds of `count` linear layers (m, inner) × (inner, n), forward and backward.
+
+        The backward computes the gradients of input and weight, with two matmuls. `frozen` is 1 for weights that need no gradient.
+        """
         backward = self.seconds(m, n, inner, count) + (1 - frozen) * self.seconds(inner, m, n, count)
         return ForwardBackward(self.seconds(m, inner, n, count), backward)
 
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Seconds of forward and backward."""
+    """Seconds of a forward and of its backward."""
 
     forward: Array
     backward: Array
@@ -152,7 +175,7 @@ class ForwardBackward:
 
 
 def matmul_rate(machine: Machine, k: Constants) -> MatmulRate:
-    """The rate of matmuls in the machine's format."""
+    """Return the rate of matmuls in the machine's number format."""
     format_share = np.choose(
         np.asarray(machine.matmul_format, dtype=np.int64),
         np.broadcast_arrays(1.0, k.gemm_low, k.gemm_block, k.gemm_fp4, k.gemm_low * k.gemm_rowwise),
@@ -166,7 +189,9 @@ def _sustained_rate(machine: Machine, k: Constants, peak: Array, format_share: A
 
 
 def _misaligned_head_slowdown(shape: Shape) -> Array:
-    """Slow-down if the head size is no multiple of 8, so that tensor cores read unaligned operands.
+    """Return the factor by which matmuls and attention are slower if the head size is no multiple of 8, else 1.
+
+    Tensor cores then read operands that are not aligned.
 
     Source: BigScience's tables of 104B to 200B models, 33% to 44%.
     """
@@ -176,9 +201,9 @@ def _misaligned_head_slowdown(shape: Shape) -> Array:
 def layer_times(
     shape: Shape, machine: Machine, layout: Layouts, k: Constants, *, module_blocks: float = 1.0
 ) -> LayerTime:
-    """Seconds of one micro-batch, summed over all layers of the model (not divided into stages).
+    """Return the compute seconds of one micro-batch over all layers of the model, not divided into stages.
 
-    `module_blocks`: 0 leaves the blocks of prediction modules out of `LayerTime.head`.
+    `module_blocks`: 0 leaves the blocks of prediction modules out of `LayerTime.head`; 1 includes them.
     """
     step = step_shape(shape, layout)
     tokens = step.tokens
@@ -194,7 +219,7 @@ def layer_times(
     matmuls = ForwardBackward(0.0, 0.0)
     wide_rate = _sustained_rate(machine, k, machine.half_peak)
     for matmul in layer_matmuls(shape, step, tensor_ranks):
-        if matmul.role != "router":  # constants were fitted without the router's matmul
+        if matmul.role != "router":  # the constants were fitted without this matmul
             if matmul.role == "adapter":
                 seconds = _adapter_passes(matmul, memory_rate)
             else:
@@ -263,7 +288,11 @@ def layer_times(
 
 
 def _adapter_passes(matmul: Matmul, memory_rate: Array) -> ForwardBackward:
-    """Seconds of an adapter's A or B: so narrow a matmul takes as long as its wide side passes through device memory."""
+    """Return the seconds of one matrix (A or B) of a low-rank adapter.
+
+    The matmul is so narrow that device memory limits it: it takes as long as reading and writing its wide input or output
+    (`ADAPTER_PASSES` times, forward and backward).
+    """
     seconds = 2.0 * matmul.m * (matmul.k + matmul.n) / memory_rate
     return ForwardBackward(ADAPTER_PASSES[0] * seconds, ADAPTER_PASSES[1] * seconds)
 
@@ -271,7 +300,10 @@ def _adapter_passes(matmul: Matmul, memory_rate: Array) -> ForwardBackward:
 def _wide_weight_gradient(
     matmul: Matmul, machine: Machine, k: Constants, rate: MatmulRate, wide_rate: MatmulRate
 ) -> ForwardBackward:
-    """Seconds that weight gradients of experts add in bf16 where other matmuls are in fp8, in this program's engine."""
+    """Return the seconds that experts' weight gradients add because they are in bf16 while the other matmuls are in fp8.
+
+    Only this program's engine does so; for other stacks it is 0.
+    """
     size = matmul.k, matmul.m, matmul.n, matmul.count
     in_fp8 = (np.asarray(machine.matmul_format) > 0) & (np.asarray(k.own_engine) > 0)
     in_fp8 &= np.asarray(machine.wide_gradients) > 0
@@ -279,7 +311,7 @@ def _wide_weight_gradient(
 
 
 def _expert_rounding(shape: Shape, machine: Machine, k: Constants, step: StepShape) -> Array:
-    """Bytes to round experts' rows and matrices to fp8 in this program's engine, of one forward or one backward."""
+    """Return the bytes moved to round the rows and weights of experts to fp8, in one forward or one backward; 0 for other stacks."""
     gated = 1 + shape.gated
     rows = step.experts * step.expert_rows * (shape.expert_in + (1 + gated) / 2 * shape.expert_ffn)
     matrices = step.experts * (1 + gated) * shape.expert_in * shape.expert_ffn
@@ -288,10 +320,10 @@ def _expert_rounding(shape: Shape, machine: Machine, k: Constants, step: StepSha
 
 
 def _routed_bytes(shape: Shape, layout: Layouts, k: Constants, per_element: Array) -> Array:
-    """Bytes of element-wise passes over one routed token copy, outside its expert's matmuls.
+    """Return the bytes that element-wise operations move for one row (a token sent to one expert), outside matmuls.
 
-    They sort and sum its hidden vector (`per_element` bytes for each element), and apply the activation over the expert's
-    width. For this program's engine the fitted `per_element` includes the activation.
+    The operations permute and combine the row's hidden vector (`per_element` bytes for each element), and apply the activation
+    function to the expert's width. For this program's engine the fitted `per_element` includes the activation.
     """
     width = np.where(k.own_engine > 0, 0.0, ACTIVATION_BYTES_RATIO * shape.expert_ffn)
     biases = (
@@ -310,7 +342,10 @@ def _recomputed(
     core_seconds: Array,
     rate: MatmulRate,
 ) -> Array:
-    """Device seconds that recompute adds to backward, over all layers."""
+    """Return the device seconds that recomputation adds to the backward, over all layers; it depends on the mode of each layout.
+
+    `forward` are the seconds of a whole forward, `selective` those that mode `selective` repeats, `core_seconds` those of attention.
+    """
     last_matmul = shape.dense_layers * rate.seconds(tokens, shape.ffn / layout.tensor, shape.hidden)
     full = forward - np.where(k.compiled > 0, last_matmul, 0.0)
     mode = np.asarray(layout.recompute, dtype=np.int64)
@@ -320,11 +355,11 @@ def _recomputed(
 def _attention_core(
     shape: Shape, machine: Machine, layout: Layouts, k: Constants, tokens: Array, memory_rate: Array
 ) -> tuple[Array, Array]:
-    """Seconds of attention's two matmuls, forward and backward, over all layers.
+    """Return the seconds of attention's two matmuls (scores, weighted sums), forward and backward, over all layers.
 
-    Fused attention computes the causal half of the scores. Unfused attention computes all of them, through device memory. Layers with a
-    window have FlashAttention or flex attention, the latter where sums have a fixed order, which its sums have in any case, and where
-    scores have a cap.
+    Fused attention computes only the causal half of the scores. Unfused attention computes all scores, and moves them through device
+    memory. Layers with a window use FlashAttention or flex attention. Flex attention is used where sums must have a fixed order,
+    because its sums always have one, and where scores have a cap.
     """
     score_bytes = np.where(np.asarray(layout.unfused) > 0, np.maximum(k.scores, UNFUSED_SCORE_BYTES), k.scores)
     fused = np.where(score_bytes > 0, 1.0, 0.5)
@@ -345,7 +380,11 @@ def _attention_core(
         return forward, backward
 
     def windowed_seconds(layers: Array, scores: Array, relative_rate: Array) -> Array:
-        """Seconds of the forward of this share of the layers, whose windows have these scores."""
+        """Return the forward seconds of windowed attention in a part of the layers.
+
+        `layers` is their share of all layers with attention. `scores` is their number of scores, relative to full causal attention in all
+        of these layers.
+        """
         scores = scores + 2 * QUERY_BLOCK_KEYS * layers / layout.seq
         pairs = shape.attention_layers * scores * tokens * layout.seq / layout.tensor
         flops = pairs * (shape.query_width + shape.value_width)

@@ -1,8 +1,8 @@
 """Seconds in which this program's engine copies parameters and gradients between shards and communication buffers.
 
-FSDP2 gathers into one buffer and copies every parameter out of it, and copies gradients into the buffer that it reduces.
-Gradient accumulation reads and writes the whole gradient for each micro-batch. Device memory bandwidth limits all of these
-copies. `Constants.own_engine` is 0 for other stacks, so all results are 0 for them.
+FSDP2 gathers parameters into one buffer, and copies each of them out of the buffer. It copies gradients into the buffer of a reduction.
+Gradient accumulation reads and writes all gradients for each micro-batch. The bandwidth of device memory limits all of these copies.
+For other stacks the results are 0 (`Constants.own_engine`), because their constants include such copies.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ COPY_IN = 6.0
 ACCUMULATE = 10.0
 """Bytes read and written per parameter to add its bf16 gradient to an fp32 sum."""
 UNSHARDED_SCALING = 16.0
-"""Bytes per parameter on another stream, without sharding: FSDP2 scales gradients into a second buffer and copies that."""
+"""Bytes per parameter that another stream moves without sharding: FSDP2 scales gradients into a second buffer, and copies that buffer."""
 SHARD_ACCUMULATE = 12.0
-"""Bytes per parameter of a shard on another stream: its reduced gradient is added to the sum over micro-batches."""
+"""Bytes per parameter of a shard that another stream moves to add the reduced gradient to the sum over micro-batches."""
 
 
 def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
-    """Seconds of copies (per micro-batch, once per step) over all layers, the embedding and the head."""
+    """Return the seconds of copies over all layers, the embedding and the head: (for each micro-batch, once per step)."""
     accumulates = layout.micro_batches > 1
     reduces_once = (layout.layered > 0) | (layout.reduce_once > 0) | ~accumulates
     unsharded = layout.shards <= 1
-    # Without a buffer the cast writes the weights that compute reads.
+    # Without sharding there may be no buffer: the cast then directly writes the weights that compute reads.
     casts_in_place = unsharded & (k.lone_copies == 0)
     end_parameters = shape.end_params / layout.tensor
     block_parameters = shape.inner_dense_params / layout.tensor
@@ -49,7 +49,7 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     by_matmuls = np.where(machine.matmul_format > 0, 1.0, k.matmul_sums)
     accumulate = ACCUMULATE * (block_parameters * by_matmuls + expert_parameters + end_parameters) / parameters
     padded = COPY_IN * (1 + (1 / k.packing - 1) * (1 - expert_parameters / parameters))
-    # Only a first gradient is cast. The sum of several becomes the shard's gradient as it is.
+    # A single micro-batch's gradient is cast to the shard's format. A sum over micro-batches has that format already.
     in_place = np.where(casts_in_place & accumulates, np.where(reduces_once, 0.0, accumulate), COPY_IN)
     in_place = np.where(
         casts_in_place & layout.gradients_final_in_backward(embedding_at_both_ends(shape)), 0.0, in_place
@@ -58,7 +58,7 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     on_side_stream = on_side_stream + np.where(reduces_once | casts_in_place, 0.0, SHARD_ACCUMULATE / layout.shards)
     copy_in = np.where(unsharded, in_place, padded) + k.side_copies * on_side_stream
 
-    # Frozen weights have no gradients; one rank computes with them where they are, several gather them.
+    # Frozen weights have no gradients. Without sharding they are used where they are; with sharding they are gathered.
     copy_in = copy_in * shape.trained
     accumulate = accumulate * shape.trained
     copy_out = copy_out * np.where(unsharded, shape.trained, 1.0)

@@ -1,6 +1,6 @@
-"""Seconds inside the layers: device time, and exposed communication of tensor, context and expert ranks.
+"""Seconds inside the layers: their compute, and the exposed communication of tensor, context and expert ranks.
 
-They do not depend on how weights are sharded, nor on the schedule, except for whether there is a pipeline.
+These seconds depend neither on the sharding of weights nor on the schedule, except on whether there is a pipeline.
 """
 
 from __future__ import annotations
@@ -26,35 +26,41 @@ from meshwright.workload.model_shape import Shape
 from meshwright.workload.step_shape import step_shape
 
 RING_EXPOSED = 0.5
-"""Share of a context ring's messages that attention does not hide: a guess."""
+"""Share of the messages of ring attention that attention does not hide: a guess."""
 PAIRED_SHARE = 3 / 4
-"""Share of the exchanges of two micro-batches together that overlap with matmuls of the other one.
+"""Share of the token exchanges that overlap with matmuls, if two micro-batches pass through each layer together.
 
-Of the four in a forward, and in a backward, the last overlaps only with the sum of a token's rows (`parallel.paired_blocks`).
+Two micro-batches need four exchanges in a layer's forward: dispatch and combine for each. Three of them overlap with matmuls of the other
+micro-batch. The last one overlaps only with the addition of a token's rows (`parallel.paired_blocks`). The backward is the same.
 """
 COUNT_SYNC_US = 50.0
-"""Host synchronisation of a layer for the row counts of its experts, beside their all-to-all.
+"""Microseconds that a layer's device waits until the host has the row counts of its experts, in addition to their all-to-all.
 
-A copy to the host, the host thread's wake-up, and the first launches after it. A guess: a launch takes 5 to 10 µs on the
+The counts are copied to the host, the host thread wakes up, and launches the first kernels. A guess: a launch takes 5 to 10 µs on the
 host of an H200.
 """
 
 
 @dataclass(frozen=True)
 class LayerExposure:
-    """Exposed seconds inside the layers, of one micro-batch over all layers.
-
-    Communication of tensor, context and expert ranks, and launches by the host.
-    """
+    """Seconds in which compute waits inside the layers, of one micro-batch over all layers."""
 
     tensor: Array
+    """Waits for exchanges between tensor ranks."""
     context: Array
+    """Waits for messages between context ranks."""
     expert: Array
+    """Waits for dispatch and combine between expert ranks."""
     host: Array
+    """Waits until the host has launched the kernels."""
 
 
 def layer_exposure(shape: Shape, machine: Machine, layout: Layouts, k: Constants, times: LayerTime) -> LayerExposure:
-    """Exposed communication and host time inside layers whose device time is `times`."""
+    """Return the exposed communication and host time inside the layers; `times` is their device and host time.
+
+    A loss with further forwards (`Layouts.further_forwards`) repeats the exchanges of a forward. Of the tensor and expert exchanges half
+    belong to the forward, so one further forward multiplies their time by 1.5.
+    """
     machine = replace(machine, nic=machine.nic * layout.port)
     passes = 1 + layout.further_forwards / 2
     tensor = _tensor_traffic(shape, machine, layout, k) * passes
@@ -70,25 +76,29 @@ def layer_exposure(shape: Shape, machine: Machine, layout: Layouts, k: Constants
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Seconds of one micro-batch in all layers, which do not depend on the sharding of weights nor on the schedule."""
+    """Compute seconds and waits of one micro-batch in all layers. They do not depend on the sharding of weights or the schedule."""
 
     times: LayerTime
     exposure: LayerExposure
 
 
 def layer_costs(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> LayerCosts:
-    """Device time and exposed time of the layers under each layout."""
+    """Return compute seconds and waits of the layers under each layout."""
     times = layer_times(shape, machine, layout, k)
     return LayerCosts(times, layer_exposure(shape, machine, layout, k, times))
 
 
 def exposed_seconds(traffic: Array, compute: Array, tax: Array) -> Array:
-    """Exposed seconds of `traffic` beside `compute` seconds: the excess, plus the slow-down of compute by the overlapped part."""
+    """Return the seconds that communication of `traffic` seconds adds to `compute` seconds of compute that overlaps with it.
+
+    It adds the part that is longer than the compute. In addition, each overlapped second slows compute down by `tax` seconds. For example,
+    3 seconds of traffic beside 2 seconds of compute with a tax of 0.1 add 1 + 0.2 seconds.
+    """
     return np.maximum(0.0, traffic - compute) + np.minimum(traffic, compute) * tax
 
 
 def _smooth_maximum(first: Array, second: Array) -> Array:
-    """A smooth maximum: if device and host take about equally long, each sometimes waits for the other."""
+    """Return a smooth maximum (a⁴ + b⁴)^(1/4). If device and host take about equally long, each sometimes waits for the other."""
     high = np.maximum(first, second)
     low = np.minimum(first, second)
     ratio = low / np.maximum(high, 1e-12)
@@ -97,16 +107,17 @@ def _smooth_maximum(first: Array, second: Array) -> Array:
 
 
 def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """Exposed seconds of tensor-parallel exchanges: a gather and a reduce-scatter take as long as an all-reduce.
+    """Return the exposed seconds of exchanges between tensor ranks, of one micro-batch over all layers.
 
-    The backward's second gather, for weight gradients, is not counted: the exposed share was fitted without it and so includes its
-    time. After a gather by kernels, tokens of several sequences are reordered.
+    An all-gather and a reduce-scatter together take as long as an all-reduce. The backward also gathers a second time for the weight
+    gradients. That gather is not counted, because the exposed share was fitted without it and so includes its time. If NCCL kernels
+    gather several sequences, their tokens are reordered afterwards.
     """
     step = step_shape(shape, layout)
     _, sums = tensor_messages(shape, layout, step)
     group = rank_group(machine, k, layout.tensor, layout.tensor_step, congestion(machine, layout, k))
     exchange_seconds = all_reduce(group, k, sums.bytes)
-    # `token_passes` is of a layer's four exchanges; `slow` lowers the memory bandwidth that the stack reaches.
+    # `token_passes` are the bytes of a layer's four exchanges, so one exchange has a quarter. `slow` lowers the stack's memory bandwidth.
     reordered = step.tokens * shape.hidden * k.token_passes / (machine.hbm * k.hbm / k.slow) / 4
     reordered = np.where((layout.tensor > 1) & (np.asarray(layout.micro_batch) > 1), reordered, 0.0)
     by_kernels = exchange_seconds * k.tensor_exposed + reordered
@@ -123,10 +134,11 @@ def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
 
 
 def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
-    """Exposed seconds of context ranks' messages over all layers: in the forward, and in the backward.
+    """Return the exposed seconds of messages between context ranks over all layers: (in the forward, in the backward).
 
-    Attention hides half of a ring's messages. For published stacks the formula counts no messages that recompute repeats, and as many
-    bf16 messages of gradients as of keys and values in the forward: without the last one, to the rank that owns them.
+    Attention hides half of a ring's messages (`RING_EXPOSED`). For published stacks two things differ, because their constants were
+    fitted so: recompute repeats no messages, and the ring of gradients has as many bf16 messages as the ring of keys and values. This
+    program sends gradients in fp32, with one more message to the rank that owns the keys and values.
     """
     counted = _without_repeats_of_other_stacks(layout, k)
     heads, passes, sums = context_messages(shape, counted, step_shape(shape, counted))
@@ -144,18 +156,18 @@ def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
 
 
 def _without_repeats_of_other_stacks(layout: Layouts, k: Constants) -> Layouts:
-    """The layout for this program's engine, and without its recompute mode for other stacks.
+    """Return `layout`, for other stacks than this program's without recomputation.
 
-    Recompute repeats messages of the forward. The constants of other stacks were fitted without these repeats.
+    Recomputation repeats messages of the forward. The constants of other stacks were fitted without these repeats.
     """
     return replace(layout, recompute=np.where(k.own_engine > 0, layout.recompute, 0.0))
 
 
 def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, compute: Array) -> Array:
-    """Seconds of dispatch and combine, forward and backward.
+    """Return the exposed seconds of dispatch and combine of one micro-batch, forward and backward.
 
-    In this program's engine each forward first exchanges the row counts, which the host synchronises on. If another
-    micro-batch computes during the exchange, `compute` hides it.
+    In this program's engine each forward first exchanges row counts, for which the host waits. If another micro-batch computes during the
+    exchange, `compute` seconds can hide it.
     """
     if not np.any(shape.moe_layers):
         return np.zeros_like(compute)
@@ -165,7 +177,7 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     sent_once = np.where(np.asarray(layout.one_copy) > 0, _distinct_domains(group.domains, shape.top_k, layout), 1.0)
     exchange = message.count * all_to_all(group, k, machine, message.bytes, sent_once) * layout.imbalance
     exchange = exchange * layout.exchanged_share
-    # Half of the messages are dispatches: one for each forward, repeats by recompute included, and one for each layer's backward.
+    # Half of the exchanges are dispatches: one in each forward (with those that recompute repeats), and one in the backward of each layer.
     forwards = message.count / 2 - shape.moe_layers
     exchanges = (layout.expert > 1) & (layout.exchanged_share > 0)
     count_seconds = k.own_engine * forwards * (all_to_all(group, k, machine, 0.0) + COUNT_SYNC_US * 1e-6) * exchanges
@@ -181,15 +193,16 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
 
 
 def _expert_launches(shape: Shape, layout: Layouts, k: Constants) -> Array:
-    """Device idle seconds while the host launches the matmuls of local experts, after it received their sizes."""
+    """Return the seconds in which the device idles while the host launches the matmuls of local experts, after it has their sizes."""
     local = shape.experts / np.maximum(layout.expert, 1.0)
     return shape.moe_layers * local * k.moe_us * 1e-6 * layout.host_sizes
 
 
 def _distinct_domains(domains: Array, top_k: Array, layout: Layouts) -> Array:
-    """Share of a token's copies that cross domains if each other domain gets at most one copy.
+    """Return the share of a token's copies that must cross domains if each other domain gets at most one copy of the token.
 
-    It is the expected number of other domains among those of `top_k` experts drawn at random, capped by the router's limit.
+    The numerator is the expected number of other domains that have one of the token's `top_k` experts, where experts are random. The
+    router may limit this number. The denominator is the number of copies to other domains without this rule.
     """
     domains = np.maximum(domains, 1.0)
     outside = 1 - 1 / domains

@@ -1,4 +1,4 @@
-"""Costs of an update: memory traffic of its operations; for Muon also the iterations and exchanges of whole matrices."""
+"""Seconds of an optimizer update: the bytes that it moves in device memory, and for Muon also its matrix iterations and exchanges."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from meshwright.workload.optimizer_work import ADAMW_BYTES, EXCHANGE_BYTES
 
 
 def update_seconds(layout: Layouts, machine: Machine, k: Constants, owned: Array) -> Array:
-    """Seconds to update `owned` parameters on the device, relative to the measured rate of AdamW's kernel."""
+    """Return the seconds to update `owned` parameters on the device, from the measured rate of the AdamW kernel.
+
+    Other optimizers move more or fewer bytes per parameter (`Layouts.update_bytes`), and take longer or shorter in proportion.
+    """
     return owned * k.update * (layout.update_bytes / ADAMW_BYTES) / (machine.hbm * k.hbm)
 
 
 def matrix_seconds(layout: Layouts, machine: Machine, k: Constants, layers: Array) -> Array:
-    """Seconds of Muon's iterations and exchanges for the `layers` of a rank; 0 for other optimizers.
+    """Return the seconds of Muon's iterations and exchanges for the `layers` layers of a rank; 0 for other optimizers.
 
-    The ranks of a stage share bundles of layers, and wait for the rank with the most work of a bundle: its largest matrix or more.
+    The matrices of several layers form a bundle, which the ranks of a stage divide among them. All wait for the rank with the most work
+    in the bundle, which is at least the bundle's largest matrix.
     """
     ranks = np.maximum(1.0, np.asarray(layout.shards) * layout.tensor)
     filled = ranks * layout.muon_largest_flops / np.maximum(1.0, layout.muon_flops)

@@ -1,4 +1,4 @@
-"""Costs of serving instances on a cluster: step times, cache blocks, and the links over which keys and values move."""
+"""Costs of serving instances on a cluster: seconds of their steps, sizes of their caches, and rates at which cache blocks move."""
 
 from __future__ import annotations
 
@@ -45,51 +45,56 @@ from meshwright.workload.cache_size import (
 )
 
 OTHER_BYTES = 1 << 30
-"""Memory of a GPU that neither weights, cache nor a step take: the driver's context and graphs."""
+"""Bytes of a GPU's memory for the driver's context and CUDA graphs, in addition to weights, cache and activations of a step."""
 SUM_SECONDS = 7.1e-6
-RANK_SECONDS = 1.6e-6
-"""Latency of a sum over two tensor ranks' fast links, and the latency that each further rank adds.
+"""Latency of an all-reduce between two tensor ranks over fast links: NCCL on H200s in a CUDA graph.
 
-NCCL's on H200s in a CUDA graph. A CPU's is longer, but short beside its steps.
+On CPUs it is longer, but still short compared with a step.
 """
+RANK_SECONDS = 1.6e-6
+"""Latency that each further tensor rank adds to an all-reduce."""
 TRANSFER_SECONDS = 1e-3
-"""Time of a transfer between two instances beside that of its bytes."""
+"""Latency of a transfer between two instances, in addition to the time for its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceCosts:
-    """Costs and sizes of an instance, as input of a simulator."""
+    """Costs and sizes of one instance, the input of the serving simulator."""
 
     times: InstanceStepTimes
-    """Seconds of its steps."""
+    """Gives the seconds of the instance's steps."""
     blocks: int
-    """Blocks of its cache, with the unused block 0, over all its expert groups."""
+    """Cache blocks of all expert groups together, including the unused block 0."""
     tokens_per_block: int
     window: int | None
-    """Tokens that a query attends to, None for all."""
+    """Positions that a query attends to at most, if all layers have a window; None: at least one layer attends to all positions."""
     sequences: int
-    """Requests that hold cache blocks at a time, over all its expert groups."""
+    """The most requests that hold cache blocks at a time, in all expert groups together."""
     overlap: bool
-    """Whether it plans a step while the one before it runs."""
+    """Whether the host plans a step while the device still computes the step before it."""
     request_seconds: float = 0.0
-    """Time from a request's arrival to its first token beside steps."""
+    """Seconds from a request's arrival at the server until it arrives at the engine."""
     block_bytes: float
-    """Keys and values of a block, over all tensor ranks of a group."""
+    """Bytes of keys and values in a block, over all tensor ranks of a group."""
     port_bytes_per_s: float
-    """Rate at which one request's blocks leave or enter it."""
+    """Bytes per second at which the blocks of one request are sent to or from the instance."""
 
     @property
     def groups(self) -> int:
-        """Groups of devices with requests of their own that divide the experts."""
+        """Number of expert groups: each has its own requests, and the groups divide the experts among them."""
         return self.times.groups
 
 
 class ServeCosts:
-    """Costs of instances of one model on a cluster.
+    """Computes the costs of instances of one model on a cluster. Raises BadInput for a device whose rates are not known.
 
-    Raises BadInput for a device whose rates are not known. `profile` is a measurement of the engine on such a device; if there is none, the
-    one of `cluster.profile` counts that has this model and these formats, else any, else the datasheet. `software` is another server, by
-    name or by its constants; its steps are priced from the datasheet.
+    The rates of this program's engine come from the first of these sources that exists:
+
+    1. `profile`, a measurement of the engine on such a device;
+    2. a measurement in `cluster.profile` with these formats, preferably one with this model;
+    3. the datasheet.
+
+    `software` selects another server, by name or by its constants. Its costs always come from the datasheet.
     """
 
     def __init__(
@@ -108,7 +113,7 @@ class ServeCosts:
         self.quantisation = quantisation or Quantisation()
         self.settings = settings or EngineSettings()
         self.profile = None if self.software else profile or _profile_of(model, cluster, self.quantisation)
-        """The measurement that the constants are from."""
+        """The measurement of the engine that is used, if there is one."""
         chip = _known_chip(cluster)
         weights = self.quantisation.weights
         matmuls = "bf16" if cluster.is_cpu else matmul_format(chip, weights)
@@ -129,7 +134,7 @@ class ServeCosts:
             self.constants = self.profile.constants
         else:
             self.constants = usual_constants(self._machine, weights, experts, expert_peak, self.quantisation.kv_cache)
-        """Constants of a step's time on one device."""
+        """Constants from which the seconds of a step on one device are computed."""
         self.overlap = not cluster.is_cpu if self.profile is None else self.profile.overlap
         datasheet_items = 4 if cluster.is_cpu else 2
         self._items = self.profile.item_bytes if self.profile else datasheet_items
@@ -137,13 +142,14 @@ class ServeCosts:
 
     @property
     def context(self) -> int:
-        """Longest text in tokens that an instance serves."""
+        """The most tokens of prompt and answer together that an instance serves."""
         return min(self.settings.context or self.model.max_seq_len, self.model.max_seq_len)
 
     def of(self, instance: InstanceSpec) -> InstanceCosts:
-        """The costs of one of these instances.
+        """Return the costs of an instance with this specification. Results are cached.
 
-        Raises OutOfResources if not even one request of the whole context fits, BadInput for degrees that cannot divide the model.
+        Raises OutOfResources if the cache cannot hold even one request of `context` tokens, and BadInput if the model cannot be divided
+        among so many tensor or expert ranks.
         """
         key = instance.tensor, instance.expert, instance.token_budget
         if key not in self._known:
@@ -190,7 +196,7 @@ class ServeCosts:
         return {"item": self._items, "cache_item": 1 if self.quantisation.kv_cache else self._items}
 
     def _blocks(self, work: DeviceWork, rank: ModelSpec, token_budget: int) -> int:
-        """Blocks of one group's cache, by the engine's formula."""
+        """Return how many cache blocks one group has, by the formula that the engine uses."""
         settings = self.settings
         step_tokens = token_budget + self.settings.sequences
         if self.cluster.is_cpu:
@@ -220,7 +226,7 @@ class ServeCosts:
         return blocks
 
     def _exchange(self, tensor: int, expert: int) -> ExchangeTime:
-        """All-reduces over the tensor ranks, and the tokens' way to experts of other groups and back."""
+        """Return the communication of a step: all-reduces over tensor ranks, and exchanges of tokens with the experts of other groups."""
         machine = self._machine
         k = self._k
         spec = self.model
@@ -248,7 +254,7 @@ class ServeCosts:
 
 
 def _window(model: ModelSpec) -> int | None:
-    """The window of all layers; None if some attend to whole texts, as these decide how many requests fit."""
+    """Return the largest attention window of the layers; None if some layers have none, because these decide how many requests fit."""
     windows = [group.window for group in layer_groups(model)]
     return None if None in windows else max(window for window in windows if window is not None)
 
@@ -270,7 +276,7 @@ def _rates(cluster: ClusterSpec, chip: Chip, matmuls: str) -> tuple[Machine, Con
 
 
 def _profile_of(model: ModelSpec, cluster: ClusterSpec, formats: Quantisation) -> EngineProfile | None:
-    """The measurement in the cluster's profile that is most like the model and its formats."""
+    """Return a measurement in the cluster's profile with these formats: one of this model if there is one, else the first."""
     measured: Sequence[EngineProfile] = load_profile(cluster.profile).engine if cluster.profile else ()
     same = [entry for entry in measured if (entry.weights, entry.kv_cache) == (formats.weights, formats.kv_cache)]
     shape = replace(model, max_seq_len=1)

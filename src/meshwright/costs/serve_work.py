@@ -1,7 +1,8 @@
-"""Bytes and FLOPs of an engine's step on one of the devices of an instance.
+"""Bytes that one device of a serving instance reads in a step, and FLOPs that it computes.
 
-`tensor` devices divide every layer and `expert` groups of them divide the routed experts (`spec.inference_layout`); each group has the
-attention, the cache and the head of its own requests. Loads of experts are taken to be equal, routes of tokens independent.
+An instance has `expert` groups of `tensor` devices each (`spec.inference_layout`). The devices of a group divide every layer. Each group
+has its own requests, with their attention, cache and head; the routed experts are divided among all groups. The formulas assume that all
+experts get equally many tokens, and that the experts of one token do not depend on those of another.
 """
 
 from __future__ import annotations
@@ -19,21 +20,26 @@ from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters
 from meshwright.workload.cache_size import bytes_per_block, cache_bytes_per_block, layer_groups
 
 ROUNDED_MODULES = ("qkv", "out", "gate_up", "up", "down", "q", "kv_down")
-"""Linear layers of a block that `serve.formats` rounds to 8 bits, beside routed experts; to fp8 only those that devices do not share."""
+"""Linear layers of a block that `serve.formats` rounds to 8 bits, in addition to routed experts.
+
+Experts are rounded to fp8 only if they are not divided among devices.
+"""
 
 
 LAYER_KERNELS = 8
+"""Kernels that a step launches for a dense layer."""
 LATENT_KERNELS = 5
+"""Further kernels of a layer with latent attention."""
 ROUTED_KERNELS = 12
-"""Kernels of a dense layer, those that latent attention adds, and those that experts add to route, permute, multiply and combine."""
+"""Further kernels of an MoE layer: they route, permute, multiply and combine."""
 
 
 class PromptPart(Protocol):
-    """Consecutive tokens of one prompt; a part of a step is one."""
+    """Consecutive tokens of one prompt that a step computes (a prompt chunk)."""
 
     @property
     def start(self) -> int:
-        """Number of positions before the part."""
+        """Number of the prompt's positions before the part."""
 
     @property
     def count(self) -> int:
@@ -42,41 +48,40 @@ class PromptPart(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceWork:
-    """Bytes that a device reads and FLOPs that it computes in a step, and bytes in its memory."""
+    """Sizes from which the time of a step on one device follows: bytes to read, FLOPs to compute, bytes in memory."""
 
     stored_bytes: float
-    """Weights in memory."""
+    """Bytes of all weights in the device's memory."""
     dense_bytes: float
-    """Weights of the blocks that every step reads."""
+    """Bytes of the blocks' weights outside routed experts, which every step reads."""
     dense_flops: float
-    """FLOPs of a token in these."""
+    """FLOPs of one token in the blocks' linear layers, without routed experts."""
     head_bytes: float
-    """Weights of the head."""
+    """Bytes of the head's weights."""
     head_flops: float
-    """FLOPs of a token that gives logits."""
+    """FLOPs of the head for one token whose logits are computed."""
     expert_bytes: float
-    """Weights of one routed expert in one layer."""
+    """Bytes of one routed expert's weights in one layer."""
     expert_flops: float
-    """FLOPs of a token in the experts of all layers that it is sent to."""
+    """FLOPs of one token in all routed experts that it is sent to, over all layers."""
     expert_slots: float
-    """Routed experts of the device, over all layers."""
+    """Number of routed experts on the device, counted over all layers."""
     routed_layers: int
-    """Layers with routed experts."""
+    """Number of layers with routed experts."""
     chosen_share: float
-    """Share of a layer's experts that a token is sent to."""
+    """Share of a layer's experts that a token is sent to; 8 of 128 experts: 0.0625."""
     cache_bytes: float
-    """Keys and values of one position."""
+    """Bytes of keys and values of one position, in all layers."""
     kv_heads: int
-    """Heads of keys and values; 1 for latents."""
+    """Heads of keys and values on the device; 1 with latent attention."""
     attention_flops: float
-    """FLOPs of one query and one position that it attends to."""
+    """FLOPs of attention for one query and one position that it attends to, in all layers."""
     expanded_flops: float = 0.0
-    """The same where latents are expanded to keys and values first, as for prompts."""
+    """As `attention_flops`, for prompts with latent attention, where latents are first expanded to keys and values."""
     kernels: int = 0
-    """Kernels of a step's layers, with one for each matmul, norm, rotation, attention, activation and step of routing.
-    """
+    """Kernels that the layers launch in a step: one for each matmul, norm, rotation, attention, activation and step of routing."""
     windows: tuple[tuple[int | None, float], ...]
-    """Positions that a query attends to at most, None for all, and the share of the cache's bytes with that limit."""
+    """Attention windows of the layers: (positions that a query attends to at most, or None for all; share of the cache's bytes)."""
 
     @cached_property
     def attends_to_all(self) -> bool:
@@ -84,17 +89,26 @@ class DeviceWork:
         return self.windows == ((None, 1.0),)
 
     def read_expert_bytes(self, tokens: float) -> float:
-        """Weights of the routed experts that a step of `tokens` tokens over all groups reads: of those with a token, once."""
+        """Return the bytes of routed experts' weights that the device reads in a step of `tokens` tokens over all groups.
+
+        It reads each expert that gets at least one token once. An expert gets none with probability `(1 - chosen_share) ** tokens`.
+        """
         return self.expert_slots * (1.0 - (1.0 - self.chosen_share) ** tokens) * self.expert_bytes
 
     def pairs(self, chunks: Sequence[PromptPart]) -> float:
-        """Pairs of a query of the chunks and a position that it attends to."""
+        """Return how many pairs of a query and a position that it attends to the chunks have, mean over the cache's bytes.
+
+        Without windows, a chunk of 3 tokens after 2 positions has 3 + 4 + 5 = 12 pairs.
+        """
         if self.attends_to_all:
             return sum([(2 * chunk.start + 1 + chunk.count) * chunk.count for chunk in chunks]) / 2
         return sum(share * _pairs(chunks, window) for window, share in self.windows)
 
     def attended(self, decodes: int, positions: float) -> float:
-        """Positions to which decodes with so many attend, mean over the cache's bytes."""
+        """Return how many positions `decodes` queries attend to, mean over the cache's bytes, if they have `positions` before them in all.
+
+        A layer with a window limits each query to the window.
+        """
         if self.attends_to_all:
             return positions
         return sum(
@@ -126,9 +140,10 @@ def device_work(
     item: int = 2,
     cache_item: int = 2,
 ) -> DeviceWork:
-    """The work of a device of an instance; numbers have `item` bytes, those of the cache `cache_item`.
+    """Return the work of one device of an instance with `expert` groups of `tensor` devices.
 
-    Linear layers of the blocks have the format `weights`, routed experts `experts`, or `weights` if that is none.
+    `item` and `cache_item` are the bytes of a number in weights and in the cache. `weights` is the format of the blocks' linear layers.
+    `experts` is the format of routed experts; None: the same as `weights`.
     """
     part = AxisPart(0, tensor)
     rank = rank_dimensions(spec, tensor)
@@ -176,7 +191,7 @@ def device_work(
 
 
 def _windows(spec: ModelSpec, item: int) -> tuple[tuple[int | None, float], ...]:
-    """`DeviceWork.windows` of a rank's dimensions."""
+    """Return `DeviceWork.windows` for the part of the model on one device."""
     groups = layer_groups(spec)
     sizes = [bytes_per_block(group, 1, item) for group in groups]
     return tuple((group.window, size / sum(sizes)) for group, size in zip(groups, sizes, strict=True))
@@ -188,7 +203,10 @@ def _is_rounded(parameter: ParameterSpec) -> bool:
 
 
 def _attention_flops(rank: ModelSpec) -> float:
-    """Scores and weighted sums of all layers; with latents they are computed on the latents (absorbed matmuls)."""
+    """Return the FLOPs of scores and weighted sums in all layers, for one query and one position.
+
+    With latent attention both are computed on the latents themselves (absorbed matmuls).
+    """
     if rank.kv_rank:
         return 2.0 * rank.layers * rank.heads * (2 * rank.kv_rank + rank.rope_head_dim)
     return 4.0 * rank.layers * rank.heads * rank.head_dim

@@ -1,4 +1,4 @@
-"""Layers of pipeline ranks: the plan's, or for published runs the stack's rule."""
+"""Numbers of layers on pipeline ranks: from the plan, or for published runs by the rule of their software."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from meshwright.workload.model_shape import Shape
 
 
 def stage_layers(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
-    """Layers of the fullest stage, and of the last stage, which has the head: the layout's, or by a stack's rule.
+    """Return the layers of the fullest pipeline rank, and of the last pipeline rank, which has the head.
 
-    Even rule: every stage has the same number of layers, and the last also the head; if layers do not divide, embedding and head
-    count as a layer each. Balanced rule: the head counts as the layers with as many multiplications, and each stage takes layers
-    until its sum exceeds its share of the total, so the first stage is the fullest.
+    If the layout states these numbers, they are returned. Otherwise, one of two rules of published software applies:
+
+    - Even: every rank has the same number of layers, and the last rank also has the head. If the layers cannot be divided evenly,
+      embedding and head count as one layer each.
+    - Balanced: the head counts as many layers as have its number of multiplications. Each rank gets layers until it has more than its
+      share of the total, so the first rank has the most.
     """
     chunks = layout.pipeline * layout.virtual
     layers_per_chunk = shape.layers / chunks

@@ -1,9 +1,9 @@
 """Seconds of one training step in closed form, for arrays of layouts at once.
 
-    step = pipeline(m micro-batches of the slowest stage, plus the fill) + exposed data-parallel traffic + optimizer + constants
+    step = m × (micro-batch on the slowest stage) + pipeline fill + exposed data-parallel collectives + optimizer + constant
 
-Each term is a formula of docs/design/cost-model.md. The layout's strides say which ranks form a group. `k` is the constants
-of a stack, that is, of a training software: this program's engine, or a published one.
+where m is the number of micro-batches. Each term is a formula of docs/design/cost-model.md. The strides of a layout say which ranks form a
+group. `k` are the constants of a stack, that is, of a training software: this program's engine, or a published one.
 """
 
 from __future__ import annotations
@@ -38,37 +38,43 @@ from meshwright.workload.model_shape import Shape, embedding_at_both_ends
 from meshwright.workload.unit_parameters import shard_parameters, stage_parameters
 
 LAST_ROUND_OVERLAP = 0.8
-"""Share of an interleaved pipeline's last round that hides gradient reductions.
+"""Share of the last round of an interleaved pipeline in which gradient reductions can be hidden.
 
-The schedule allows 1; links that also carry activations allow less. Set by hand (docs/design/cost-model.md, "Blind
-spots").
+The schedule allows 1, but the links also carry activations. Set by hand (docs/design/cost-model.md, "Blind spots").
 """
 EARLY_GATHERS = 2
-"""Units of a stage that are gathered before the stage's input arrives; their gathers do not delay the micro-batch."""
+"""Units of a stage that are gathered before the stage's input arrives, so their gathers do not delay a micro-batch."""
 LATE_REDUCTIONS = 1
-"""Units of a stage that are reduced after the stage has sent its result; their reductions do not delay the micro-batch."""
+"""Units of a stage that are reduced after the stage has sent its result, so their reductions do not delay a micro-batch."""
 WEIGHT_BACKWARD = 0.7
-"""Time of the weight-gradient part of a split backward, relative to a forward: its matmuls, without attention.
+"""Seconds of the weight-gradient part of a split backward, relative to a forward: its matmuls, without attention.
 
-Gradient reductions overlap only with that part.
+In schedules with a split backward, gradient reductions overlap only with that part.
 """
 SEQUENCE_COLLECTIVES = 10.0
-"""Collectives of a layer, forward and backward, with sequence-split tensor parallelism: six gathers, four scatters."""
+"""Collectives of a layer with sequence parallelism, forward and backward: six all-gathers and four reduce-scatters."""
 ALLOCATOR_LIMIT = 0.92
 """Share of device memory at which the caching allocator starts to free cached blocks and allocate them again."""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of one step by cause; `exposed` is communication time by axis that no compute hides."""
+    """Seconds of one step, in total and by cause."""
 
     seconds: Array
+    """The whole step."""
     compute: Array
+    """Forward and backward of all micro-batches on the slowest stage."""
     bubble: Array
+    """Idle time at the ends of the pipeline."""
     host: Array
+    """Waits until the host has launched kernels."""
     optimizer: Array
+    """The update."""
     constant: Array
+    """Fixed time of each step."""
     exposed: dict[str, Array]
+    """By axis, communication that no compute hides."""
 
 
 def step_cost(
@@ -79,7 +85,11 @@ def step_cost(
     memory_share: Array = 0.0,
     layers: LayerCosts | None = None,
 ) -> StepCost:
-    """Seconds of a step under each layout, with its peak `memory_share` of device memory and, if known, its `layer_costs`."""
+    """Return the seconds of a step under each layout.
+
+    `memory_share` is the peak of device memory in use, as a share; near 1, allocations take time. `layers` is the result of `layer_costs`
+    for the same arguments, if the caller has it.
+    """
     layers = layers or layer_costs(shape, machine, layout, k)
     times = layers.times
     layer_seconds = layers.exposure
@@ -88,8 +98,8 @@ def step_cost(
     layers_device = device + layer_seconds.tensor + layer_seconds.context + layer_seconds.expert
     gathers, reductions = _weights_traffic(shape, machine, layout, k, times.backward)
     layers_time = layers_device + layer_seconds.host
-    # Time beside the arithmetic belongs to forward and backward in the ratio of their times without recompute: else recompute would
-    # seem to move it to the backward, where it would hide more than recompute adds.
+    # Exposed communication and launches are divided between forward and backward in the ratio of their compute without recomputation.
+    # With recomputation in the ratio, more of them would count in the backward, where they would hide more than recomputation adds.
     first_backward = times.backward - times.recomputed
     backward_share = first_backward / np.maximum(times.forward + first_backward, 1e-12)
     backward = times.backward + (layers_time - device) * backward_share
@@ -98,8 +108,8 @@ def step_cost(
     copies_each, copies_once = copy_seconds(shape, machine, layout, k)
     collective_seconds = gathers.each + reductions.each
     mean_tax = (gathers.each * gathers.tax + reductions.each * reductions.tax) / np.maximum(collective_seconds, 1e-12)
-    # Gathers and reductions together overlap with all compute. If the backward is split, reductions overlap only with its weight
-    # half, so the exposed time may be larger.
+    # Usually, gathers and reductions together overlap with all compute. If the backward is split, reductions overlap only with its
+    # weight-gradient part, so more of them may be exposed.
     exposed_if_joint = exposed_seconds(collective_seconds, overlap_seconds, mean_tax)
     exposed_if_split = exposed_seconds(gathers.each, overlap_seconds, gathers.tax) + exposed_seconds(
         reductions.each, k.hide * WEIGHT_BACKWARD * times.forward, reductions.tax
@@ -107,7 +117,7 @@ def step_cost(
     shard_exposed = (
         np.where(layout.splits_backward, np.maximum(exposed_if_joint, exposed_if_split), exposed_if_joint) + copies_each
     )
-    # Copies to the host and back also run beside the exchanges between tensor, context and expert ranks.
+    # Copies to the host and back overlap with compute, and also with the exchanges between tensor, context and expert ranks.
     offloaded = exposed_copies(shape, machine, layout, layers_time - backward, backward)
     offloaded = offloaded + exposed_sums(machine, layout, owned_params(shape, layout), backward)
     all_layers_seconds = layers_time + shard_exposed + offloaded
@@ -115,8 +125,8 @@ def step_cost(
     stage, all_stages = _stage_seconds(shape, layout, all_layers_seconds, times)
     message = _boundary_seconds(shape, machine, layout, k)
     micro_batches = layout.micro_batches
-    # Collectives at the two ends of a stage do not delay the next stage. `shard_exposed` does not distinguish gathers from
-    # reductions, so the mean of their units is taken.
+    # The first gathers and the last reductions of a stage do not delay the next stage. `shard_exposed` does not distinguish gathers from
+    # reductions, so the mean of the two numbers of units is used.
     units = shape.layers / layout.pipeline / layout.virtual
     edge_units = (EARLY_GATHERS + LATE_REDUCTIONS) / 2
     all_stages = all_stages - np.where(
@@ -125,7 +135,7 @@ def step_cost(
     fill = np.where(
         layout.pipeline > 1, layout.fill * k.bubble * np.maximum(0.0, all_stages - stage) / layout.virtual, 0.0
     )
-    # With fewer micro-batches than ranks virtual stages help little: the first micro-batch still passes all of them.
+    # With fewer micro-batches than ranks, virtual stages help little, because the first micro-batch must still pass all stages.
     fill = np.where(layout.virtual > 1, np.maximum(fill, all_stages - micro_batches * stage), fill)
     sent = message * micro_batches * layout.virtual  # in one direction; the two directions overlap
     recomputed = times.recomputed * stage / np.maximum(all_layers_seconds + times.head + times.embed, 1e-12)
@@ -139,18 +149,18 @@ def step_cost(
     steady = micro_batches * (stage + host_micro) + imbalance
     overlapping = k.hide * _overlapping_micro_batches(layout)
     first = exposed_seconds(gathers.once, (layers_time - backward) * overlapping, gathers.tax)
-    # Compute that hides a micro-batch's own collectives cannot hide the last reductions too.
+    # Compute that already hides the collectives of its micro-batch cannot hide the last reductions as well.
     free_overlap_share = 1 - np.minimum(1.0, collective_seconds / np.maximum(overlap_seconds, 1e-12))
     last = exposed_seconds(reductions.once, free_overlap_share * backward * overlapping, reductions.tax)
     first_and_last = _delay_of_ends(layout, first, last, units) + copies_once / layout.pipeline
     first_and_last = first_and_last + _table_seconds(shape, machine, layout, k)
-    # Sums over replicas run beside the last reductions of shards, so they hide behind the exposed part of these too.
+    # All-reduces over replicas overlap with the last reductions over shards, so also the exposed part of those can hide them.
     stage_backward = stage - stage_forward + last / layout.pipeline / _overlapping_micro_batches(layout)
     data_seconds = first_and_last + _gradient_traffic(shape, machine, layout, k, stage_forward, stage_backward)
     update = _optimizer_seconds(shape, machine, layout, k, layers_time - backward)
     nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
     constant = (k.step_ms + k.sync_ms * nodes) * 1e-3
-    # Nodes differ in when their hosts launch kernels; with a graph of each layer, hosts launch few.
+    # Nodes differ in when their hosts launch kernels. With one CUDA graph for each layer, hosts launch so little that they do not differ.
     jitter = np.where(np.asarray(layout.layer_graphs) > 0, 0.0, k.jitter)
     seconds = (steady + fill + pipe_seconds) * (1 + jitter * nodes) + data_seconds + update + constant + stalls
     # From seconds of one micro-batch over all layers to seconds of a step on the slowest stage.
@@ -178,11 +188,12 @@ def step_cost(
 
 
 def _return_seconds(layout: Layouts, message: Array, forward: Array, backward: Array) -> Array:
-    """Idle seconds of ranks with virtual stages that wait for micro-batches to return, having passed all ranks.
+    """Return the seconds in which ranks with virtual stages wait until a micro-batch has passed all ranks and comes back.
 
-    A rank needs as many micro-batches as there are ranks to be busy until the first returns, if messages take no time. In layered order
-    further ones hide the messages; the interleaved order begins and ends with as many as there are ranks. `forward` and `backward` are
-    the seconds of one micro-batch in all stages of a rank. A V-shaped placement turns at the last rank.
+    With p ranks, a rank computes p micro-batches until the first one comes back, if messages take no time. Messages delay its return by p
+    messages. In layered order the micro-batches beyond p hide this delay. In interleaved order there are exactly p at the beginning and at
+    the end. In a V-shaped placement micro-batches turn around at the last rank, so no rank waits. `forward` and `backward` are the
+    seconds of one micro-batch in all stages of a rank, `message` those of one message.
     """
     further = np.where(layout.layered > 0, np.maximum(0.0, layout.micro_batches - layout.pipeline), 0.0)
     returns = np.where(layout.vee > 0, 0.0, layout.virtual - 1)
@@ -192,12 +203,15 @@ def _return_seconds(layout: Layouts, message: Array, forward: Array, backward: A
 
 
 def _delay_of_ends(layout: Layouts, first: Array, last: Array, units: Array) -> Array:
-    """Seconds by which the `first` gathers and the `last` reductions delay a step.
+    """Return the seconds by which the step's first gathers and last reductions delay it.
 
-    Both are exposed seconds of all layers; a pipeline rank has 1/pipeline of them, in `units` of each stage. The first micro-batch
-    reaches a rank after the gathers of the ranks before it, so these delays add up, except those of the units that are gathered early.
-    Likewise the last micro-batch's backward is delayed by reductions of one rank after another, unless they follow a later weight half.
-    In layered order no rank waits for another's collectives.
+    `first` and `last` are their exposed seconds over all layers. Each pipeline rank has 1/pipeline of them; a stage has `units` units.
+
+    - The first micro-batch reaches a rank after the gathers of all ranks before, so their delays add up. Units that are gathered
+      before the input arrives (`EARLY_GATHERS`) do not count.
+    - In the same way, the reductions of one rank after another delay the backward of the last micro-batch. With a split backward they
+      do not, because weight gradients are computed later.
+    - In layered order, no rank waits for the collectives of another rank.
     """
     other_ranks = np.where(layout.layered > 0, 0.0, layout.pipeline - 1)
     first = first * (1 + other_ranks * np.maximum(0.0, 1 - EARLY_GATHERS / units))
@@ -206,9 +220,9 @@ def _delay_of_ends(layout: Layouts, first: Array, last: Array, units: Array) -> 
 
 
 def _table_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """Seconds of the first gather and the last reduction of a step, the embedding's, with which nothing overlaps.
+    """Return the seconds of the embedding's gather and reduction in a pipeline: the first and the last collective of a step.
 
-    Constants of other stacks include both.
+    No compute overlaps with them. The constants of other stacks include them already, so they are 0 there.
     """
     elements = k.own_engine * shape.table_params / layout.tensor
     group = rank_group(machine, k, layout.shards, layout.shard_step)
@@ -217,7 +231,7 @@ def _table_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants
 
 
 def _stage_seconds(shape: Shape, layout: Layouts, all_layers_seconds: Array, times: LayerTime) -> tuple[Array, Array]:
-    """Seconds of one micro-batch in the slowest stage, and in all stages together."""
+    """Return the seconds of one micro-batch on the slowest pipeline rank, and in all stages together."""
     all_stages = all_layers_seconds + times.head + times.embed
     per_layer = all_layers_seconds / shape.layers
     full_layers, last_layers = stage_layers(shape, layout)
@@ -226,9 +240,10 @@ def _stage_seconds(shape: Shape, layout: Layouts, all_layers_seconds: Array, tim
 
 
 def _stall_seconds(machine: Machine, layout: Layouts, k: Constants, memory_share: Array) -> Array:
-    """Seconds lost at stage boundaries, at most two per micro-batch, to a congested network or to full device memory.
+    """Return the seconds lost at stage boundaries because the network is congested or device memory is nearly full.
 
-    Near its limit the allocator frees its cache and allocates again for each activation that does not fit.
+    A micro-batch loses time at two boundaries at most. When memory is nearly full (`ALLOCATOR_LIMIT`), the allocator frees its cache and
+    allocates again for each activation that does not fit.
     """
     boundaries = np.minimum(2.0, layout.pipeline - 1)
     memory_probability = 1 / (1 + (ALLOCATOR_LIMIT / np.maximum(memory_share, 1e-3)) ** 40)
@@ -238,18 +253,23 @@ def _stall_seconds(machine: Machine, layout: Layouts, k: Constants, memory_share
 
 @dataclass(frozen=True)
 class _Traffic:
-    """Seconds of collectives over all layers of the model: per micro-batch (`each`), and once per step (`once`)."""
+    """Seconds of gathers, or of reductions, over all layers of the model."""
 
     each: Array
+    """Seconds for each micro-batch."""
     once: Array
+    """Seconds once per step."""
     tax: Array
-    """Seconds by which each second slows the compute beside it."""
+    """Seconds by which compute becomes slower for each second in which it overlaps with these collectives."""
 
 
 def _weights_traffic(
     shape: Shape, machine: Machine, layout: Layouts, k: Constants, backward: Array
 ) -> tuple[_Traffic, _Traffic]:
-    """Gathers and reduce-scatters of fully sharded weights. With several expert ranks, kernels gather the experts in any case."""
+    """Return the gathers and the reduce-scatters of fully sharded weights.
+
+    Where copy engines gather weights, NCCL kernels still gather the experts if they are on several expert ranks.
+    """
     tensor_ranks = layout.tensor
     group = rank_group(machine, k, layout.shards, layout.shard_step)
     # For other stacks the fitted constant `passes` includes the time of gathers of embedding and head.
@@ -272,7 +292,7 @@ def _weights_traffic(
     scatter = scatter + _contention_seconds(group, layout, k, scatter, backward)
     gathers, reductions = (count / layout.micro_batches for count in weight_collectives(layout))
     gathers = np.where(layout.gather_once > 0, 0.0, gathers)
-    # A pipeline's only micro-batch reduces once per step, so its reductions are priced like those of `reduce_once`.
+    # With a single micro-batch in a pipeline, reductions happen once per step, as with `reduce_once`.
     once = np.where((layout.pipeline > 1) & (layout.micro_batches <= 1), 1.0, np.asarray(layout.reduce_once) > 0)
     reductions = (1.0 - once) * reductions
     sharded = layout.zero >= 3
@@ -289,7 +309,7 @@ def _weights_traffic(
 def _gather_seconds(
     group: CollectiveGroup, machine: Machine, k: Constants, size: Array, messages: Array, by_copy_engine: Array
 ) -> Array:
-    """Seconds to gather `size` bytes: by copy engines where `by_copy_engine`, by kernels elsewhere."""
+    """Return the seconds to gather `size` bytes, by copy engines where `by_copy_engine` is true, and by NCCL kernels elsewhere."""
     by_kernels = gather(group, k, size, messages)
     if not np.any(by_copy_engine):
         return by_kernels
@@ -299,9 +319,10 @@ def _gather_seconds(
 def _gradient_traffic(
     shape: Shape, machine: Machine, layout: Layouts, k: Constants, forward: Array, backward: Array
 ) -> Array:
-    """Exposed seconds, once a step, of gradient sums over replicas and, if the optimizer is sharded, weight gathers.
+    """Return the exposed seconds of the collectives that data parallelism needs once per step.
 
-    `forward` and `backward` have the seconds of a micro-batch in the slowest stage.
+    These are the reductions of gradients over replicas. If only the optimizer is sharded (ZeRO-1 and 2), they also include the gathers of
+    updated weights. `forward` and `backward` are the seconds of a micro-batch on the slowest stage.
     """
     tensor_ranks = layout.tensor
     data_ranks = layout.data * layout.context
@@ -309,11 +330,11 @@ def _gradient_traffic(
     dense, experts = stage_parameters(shape, layout, 1 / layout.pipeline)
     dense = dense * shape.trained
     experts = experts * shape.trained
-    # With fp8 matmuls one byte of each updated weight is gathered.
+    # With fp8 matmuls, each updated weight is gathered as one byte.
     bytes_per_weight = np.where(machine.matmul_format > 0, 1.0, COMPUTE_BYTES)
     messages = k.messages * shape.layers / layout.pipeline
     expert_ranks = np.maximum(layout.expert, 1.0)
-    # Ranks with the same experts.
+    # The group of ranks that have the same experts.
     expert_replicas = rank_group(machine, k, np.maximum(1.0, data_ranks * tensor_ranks / expert_ranks), expert_ranks)
     expert_bytes = np.where(shape.experts > 0, experts, 0.0)
     hybrid = rank_group(machine, k, np.maximum(1.0, data_ranks / layout.shards), layout.replicate_step)
@@ -327,17 +348,17 @@ def _gradient_traffic(
         expert_replicas, k, expert_bytes * k.reduce_bytes, messages
     )
     reduced = np.where(layout.zero >= 3, replica_sums, reduced)
-    # Host time of a layer's all-reduce, which is a ring of reductions and a ring of gathers over the data ranks. `ring_us` is the
-    # host time of all `SEQUENCE_COLLECTIVES` of a layer per further rank, so a tenth of it is that of one ring. It is counted with
-    # sequence parallelism, as in `compute.layer_times`.
+    # The host time of a layer's all-reduce over the data ranks, which is two rings: one reduces, one gathers. `ring_us` is the host time of
+    # all ten `SEQUENCE_COLLECTIVES` of a layer per further rank, so one ring has a tenth. It counts only with sequence parallelism, as in
+    # `compute.layer_times`.
     ring_host_seconds = 2 * (data_ranks - 1) * k.ring_us / SEQUENCE_COLLECTIVES * 1e-6 * shape.layers / layout.pipeline
     reduced = reduced + np.where(layout.zero == 0, layout.sequence * ring_host_seconds, 0.0)
     gathered = gather(group, k, dense * bytes_per_weight, messages) + gather(
         expert_replicas, k, expert_bytes * bytes_per_weight, messages
     )
     gathered = np.where((layout.zero >= 1) & (layout.zero < 3), gathered, 0.0)
-    # An interleaved rank ends with p backward passes of each chunk in turn (Narayanan et al. 2021, figure 4), so the reduction of one
-    # chunk overlaps with the last round of the others. Gathers of updated weights overlap with the first forward only.
+    # An interleaved rank ends with p backwards of each virtual stage in turn (Narayanan et al. 2021, figure 4). So the reductions of one
+    # virtual stage overlap with the last round of the others. Gathers of updated weights overlap only with the first forward.
     rounds = 1 + LAST_ROUND_OVERLAP * (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
     rounds = np.where(layout.layered > 0, 1.0, rounds)
     least_exposed = 1 - np.minimum(k.hide, 1.0)  # exposed share with unlimited compute beside it
@@ -353,21 +374,21 @@ def _gradient_traffic(
 def _contention_seconds(
     group: CollectiveGroup, layout: Layouts, k: Constants, seconds: Array, backward: Array
 ) -> Array:
-    """Seconds that a reduction across nodes takes longer because backward runs beside it (TCP)."""
+    """Return the seconds by which a reduction across nodes takes longer because the backward runs at the same time (TCP only)."""
     return np.where(group.domains > 1, k.net_yield, 0.0) * np.minimum(
         seconds, backward * _overlapping_micro_batches(layout)
     )
 
 
 def _overlapping_micro_batches(layout: Layouts) -> Array:
-    """Micro-batches whose compute overlaps with a layer's once-per-step collectives: in layered order all, else one."""
+    """Return how many micro-batches' compute overlaps with a layer's collectives of a step: in layered order all, else one."""
     return np.where(layout.layered > 0, layout.micro_batches, 1.0)
 
 
 def _tied_sum_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """Seconds to sum the gradients of an embedding that the first and the last stage use, without overlap.
+    """Return the seconds to all-reduce the gradient of a tied embedding between the first and the last pipeline rank, not overlapped.
 
-    Constants of other stacks include it already.
+    The constants of other stacks include these seconds already, so it is 0 there.
     """
     end_group = rank_group(machine, k, 2.0, layout.pipeline_step * np.maximum(1.0, layout.pipeline - 1))
     elements = shape.table_params / layout.tensor / np.where(layout.zero >= 3, layout.shards, 1.0)
@@ -383,28 +404,28 @@ def _tied_sum_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Consta
 
 
 def _boundary_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """Seconds to send one micro-batch's activations from a stage to the next."""
+    """Return the seconds to send the activations of one micro-batch from a stage to the next."""
     crosses_domains = layout.pipeline_step >= machine.domain
     size = layout.micro_batch * layout.seq / layout.context / layout.tensor * shape.hidden * COMPUTE_BYTES
     return k.pipe_us * 1e-6 + size / np.where(crosses_domains, port_rate(machine, k), link_rate(machine, k))
 
 
 def owned_params(shape: Shape, layout: Layouts) -> Array:
-    """Parameters that one rank's optimizer updates."""
+    """Return how many parameters the optimizer of one rank updates."""
     dense, experts = stage_parameters(shape, layout, 1 / layout.pipeline)
     return shape.trained * shard_parameters(layout, dense, experts, layout.zero >= 1)
 
 
 def _optimizer_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants, forward: Array) -> Array:
-    """Seconds of the update; with offload, those that the first forward does not hide.
+    """Return the seconds of the optimizer's update; with offload, only those that the first forward does not hide.
 
-    `forward` has the seconds of a micro-batch over all layers.
+    `forward` is the seconds of a micro-batch's forward over all layers.
     """
     owned = owned_params(shape, layout)
     seconds = update_seconds(layout, machine, k, owned)
-    # Scales of fp8 weights are computed from all weights, before the first gather.
+    # An fp8 gather needs scales from all weights, so the whole update ends before the first gather, and no forward overlaps with it.
     beside = np.where(layout.gathered_bytes < COMPUTE_BYTES, 0.0, _overlapping_micro_batches(layout) / layout.pipeline)
-    # Activations of the first forward use the link too.
+    # The activations of the first forward are copied over the same link, so their seconds hide nothing.
     beside = beside * np.maximum(0.0, forward - activation_copies(shape, machine, layout))
     units = shape.layers / layout.pipeline + 1
     compute = 3 * forward * layout.micro_batches / layout.pipeline

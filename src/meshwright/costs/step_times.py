@@ -1,10 +1,15 @@
-"""Seconds of one step of the inference engine, by its shape.
+"""Seconds of one step of the inference engine, by its decodes and prompt chunks.
 
-A step reads the weights once, of routed experts those with a token, and multiplies them with all its tokens; the slower of both
-determines its time, with a soft maximum for the region between. Decodes read their keys and values; few programs read the longest text,
-so it takes longer than its share of the bytes. Chunks of prompts compute attention. The host launches a step with a prompt in
-`prompt_seconds`, while the device computes; a step without one is a graph, whose launch counts as no time. Graphs pad steps with prompts
-to the next of `prompt_sizes`. Fixed times and rates are `StepConstants`.
+- Matmuls: the step reads all weights once (of routed experts only those that get a token), and multiplies them with all its tokens. The
+  slower of reading and computing determines the time; where both are similar, a soft maximum gives a little more.
+- Decodes read the keys and values of their sequences. Only a few GPU programs read the longest sequence, so it takes longer than its share
+  of the bytes.
+- Prompt chunks compute attention.
+- Launch: with a prompt chunk, the host needs `prompt_seconds` to launch the step, at the same time as the device computes. A step without
+  prompt chunks is launched as one CUDA graph, whose launch time is not counted.
+- Padding: a step with prompt chunks is padded to the next token count in `prompt_sizes`, if a graph exists for it.
+
+Fixed times and rates are in `StepConstants`.
 """
 
 from __future__ import annotations
@@ -18,22 +23,25 @@ from meshwright.costs.serve_work import DeviceWork, PromptPart
 from meshwright.spec.serve_profile import StepConstants, StepFactor
 
 SOFTNESS = 4.0
-"""Exponent of the soft maximum: two equal times give 1.19 times one of them."""
+"""Exponent of the soft maximum. With 4, two equal times give 2 ** (1 / 4) = 1.19 times one of them."""
 PADDED_DECODES = 8
+"""CUDA graphs exist for multiples of this number of decodes."""
 MOST_PARTS = 32
-"""Graphs have a multiple of so many decodes; at most so many programs share a text (`kernels.paged_attention`)."""
+"""The most GPU programs that share the attention of one sequence (`kernels.paged_attention`)."""
 
 
 @dataclass(frozen=True)
 class ExchangeTime:
-    """Communication of a step between the devices of an instance: a fixed time, and a time per token of a group."""
+    """Communication between the devices of an instance in a step."""
 
     seconds: float = 0.0
+    """Seconds that do not depend on the tokens: latencies."""
     token_seconds: float = 0.0
+    """Further seconds for each token of a group."""
 
 
 class InstanceStepTimes:
-    """The cost of the steps of one instance, for a simulator that asks often."""
+    """Computes the seconds of an instance's steps, with caches for a simulator that asks for many steps."""
 
     def __init__(
         self, work: DeviceWork, constants: StepConstants, *, groups: int = 1, exchange: ExchangeTime | None = None
@@ -47,12 +55,13 @@ class InstanceStepTimes:
         read = work.cache_bytes / constants.cache_bytes_per_s
         rate = constants.decode_flops_per_s
         self._position_seconds = (soft_maximum(read, work.attention_flops / rate) if rate else read) / groups
-        """Seconds of each position that decodes attend to."""
+        """Seconds for each position that a decode attends to."""
 
     def seconds(self, decodes: int, positions: int, chunks: Sequence[PromptPart] = (), longest: int = 0) -> float:
-        """Seconds of one of several such steps in turn, whose decodes attend to `positions` in all and one of them to `longest`.
+        """Return the seconds of a step if steps like it follow each other: the larger of launch and device time, by a soft maximum.
 
-        A `longest` of 0 stands for equal texts.
+        `positions` is how many positions all decodes attend to together, `longest` how many the longest sequence among them has; 0 means
+        that all sequences are equally long. `chunks` are the prompt chunks of the step.
         """
         if not chunks:
             return self._decode_seconds(decodes, positions, longest)
@@ -61,7 +70,7 @@ class InstanceStepTimes:
         return soft_maximum(computed, self.launch_seconds(decodes, chunks)) * self._factor(tokens)
 
     def launch_seconds(self, decodes: int, chunks: Sequence[PromptPart]) -> float:
-        """Seconds in which the host launches a step."""
+        """Return the seconds that the host needs to launch a step; 0 without prompt chunks."""
         if not chunks:
             return 0.0
         k = self.constants
@@ -71,7 +80,7 @@ class InstanceStepTimes:
     def device_seconds(
         self, decodes: int, positions: int, chunks: Sequence[PromptPart] = (), longest: int = 0
     ) -> float:
-        """Seconds in which the device computes a step that the host has launched."""
+        """Return the seconds that the device computes a launched step; the arguments are those of `seconds`."""
         if not chunks:
             return self._decode_seconds(decodes, positions, longest)
         tokens = self.computed_tokens(decodes, chunks)
@@ -82,7 +91,7 @@ class InstanceStepTimes:
         return fixed + each * positions + of_longest * (longest or positions / max(1, decodes))
 
     def _computed(self, tokens: int, decodes: int, positions: int, chunks: Sequence[PromptPart], longest: int) -> float:
-        """`device_seconds` of a step with chunks and so many `computed_tokens`, without its factor."""
+        """Return `device_seconds` of a step with prompt chunks, without its factor; `tokens` are its `computed_tokens`."""
         k = self.constants
         work = self.work
         groups = self.groups
@@ -97,15 +106,16 @@ class InstanceStepTimes:
         return interpolated_factor(self.constants.prompt_factors, tokens)
 
     def computed_tokens(self, decodes: int, chunks: Sequence[PromptPart]) -> int:
-        """Tokens of a step with chunks, with those to which its graph pads it."""
+        """Return how many tokens the device computes in a step with prompt chunks, including padding."""
         tokens = decodes + sum([chunk.count for chunk in chunks])
         sizes = self.constants.prompt_sizes
         return sizes[bisect_left(sizes, tokens)] if sizes and tokens <= sizes[-1] else tokens
 
     def decode_line(self, decodes: int) -> tuple[float, float, float]:
-        """Seconds of a step of so many decodes without positions, of each position, and of each of the longest text.
+        """Return the coefficients (fixed, each, of_longest) of the seconds of a step of `decodes` decodes.
 
-        Layers with a window add nothing to the last two: each decode attends to as many positions as the window has.
+        The step takes `fixed + each * positions + of_longest * longest` seconds. Layers with a window count only in `fixed`: there each
+        decode attends to as many positions as the window has.
         """
         line = self._lines.get(decodes)
         if line is None:
@@ -128,7 +138,10 @@ class InstanceStepTimes:
         return line
 
     def _longest_seconds(self, decodes: int) -> float:
-        """Seconds of each position of the longest of `decodes` texts: the others have ended while its programs take them in turn."""
+        """Return the further seconds for each position of the longest of `decodes` sequences.
+
+        At most `MOST_PARTS` programs share a sequence. So the programs of the longest one still read it when the others have finished.
+        """
         k = self.constants
         work = self.work
         if not (k.text_bytes_per_s and k.decode_programs):
@@ -139,7 +152,7 @@ class InstanceStepTimes:
         return work.cache_bytes / work.kv_heads / (parts * k.text_bytes_per_s)
 
     def matmul_seconds(self, tokens: int, samples: int) -> float:
-        """Seconds of the matmuls with weights and of communication, for `tokens` of which `samples` give logits."""
+        """Return the seconds of matmuls with weights and of communication for `tokens` tokens, where `samples` of them need logits."""
         seconds = self._matmuls.get((tokens, samples))
         if seconds is None:
             k = self.constants
@@ -156,18 +169,21 @@ class InstanceStepTimes:
 
 
 def whole_chunks(chunks: Sequence[PromptPart], tokens: int) -> int:
-    """How many chunks begin a prompt and have so many tokens or more; none for 0 tokens."""
+    """Return how many chunks begin a prompt and have at least `tokens` tokens; 0 if `tokens` is 0."""
     return sum([chunk.start == 0 and chunk.count >= tokens for chunk in chunks]) if tokens else 0
 
 
 def soft_maximum(first: float, second: float) -> float:
-    """The larger of two positive times, and up to 1.19 times that where they are alike."""
+    """Return the larger of two times, or up to 1.19 times it if they are similar: (a⁴ + b⁴)^(1/4)."""
     longer, shorter = (first, second) if first > second else (second, first)
     return longer * (1 + (shorter / longer) ** SOFTNESS) ** (1 / SOFTNESS) if longer else 0.0
 
 
 def interpolated_factor(factors: Sequence[StepFactor], tokens: int) -> float:
-    """The factor at `tokens`, linear in their logarithm between two entries and constant outside; 1 without entries."""
+    """Return the factor for `tokens` tokens, interpolated between two entries on a logarithmic scale of tokens.
+
+    Below the first and above the last entry it is constant. Without entries it is 1.
+    """
     if not factors or tokens < 1:
         return 1.0
     index = bisect_left(factors, tokens, key=lambda factor: factor.tokens)

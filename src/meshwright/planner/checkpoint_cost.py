@@ -1,4 +1,4 @@
-"""Cost of a plan's checkpoints: host memory, stall of training, interval, and storage bandwidth."""
+"""Predicts what checkpoints cost a run: host memory, waits of training, the interval between checkpoints, and storage bandwidth."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.plan_bytes import optimizer_on_host
 
 HOST_COPY_RATE = 10e9
-"""Bytes a second that one rank copies from host memory to host memory: a guess."""
+"""Bytes per second that one rank copies within host memory: a guess."""
 WRITE_RATE = 2.62e9
-"""Bytes a second that the writer of one rank brings to storage.
+"""Bytes per second that one rank writes to storage.
 
-Measured by `benchmarks/checkpoint_stall.py` with one rank on H200 hosts with 16 cores, to tmpfs: 2.3 to 3.0 GB/s. Storage that is slower is
-not known.
+Measured by `benchmarks/checkpoint_stall.py` with one rank on H200 hosts with 16 cores, to tmpfs: 2.3 to 3.0 GB/s. The planner does not know
+whether a run's storage is slower.
 """
 REPLICA_PARTS = 2
-"""Parts of a snapshot that a rank with a replica on another host copies: its own, and the replica's."""
+"""If a rank has a replica on another host, its snapshot has two parts: the rank's own part of the state, and the replica's part."""
 PARTNER_COPIES = 2
-"""Copies of each snapshot of another host for which a host has memory: one that is complete, and one that arrives."""
+"""A host has memory for two copies of each snapshot of its partner host: a complete one, and one that is arriving."""
 SLOWDOWN = 0.01
-"""Slow-down of steps while a save is copied and written, an upper bound.
+"""Relative slow-down of steps while a save is copied and written, an upper bound.
 
 On one H200 it was within the variation of steps (-0.6%).
 """
@@ -48,17 +48,17 @@ On one H200 it was within the variation of steps (-0.6%).
 
 @dataclass(frozen=True)
 class SaveRates:
-    """Rates of one rank's save in bytes per second, for machines on which they were measured."""
+    """Bytes per second of one rank's save. Machines on which they were measured replace the defaults."""
 
     write: float = WRITE_RATE
     """Rate from host memory to storage."""
     host_copy: float | None = None
-    """Rate from host memory to host memory. None: `HOST_COPY_RATE` beside a GPU, and no prediction for CPU ranks."""
+    """Rate within host memory. None: GPU ranks use `HOST_COPY_RATE`, and CPU ranks have no prediction."""
 
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """The prediction for one run and plan. Seconds are None where the rates of the devices are not known."""
+    """The predicted cost of checkpoints for one run and plan. Seconds are None if the rates of the devices are not known."""
 
     bytes: int
     """Size of one checkpoint in bytes."""
@@ -67,38 +67,38 @@ class CheckpointCost:
     reason: str
     """Reason why training waits for a save; empty if it does not."""
     host_bytes: int
-    """Memory of one host for snapshots, for copies of a partner host's, and for second buffers of an optimizer in host memory.
+    """Bytes of one host's memory for checkpoints.
 
-    Second buffers count where there is room.
+    They are snapshots, copies of a partner host's snapshots and, if there is room, second buffers of an optimizer in host memory.
     """
     copy_seconds: float | None = None
-    """Copy of a rank's state to host memory."""
+    """Seconds to copy a rank's state to host memory."""
     device_copy_bytes: int | None = None
-    """Part of a rank's state that is first copied within device memory, so that the next update does not wait for it."""
+    """Bytes of a rank's state that are first copied within device memory, so that the next update need not wait for them."""
     stall_seconds: float | None = None
-    """How long the update of the next step waits for copies."""
+    """Seconds that the update of the next step waits for copies."""
     writing_seconds: float | None = None
-    """Write of a rank's state from host memory to storage."""
+    """Seconds to write a rank's state from host memory to storage."""
     cost_seconds: float | None = None
-    """Training time that a save costs: the stall, and slower steps while its copies and writes run."""
+    """Seconds of training that a save costs: the stall, and slower steps while it is copied and written."""
     interval_seconds: float | None = None
     """Time from one checkpoint to the next."""
     storage_bytes_per_second: float | None = None
     """Average rate at which all ranks together write to storage."""
     partner: str | None = None
-    """The choice of partner hosts, or of replicas instead, in words; None without one."""
+    """A sentence about the choice of partner hosts, or of replicas in their place; None if no other host keeps a copy."""
     partner_seconds: float | None = None
-    """Copy of a rank's snapshot to the memory of its partner host, at the bound of its rate; 0 if a replica has it anyway."""
+    """Seconds to copy a rank's snapshot to its partner host at the limited rate; 0 if a replica has the same state anyway."""
     partner_link_share: float | None = None
-    """Largest share of a rank's network port that the copy takes."""
+    """Largest share of a rank's network port that this copy uses."""
 
 
 def checkpoint_cost(
     run: RunSpec, plan: Plan, step_seconds: float | None = None, rates: SaveRates | None = None
 ) -> CheckpointCost | None:
-    """The cost of the run's checkpoints, or None for a run that writes none but the last.
+    """Return the cost of the run's checkpoints, or None for a run that writes only the last one.
 
-    A step takes `step_seconds`, or what the plan predicts where that is None. `rates` replace those that are assumed.
+    `step_seconds` is the time of a step; if it is None, the plan's prediction is used. `rates` replace the assumed rates.
     """
     rates = rates or SaveRates()
     spec = run.checkpoint

@@ -1,6 +1,7 @@
-"""The closed form of the cost model for points of the search space: seconds of a step, and bytes of the fullest rank.
+"""The closed form of the cost model for many points of the search space: seconds of a step, and bytes of the fullest rank.
 
-Costs inside layers depend on few columns of a point. A space of hundreds of thousands of points shares a few thousand of them.
+A point is a mesh with a micro-batch size, a schedule and so on. Costs inside layers depend on few of its columns. So hundreds of thousands
+of points share a few thousand different costs, and each of these is computed once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from meshwright.workload.plan_bytes import formats
 from meshwright.workload.rank_layers import balanced_layers
 
 ORDER_COLUMNS = {"ring stride", "ulysses stride", "shard stride", "replicate stride", "pipeline stride", "pace", "port"}
-"""Columns of a mesh that follow from the order of its axes on the network; no tensor's size depends on them."""
+"""Columns of a mesh that depend only on the order of its axes on the network. They do not affect memory."""
 OUTSIDE_LAYERS = {
     "pipeline",
     "replicate",
@@ -48,32 +49,35 @@ OUTSIDE_LAYERS = {
     "replicate stride",
     "pipeline stride",
 }
-"""Columns of a mesh that do not change the costs inside layers, except for whether there is a pipeline.
+"""Columns of a mesh that do not affect the costs inside layers; it only matters whether there is a pipeline.
 
-Of a point's other columns only the size of a micro-batch changes them, and whether two run together.
+Apart from the mesh, these costs depend on the size of a micro-batch, and on whether the schedule runs two micro-batches together.
 """
 CACHED_POINTS = 1 << 14
-"""Points of a call whose arrays stay in the processor's cache."""
+"""Points that are computed in one call, so few that the arrays stay in the processor's cache."""
 T = TypeVar("T")
 
 
 class SpaceCosts:
-    """Costs of the points of a space that do not depend on other points; each part is computed once."""
+    """Computes costs of the points of a search space. Results that several points share are computed once and kept."""
 
     def __init__(self, run: RunSpec, pricing: Pricing, points: Points) -> None:
         self._run = run
         self._pricing = pricing
         self._points = points
         self.grid = strategy_set_of(run, points.offloads).grid
-        """Settings of layers that the run's strategies have."""
+        """All layer settings that the run's strategies may use."""
 
     def inside_layers(self, indices: np.ndarray) -> LayerCosts:
-        """Costs inside the layers of the points at `indices`, with axes for the settings of `grid`."""
+        """Return the costs inside the layers for the points at `indices` (last axis), for all settings of `grid` (earlier axes)."""
         return select(self._by_layer_key, self._layer_keys[1][indices])
 
     @cached_property
     def lower_bounds(self) -> np.ndarray:
-        """For each point, a lower bound on the seconds of all its strategies."""
+        """For each point, a lower bound on the seconds of a step with any strategy.
+
+        It leaves out what depends on the strategy: exposed collectives of the shard axis, data traffic and the optimizer.
+        """
         high_memory = LayerStrategy(reshard=False, recompute=self.grid.recomputes[0], gradients="whole")
         least_recompute = _mapped(self._by_layer_key, lambda column: column[(0,) * (column.ndim - 1)])
         bounds = []
@@ -90,8 +94,10 @@ class SpaceCosts:
         return np.concatenate(bounds)
 
     def min_bytes(self, indices: np.ndarray) -> np.ndarray:
-        """Least bytes of the fullest rank over all strategies, of the points at `indices`."""
+        """Return for the points at `indices` the bytes of the fullest rank, with the strategy that needs the least memory."""
         keys = self._memory_keys[indices]
+        # Each memory key that is not computed yet (NaN) is computed once, for the first of its points. Known keys become -1, which
+        # `unique` sorts first, so the last entries of `first` belong to the unknown keys.
         unknown, first = np.unique(np.where(np.isnan(self._min_bytes[keys]), keys, -1), return_index=True)
         if len(unknown := unknown[unknown >= 0]):
             priced = self._points.take(indices[first[-len(unknown) :]])
@@ -100,7 +106,11 @@ class SpaceCosts:
 
     @cached_property
     def _layer_keys(self) -> tuple[np.ndarray, np.ndarray]:
-        """(first point with each key, index of its key for each point); points with equal keys cost the same inside layers."""
+        """(for each key the first point that has it, for each point the index of its key).
+
+        Points with equal keys have equal costs inside layers. A key combines mesh columns, micro-batch size and whether the schedule is
+        paired into one number.
+        """
         points = self._points
         by_mesh = self._mesh_numbers(OUTSIDE_LAYERS, points.mesh_columns["pipeline"] > 1)
         keys = by_mesh[points.mesh] * (int(points.micro.max()) + 1) + points.micro
@@ -115,7 +125,11 @@ class SpaceCosts:
 
     @cached_property
     def _memory_keys(self) -> np.ndarray:
-        """Number of each point's key: points with equal keys need equal memory. Mesh and micro-batch determine `accumulate`."""
+        """For each point, the number of its memory key. Points with equal keys need equal memory.
+
+        A key combines mesh columns, micro-batch size, schedule and virtual stages. Together with the global batch, mesh and micro-batch
+        size determine the number of micro-batches, so it is not part of the key.
+        """
         points = self._points
         keys = self._mesh_numbers(ORDER_COLUMNS)[points.mesh]
         for column in (points.micro, points.schedule, points.virtual):
@@ -124,28 +138,29 @@ class SpaceCosts:
 
     @cached_property
     def _min_bytes(self) -> np.ndarray:
-        """By memory key; NaN where not computed yet."""
+        """By memory key, the result of `min_bytes`; NaN if it is not computed yet."""
         return np.full(int(self._memory_keys.max(initial=-1)) + 1, np.nan)
 
     def _mesh_numbers(self, left_out: Collection[str], *more: np.ndarray) -> np.ndarray:
-        """For each mesh, a number that is equal for meshes that differ in the `left_out` columns only."""
+        """Return a number for each mesh. Meshes that differ only in the `left_out` columns have the same number."""
         columns = [column for name, column in self._points.mesh_columns.items() if name not in left_out]
         return np.unique(np.stack([*columns, *more], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def least_bytes(run: RunSpec, points: Points) -> np.ndarray:
-    """For each point, the least bytes of the fullest rank over all strategies."""
+    """Return for each point the bytes of the fullest rank, with the strategy that needs the least memory."""
     end, _ = lowest_memory_end(run)
-    # No single strategy needs the least memory everywhere. Full recompute needs all activations of one block, which may be more than it
-    # saves on a rank with few layers; an offloaded optimizer needs buffers for its chunks; gradients reduced in every micro-batch need
-    # buffers while all activations are live.
+    # No strategy needs the least memory everywhere, so several are computed:
+    # - Full recompute needs all activations of one block at a time. On a rank with few layers this may be more than it saves.
+    # - An offloaded optimizer needs buffers for its chunks.
+    # - Gradients that are reduced after every micro-batch need buffers while all activations are stored.
     grid = replace(strategy_set_of(run, points.offloads).grid, reshards=(end.reshard,))
     layout = grid.layouts(layouts(run, points, grid.options[0]))
     return grid.flat(peak_rank_bytes(run, layout), len(points)).min(axis=0)
 
 
 def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
-    """The cost model's columns for `points` where all layers have the strategy `layer`."""
+    """Return the cost model's columns for `points`, if all layers have the strategy `layer`."""
     pipeline = points.column("pipeline")
     v_placement = np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES])
     strides = ("ring", "ulysses", "shard", "replicate", "pipeline")
@@ -173,9 +188,9 @@ def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
 
 
 def select(columns: T, indices: np.ndarray) -> T:
-    """A dataclass of arrays, whose last axis are points, at the points `indices`; numbers are the same for all points.
+    """Select the points `indices` in a dataclass of arrays whose last axis is points. Arrays with one entry hold for all points.
 
-    The second of three points:
+    The second of three points; `backward` is the same for all:
 
     >>> from meshwright.costs.compute import ForwardBackward
     >>> select(ForwardBackward(np.array([1.0, 2.0, 3.0]), np.array([4.0])), np.array([1]))
@@ -185,7 +200,7 @@ def select(columns: T, indices: np.ndarray) -> T:
 
 
 def _mapped(columns: T, function: Callable[[np.ndarray], np.ndarray]) -> T:
-    """A dataclass, also of dataclasses, with `function` of its arrays."""
+    """Apply `function` to all arrays of a dataclass, also in nested dataclasses, and return the new dataclass."""
 
     def mapped(value: Any) -> Any:
         if is_dataclass(value):
@@ -197,12 +212,12 @@ def _mapped(columns: T, function: Callable[[np.ndarray], np.ndarray]) -> T:
 
 
 def closed_form_cost(pricing: Pricing, layout: Layouts, layers: LayerCosts | None = None) -> StepCost:
-    """The cost of a step by the closed form; `layers` as in `step_cost`."""
+    """Return the cost of a step by the closed form. `layers` is as in `step_cost`."""
     return step_cost(pricing.shape, pricing.machine, layout, pricing.constants, layers=layers)
 
 
 def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
-    """Bytes of the fullest rank by the closed form."""
+    """Return the bytes of the fullest rank by the closed form, under each layout."""
     byte_widths = formats(
         run.train,
         precision_of(run),

@@ -1,9 +1,12 @@
-"""Latencies of a deployment under a fixed number of users, each of which sends its next request when the last one ends.
+"""Latencies of a deployment under a fixed number of users. A user sends the next request as soon as the last one has ended.
 
-That is how published serving benchmarks load a server. Where instances compute whole requests, a request's tokens wait for the prompts
-of others: in the time of its new tokens each other running request computes one prompt. Instances with roles are bound by the slower of
-both: decodes hold as many requests as arrive in the time that a request stays (Little's law), and no more arrive than prompts are
-computed. The first prompts of all users come together, and each has waited for half of them.
+Published serving benchmarks load a server in this way.
+
+- Instances that compute whole requests: the tokens of a request wait for the prompts of other requests. While a request gets its new
+  tokens, every other running request computes one prompt.
+- Prefill and decode instances: the slower of the two roles limits the rate. A decode instance has as many requests as arrive in the time
+  that one request stays there (Little's law). No more requests arrive than prefill instances compute prompts.
+- At the start, all users send their first prompts at the same time, so a prompt waits for half of the others on average.
 """
 
 from __future__ import annotations
@@ -17,25 +20,25 @@ from meshwright.spec.deployment import Deployment, InstanceSpec
 from meshwright.spec.errors import BadInput
 
 ROUNDS = 25
-"""Rounds of the fixed point."""
+"""Number of iterations of the fixed-point calculation."""
 REQUESTS_OF_A_USER = 10
-"""Requests of a user in a benchmark: its first one is so large a share of the mean wait."""
+"""Assumed requests of each user in a benchmark. So the wait of a user's first request counts 1/10 in the mean."""
 BUSIEST = 0.95
-"""Share of the time in which prompts are computed at most, for the wait of a prompt."""
+"""Upper bound on the share of time with prompts in computation, in the formula for the wait of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Equal requests of so many users."""
+    """The load of `users` users whose requests all have the same numbers of tokens."""
 
     users: int
-    """Requests at a time."""
+    """Number of users, and so of requests at a time."""
     input_tokens: int
     output_tokens: int
 
     @property
     def positions(self) -> float:
-        """Positions that a decode attends to, mean over the new tokens."""
+        """How many positions a decode attends to, as the mean over the new tokens of a request."""
         return self.input_tokens + self.output_tokens / 2
 
 
@@ -52,9 +55,10 @@ class Latencies:
 
 
 def loaded_latencies(deployment: Deployment, load: Load, cost_of: Callable[[InstanceSpec], InstanceCosts]) -> Latencies:
-    """The latencies of a deployment of equal instances, or of equal prefill and equal decode instances.
+    """Return the latencies of a deployment under `load`. All instances of a role must be equal.
 
-    Raises BadInput for more entries of a role, OutOfResources if an instance does not fit its devices.
+    `cost_of` gives the cost model of an instance. Raises BadInput if the deployment has several entries of one role, and OutOfResources
+    if an instance does not fit its devices.
     """
     by_role = {entry.role: entry for entry in deployment.instances}
     if len(by_role) != len(deployment.instances):
@@ -103,28 +107,31 @@ def _with_roles(
 def busy_prefills(
     prefill: InstanceSpec, decode: InstanceSpec, load: Load, prefill_costs: InstanceCosts, decode_costs: InstanceCosts
 ) -> float:
-    """Prefill instances that are always busy with the prompts of decode instances which never wait for one."""
+    """Return how many prefill instances, busy all the time, compute the prompts for decode instances that never wait for a prompt."""
     running = min(load.users / decode.count, _most_running(load, decode_costs))
     requests_per_s = decode.count * running / (load.output_tokens * _step_seconds(running, load, decode_costs))
     return requests_per_s * _prompt_seconds(prefill, load, prefill_costs) / prefill_costs.groups
 
 
 def _most_running(load: Load, costs: InstanceCosts) -> float:
-    """Requests of which the cache holds the positions, by their mean size, if it has room for all that may run."""
+    """Return how many requests an instance can run at a time: limited by its setting and by its cache, for requests of mean size."""
     fitting = (costs.blocks - 1) * costs.tokens_per_block / load.positions
     return max(1.0, min(costs.sequences, fitting))
 
 
 def _first_seconds(users: float, prompt: float, costs: InstanceCosts) -> float:
-    """Seconds to a first token with the wait for the first prompts of the other users, without a queue later."""
+    """Return the mean seconds until a request's first token, without waits in later rounds.
+
+    The first request of each user waits for half of the other users' first prompts. This wait is spread over `REQUESTS_OF_A_USER` requests.
+    """
     others = max(0.0, users / costs.groups - 1)
     return costs.request_seconds + prompt + others * prompt / (2 * REQUESTS_OF_A_USER)
 
 
 def _latencies(load: Load, ttft: float, tpot: float) -> Latencies:
-    """The latencies, and the requests a second of users who each send one request after another.
+    """Return `ttft` and `tpot`, with the requests per second that follow if each user sends one request after another.
 
-    8 users with 100 new tokens each: one answer takes 0.5 + 100 · 0.02 = 2.5 seconds.
+    8 users with 100 new tokens each: a request takes 0.5 + 100 · 0.02 = 2.5 seconds, so 8 / 2.5 requests end per second:
 
     >>> _latencies(Load(users=8, input_tokens=1000, output_tokens=100), ttft=0.5, tpot=0.02).requests_per_s
     3.2
@@ -134,14 +141,14 @@ def _latencies(load: Load, ttft: float, tpot: float) -> Latencies:
 
 
 def _step_seconds(running: float, load: Load, costs: InstanceCosts) -> float:
-    """Seconds of a step of so many decodes."""
+    """Return the seconds of a step with `running` decodes."""
     decodes = max(1, round(running))
     fixed, each, of_longest = costs.times.decode_line(decodes)
     return fixed + each * decodes * load.positions + of_longest * (load.input_tokens + load.output_tokens)
 
 
 def _prompt_seconds(instance: InstanceSpec, load: Load, costs: InstanceCosts) -> float:
-    """Seconds of the steps of a prompt, while each other group of experts computes one too."""
+    """Return the seconds of all steps of a prompt, if each expert group of the instance computes such a prompt at the same time."""
     budget = instance.token_budget
     total = load.input_tokens
     chunks = [PromptChunk(start, min(budget, total - start)) for start in range(0, total, budget)]

@@ -12,30 +12,31 @@ from meshwright.simulator.serve_types import ServedDeployment
 from meshwright.spec.deployment import Deployment, Limit, ServeLimits, TimedRequest
 
 Simulate = Callable[[Deployment, Sequence[TimedRequest], float], ServedDeployment]
-"""Serves requests with a deployment in simulated time, until the attainment is certainly below a share (`simulate`)."""
+"""Simulates a deployment: (deployment, requests, sought attainment). It may stop when that attainment cannot be reached any more."""
 BLOCKS = 8
-"""Runs of consecutive requests that make a sample: arrivals stay as bursty as they are, and prefixes near each other."""
+"""A sample of requests consists of 8 ranges of consecutive requests. So bursts of arrivals and shared prefixes stay together."""
 SMALLEST_SHARE = 1e-3
+"""The lowest rate that is tried, relative to the estimate. A deployment that fails even there has goodput 0."""
 LARGEST_SHARE = 1e3
-"""Rates that are tried, as shares of the estimate; a deployment that fails even at the smallest has no goodput."""
+"""The highest rate that is tried, relative to the estimate."""
 SERVED_SHARE = 0.9
-"""Share of the requests that have their first token when the last one arrives, at a rate that can be sustained."""
+"""A rate counts as sustainable if this share of all requests has its first token by the time when the last request arrives."""
 
 
 @dataclass(frozen=True)
 class RatePoint:
-    """A simulated rate."""
+    """The result of a simulation at one rate."""
 
     rate: float
     """Requests per second."""
     attainment: float
     """Share of requests that met both limits; 0 at a rate that cannot be sustained."""
     ttft_share: float
-    """Share that met the limit of the first token."""
+    """Share of requests whose first token met its limit."""
     tpot_share: float
-    """Share that met the limit of the other tokens."""
+    """Share of requests whose other tokens met their limit."""
     cut: bool = False
-    """Whether the simulation was cut, so that the shares are upper bounds."""
+    """Whether the simulation stopped early. The shares are then upper bounds."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,14 @@ class DeploymentGoodput:
     rate: float
     """The highest rate that meets the limits, in requests per second; 0 if none does."""
     binding: Limit
-    """The limit that more requests miss at the lowest rate which fails."""
+    """The limit that more requests miss, at the lowest simulated rate that fails."""
     points: tuple[RatePoint, ...]
-    """Simulated rates, ascending."""
+    """All simulated rates, ascending."""
     served: ServedDeployment | None = None
-    """The simulation at the goodput."""
+    """The simulation at the goodput; None if no rate of the bisection met the limits."""
 
     def rate_at(self, attainment: float) -> float:
-        """The rate with this attainment, between simulated rates; the lowest or highest of them beyond."""
+        """Return the rate with this attainment, interpolated between simulated rates; outside of them, the lowest or the highest rate."""
         for below, above in pairwise(self.points):
             if above.attainment < attainment <= below.attainment:
                 share = (below.attainment - attainment) / (below.attainment - above.attainment)
@@ -61,10 +62,13 @@ class DeploymentGoodput:
 
 
 class RequestSample:
-    """Requests of a workload at any rate: runs of consecutive ones, evenly spaced or drawn at random."""
+    """A sample of a workload's requests that can be replayed at any rate. It consists of `BLOCKS` ranges of consecutive requests."""
 
     def __init__(self, requests: Sequence[TimedRequest], count: int, seed: int | None = None) -> None:
-        """Take `count` requests in `BLOCKS` runs; those of a short workload repeat. Without a seed the runs are evenly spaced."""
+        """Take `count` requests in `BLOCKS` ranges. With a seed the ranges begin at random requests, without one they are evenly spaced.
+
+        The requests of a short workload repeat.
+        """
         size = -(-count // BLOCKS)
         total = len(requests)
         draw = random.Random(seed)
@@ -83,7 +87,10 @@ class RequestSample:
         self._rate = (len(self._requests) - 1) / self._requests[-1].arrival_seconds if time > 0 else 0.0
 
     def at(self, rate: float) -> list[TimedRequest]:
-        """The requests at so many a second: all times are scaled. Requests that all arrive at once are spaced evenly."""
+        """Return the requests at `rate` requests per second, by scaling all arrival times.
+
+        If all requests of the workload arrive at the same time, they are spaced evenly.
+        """
         if not self._rate:
             return [request._replace(arrival_seconds=i / rate) for i, request in enumerate(self._requests)]
         scale = self._rate / rate
@@ -91,9 +98,9 @@ class RequestSample:
 
 
 def _mean_gap(requests: Sequence[TimedRequest]) -> float:
-    """Mean seconds between two arrivals.
+    """Return the mean seconds between two arrivals.
 
-    Three requests within 4 seconds have two gaps:
+    Three requests within 4 seconds have two gaps, of 2 seconds on average:
 
     >>> from meshwright.spec.deployment import TimedRequest
     >>> _mean_gap([TimedRequest(second, 10, 10) for second in (0.0, 1.0, 4.0)])
@@ -103,7 +110,7 @@ def _mean_gap(requests: Sequence[TimedRequest]) -> float:
 
 
 class GoodputSearch:
-    """Finds goodputs of deployments under the same limits."""
+    """Finds the goodput of deployments, all under the same limits and for the same workload."""
 
     def __init__(self, simulate: Simulate, limits: ServeLimits, requests: Sequence[TimedRequest]) -> None:
         self._simulate = simulate
@@ -121,11 +128,14 @@ class GoodputSearch:
         least: float = 0.0,
         cut: float = 1.0,
     ) -> DeploymentGoodput:
-        """Bisect the rate, from an estimate of it and a first factor, until two rates that meet and miss are within `tolerance`.
+        """Find the highest rate that meets the limits, by bisection.
 
-        `count` requests are simulated (`RequestSample`). A deployment that misses the limits at the rate `least` has the estimate as its
-        goodput, or a rate that is lower than `least` by the tolerance, after this one simulation. Simulations are cut below the share `cut`
-        of the attainment asked for.
+        The search begins at `estimate`, and goes up or down by the factor `step` until one rate meets the limits and another one misses
+        them. Then it bisects until the two are within `tolerance`. Each simulation has `count` requests (`RequestSample`), and may stop
+        when the attainment must be below `cut` times the required one.
+
+        With `least`, that rate is simulated first. If it misses the limits, nothing else is simulated, and the goodput is the estimate, but
+        below `least`.
         """
         sample = RequestSample(self._requests, count)
         points: list[RatePoint] = []
@@ -157,7 +167,7 @@ class GoodputSearch:
         return DeploymentGoodput(low, self._binding(points), tuple(points), best)
 
     def point(self, deployment: Deployment, rate: float, count: int, seed: int | None = None) -> RatePoint:
-        """Simulate `count` requests at one rate; a `seed` draws another sample of the requests."""
+        """Simulate `count` requests at one rate. A `seed` draws a random sample of the requests."""
         return _rate_point(rate, self._simulate(deployment, RequestSample(self._requests, count, seed).at(rate), 0.0))
 
     def _binding(self, points: Sequence[RatePoint]) -> Limit:

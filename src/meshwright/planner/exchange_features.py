@@ -1,7 +1,7 @@
-"""Expert parallelism as the best published systems do it, feature by feature: what each would change in a plan's step.
+"""Features of expert parallelism in the best published systems, and how each of them would change the step time of a plan.
 
-A feature is an option of the cost model (`workload.layouts.Layouts`, `costs.constants.Constants`); the default is what is on in this
-program's engine. Sources: DeepSeek-V3's report (arXiv 2412.19437: sections 2.1.2, 3.2, 3.3) and Megatron-Bridge's recipes of 2026.
+A feature changes inputs of the cost model (`workload.layouts.Layouts`, `costs.constants.Constants`). Their defaults describe what this
+program's engine does. Sources: DeepSeek-V3's report (arXiv 2412.19437: sections 2.1.2, 3.2, 3.3) and Megatron-Bridge's recipes of 2026.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from meshwright.spec.plan import Plan, Recompute
 from meshwright.spec.run import RunSpec
 
 DOMAINS_PER_TOKEN = 4.0
-"""Nodes that the routers of DeepSeek-V3 send a token to at most."""
+"""The most nodes to which DeepSeek-V3's routers send a token."""
 DISPATCH_IN_FP8 = 1.5
-"""Bytes per element of an exchange whose dispatch is fp8 and whose combination is bf16."""
+"""Bytes per element of an exchange with dispatch in fp8 (1 byte) and combine in bf16 (2 bytes), on average."""
 BLOCK_MATMULS = 1350 / 1979
 """Share of the fp8 peak that DeepGEMM's matmuls reach on Hopper (github.com/deepseek-ai/DeepGEMM, README of February
 2025)."""
 DUAL_PIPE_FILL = 14 / 45
 """Idle time of DualPipe relative to 1F1B's, with 16 ranks (arXiv 2412.19437, table 2)."""
 GRAPH_HOST_US = 50.0
-"""Host time of a layer where the whole step is one graph, microseconds (the guess that fits of such runs start from)."""
+"""Host microseconds of a layer if the whole step is one CUDA graph; a guess, with which fits of such runs also start."""
 
 
 Changed = Callable[[Pricing], Pricing]
@@ -34,15 +34,17 @@ Changed = Callable[[Pricing], Pricing]
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature: how it changes the inputs of the cost model, and whether a plan has it already."""
+    """A feature that a training system may have."""
 
     name: str
     change: Changed
+    """Returns the cost model's inputs with the feature."""
     present: Callable[[Pricing], bool]
+    """Whether a plan with these inputs has the feature already."""
     recompute: Recompute | None = None
-    """The recomputation of every layer with it; none leaves that of the plan."""
+    """The recompute mode of all layers with the feature; None: that of the plan."""
     matmuls: str | None = None
-    """The format of its linear layers' matmuls; clusters of which a chip has none cannot have the feature."""
+    """The number format of linear layers with the feature; None: that of the plan. The cluster's chips must support the format."""
 
 
 def _layout(**fields: float) -> Changed:
@@ -60,15 +62,15 @@ def _one_graph(priced: Pricing) -> Pricing:
 
 
 def _fp8_blocks(priced: Pricing) -> Pricing:
-    """Matmuls of all linear layers in fp8 at twice the 16-bit peak, weight gradients of experts too, at DeepGEMM's
-    rate."""
+    """Compute all matmuls of linear layers in fp8 at DeepGEMM's rate, with twice the 16-bit peak; also the weight gradients of experts."""
     machine = replace(priced.machine, peak=2 * priced.machine.half_peak, matmul_format=BLOCKWISE, wide_gradients=0.0)
     k = priced.constants
     return replace(priced, machine=machine, constants=replace(k, gemm_block=BLOCK_MATMULS / k.gemm))
 
 
 def _no_tensor_ranks(priced: Pricing) -> Pricing:
-    """Data ranks in place of tensor ranks, which the report's memory allows: moments in bf16, light recomputation (3.2.3)."""
+    """Use data ranks in place of tensor ranks. In the report memory suffices for that, with moments in bf16 and little recomputation
+    (3.2.3)."""
     layout = priced.layout
     data = layout.data * layout.tensor
     shards = layout.shards * layout.tensor
@@ -77,9 +79,10 @@ def _no_tensor_ranks(priced: Pricing) -> Pricing:
 
 
 def _dual_pipe(priced: Pricing) -> Pricing:
-    """Idle time of DualPipe: (p/2 − 1)(F&B + B − 3W) with B = 2F and W = F (table 2 of the report).
+    """Use the idle time of DualPipe: (p/2 − 1)(F&B + B − 3W), here with B = 2F and W = F (table 2 of the report).
 
-    Not by `Layouts.fill`, which also says that the backward is split: reductions of gradients are as before.
+    It is set by a constant. `Layouts.fill` would also mean that the backward is split, which would change the overlap of gradient
+    reductions.
     """
     k = priced.constants
     return replace(priced, constants=replace(k, bubble=k.bubble * DUAL_PIPE_FILL))
@@ -122,25 +125,26 @@ FEATURES = (
 
 @dataclass(frozen=True)
 class FeatureSeconds:
-    """Seconds of a step with a feature: alone, and with all before it.
-
-    `alone_matmuls` and `together_matmuls` are the formats of the linear layers' matmuls then, None for those of the
-    plan.
-    """
+    """Seconds of a plan's step with a feature."""
 
     feature: str
     present: bool
+    """Whether the plan has the feature already."""
     alone: float
+    """Seconds with this feature only."""
     together: float
+    """Seconds with this feature and all features before it in `FEATURES`."""
     alone_matmuls: str | None = None
+    """Number format of linear layers with this feature only; None: that of the plan."""
     together_matmuls: str | None = None
+    """Number format of linear layers with this feature and all before it; None: that of the plan."""
 
 
 def feature_steps(run: RunSpec, plan: Plan) -> tuple[FeatureSeconds, ...]:
-    """The plan's step with each feature that the chips can have; empty for a model without experts, on one expert rank, and without a
-    step time.
+    """Return the seconds of the plan's step with each feature that the chips support.
 
-    The closed form gives the ratios; the plan's predicted step is their base.
+    The closed form gives ratios, by which the plan's predicted step is multiplied. The result is empty if the plan has no `experts`
+    section (no MoE model, or one expert rank), has no predicted step time, or if the cost model has no rates for the devices.
     """
     priced = pricing(run.model, run.train, plan, as_nodes(run.cluster))
     if priced is None or plan.predicted is None or not plan.predicted.step_seconds or plan.experts is None:
@@ -184,6 +188,6 @@ def _matmuls(features: Sequence[Feature]) -> str | None:
 
 
 def _with(priced: Pricing, feature: Feature) -> Pricing:
-    """The inputs with a feature, for blocks of every format."""
+    """Return the cost model's inputs with a feature, for the blocks of every number format."""
     others = {linear: _with(inputs, feature) for linear, inputs in priced.other_formats.items()}
     return replace(feature.change(priced), other_formats=others)

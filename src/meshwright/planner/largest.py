@@ -29,18 +29,18 @@ MOST_DEVIATION = 0.25
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest model that fits with one form of the optimizer's state, and its plan; None where none fits."""
+    """The largest model that fits with one choice of offload and optimizer moments, and its plan; both are None if no model fits."""
 
     offload: Offload
     moments: Moments
     model: ModelSection | None
     plan: Plan | None
     host: Mapping[str, float] = field(default_factory=dict)
-    """Bytes of host memory by use, of the node with the most."""
+    """Bytes of host memory by use, on the node that needs the most."""
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory, of the node with the most."""
+        """Bytes of host memory in total, on the node that needs the most."""
         return sum(self.host.values())
 
     @property
@@ -49,11 +49,11 @@ class Largest:
 
 
 def family(model: ModelSection, most_parameters: float) -> list[ModelSection]:
-    """The models of the family of `model` with at most so many parameters, the smallest first.
+    """Return the models of the family of `model` with at most `most_parameters` parameters, the smallest first.
 
-    Raises BadInput for MoE models, latent attention, and layers that are listed or differ in width.
+    Raises BadInput for MoE models, for latent attention, and for models whose layers are listed one by one or differ in width.
 
-    Of GPT-3-like models heads, hidden size and layers grow together:
+    In models like GPT-3, heads, hidden size and layers grow together. Each entry is (heads, hidden size, layers):
 
     >>> from meshwright.config.presets import MODEL_PRESETS
     >>> from meshwright.spec.fields import from_plain
@@ -94,10 +94,10 @@ def family(model: ModelSection, most_parameters: float) -> list[ModelSection]:
 
 
 def largest_models(run: RunSpec) -> Iterator[Largest]:
-    """For the optimizer on the device, and in host memory with each form of moments: exact, bf16 and int8.
+    """Yield the largest model with the optimizer on the device, and with the optimizer in host memory for each format of its moments.
 
-    Full recompute and single sequences leave most memory; pins of the run come first. Raises BadInput where the memory of the devices is
-    unknown or is that of the host, and as `family`.
+    Full recomputation and micro-batches of one sequence are assumed, because they need the least memory, unless the run pins other values.
+    Raises BadInput if the memory of the devices is not known or is the host's memory, and as `family`.
     """
     if run.cluster.is_cpu or memory_budget(run) is None:
         raise BadInput("--largest needs devices with memory of their own: set cluster.gpu, or cluster.memory_gib")
@@ -114,7 +114,10 @@ def largest_models(run: RunSpec) -> Iterator[Largest]:
 
 
 def _largest(run: RunSpec, offload: Offload, moments: Moments) -> Largest:
-    """The largest model by bisection: of two models the one with fewer parameters needs less memory, but for its activations."""
+    """Find the largest model that fits, by bisection over the number of parameters.
+
+    This assumes that a model with fewer parameters needs less memory, which is true except for activations.
+    """
     weight = bytes_of(precision_of(run).compute)
     models = family(run.model, run.cluster.ranks * (memory_budget(run) or 0) / weight)
     fitting: tuple[ModelSection, Plan] | None = None
@@ -137,7 +140,7 @@ def _largest(run: RunSpec, offload: Offload, moments: Moments) -> Largest:
 
 
 def _plan_of(run: RunSpec) -> Plan | None:
-    """The best plan of a run, or None if none fits."""
+    """Return the best plan of a run, or None if no plan fits."""
     try:
         return search(run).best.plan
     except (BadInput, OutOfResources):

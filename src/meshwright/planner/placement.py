@@ -1,8 +1,8 @@
-"""Lists the orders of mesh axes on the network's levels that can differ in cost.
+"""Lists the orders of mesh axes that can differ in cost, because they use the levels of the network differently.
 
-Tensor ranks are innermost, then context ranks: they communicate inside every layer. Shard, replica and pipeline axes are tried in every
-order, as their bytes decide which of them needs the fast links. On unlike nodes, orders that keep every stage on nodes of one type come
-first, so that only stage boundaries cross between types (Holmes, arXiv 2312.03549).
+Tensor ranks are always innermost, and context ranks come next, because they communicate inside every layer. The shard, replicate and
+pipeline axes are tried in every order, because it depends on their bytes which of them needs the fast links. If nodes differ, orders that
+keep every stage on nodes of one type come first; then only stage boundaries connect nodes of different types (Holmes, arXiv 2312.03549).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ INNER: tuple[AxisName, ...] = ("context_ring", "context_ulysses", "tensor")
 
 
 def orders(cluster: ClusterSpec, sizes: Mapping[str, int]) -> list[tuple[AxisName, ...]]:
-    """Orders of all axes, outermost first, of which no two cross the same network levels.
+    """Return orders of all axes, outermost first. Of several orders that cross the same network levels, only the first is returned.
 
-    The product of `sizes` must be the cluster's ranks; an axis that `sizes` leaves out has one rank. Orders with every stage on one node
-    type come first, then those with the pipeline outermost.
+    `sizes` has the ranks of each axis; an axis that is left out has one rank. The product must be the cluster's ranks. Orders with every
+    stage on one node type come first, and among these the orders with the pipeline outermost.
     """
     three = tuple(sizes.get(axis, 1) for axis in OUTER)
     inner = prod(sizes.get(axis, 1) for axis in INNER)
@@ -45,16 +45,19 @@ def orders(cluster: ClusterSpec, sizes: Mapping[str, int]) -> list[tuple[AxisNam
 
 @dataclass(frozen=True)
 class HeterogeneityFactors:
-    """Factors that unlike nodes put on the cost of a layout."""
+    """Factors by which unlike nodes change the cost of a layout."""
 
     pace: float
-    """Step time relative to a cluster of the slowest nodes only, with layers assigned to pipeline ranks by their speed."""
+    """Step time relative to a cluster that has only the slowest nodes, if faster pipeline ranks get more layers."""
     port: float
-    """Bytes/s of a device's port inside the slowest stage: the bridge's rate where a stage spans nodes of different fabrics."""
+    """Bytes/s of a device's network port inside the slowest stage.
+
+    If a stage has nodes of different fabrics, it is the rate of the bridge between the fabrics.
+    """
 
 
 def heterogeneity_factors(run: RunSpec) -> Callable[[Layout], HeterogeneityFactors] | None:
-    """A function from a layout to its HeterogeneityFactors; None where nodes are alike or without rates in the cost model."""
+    """Return a function that gives the factors of a layout; None if all nodes are equal, or if the cost model has no rates for them."""
     cluster = run.cluster
     if len(node_type_runs(cluster)) == 1 or not (speeds := node_type_speeds(run.model, run.train, cluster)):
         return None
@@ -70,7 +73,7 @@ def heterogeneity_factors(run: RunSpec) -> Callable[[Layout], HeterogeneityFacto
 def _outer_orders(
     levels: tuple[float, ...], per_node: int, three: tuple[int, ...], inner: int, unlike: ClusterSpec | None
 ) -> tuple[tuple[AxisName, ...], ...]:
-    """The orders of `OUTER`, without those that cross the same levels as an earlier order."""
+    """Return the orders of `OUTER`, without orders that cross the same network levels as an earlier order."""
     size = dict(zip(OUTER, three, strict=True))
     distinct: dict[tuple[object, ...], tuple[int, tuple[AxisName, ...]]] = {}
     for order in permutations(OUTER):
@@ -82,11 +85,11 @@ def _outer_orders(
 
 
 def _members(layout: Layout, axis: str, level: float) -> float:
-    """Members of a group along `axis` among `level` neighbouring ranks, which set its bandwidth.
+    """Return how many members of a group along `axis` are among `level` neighbouring ranks, for example in a fast domain.
 
-    Used in the same way by costs.collective_costs and simulator.links.
+    This number determines the bandwidth of the group; costs.collective_costs and simulator.links use it in the same way.
 
-    Neighbouring ranks are tensor ranks. Within 4 neighbours are 2 shard ranks and both tensor ranks:
+    With 2 tensor ranks as the innermost axis, 4 neighbouring ranks contain both tensor ranks of a group, or 2 ranks of a shard group:
 
     >>> from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
     >>> batch = BatchPlan(global_batch=4, micro_batch=1, accumulate=1)
@@ -98,6 +101,6 @@ def _members(layout: Layout, axis: str, level: float) -> float:
 
 
 def _levels(cluster: ClusterSpec) -> tuple[float, ...]:
-    """Ranks in a fast domain, and ranks below the level where the fabric narrows."""
+    """Return the sizes in ranks of the network's levels: of a fast domain, and of a pod, above which the network has less bandwidth."""
     pod = cluster.network.pod_nodes if cluster.network else None
     return fast_domain(as_nodes(cluster)), pod * cluster.ranks_per_node if pod else inf

@@ -18,14 +18,16 @@ from meshwright.spec.run import RunSpec
 SLOWER_NETWORK_SHARE = 0.8
 """Share of the network's bandwidth that remains in the slower case, as on a shared fabric under load."""
 FRAGILE = 0.05
-"""Relative increase of the step time on that network above which a plan is fragile: an equally fast plan is preferred."""
+"""A plan is fragile if its step takes more than 5% longer on the slower network. An equally fast plan that is not fragile is preferred."""
 SlowdownFunction = Callable[[Plan], float]
+"""Returns by how much longer a plan's step takes on the slower network; 0.1 is 10%."""
 
 
 def slowdown_function(run: RunSpec, current_seconds: Callable[[Plan], float] | None = None) -> SlowdownFunction:
-    """A function from a plan to the relative increase of its step time on the slower network; it returns 0 for a single node.
+    """Return a function that gives the relative increase of a plan's step time on the slower network.
 
-    `current_seconds` is the step time by stages on the run's own network; computed if not given.
+    It gives 0 for a single node, and if the chip is not known. `current_seconds` gives a plan's step time on the run's own network; without
+    it, the time is computed by simulating whole stages.
     """
     nodes = as_nodes(run.cluster).nodes
     if nodes == 1 or chip_of(run.cluster) is None:
@@ -44,9 +46,9 @@ def slowdown_function(run: RunSpec, current_seconds: Callable[[Plan], float] | N
 
 
 def with_slower_network(cluster: ClusterSpec, share: float = SLOWER_NETWORK_SHARE) -> ClusterSpec:
-    """The cluster with the bandwidth of every port between nodes multiplied by `share`.
+    """Return the cluster with the bandwidth of every network port between nodes multiplied by `share`.
 
-    Ports of 50 GB/s keep 40:
+    A port of 50 GB/s keeps 40 GB/s:
 
     >>> slower = with_slower_network(ClusterSpec(gpu="H100", nodes=2, network=NetworkSpec(port_gb_per_s=50.0)))
     >>> slower.network.port_gb_per_s
@@ -67,7 +69,7 @@ def with_slower_network(cluster: ClusterSpec, share: float = SLOWER_NETWORK_SHAR
 
 
 def why_robust(best: Candidate, fragile_candidate: Candidate, slowdown: SlowdownFunction) -> str:
-    """The sentence that explains why the planner did not choose an equally fast but fragile plan."""
+    """Return the sentence that explains why the planner did not choose an equally fast but fragile plan."""
     time_behind = best.behind(fragile_candidate)
     return (
         f"robust: another plan takes {abs(time_behind) / best.seconds:.1%} {'less, but' if time_behind > 0 else 'more, and'} "

@@ -1,8 +1,8 @@
-"""Choice between static context ranks and ranks by sample, for samples of unequal lengths.
+"""Chooses, for samples of unequal lengths, between a static context axis and a number of ranks for each sample (hybrid).
 
-Global batches are drawn from the histogram of lengths with the run's seed and played (`simulator.sample_layouts`). Each layout has the
-least recompute that fits into memory; hybrid ones are also played with less recompute and with offload of long samples (`slot_offloads`).
-Hybrid ranks keep weights gathered and gradients whole for the step; static ranks do where that fits.
+Global batches are drawn from the histogram of lengths with the run's seed, and simulated (`simulator.sample_layouts`). Each layout
+has the least recomputation that fits into memory. Hybrid layouts are also simulated with less recomputation and with offload of long
+samples (`slot_offloads`). Hybrid layouts keep weights gathered and gradients whole for the step; static layouts do so if that fits.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from meshwright.workload.expected_lengths import LengthHistogram
 from meshwright.workload.plan_bytes import fullest
 
 BATCHES = 32
+"""Global batches that are simulated for the best layouts."""
 COMPARED_BATCHES = 4
-"""Global batches played for the leading layouts, and for all."""
+"""Global batches that are simulated for all layouts, to find the best ones."""
 LEADING = 3
-"""Layouts of each kind, static and hybrid, that play all batches."""
+"""For each kind, static and hybrid, this number of the best layouts is simulated with all batches."""
 GRANULE = 128
-"""Capacities of at least this many tokens are multiples of it."""
+"""Capacities are rounded up to multiples of this number of tokens, if they have at least so many."""
 
 
 @dataclass(frozen=True)
 class PlayedLayout:
-    """A layout that fits into memory, with its played steps."""
+    """A layout that fits into memory, with its simulated steps."""
 
     layout: SampleLayout
     strategy: LayerStrategy
+    """The strategy of all layers."""
     memory_bytes: int
-    """Memory of a rank."""
+    """Bytes of memory that the fullest rank needs."""
     times: LayoutTimes
     steps: PlayedSteps
 
@@ -55,19 +57,19 @@ class PlayedLayout:
 
 @dataclass(frozen=True)
 class SampleChoice:
-    """Leading layouts for batches of unequal samples."""
+    """The best layouts for batches of unequal samples."""
 
     longest: int
     """Tokens of the longest sample."""
     tokens: int
     """Tokens of a global batch."""
     layouts: tuple[PlayedLayout, ...] = ()
-    """The choice, then the others, fastest first; empty where nothing can be played."""
+    """The chosen layout, then the others, fastest first; empty if no layout can be simulated."""
     obstacle: str = ""
-    """Reason why nothing can be played."""
+    """The reason why no layout can be simulated; empty if there is one."""
 
     def leading(self, *, hybrid: bool) -> PlayedLayout | None:
-        """The fastest layout of a kind, or None."""
+        """Return the fastest hybrid or static layout, or None if there is none."""
         return next((played for played in self.layouts if played.layout.hybrid == hybrid), None)
 
 
@@ -79,10 +81,11 @@ def choose_sample_layout(
     batches: int = BATCHES,
     static: bool = True,
 ) -> SampleChoice:
-    """Play the layouts of the run's ranks for batches of unequal samples.
+    """Simulate the layouts of the run's ranks for batches of unequal samples, and choose the best.
 
-    A batch has `train.global_batch_tokens`, or `train.global_batch` · `train.seq_len` tokens; samples are cut at `seq_len`. Static context
-    ranks need whole sequences on each of their groups. Leading layouts play `batches` of them; without `static` all are hybrid.
+    A batch has `train.global_batch_tokens` tokens, or `train.global_batch` · `train.seq_len` tokens; samples are cut at `seq_len`. The best
+    layouts are simulated with `batches` batches. Without `static`, only hybrid layouts are considered. A static layout must divide the
+    batch into whole sequences for each of its groups of context ranks.
     """
     longest = min(run.train.seq_len, histogram.longest)
     tokens = step_tokens(run)
@@ -110,19 +113,19 @@ def _played(
 
 
 def step_tokens(run: RunSpec) -> int:
-    """Tokens of a step."""
+    """Return the tokens of a step, on all ranks."""
     return run.train.global_batch_tokens or run.train.global_batch * run.train.seq_len
 
 
 def draw_batch(histogram: LengthHistogram, tokens: int, longest: int, seed: int, number: int) -> np.ndarray:
-    """Lengths `(S,)` of global batch `number`, `tokens` together: the last sample is cut."""
+    """Draw the lengths `(S,)` of the samples of global batch `number`. The last sample is cut so that all have `tokens` tokens together."""
     lengths = histogram.draw(tokens, longest, np.random.default_rng([seed, number]))
     lengths[-1] -= int(lengths.sum()) - tokens
     return lengths
 
 
 def sample_layouts(run: RunSpec, longest: int) -> Iterator[SampleLayout]:
-    """Layouts of the run's ranks that hold its longest sample: static context ranks, and hybrid ranks by capacity."""
+    """Yield the layouts of the run's ranks that can hold its longest sample: static context axes, and hybrid layouts by capacity."""
     ranks = run.cluster.ranks
     sequence = run.train.seq_len
     pins = pins_of(run)
@@ -140,7 +143,7 @@ def sample_layouts(run: RunSpec, longest: int) -> Iterator[SampleLayout]:
 
 
 def _obstacle(run: RunSpec) -> str:
-    """Return why no layout of the run can be played, or nothing."""
+    """Return the reason why no layout of the run can be simulated, or an empty string."""
     pins = pins_of(run)
     pinned = [key for key in ("pipeline", "tensor") if (getattr(pins, key) or 1) > 1]
     if pinned:
@@ -154,14 +157,14 @@ def _obstacle(run: RunSpec) -> str:
 
 
 def _heads_divide(run: RunSpec, ulysses: int) -> bool:
-    """Whether `ulysses` ranks inside a node can share the heads."""
+    """Whether `ulysses` ranks can divide the key/value heads evenly, and fit inside a node."""
     return run.model.kv_heads % ulysses == 0 and ulysses <= run.cluster.ranks_per_node
 
 
 def _capacity(longest: int, size: int) -> int:
-    """Tokens of each of `size` ranks that hold a sample of `longest` tokens, rounded up.
+    """Return the capacity with which `size` ranks can hold a sample of `longest` tokens.
 
-    A sample of 10,000 tokens on 4 ranks takes 2,500 of each, rounded up to whole granules:
+    A sample of 10,000 tokens needs 2,500 tokens on each of 4 ranks, which is rounded up to 20 · 128:
 
     >>> _capacity(longest=10_000, size=4)
     2560

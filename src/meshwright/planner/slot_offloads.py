@@ -1,7 +1,8 @@
-"""Slots for long samples with offload of activations: their sizes, their layers, and which samples take them.
+"""Slots (micro-batches) with offload of activations for long samples: how large they are, how many layers offload, and for which samples.
 
-The method is ByteScale's selective offload (Ge et al. 2025, arXiv 2502.21231): attention grows with the square of the length and
-activations with the length, so the copies of a long sample are hidden behind its work, and fewer ranks hold it.
+The method is ByteScale's selective offload (Ge et al. 2025, arXiv 2502.21231). The work of attention grows with the square of a sample's
+length, but activations grow only with its length. So a long sample computes long enough to hide its copies to host memory, and with offload
+it needs fewer ranks.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.plan_bytes import fullest
 
 FRACTIONS = (3 / 4, 1 / 2, 1 / 4)
-"""Tokens of slots without offload that are tried, relative to those with."""
+"""Sizes of slots without offload that are tried, relative to the size of slots with offload."""
 SEVERAL = 2
-"""Micro-batches for memory: with several, their gradients are summed."""
+"""Micro-batches of the plans whose memory is computed. Two are enough to include the sums of gradients over micro-batches."""
 
 
 def offloaded_layers(capacity: int, longer: int, layers: int) -> int | None:
-    """Fewest of `layers` blocks to offload so that `longer` tokens need the memory of `capacity`; None if all are too few.
+    """Return how many of `layers` blocks must offload so that `longer` tokens need no more memory than `capacity` tokens without offload.
 
-    Twice as many tokens: half of the layers are offloaded, and two layers stay on the device for the copies.
+    None if not even all blocks are enough.
+
+    For twice as many tokens, half of 32 blocks must offload, and 2 more because the device stores two of the offloading blocks:
 
     >>> offloaded_layers(capacity=4096, longer=8192, layers=32)
     18
@@ -44,12 +47,11 @@ def offloaded_layers(capacity: int, longer: int, layers: int) -> int | None:
 def slot_offload(
     priced: Pricing | None, time: SampleTime, capacity: int, longer: int, ranks: int, layers: int
 ) -> tuple[SlotOffload, bool] | None:
-    """Slots of `longer` tokens with offload beside those of `capacity`, and whether all copies are hidden.
+    """Return slots of `longer` tokens with offload, next to slots of `capacity` tokens without, and whether all copies are hidden.
 
-    None if they do not fit.
-
-    `time` is that of samples on a device, `layers` are the model's. A sample that `ranks` ranks do not hold without offload takes these
-    slots even if its copies are not hidden, and so do all where the rates of the device are not known (`priced` is None).
+    None if the memory is not enough. `time` gives the seconds of a sample on a device; `layers` is the number of the model's layers.
+    Samples use these slots from a length on at which their compute hides the copies. Samples that `ranks` ranks cannot hold without
+    offload use them in any case. If the rates of the device are not known (`priced` is None), all samples above `capacity` use them.
     """
     offloaded = offloaded_layers(capacity, longer, layers)
     if offloaded is None:
@@ -63,17 +65,20 @@ def slot_offload(
 
 
 def _copy_seconds(priced: Pricing, share: float) -> float:
-    """Seconds to copy a token's activations in one direction, of the share `share` of layers."""
+    """Return the seconds to copy the activations of one token in one direction, if the share `share` of the layers offloads."""
     if number(host_rate(priced.machine)) <= 0:
         return inf
     layout = replace(priced.layout, offload_activations=share)
-    # Per device, as the time of samples is: tensor ranks divide both.
+    # Tensor ranks divide the activations, as they divide the time of samples, so this is for one device too.
     tokens = number(layout.micro_batch) * number(layout.seq) / number(layout.context) / number(layout.tensor)
     return number(activation_copies(priced.shape, priced.machine, layout)) / tokens
 
 
 def with_slot_offload(run: RunSpec, plan: Plan) -> Plan:
-    """`plan` with the pinned slots with offload, and their memory where it is larger; unchanged without the pin."""
+    """Return `plan` with the slots with offload that the run pins; unchanged if it pins none.
+
+    If these slots need more memory than the others, the plan's predicted memory becomes theirs.
+    """
     longer = pins_of(run).offload_capacity
     samples = plan.samples
     if longer is None or samples is None:
@@ -91,7 +96,7 @@ def with_slot_offload(run: RunSpec, plan: Plan) -> Plan:
 
 
 def longer_slot_memory(run: RunSpec, plan: Plan, offload: SlotOffload) -> dict[str, int]:
-    """Bytes by category of a rank in a slot with offload; `plan` is that of slots without."""
+    """Return the bytes of each memory category of a rank in a slot with offload. `plan` describes the slots without offload."""
     run, plan = in_longer_slots(run, plan, offload)
     return fullest(memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu))
 

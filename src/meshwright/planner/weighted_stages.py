@@ -1,4 +1,4 @@
-"""Cuts layers that take unlike times into the stages of a pipeline."""
+"""Divides layers that take unequal times into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from itertools import accumulate, pairwise
 from meshwright.workload.rank_layers import StageTable
 
 DIGITS = 9
-"""Digits to which times are compared; a layer takes about 1."""
+"""Decimal digits to which times are compared; a layer takes about 1."""
 BISECTIONS = 40
+"""Steps of the bisection in `_even_stages`."""
 LEAST_GAIN = 0.01
-"""Share of the slowest rank's time that other stages must save: a prediction cannot tell plans apart that are closer."""
+"""A new division must save at least this share of the slowest rank's time. Predictions cannot distinguish smaller differences."""
 
 
 @lru_cache(maxsize=1024)  # the search asks for the same stages under every batch and strategy
 def balanced_by_weight(
     table: StageTable, weights: tuple[float, ...], head: float, speeds: tuple[float, ...]
 ) -> StageTable:
-    """The stages of `table`, or if that saves time other numbers of layers: the slowest rank takes the least time.
+    """Divide the layers into stages so that the slowest rank takes as little time as possible. Returns `table` if that saves too little.
 
-    `weights` are times of the layers, 1 on average, and `head` that of the head after the last, on a rank of speed 1. The cut is the best
-    if every rank has one stage, else within a layer's time of it.
+    `table` has the stages of each rank. `weights` are the times of the layers, 1 on average, and `head` is the time of the head, both on a
+    rank of speed 1; `speeds` are those of the ranks. If every rank has one stage, the result is the best possible, else it is at most the
+    time of a layer worse.
 
-    Eight equal layers and a head that takes as long as two: 5 layers, and 3 with the head.
+    Two ranks have eight equal layers, and a head that takes as long as two layers. The first gets 5 layers, the second 3 and the head:
 
     >>> balanced_by_weight(((range(0, 4),), (range(4, 8),)), weights=(1.0,) * 8, head=2.0, speeds=(1.0, 1.0))
     ((range(0, 5),), (range(5, 8),))
@@ -43,7 +45,7 @@ def balanced_by_weight(
 
 
 class _Times:
-    """Times of stages of so many layers; `owners` has the rank of each stage in order."""
+    """Computes the times of ranks for given numbers of layers in each stage (`sizes`). `owners` has the rank of each stage, in order."""
 
     def __init__(self, weights: Sequence[float], head: float, speeds: Sequence[float], owners: Sequence[int]) -> None:
         self.speeds = speeds
@@ -53,7 +55,7 @@ class _Times:
         self.before[-1] += head
 
     def of_ranks(self, sizes: Sequence[int]) -> tuple[list[float], float]:
-        """The time of each rank, and that of the slowest stage."""
+        """Return the time of each rank, and the time of the slowest stage."""
         ranks = [0.0] * len(self.speeds)
         slowest_stage = 0.0
         for owner, (first, stop) in zip(self.owners, pairwise(accumulate(sizes, initial=0)), strict=True):
@@ -63,13 +65,16 @@ class _Times:
         return [round(seconds, DIGITS) for seconds in ranks], round(slowest_stage, DIGITS)
 
     def slowest(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """Times of the slowest rank and of the slowest stage."""
+        """Return the time of the slowest rank, and the time of the slowest stage."""
         ranks, stage = self.of_ranks(sizes)
         return max(ranks), stage
 
 
 def _even_stages(times: _Times) -> list[int]:
-    """Sizes of stages of which the slowest takes the least time, by bisection of the time in which every stage takes all that it can."""
+    """Return numbers of layers for which the slowest stage takes the least time.
+
+    By bisection, find the smallest time limit with which all layers find a place if each stage gets as many as fit (`_filled`).
+    """
     low = 0.0
     high = times.before[-1] / min(times.speeds)
     for _ in range(BISECTIONS):
@@ -82,7 +87,7 @@ def _even_stages(times: _Times) -> list[int]:
 
 
 def _filled(times: _Times, limit: float) -> list[int]:
-    """Sizes of stages that take as many layers as fit into the time `limit`: at least one, and one is left to each later stage."""
+    """Give each stage as many layers as fit into the time `limit`, but at least one, and leave at least one for each later stage."""
     sizes = list[int]()
     first = 0
     for later, owner in zip(reversed(range(len(times.owners))), times.owners, strict=True):
@@ -94,9 +99,10 @@ def _filled(times: _Times, limit: float) -> list[int]:
 
 
 def _improved(sizes: list[int], times: _Times) -> list[int]:
-    """Sizes after moves of single layers that each make the slowest rank, or then the slowest stage, faster.
+    """Improve `sizes` by moves of single layers until no move helps any more.
 
-    A layer goes from a stage of the slowest rank to the stage where it helps most; the stages between move on by one layer.
+    A move takes a layer from a stage of the slowest rank, and gives one to the stage where that helps most; the stages between shift by one
+    layer. It helps if the slowest rank becomes faster, or if that stays the same and the slowest stage becomes faster.
     """
     while True:
         ranks, _ = times.of_ranks(sizes)

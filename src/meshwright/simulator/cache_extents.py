@@ -1,10 +1,14 @@
-"""Cached blocks of simulated sequences as extents, which take less time than single blocks.
+"""A prefix cache for the simulator that handles ranges of blocks (extents) instead of single blocks, because that is faster.
 
-A text is a path of pieces (`text_pieces`), which other sequences may share. The cached blocks of a piece are extents:
-consecutive blocks with the same number of references. A request, a reservation or a sender refers to spans of its text.
-Blocks that are not in the cache are private to their holder, also a second copy of a cached block. Blocks without
-references are idle if they are cached, else empty. Empty ones are taken first, then idle ones in the order of their
-release, as `policies.cache_blocks.BlockPool` does block by block.
+It gives the same counts as `policies.cache_blocks.BlockPool`, which the engine uses block by block.
+
+- A sequence ("text" in names) is a list of pieces (`text_pieces`); several sequences may share a piece.
+- An extent is a range of consecutive cached blocks of one piece with the same number of references.
+- A holder has references on blocks of one sequence. It may be a request, a reservation of blocks, or a sender of computed blocks.
+- A private block belongs to one holder and is not in the cache. A second copy of a cached block is private too.
+- A block without references is idle if it is cached, and empty if it is not.
+
+A holder that needs blocks gets the empty ones first, then the idle ones in the order of their release.
 """
 
 from __future__ import annotations
@@ -17,15 +21,15 @@ from meshwright.policies.cache_blocks import BlockCounts
 from meshwright.simulator.text_pieces import Text
 
 Span = tuple[int, int]
-"""Blocks of a text: the first, and the one behind the last."""
+"""A range of blocks of a sequence: (first block, block after the last block)."""
 
 
 EMPTIED = -1
-"""References of an extent that is not cached any more, though it may stay in the heap of idle ones."""
+"""Value of `Extent.references` for an extent that is not cached any more. The heap of idle extents may still have an entry for it."""
 
 
 class Extent:
-    """Cached blocks `first` … `end - 1` of a text in one piece, with the same number of references."""
+    """A range of cached blocks, `first` … `end - 1`, of one piece. All of its blocks have the same number of references."""
 
     __slots__ = ("end", "first", "forward", "piece", "references", "stamp")
 
@@ -35,24 +39,25 @@ class Extent:
         self.end = end
         self.references = references
         self.stamp = 0
+        """Number of the release that made the extent idle."""
         self.forward = False
-        """Number of the release that made it idle, and whether that released the first block first."""
+        """Whether that release went from the first block to the last one. If so, the first block is evicted first."""
 
 
 class Holder:
-    """References to blocks of a text: private and cached ones."""
+    """The blocks that a request, a reservation or a sender refers to. All belong to one sequence, `text`."""
 
     __slots__ = ("private", "spans", "text")
 
     def __init__(self, text: Text) -> None:
         self.text = text
         self.private = 0
-        """`private`: its blocks that are not cached."""
+        """Number of the holder's blocks that are not cached."""
         self.spans: list[Span] = []
-        """Its cached blocks, ascending."""
+        """The holder's cached blocks as ranges, ascending."""
 
     def add(self, first: int, end: int) -> None:
-        """Add a span behind the others.
+        """Add the range `first` … `end - 1` to `spans`. It must begin at or after the end of the last range.
 
         A span that begins where the last one ends extends it:
 
@@ -71,29 +76,33 @@ class Holder:
 
 
 class ExtentPool(BlockCounts):
-    """The numbers of free and empty blocks, and the cached ones as extents."""
+    """The blocks of one instance's cache: the cached blocks as extents, and the numbers of free and of empty blocks.
+
+    A free block has no references: it is idle (cached) or empty.
+    """
 
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks)
         self.empty = self.blocks
         """Blocks without references and without content."""
         self._extents: dict[int, list[Extent]] = {}
-        """Extents by piece, ascending."""
+        """By number of the piece, its extents in ascending order."""
         self._released: list[tuple[int, int, Extent]] = []
-        """A heap of (release, order within it, extent); an entry is stale once its extent is used again or emptied.
+        """A heap of idle extents, the next to evict first: (number of the release, order within the release, extent).
 
-        Extents have no order and need none: those of a release are of one text and begin at different blocks, also after
-        splits, so no two entries have the same first two numbers.
+        An entry is stale once its extent is used again or emptied. Comparisons never reach the third value, because no two entries
+        have the same first two: one release concerns one sequence, and its extents begin at different blocks, also after splits.
         """
         self._uncounted: list[tuple[Holder, int, int]] = []
-        """Senders with spans of referenced blocks, to which they refer without being counted in `Extent.references`.
+        """References of senders that `Extent.references` does not include yet: (sender, first block, block after the last).
 
-        Usually the next release is the sender's own; then extents are not split and joined for nothing. Any other release
-        counts these references first (`_release`), so the blocks keep their other references until then: none is idle.
+        To count them would split extents. Usually the sender releases the same blocks soon, which would join the extents again, so
+        counting waits. Any other release counts the references first (`_release`). Until then each of these blocks has at
+        least one other reference, so none of them can be idle.
         """
 
     def take(self, count: int) -> None:
-        """Take so many free blocks, as private ones of holders. Raises IndexError if there are not so many."""
+        """Take `count` free blocks, which the caller adds to `Holder.private`. Raises IndexError if fewer are free."""
         if count > self.free:
             raise IndexError(f"{count} blocks are needed, and {self.free} are free")
         if count > self.empty:
@@ -102,7 +111,7 @@ class ExtentPool(BlockCounts):
         self.empty -= count
 
     def cached_end(self, text: Text, first: int, end: int) -> int:
-        """The end of the consecutive cached blocks of a text from `first` on, at most `end`."""
+        """Return the first block from `first` on that is not cached, or `end` if all blocks before `end` are cached."""
         position = first
         for extent in self._overlapping(text, first, end):
             if extent.first > position:
@@ -115,7 +124,7 @@ class ExtentPool(BlockCounts):
         return bool(self._overlapping(text, first, end))
 
     def _overlapping(self, text: Text, first: int, end: int) -> list[Extent]:
-        """The extents with any of these blocks of a text."""
+        """Return the extents that contain any of the blocks `first` … `end - 1` of a sequence."""
         found: list[Extent] = []
         for piece, begin, stop in text:
             if stop > first and begin < end:
@@ -123,12 +132,12 @@ class ExtentPool(BlockCounts):
         return found
 
     def idle_blocks(self, text: Text, end: int) -> int:
-        """Idle blocks among the first `end` of a text."""
+        """Return how many of the first `end` blocks of a sequence are idle: cached, and without references."""
         idle = [each for each in self._overlapping(text, 0, end) if not each.references]
         return sum([min(each.end, end) - each.first for each in idle])
 
     def share(self, holder: Holder, first: int, end: int) -> None:
-        """Let a holder refer to cached blocks."""
+        """Add a reference of `holder` to its blocks `first` … `end - 1`, all of which are cached."""
         for extent in self._between(holder.text, first, end):
             if not extent.references:
                 self.free -= extent.end - extent.first
@@ -136,9 +145,10 @@ class ExtentPool(BlockCounts):
         holder.add(first, end)
 
     def share_cached(self, holder: Holder, first: int, end: int) -> int:
-        """Let a holder refer to the consecutive cached blocks from `first` on; returns their end.
+        """Add a reference of `holder` to its cached blocks from `first` on, up to the first block that is not cached, at most to `end`.
 
-        Blocks with references are not counted at once (`_uncounted`): that costs less if `release_first` is the next release.
+        Returns the block after the last of them. If all of these blocks have other references, the new references are not counted at
+        once but listed in `_uncounted`; this is faster if the next release is the holder's own `release_first`.
         """
         position = first
         referenced = True
@@ -156,14 +166,14 @@ class ExtentPool(BlockCounts):
         return position
 
     def _count_all(self) -> None:
-        """Count the references that are not counted yet."""
+        """Add the references in `_uncounted` to those of the extents."""
         for holder, first, end in self._uncounted:
             for extent in self._between(holder.text, first, end):
                 extent.references += 1
         self._uncounted.clear()
 
     def enter(self, holder: Holder, first: int, end: int) -> None:
-        """Put private blocks of a holder into the cache, except those of which equal ones are there already."""
+        """Put the private blocks `first` … `end - 1` of `holder` into the cache. A block that is cached already stays private."""
         for piece, begin, stop in holder.text:
             position = first if first > begin else begin
             last = end if end < stop else stop
@@ -190,13 +200,13 @@ class ExtentPool(BlockCounts):
         elif before.end > first or before.references != 1 or not holder.spans or holder.spans[-1][1] != first:
             insort(extents, Extent(piece, first, end, 1), key=attrgetter("first"))
         else:
-            # The holder refers to the block before, so the one reference is its own. Uncounted ones of senders
-            # may be added to a longer extent: `_count_all` splits it at the ends of their spans.
+            # The extent before has one reference, and the holder refers to it, so that reference is the holder's: the extent can grow.
+            # Senders may have uncounted references to a part of it. `_count_all` splits the extent at the ends of that part.
             before.end = end
         holder.add(first, end)
 
     def release(self, holder: Holder) -> None:
-        """Release all blocks of a holder, the last one first."""
+        """Remove all references of `holder`, from its last block to its first one, so the last block is evicted first."""
         self.free += holder.private
         self.empty += holder.private
         self.releases += 1
@@ -206,7 +216,7 @@ class ExtentPool(BlockCounts):
         holder.spans = []
 
     def release_first(self, holder: Holder, first: int, end: int) -> None:
-        """Release the first blocks of a holder's only span, the first one first."""
+        """Remove the references of `holder` to `first` … `end - 1`, the beginning of its only range, from the first block on."""
         self.releases += 1
         ((begin, stop),) = holder.spans
         assert begin == first < end <= stop
@@ -234,9 +244,9 @@ class ExtentPool(BlockCounts):
 
     @staticmethod
     def _join(extents: list[Extent]) -> None:
-        """Make one extent of consecutive ones with the same number of references.
+        """Join extents of one piece that follow each other and have the same number of references.
 
-        Idle extents stay apart: the heap has an entry for each, and they may be of different releases.
+        Idle extents are not joined: the heap has an entry for each of them, and different releases may have made them idle.
         """
         for index in range(len(extents) - 1, 0, -1):
             before = extents[index - 1]
@@ -250,7 +260,10 @@ class ExtentPool(BlockCounts):
         heappush(self._released, (extent.stamp, extent.first if extent.forward else -extent.first, extent))
 
     def take_cached(self, holder: Holder, text: Text) -> bool:
-        """Make the cached block at the end of a text private to a holder; false if it is not cached or not idle."""
+        """Take the last block of `text` out of the cache and make it a private block of `holder`.
+
+        Returns false, and changes nothing, if the block is not cached or has references.
+        """
         piece, _, end = text[-1]
         extents = self._extents.get(piece, ())
         if not extents or extents[-1].end != end or extents[-1].references:
@@ -262,9 +275,10 @@ class ExtentPool(BlockCounts):
         return True
 
     def _between(self, text: Text, first: int, end: int) -> list[Extent]:
-        """The extents of these blocks, which are split from those outside.
+        """Return extents that cover exactly the cached blocks among `first` … `end - 1`; extents across the limits are split there.
 
-        Their order does not count. Those of a piece are visited from the last one on, as splits move the ones behind.
+        The order of the result does not matter. The extents of a piece are visited from the last to the first, because a split
+        inserts an extent and so moves those after it.
         """
         found: list[Extent] = []
         for piece, begin, stop in text:
@@ -289,7 +303,7 @@ class ExtentPool(BlockCounts):
         return found
 
     def _split(self, extents: list[Extent], index: int, position: int) -> Extent:
-        """Divide an extent of a piece before a block; returns the second part."""
+        """Split the extent `extents[index]` before block `position`. Returns the new extent, which begins at `position`."""
         extent = extents[index]
         behind = Extent(extent.piece, position, extent.end, extent.references)
         behind.stamp = extent.stamp
@@ -308,7 +322,7 @@ class ExtentPool(BlockCounts):
             del self._extents[extent.piece]
 
     def _evict(self, count: int) -> None:
-        """Empty so many idle blocks, those of the earliest release first."""
+        """Remove `count` idle blocks from the cache, which makes them empty. The blocks that were released first go first."""
         self.empty += count
         while count:
             stamp, _, extent = self._released[0]
@@ -319,7 +333,7 @@ class ExtentPool(BlockCounts):
                 heappop(self._released)
                 self._drop(extent)
             else:
-                # The entry keeps its place in the heap, before the blocks that the same release freed later.
+                # The rest of the extent is still the next to evict, so its entry stays at the top of the heap.
                 if extent.forward:
                     extent.first += count
                 else:

@@ -1,6 +1,6 @@
-"""Changes of a plan's costs by copies and moved experts: their policies are played over recorded loads.
+"""Effects of copied and moved experts on the costs of a plan, found by running their policies on recorded expert loads.
 
-Of a long recording some steps and layers are played, evenly spaced over its layers and from its end.
+To save time, only the last steps of a long recording are simulated, and only some layers, evenly spaced.
 """
 
 from __future__ import annotations
@@ -25,26 +25,33 @@ from meshwright.workload.expected_loads import recorded_loads
 from meshwright.workload.groups import all_present, copies_experts, moves_experts
 
 DECISION_DELAY = 2
-"""Steps from the last loads of a decision to the step that uses it (`training.expert_decisions`)."""
+"""A decision made from the loads up to step n is used in step n + 2 (`training.expert_decisions`)."""
 PLAYED_STEPS = 12
+"""The most recorded steps that are simulated."""
 PLAYED_LAYERS = 8
-"""Most steps and layers that are played."""
+"""The most layers that are simulated."""
 
 
 @dataclass(frozen=True)
 class CopyEffects:
-    """Columns of `Layouts` that copies set."""
+    """Effects of expert copies on the cost model; the fields are the columns of `Layouts` with these names."""
 
     imbalance: float
+    """Rows of the busiest rank relative to the mean over ranks."""
     exchanged_share: float
+    """Seconds of the exchange of tokens relative to those without copies, where both are counted without the imbalance."""
     copy_seconds: float
+    """Exposed seconds of the exchange of copied weights, of one micro-batch in all layers."""
 
 
 def with_copies(
     priced: Pricing | None, model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
 ) -> Pricing | None:
-    """`priced` with the effects of the plan's copies and expert placement; unchanged without them or without recorded
-    loads."""
+    """Return the cost model's inputs with the effects of the plan's expert copies and expert placement.
+
+    `priced` is returned unchanged if the plan neither copies nor moves experts. It is also unchanged without recorded loads, unless all
+    experts are present on all ranks, where loads do not matter.
+    """
     has_loads = train.expert_load not in (None, EQUAL_LOADS)
     placed = copies_experts(plan) or moves_experts(plan)
     if priced is None or not placed or (not has_loads and not all_present(model, plan)):
@@ -58,13 +65,13 @@ def with_copies(
 
 
 def copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> CopyEffects:
-    """The effects of the copies and owners of a plan. Raises BadInput where the device's rates or the loads are not known."""
+    """Return the effects of a plan's expert copies and expert owners. Raises BadInput if the device's rates or the loads are not known."""
     return _copy_effects(model, train, plan.without_prediction, cluster)
 
 
 @lru_cache(maxsize=256)
 def _copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> CopyEffects:
-    """`copy_effects`, whose result is cached."""
+    """Compute `copy_effects`; cached by plan without its prediction."""
     assert plan.experts is not None
     experts = plan.experts
     ranks = plan.experts.expert * plan.axis_size("tensor")
@@ -96,15 +103,18 @@ def _copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
 
 
 def _effects(played: PlayedLoads, alone: PlayedLoads, layers: int) -> CopyEffects:
-    """Effects of copies on `layers` layers, from those that were played with copies and `alone`, without them."""
+    """Return the effects of copies on `layers` layers, by comparing a simulation with copies and one without (`alone`)."""
     imbalance = float(played.imbalance.mean())
-    # The cost model multiplies the exchange by the imbalance, which copies change too.
+    # The cost model multiplies the exchange by the imbalance. Copies change the imbalance, so it is divided out here.
     share = played.exchange.mean() / max(float(alone.exchange.mean()), 1e-12) * alone.imbalance.mean() / imbalance
     return CopyEffects(imbalance, float(share), float(played.weights.mean()) * layers)
 
 
 def _played_counts(model: ModelSpec, train: TrainSpec, plan: Plan, ranks: int) -> list[np.ndarray]:
-    """Counts `(layers, ranks, experts)` of one micro-batch for each played step: all ranks have tokens of equal kinds."""
+    """Return for each simulated step how many tokens each rank sends to each expert in a micro-batch, `(layers, ranks, experts)`.
+
+    All ranks are assumed to have the same distribution of tokens over experts, the recorded one.
+    """
     if train.expert_load in (None, EQUAL_LOADS):
         loads = np.ones((DECISION_DELAY + 1, 1, model.experts), dtype=np.int64)
     else:
@@ -122,9 +132,9 @@ def _played_counts(model: ModelSpec, train: TrainSpec, plan: Plan, ranks: int) -
 
 
 def _played_layers(loads: np.ndarray) -> np.ndarray:
-    """Indices of the layers that are played, for `loads` `(steps, layers, experts)`.
+    """Return the indices of the layers that are simulated, for `loads` `(steps, layers, experts)`.
 
-    Of 61 layers eight are played, evenly spaced:
+    Eight of 61 layers, evenly spaced:
 
     >>> _played_layers(np.ones((1, 61, 4)))
     array([ 0,  9, 17, 26, 34, 43, 51, 60])
@@ -134,7 +144,11 @@ def _played_layers(loads: np.ndarray) -> np.ndarray:
 
 
 def _earlier_loads(model: ModelSpec, train: TrainSpec, experts: ExpertPlan) -> np.ndarray:
-    """Loads `(played layers, experts)` of the window from which owners follow, half of their time before the played steps."""
+    """Return the sum of the recorded loads from which the owners of experts are chosen, `(simulated layers, experts)`.
+
+    Owners are chosen every `placement_every` steps, so on average a step uses owners that were chosen half of that time earlier. The
+    window of loads therefore ends `placement_every // 2` steps before the simulated steps.
+    """
     assert train.expert_load is not None
     loads = recorded_loads(model, train.expert_load)
     end = max(1, len(loads) - PLAYED_STEPS - DECISION_DELAY - experts.placement_every // 2)
@@ -142,7 +156,7 @@ def _earlier_loads(model: ModelSpec, train: TrainSpec, experts: ExpertPlan) -> n
 
 
 def _ranks_per_node(plan: Plan, cluster: ClusterSpec) -> int:
-    """Ranks of a node in a group that has a layer's experts; all of the group if nodes have different numbers."""
+    """Return how many ranks of a node are in one expert group; the size of the whole group if nodes have different numbers of them."""
     layout = Layout.of(plan, cluster.ranks_per_node)
     nodes = [layout.node(rank) for rank in layout.expert_groups()[0]]
     count = nodes.count(nodes[0])

@@ -1,4 +1,7 @@
-"""Cache blocks of simulated requests as counts: the numbers of `CacheBlocks` without windows, in less time."""
+"""A faster substitute for the engine's `CacheBlocks` in simulations of models without attention windows.
+
+It counts blocks instead of naming them; the counts are those of `CacheBlocks`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from meshwright.simulator.text_pieces import Text
 
 
 class CountedBlocks(BlockTables):
-    """The blocks of one group without a window. Only the number of entries of its block tables counts, not their values.
+    """`BlockTables` of one group of layers without a window, where only the length of a block table has a meaning: all entries are 1.
 
-    All digests of a request are the name of its text, the last one that of its prompt's end if that is meant.
+    A "digest" is here the name of a sequence in `texts`, the same for each of its blocks. Where the block counts that the prompt fills
+    in part, the last digest is the name of the prompt (`TextPieces.texts` gives both sequences).
     """
 
     alike = True
@@ -21,12 +25,12 @@ class CountedBlocks(BlockTables):
         self.pool = ExtentPool(blocks)
         super().__init__([self.pool], [None], tokens_per_block)
         self.texts = texts
-        """Sequences by name."""
+        """The pieces of each sequence, by its name. The caller adds and removes entries."""
         self._holders: dict[int, Holder] = {}
-        """Holders by the identity of a request's tables."""
+        """By `id` of a request's block tables, the holder of its references."""
 
     def text(self, digests: Sequence[bytes]) -> Text:
-        """The text of a request; empty if it has no digests."""
+        """Return the pieces of the sequence that the last digest names; none without digests."""
         return self.texts[digests[-1]] if digests else ()
 
     def matching(self, digests: Sequence[bytes]) -> int:
@@ -98,11 +102,14 @@ class CountedBlocks(BlockTables):
 
 
 SimulatedBlocks = CacheBlocks | CountedBlocks
-"""Blocks of a simulated instance: those of the engine, or in less time counts."""
+"""The cache of a simulated instance: the engine's own blocks, or their counts, which are faster (`serve_simulation.can_count`)."""
 
 
 class CountedReservation:
-    """`policies.moving_blocks.ReservedBlocks` of a text."""
+    """Counts in place of `policies.moving_blocks.ReservedBlocks`: blocks that a decode instance reserves for a prompt.
+
+    `first` is the number of blocks at the beginning of the prompt that are cached already; the others are reserved.
+    """
 
     def __init__(self, cache: CountedBlocks, digests: Sequence[bytes]) -> None:
         self._cache = cache
@@ -114,28 +121,31 @@ class CountedReservation:
         return len(self._digests) - self.first
 
     def fit(self, reserve: float) -> bool:
-        """Whether there are so many free blocks, and the fraction `reserve` of all beside them."""
+        """Whether the blocks can be reserved so that the fraction `reserve` of all blocks is still free afterwards."""
         pool = self._cache.pool
         idle = self._cache.idle_matches(0, self._digests, self.first)
         return pool.free - idle - len(self) >= int(reserve * pool.blocks)
 
     def take(self) -> None:
-        """Take the blocks, and references on the cached prefix."""
+        """Reserve the blocks that are not cached, and add references to the cached ones before them."""
         self._cache.pool.share(self._holder, 0, self.first)
         self._cache.pool.take(len(self))
         self._holder.private += len(self)
 
     def enter(self, index: int, count: int) -> None:
-        """Put `count` blocks from `index` on into the prefix cache."""
+        """Put `count` blocks of the prompt, from block `index` on, into the prefix cache: their content has arrived."""
         self._cache.pool.enter(self._holder, index, index + count)
 
     def release(self) -> None:
-        """Release the blocks; those that were entered stay in the prefix cache."""
+        """Remove all references. Blocks that `enter` has put into the prefix cache stay there."""
         self._cache.pool.release(self._holder)
 
 
 class CountedUnsent:
-    """`policies.moving_blocks.UnsentBlocks` of a text."""
+    """Counts in place of `policies.moving_blocks.UnsentBlocks`: computed blocks that a prefill instance holds until they are copied.
+
+    `next` is the first block that is not copied yet; the length is the number of blocks that are held.
+    """
 
     def __init__(self, cache: CountedBlocks, digests: Sequence[bytes], first: int) -> None:
         self._pool = cache.pool
@@ -148,14 +158,14 @@ class CountedUnsent:
         return self._count
 
     def extend(self) -> int:
-        """Hold the blocks that follow, as far as they are cached; returns their number."""
+        """Hold the cached blocks that follow those held already, up to the first block that is not cached. Returns how many were added."""
         first = self.next + self._count
         count = self._pool.share_cached(self._holder, first, self._end) - first
         self._count += count
         return count
 
     def copied(self, count: int) -> None:
-        """Release the next `count` blocks."""
+        """Release the first `count` of the held blocks: they have been copied."""
         self._pool.release_first(self._holder, self.next, self.next + count)
         self.next = self.next + count
         self._count = self._count - count

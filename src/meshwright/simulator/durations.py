@@ -13,7 +13,10 @@ SlowInterval = tuple[float, float, float]
 
 
 class Durations:
-    """Compute seconds by action. A stage's list has the seconds of its units, then their sum for actions of the whole stage."""
+    """Compute seconds of actions, of one unit or of a whole stage.
+
+    `_seconds_by_op[op][stage]` is a list: the seconds of each unit of the stage, and as last entry their sum for the whole stage.
+    """
 
     def __init__(self, timing: Timing) -> None:
         forward, inputs, weights = (
@@ -29,18 +32,18 @@ class Durations:
         }
 
     def compute(self, action: Action) -> float:
-        """Seconds of a compute action beside which no collective runs."""
+        """Return the seconds of a compute action while no collective runs. A pair of micro-batches takes the sum of both."""
         if action.pair:
             return sum(map(self.compute, action.pair))
         return self._seconds_by_op[action.op][action.stage][-1 if action.unit is None else action.unit]
 
 
 def end_with_slowdown(start: float, work: float, slow_intervals: Iterable[SlowInterval]) -> float:
-    """End time of compute that starts at `start` and takes `work` seconds without slowdown.
+    """Return the time when compute ends that starts at `start` and would take `work` seconds without slowdown.
 
-    Where intervals overlap, the largest factor applies.
+    In each of `slow_intervals`, compute takes longer by the interval's factor. Where intervals overlap, the largest factor applies.
 
-    4 of 6 seconds of work are done when a rank becomes three times slower; the other 2 take 6 seconds:
+    A rank has 6 seconds of work. After 4 seconds it becomes three times slower, so the other 2 seconds of work take 6 seconds:
 
     >>> end_with_slowdown(0.0, 6.0, [(4.0, 20.0, 3.0)])
     10.0

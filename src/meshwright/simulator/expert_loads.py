@@ -1,6 +1,6 @@
-"""Time of the experts' part of a step under a placement policy, played over recorded loads.
+"""Simulates MoE layers with a placement policy, which decides on which ranks copies of experts are present, over recorded loads.
 
-A step's placement is decided from the loads of the steps before it, as in training, and timed with its own loads.
+As in training, the policy sees only the loads of earlier steps. Each step's time is computed with the step's own loads.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from meshwright.policies.load_window import LoadWindow
 
 @dataclass(frozen=True)
 class PlayedLoads:
-    """Figures of each step and layer, each `(steps, L)`.
+    """The simulated seconds and imbalance of each step and MoE layer; each array is `(steps, layers)`.
 
-    Two steps of three layers, with one second for computation, exchange and weights each:
+    Two steps of three layers, where computation, exchange and weights take one second each, so a step takes 3 · 3 seconds:
 
     >>> one = np.ones((2, 3))
     >>> PlayedLoads(one, one, one, one).step_seconds
@@ -27,13 +27,13 @@ class PlayedLoads:
     """
 
     compute: np.ndarray
-    """Seconds of the experts on the rank with most rows."""
+    """Seconds of the experts' matmuls on the rank with the most rows (tokens sent to experts)."""
     exchange: np.ndarray
-    """Seconds of the exchange of rows."""
+    """Seconds of the exchange of rows between ranks."""
     weights: np.ndarray
-    """Seconds of the exchange of weights that are not hidden."""
+    """Exposed seconds of the exchange of copied weights."""
     imbalance: np.ndarray
-    """Largest rows of a rank over the mean of all ranks."""
+    """Rows of the busiest rank relative to the mean over ranks."""
 
     @property
     def step_seconds(self) -> np.ndarray:
@@ -52,10 +52,12 @@ def play_loads(
     initial: np.ndarray | None = None,
     delay: int = 1,
 ) -> PlayedLoads:
-    """Play `steps`, each with counts `(L, R, E)`, with the experts present that `place` decides; without it `initial` in all steps.
+    """Simulate MoE layers over `steps`, each an array of counts `(layers, ranks, experts)`: how many rows a rank sends to an expert.
 
-    A step is decided from the `window` steps up to the one `delay` steps before it; the first `delay` steps only fill the window and are
-    not in the figures. `initial` has the shape `(L, R, E)`; `slots` is the most copies on a rank.
+    `place` decides which experts are present on which ranks. Without it, `initial` `(layers, ranks, experts)` holds in all steps.
+    `place` sees the loads of `window` steps, up to the step `delay` steps before the one that is simulated. The first `delay` steps
+    only fill this window, and are not in the result. `owners` `(layers, experts)` is the rank that owns each expert, and `slots`
+    the most copies that a rank can have.
     """
     history = LoadWindow(window)
     present = initial

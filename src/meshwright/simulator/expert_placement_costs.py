@@ -1,4 +1,4 @@
-"""Seconds of rows and of copied experts, by which policies decide which experts are present where."""
+"""The costs by which a placement policy decides which experts to copy: seconds per row (a token sent to an expert) and per copy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from meshwright.spec.plan import RECOMPUTES_MATMULS, Plan
 def placement_costs(
     model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec, ranks_per_node: int
 ) -> ExpertCosts:
-    """The costs of an MoE layer under `plan`, whose ranks with a layer's experts are `ranks_per_node` on each node.
+    """Return the costs of rows and of expert copies in an MoE layer under `plan`.
 
-    One gather of copies hides behind the attention of a micro-batch. Raises BadInput for devices whose rates are not known.
+    `ranks_per_node` is how many ranks of an expert group are on one node. A gather of copies can overlap with the attention of a
+    micro-batch; that time is `ExpertCosts.hidden`. Raises BadInput for a device whose rates are not known.
     """
     priced = pricing(model, train, plan, cluster)
     if priced is None or plan.experts is None:

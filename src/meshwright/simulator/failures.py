@@ -15,27 +15,30 @@ from meshwright.policies.effective_time import FailureClass, FailureModel
 
 @dataclass
 class _Job:
-    """The run's time, its finished training in full-speed seconds, and its lost hosts."""
+    """The state of a simulated run."""
 
     random: Random
     now: float = 0.0
+    """Seconds since the start of the run."""
     trained: float = 0.0
+    """Training that failures have not undone, in seconds of a run with all hosts."""
     missing_hosts: int = 0
-    """Hosts that are missing in the current attempt."""
+    """Number of hosts without which the current attempt runs."""
     return_times: list[float] = field(default_factory=list)
     """Times at which lost hosts are replaced, as a heap."""
 
     def missing(self, model: FailureModel) -> int:
-        """Hosts that are missing now, beyond those that spares replace."""
+        """Return how many hosts are missing now and are not replaced by spares."""
         while self.return_times and self.return_times[0] <= self.now:
             heapq.heappop(self.return_times)
         return max(0, len(self.return_times) - model.spares)
 
 
 def simulate_failures(model: FailureModel, failures: int = 20_000, seed: int = 0) -> float:
-    """The effective training time over the first `failures` failures; the same seed gives the same result.
+    """Return the effective training time, a share of the time, until `failures` failures. The same seed gives the same result.
 
-    A failure each 10,000 seconds takes 100 seconds and half of 1,000 seconds between two checkpoints, 6% of the time:
+    A failure occurs every 10,000 seconds on average. It costs 100 seconds of recovery and on average 500 seconds of lost training, half
+    the time between two checkpoints. Together this is 6% of the time:
 
     >>> from meshwright.policies.effective_time import FailureClass
     >>> killed = FailureClass("killed", share=1.0, detect_seconds=10, restart_seconds=50, load_seconds=40)
@@ -51,9 +54,9 @@ def simulate_failures(model: FailureModel, failures: int = 20_000, seed: int = 0
 
 
 def _train_until_failure(model: FailureModel, job: _Job) -> FailureClass:
-    """Train until a failure, and count the training up to the newest copy of the state that survives it.
+    """Train until the next failure, and count the training up to the newest checkpoint that survives the failure.
 
-    When a host returns, the run restarts with it at the next checkpoint.
+    When a lost host returns, the run restarts with that host at the next checkpoint.
     """
     while True:
         speed = 1 - job.missing_hosts / model.hosts
@@ -75,7 +78,7 @@ def _train_until_failure(model: FailureModel, job: _Job) -> FailureClass:
 
 
 def _recover(model: FailureModel, job: _Job, failure: FailureClass) -> None:
-    """Detect the failure, wait for hosts, restart and load; another failure in this time starts the recovery again."""
+    """Recover from `failure`: detect it, wait for hosts, restart and load. Another failure in this time begins the recovery again."""
     deadline = inf if model.wait_seconds is None else job.now
     while True:
         if failure.loses_host and model.replace_seconds:

@@ -1,4 +1,4 @@
-"""Latency and bandwidth between pipeline ranks: links inside a domain, or a share of the nodes' network ports."""
+"""Latency and bandwidth between pipeline ranks: of the fast links inside a domain, or of the nodes' network ports."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from meshwright.spec.plan import Plan
 def links_of(
     plan: Plan, cluster: ClusterSpec, cost_inputs: Sequence[Pricing], channels: Iterable[tuple[int, int]]
 ) -> dict[tuple[int, int], Link]:
-    """The link of each (sender, receiver) pair of pipeline ranks; `cost_inputs` by pipeline rank.
+    """Return the link of each (sender, receiver) pair of pipeline ranks in `channels`. `cost_inputs` has an entry for each pipeline rank.
 
-    All devices of a stage send at the same time. A device uses one port; only over TCP do the sending devices of a node
-    share all its ports. Between nodes of different types the slower end determines the bandwidth.
+    All devices of a stage send at the same time. Each device uses one network port. Only over TCP, the sending devices of a node share
+    all ports of the node. Between nodes of different types, the slower of the two determines the bandwidth.
     """
     layout = Layout.of(plan, cluster.gpus_per_node)
     by_stage = _ranks_by_stage(layout)
@@ -43,9 +43,9 @@ def links_of(
 
 
 def _ranks_by_stage(layout: Layout) -> np.ndarray:
-    """(pipeline ranks, devices per pipeline rank): global ranks; those in one column exchange messages.
+    """Return global ranks as `(pipeline ranks, devices per pipeline rank)`. Ranks in the same column exchange messages.
 
-    Two pipeline ranks, each with two tensor ranks: 0 sends to 2, and 1 to 3.
+    Two pipeline ranks, each with two tensor ranks. Global rank 0 exchanges messages with 2, and 1 with 3:
 
     >>> from meshwright.spec.plan import BatchPlan, MeshAxis
     >>> batch = BatchPlan(global_batch=2, micro_batch=1, accumulate=2)
@@ -63,7 +63,12 @@ def _ranks_by_stage(layout: Layout) -> np.ndarray:
 def _link(
     pairs: tuple[np.ndarray, np.ndarray], per_node: int, ends: tuple[Pricing, Pricing], *, tcp: bool, bridge: Link
 ) -> Link:
-    """The link between two stages; `pairs`: the ranks of both. Across nodes it is at most as fast as `bridge`."""
+    """Return the link between two pipeline ranks.
+
+    `pairs`: global ranks of the sender's and the receiver's devices, in matching order. `ends`: the cost model's inputs of both.
+    `per_node`: ranks of a node.
+    Across nodes the link is at most as fast as `bridge`, the connection between nodes of different fabrics.
+    """
     machine = ends[0].machine
     constants = [end.constants for end in ends]
     boundary_us = max(number(k.pipe_us) for k in constants)

@@ -1,8 +1,8 @@
-"""A timeline as text: a line for each rank, time to the right, one column for the shortest compute action.
+"""Draws a timeline as text: one line for each rank, with time from left to right. The shortest compute action takes one column.
 
-`F3` is the forward of micro-batch 3, `B3` its backward, `I3` and `W3` the input and the weight half of a split backward.
-Capital letters are the rank's first stage, small letters its other stages. A dash continues the action before it; a dot
-is idle time.
+`F3` is the forward of micro-batch 3, and `B3` its backward. In a split backward, `I3` computes the gradient of the input, and `W3` the
+gradients of the weights. Capital letters mean the rank's first stage, small letters its other stages. A dash continues the action to its
+left; a dot is idle time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from meshwright.simulator.timeline import Timeline
 
 
 def draw(timeline: Timeline, column_seconds: float | None = None) -> str:
-    """Draw the compute of every rank, until the end of the last backward. Widths are rounded to whole columns.
+    """Draw the compute actions of every rank until the end of the last backward. Durations are rounded to whole columns.
 
-    Two stages, two micro-batches, a backward of twice the time:
+    Two stages and two micro-batches, where a backward takes twice as long as a forward:
 
     >>> from meshwright.schedules.registry import build
     >>> from meshwright.simulator.simulate import simulate
@@ -40,9 +40,9 @@ def draw(timeline: Timeline, column_seconds: float | None = None) -> str:
 
 
 def draw_within(timeline: Timeline, characters: int) -> str | None:
-    """Draw to scale in lines of at most `characters`; None if an action would be narrower than one character.
+    """Draw to scale, in lines of at most `characters` characters. Returns None if an action would be narrower than one character.
 
-    A schedule of units is drawn by stage.
+    If the schedule has actions of single units, the units of a stage are drawn as one action.
     """
     schedule = timeline.schedule
     name = len(str(schedule.ranks - 1))
@@ -62,7 +62,7 @@ def draw_within(timeline: Timeline, characters: int) -> str | None:
 
 
 def _by_stage(timeline: Timeline) -> list[tuple[int, Action, float, float]]:
-    """(rank, action, start, end) of compute; consecutive units of a stage and micro-batch are merged."""
+    """Return the compute actions as (rank, action, start, end). Consecutive units of the same stage and micro-batch become one action."""
     merged: list[tuple[int, Action, float, float]] = []
     latest_index: dict[int, int] = {}
     for rank, _, action, start, end in timeline.records:

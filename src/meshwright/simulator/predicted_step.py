@@ -1,4 +1,4 @@
-"""The simulated step of a run's plan, or the reason why its seconds are not predicted."""
+"""Simulates the step of a run's plan, or says why its seconds are not predicted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.spec.run import RunSpec
 
 
 def predicted_step(run: RunSpec, plan: Plan, *, guessed: bool = False) -> tuple[Timeline | None, str | None]:
-    """(the simulated step, None) or (None, the reason). With `guessed` rates that are only guessed suffice."""
+    """Return (the simulated step, None), or (None, the reason why there is none). With `guessed`, guessed device rates are enough."""
     if is_guessed(run.cluster) and not guessed:
         return None, unpredicted_message(run.cluster)
     try:

@@ -1,4 +1,4 @@
-"""Step times of batches of unequal samples under a static context axis, or with samples balanced over all ranks."""
+"""Simulated step times for batches of unequal samples: with a static context axis, or with samples balanced over all ranks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from meshwright.spec.plan import SlotOffload
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """Division of samples among ranks."""
+    """How samples are divided among ranks: with a static context axis (`ring`, `ulysses`), or `hybrid`, balanced for each sample."""
 
     ranks: int
+    """Data and context ranks together."""
     capacity: int
-    """Tokens of a micro-batch on a rank."""
+    """Tokens of a micro-batch on one rank."""
     ring: int = 1
-    """Static ranks that pass keys and values round a ring."""
+    """Size of the static axis of ring attention."""
     ulysses: int = 1
-    """Static ranks that exchange heads for tokens."""
+    """Size of the static axis that exchanges tokens for heads."""
     hybrid: bool = False
-    """Whether each sample gets ranks of its own number."""
+    """Whether the balancer chooses the number of ranks for each sample; `ring` and `ulysses` are then not used."""
     offload: SlotOffload | None = None
-    """Longer micro-batches for long samples."""
+    """If set, micro-batches of long samples may have more tokens, because some layers' activations are copied to the host."""
     heads: int = 1
-    """Key/value heads, which hybrid ranks that exchange tokens for heads divide."""
+    """Key/value heads. Hybrid ranks can exchange tokens for heads only if their number divides the heads."""
 
     @property
     def longest_part(self) -> int:
@@ -38,28 +39,28 @@ class SampleLayout:
 
     @property
     def context(self) -> int:
-        """Static context ranks."""
+        """Size of the static context axis."""
         return self.ring * self.ulysses
 
 
 @dataclass(frozen=True)
 class LayoutTimes:
-    """Times of a layout's micro-batches."""
+    """Times of samples and micro-batches under a layout."""
 
     time: SampleTime
-    """Time of samples on a rank; `fixed` contains the time of each micro-batch beside its samples."""
+    """Seconds of a sample by its length. `fixed` is the time that each micro-batch needs in addition to its samples."""
     ring: RingTime
     step_seconds: float
-    """Seconds of a step beside its micro-batches: first gather, reduction of gradients, optimizer."""
+    """Seconds of a step in addition to its micro-batches: first gather, reduction of gradients, optimizer."""
     exchange: float = 0.0
-    """Seconds per token of a rank to exchange heads for tokens with `SampleLayout.ulysses`; hybrid: `time.exchange`."""
+    """Seconds per token of a rank to exchange tokens for heads on the static `ulysses` axis. Hybrid layouts use `time.exchange`."""
 
 
 @dataclass(frozen=True)
 class PlayedSteps:
-    """Figures of each batch, `(batches,)` each.
+    """The simulated step of each batch; each array is `(batches,)`.
 
-    Two steps of 2 and 3 seconds, of which even arithmetic would take 4:
+    Two steps take 2 and 3 seconds. With evenly divided arithmetic they would take 2 seconds each, so the efficiency is 4 / 5:
 
     >>> steps = PlayedSteps(np.array([2.0, 3.0]), np.array([1000, 1000]), np.array([2.0, 2.0]), np.zeros(2))
     >>> steps.efficiency, steps.tokens_per_second, steps.quantile(0.5)
@@ -71,11 +72,11 @@ class PlayedSteps:
     ideal: np.ndarray
     """Seconds if the arithmetic of all samples were divided evenly, without messages, waits and padding."""
     padding: np.ndarray
-    """Share of the micro-batches' tokens that no sample fills."""
+    """Share of the tokens in micro-batches that are padding."""
 
     @property
     def efficiency(self) -> float:
-        """Ideal over played time of all batches."""
+        """Ideal seconds of all batches together, divided by their simulated seconds."""
         return float(self.ideal.sum() / self.seconds.sum())
 
     @property
@@ -88,7 +89,10 @@ class PlayedSteps:
 
 
 def play_batches(layout: SampleLayout, times: LayoutTimes, batches: Sequence[np.ndarray]) -> PlayedSteps:
-    """Play global batches, each the lengths `(S,)` of its samples. Raises BadInput for a sample that the ranks cannot hold."""
+    """Simulate a step for each of `batches`, which are the lengths `(S,)` of the samples of a global batch.
+
+    Raises BadInput for a sample that is too long for all ranks together.
+    """
     play = _balanced if layout.hybrid else _static
     played = [play(layout, times, lengths) for lengths in batches]
     seconds, padding = (np.array(values) for values in zip(*played, strict=True))
@@ -98,7 +102,10 @@ def play_batches(layout: SampleLayout, times: LayoutTimes, batches: Sequence[np.
 
 
 def _static(layout: SampleLayout, times: LayoutTimes, lengths: np.ndarray) -> tuple[float, float]:
-    """Seconds of all tokens, where some samples wait for a later step, and padding."""
+    """Return the seconds of a batch with a static context axis, and its share of padding.
+
+    Samples that fit in no sequence wait for a later step. The seconds are scaled up, so that they count for the tokens of all samples.
+    """
     time = replace(times.time, linear=times.time.linear + times.exchange)
     groups = layout.ranks // layout.context
     ring = times.ring
@@ -111,7 +118,10 @@ def _static(layout: SampleLayout, times: LayoutTimes, lengths: np.ndarray) -> tu
 
 
 def _balanced(layout: SampleLayout, times: LayoutTimes, lengths: np.ndarray) -> tuple[float, float]:
-    """Seconds and padding, as the balancer places samples; rings take their time by where their ranks are."""
+    """Return the seconds of a batch whose samples the balancer places, and its share of padding.
+
+    The balancer assumes the same time per token for each ring. The simulation distinguishes rings within a node from larger rings.
+    """
     ring_seconds = float(times.ring.seconds(np.ones(1), layout.ranks)[0]) if layout.ranks > 1 else 0.0
     time = replace(times.time, ring=ring_seconds)
     balance = balance_samples(

@@ -1,12 +1,13 @@
-"""Time of a step whose samples have unequal lengths, under four layouts of data and context ranks.
+"""Simulates a step whose samples have unequal lengths, for four ways to divide samples among data and context ranks.
 
-- `static_seconds`: groups of ranks of one size divide every sequence of packed samples, as a static context axis does.
-- `arrival_parts`: each sample takes the fewest ranks that hold it, in the order of arrival, with equal tokens on all ranks.
-- `longest_first_parts`: the longest samples first, each on the fewest ranks that hold it, those that are free first.
-- `policies.sample_balance`: the balancer's ranks and slots.
+- `static_seconds`: all groups of context ranks have the same size, and each divides sequences of packed samples.
+- `arrival_parts`: in the order of arrival, each sample gets the fewest ranks that can hold it. Ranks with the fewest slots come first.
+- `longest_first_parts`: the longest samples first, each gets the fewest ranks that can hold it. Ranks that are free first come first.
+- `policies.sample_balance`: the ranks and slots that this project's balancer chooses.
 
-The last three are played slot by slot (`play_parts`). Attention of a divided sample overlaps the messages of its ring; the longer of the
-two counts. What all layouts have in common (optimizer, reduction of gradients) is left out.
+A slot is one micro-batch of a rank. The last three ways are simulated slot by slot (`play_parts`). A sample on several ranks is divided
+into parts, and its ranks compute it at the same time. Ring attention overlaps with its messages, so the longer of the two counts. The
+work that all four have in common (optimizer, reduction of gradients) is left out.
 """
 
 from __future__ import annotations
@@ -24,29 +25,33 @@ from meshwright.policies.sample_blocks import part_tokens
 from meshwright.policies.sample_time import SampleTime
 
 BACKWARD_SHARE = 2.5 / 3.5
-"""Share of attention's time that is backward (`costs.compute`)."""
+"""The part of attention's compute time that its backward takes: 2.5 times as long as the forward (`costs.compute`)."""
 
 
 @dataclass(frozen=True)
 class RingTime:
-    """Messages of ring attention. A rank sends what it received, so each of its tokens' keys and values pass each link once."""
+    """Rates and sizes of the messages in ring attention.
+
+    Each rank passes on what it received, so the keys and values of each token cross each link of the ring once.
+    """
 
     bytes_per_token: float
-    """Keys and values of one token in all layers, in bf16."""
+    """Bytes of keys and values of one token in all layers, in bf16."""
     link: float
-    """Bytes per second between ranks of a node."""
+    """Bytes per second from one rank to another within a node."""
     port: float
-    """Bytes per second between nodes: a ring crosses from one rank to one rank."""
+    """Bytes per second from one node to another. Only one rank of a node sends to the next node in a ring."""
     ranks_per_node: int
     tax: float
-    """Slow-down of attention per second of messages beside it."""
+    """Seconds by which attention becomes slower for each second in which it overlaps with messages."""
     backward: float = 2.0
-    """Bytes that go round the ring in the backward, relative to the forward: keys and values, and their gradients in bf16."""
+    """Bytes around the ring in the backward, relative to the forward: 2 for keys and values, and their gradients in bf16."""
 
     def attention_seconds(self, attention: np.ndarray, lengths: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
-        """Seconds of attention with its ring, where attention alone takes `attention` seconds on a rank.
+        """Return the seconds of ring attention, where the arithmetic alone takes `attention` seconds on a rank.
 
-        Forward and backward overlap their own messages. A single rank has none.
+        The messages of the forward overlap with the forward's arithmetic, and those of the backward with the backward's. A sample on a
+        single rank needs no messages.
         """
         total = np.zeros(np.broadcast_shapes(np.shape(attention), np.shape(lengths)))
         for compute_share, passes in ((1 - BACKWARD_SHARE, 1.0), (BACKWARD_SHARE, self.backward)):
@@ -56,30 +61,38 @@ class RingTime:
         return total
 
     def seconds(self, lengths: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
-        """Seconds of the messages, forward and backward, of samples of `lengths` tokens on `ranks` ranks each."""
+        """Return the seconds of all messages, forward and backward, for samples of `lengths` tokens on `ranks` ranks each."""
         rate = np.where(np.asarray(ranks) > self.ranks_per_node, self.port, self.link)
         return (1 + self.backward) * lengths * (1 - 1 / np.asarray(ranks)) * self.bytes_per_token / rate
 
 
 class SampleParts(NamedTuple):
-    """Parts of samples, `(P,)` each, as in `policies.sample_balance.Balance`."""
+    """Placement of samples on ranks, as in `policies.sample_balance.Balance`. Each array has one entry for each part, `(P,)`.
+
+    A sample on three ranks has three parts, each with the same `sample` and `parts` = 3.
+    """
 
     sample: np.ndarray
+    """Index of the sample."""
     parts: np.ndarray
+    """Number of parts of the sample."""
     rank: np.ndarray
+    """Rank that computes the part."""
     slot: np.ndarray
+    """Index of the micro-batch in which the rank computes the part."""
     by_heads: np.ndarray | None = None
-    """Parts whose ranks exchange tokens for heads; None: all have rings."""
+    """Whether the part's ranks exchange tokens for heads (Ulysses) instead of using a ring. None: all use rings."""
 
 
 def static_seconds(
     lengths: np.ndarray, groups: int, ranks: int, capacity: int, time: SampleTime, ring: RingTime
 ) -> tuple[float, int]:
-    """Seconds of the slowest of `groups` groups of `ranks` context ranks, and the tokens of the samples that they have.
+    """Return the seconds of a step with a static context axis, and how many tokens the step contains.
 
-    Each rank has `capacity` tokens of a sequence. Samples are packed whole into as many sequences as their tokens fill, rounded to whole
-    turns of the groups; a sample that no sequence has room for waits for a later step. Keys and values of a sequence's tokens go round the
-    whole group, whatever the length of their sample.
+    There are `groups` groups of `ranks` context ranks, and each rank holds `capacity` tokens of a sequence. A sequence has
+    `capacity * ranks` tokens, and contains whole samples. The number of sequences is a multiple of the number of groups, close to what
+    the samples' tokens fill. A sample that fits in no sequence any more waits for a later step. Keys and values of every token pass
+    around the whole group, even if the token's sample is short. The result is the time of the slowest group.
     """
     sequence = capacity * ranks
     count = groups * max(1, round(int(lengths.sum()) / (sequence * groups)))
@@ -93,9 +106,11 @@ def static_seconds(
 
 
 def pack_sequences(lengths: np.ndarray, count: int, sequence: int) -> np.ndarray:
-    """The sequence of each sample `(S,)`, of `count` sequences of `sequence` tokens, or −1: best-fit, longest samples first.
+    """Pack samples into `count` sequences of `sequence` tokens. Returns the index of each sample's sequence, `(S,)`; -1: no room.
 
-    Samples of 5, 3, 4 and 6 tokens in two sequences of 8: 6 and 5 first, then 4 has no room, 3 goes beside 5.
+    The longest samples come first, and each goes to the sequence with the least room that is enough (best fit).
+
+    Samples of 5, 3, 4 and 6 tokens in two sequences of 8: first 6 and 5 get a sequence each, then 4 finds no room, and 3 joins 5:
 
     >>> pack_sequences(np.array([5, 3, 4, 6]), count=2, sequence=8)
     array([ 1,  1, -1,  0])
@@ -112,9 +127,10 @@ def pack_sequences(lengths: np.ndarray, count: int, sequence: int) -> np.ndarray
 
 
 def arrival_parts(lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity: int) -> SampleParts:
-    """Places samples in the order of arrival on `needed` `(S,)` ranks each, those with the fewest slots.
+    """Place samples on ranks in the order of arrival; sample i gets `needed[i]` ranks, those with the fewest slots so far.
 
-    Samples on one rank come last, best-fit. A slot has room for `capacity` tokens, less the part of a sample on several ranks.
+    Samples that need several ranks come first. Then the samples that need one rank go into the room that is left in slots, best fit,
+    or into new slots. A slot holds `capacity` tokens.
     """
     slots = np.zeros(ranks, np.int64)
     parts = []
@@ -141,10 +157,10 @@ def arrival_parts(lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity:
 def longest_first_parts(
     lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity: int, seconds: np.ndarray
 ) -> SampleParts:
-    """Places samples by falling length on `needed` `(S,)` ranks each, those that are free first (ByteScale's algorithm 2).
+    """Place samples on ranks, the longest sample first; sample i gets `needed[i]` ranks, those that are free earliest.
 
-    `seconds` `(S,)` is the time of a sample on its ranks. Samples on one rank are packed into slots of `capacity` tokens, which follow by
-    falling time.
+    This is algorithm 2 of ByteScale. `seconds` `(S,)` is the time of each sample on its ranks. The samples that need one rank are packed
+    into slots of `capacity` tokens. These slots are placed after the samples on several ranks, the slot that takes longest first.
     """
     busy = np.zeros(ranks)
     slots = np.zeros(ranks, np.int64)
@@ -171,7 +187,7 @@ def longest_first_parts(
 
 
 def _packed_slots(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """The slot of each sample `(S,)` of at most `capacity` tokens, packed best-fit, and the number of slots."""
+    """Pack samples of at most `capacity` tokens into slots, best fit. Returns the slot of each sample `(S,)`, and the number of slots."""
     slot_of = np.full(len(lengths), -1)
     count = 0
     while (left := np.flatnonzero(slot_of < 0)).size:
@@ -183,9 +199,10 @@ def _packed_slots(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 
 def play_parts(parts: SampleParts, lengths: np.ndarray, ranks: int, time: SampleTime, ring: RingTime) -> np.ndarray:
-    """Seconds `(ranks,)` at which ranks end; all ranks of a divided sample begin and end its slot together.
+    """Simulate the slots of all ranks, and return the time at which each rank ends, `(ranks,)`.
 
-    Ranks of parts with `by_heads` exchange tokens for heads, in `time.exchange` seconds per token; others have a ring.
+    All ranks of a divided sample begin and end its slot together. Where `parts.by_heads` is true, they exchange tokens for heads, which
+    takes `time.exchange` seconds per token; elsewhere they use a ring.
     """
     size = lengths[parts.sample].astype(np.float64)
     seconds = part_seconds(size, parts.parts, time, ring)
@@ -199,15 +216,16 @@ def play_parts(parts: SampleParts, lengths: np.ndarray, ranks: int, time: Sample
 
 
 def part_seconds(lengths: np.ndarray, ranks: np.ndarray, time: SampleTime, ring: RingTime) -> np.ndarray:
-    """Seconds of a part of samples of `lengths` on `ranks` ranks each, with the messages that attention does not hide."""
+    """Return the seconds that a rank needs for its part of samples of `lengths` tokens that are divided among `ranks` ranks by a ring."""
     attention = time.quadratic * lengths.astype(np.float64) ** 2 / ranks
     return ring.attention_seconds(attention, lengths, ranks) + time.linear * lengths / ranks
 
 
 def slot_times(balance: Balance) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds at which each slot of a balance begins, and seconds that it takes, `(ranks, slots)` each.
+    """Return the time at which each slot of `balance` begins, and its duration in seconds, each `(ranks, slots)`.
 
-    A slot that a rank does not have takes none. The ranks of a divided sample begin its slot together; times are the balancer's own.
+    Durations are the balancer's own estimates. Where a rank has fewer slots than others, the missing ones have duration 0. The ranks of
+    a divided sample begin its slot together.
     """
     ranks = balance.pool.ranks
     width = int(balance.slots.max())
@@ -218,7 +236,7 @@ def slot_times(balance: Balance) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _groups(parts: SampleParts) -> list[np.ndarray]:
-    """The (rank, slot) pairs `(k, 2)` of each sample on several ranks."""
+    """Return one array `(k, 2)` of (rank, slot) pairs for each sample that is divided among k > 1 ranks."""
     together = parts.parts > 1
     order = np.argsort(parts.sample[together], kind="stable")
     _, first = np.unique(parts.sample[together][order], return_index=True)
@@ -227,9 +245,9 @@ def _groups(parts: SampleParts) -> list[np.ndarray]:
 
 
 def _play(durations: np.ndarray, groups: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Ends `(ranks,)` and starts `(ranks, slots)` of slots of `durations` `(ranks, slots)`.
+    """Simulate slots of `durations` `(ranks, slots)`. Returns the end of each rank `(ranks,)` and the start of each slot `(ranks, slots)`.
 
-    The (rank, slot) pairs of a group run together.
+    Each array in `groups` lists (rank, slot) pairs that begin and end together: they begin when the last of their ranks is ready.
     """
     ranks, width = durations.shape
     starts = np.zeros((ranks, width))

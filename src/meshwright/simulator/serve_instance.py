@@ -1,12 +1,16 @@
-"""Instance of a deployment in simulated time: the engine's batching policy, and steps that take modelled seconds.
+"""Simulates one instance of a serving deployment: the engine's own batching policy, with step times from the cost model.
 
-With overlap, an instance plans step n + 1 when the host has the tokens of step n - 1, as the engine does on a GPU. Without
-overlap, it plans step n + 1 when step n ends. Then the host launches the step; the launch of a step with a prompt takes long.
-During a launch the host reads neither tokens nor requests that arrive. If a prompt waits and the device ends step n together
-with its launch, the host reads the tokens of step n before it plans step n + 1: they do not wait for the prompt's launch.
+Order of host and device:
 
-Identical steps of decodes, a run, are one event. The run ends early if a request arrives (`BatchPolicy.extend`), so the
-times are those of single steps.
+- With overlap, as the engine does on a GPU, the host plans step n + 1 as soon as it has the tokens of step n - 1. The device
+  still computes step n then. Without overlap, the host plans step n + 1 when step n ends.
+- After planning, the host launches the step. A launch takes long if the step contains a prompt chunk. During a launch the host
+  reads no tokens, and sees no requests that arrive.
+- If the device ends step n no later than the host ends the launch of step n, and a prompt waits, the host reads the tokens of
+  step n before it plans step n + 1. Otherwise these tokens would wait for the launch of the prompt.
+
+To save time, the simulator treats a series of identical decode steps as one event, called a *run* here. If a request arrives
+during a run, the run ends with the current step (`BatchPolicy.extend`). So all times are the same as with single steps.
 """
 
 from __future__ import annotations
@@ -24,15 +28,19 @@ from meshwright.spec.deployment import Role
 
 NEVER = float("inf")
 LONGEST_RUN = 4096
-"""Identical steps in one event at most."""
+"""The most decode steps that one run may have."""
 ROUNDING = 1e-6
-"""Relative error at most of a sum of many times."""
+"""Allowed relative rounding error when many step times are added."""
 Action = Callable[[float], None]
-"""Callback of an instance between two steps, with the time in seconds."""
+"""A function that the instance calls between two steps, with the time in seconds."""
 
 
 class _Planned:
-    """A planned step with the inputs of its cost, which the policy changes when it plans the next step."""
+    """A planned step, and the inputs of its cost at the time of planning. The policy's own state changes with the next plan.
+
+    `positions`: cached positions that all decodes of the step attend to. `longest`: those of the longest sequence among the decodes.
+    `chunks`: the prompt chunks of the step.
+    """
 
     __slots__ = ("chunks", "end", "ends_with_launch", "launched", "longest", "positions", "step")
 
@@ -42,13 +50,17 @@ class _Planned:
         self.longest = longest
         self.chunks = chunks
         self.launched = self.end = 0.0
-        """Time when the host has launched the step, and time when the device ends it."""
+        """`launched`: time when the host has launched the step. `end`: time when the device has computed it."""
         self.ends_with_launch = False
-        """Whether the device, once it is free, needs less time for the step than the rest of the launch."""
+        """Whether the launch limits the step: when the device is free, it needs less time for the step than the rest of the launch."""
 
 
 class SimulatedInstance:
-    """Plays steps. `wake` is the time of its next event; the caller calls `advance` then, and `post` for what arrives."""
+    """Simulates the steps of one instance, driven by a caller that has the events of all instances.
+
+    The caller calls `advance` at time `wake`, which is the time of the instance's next event, and `post` for whatever arrives at
+    the instance from outside: requests, or blocks of the cache.
+    """
 
     def __init__(self, role: Role, costs: InstanceCosts, token_budget: int, cache: SimulatedBlocks) -> None:
         self.role = role
@@ -57,42 +69,45 @@ class SimulatedInstance:
         (self._pool,) = cache.counts
         self.wake = NEVER
         self.prompt_tokens = 0
-        """Tokens of the prompts that a prefill instance has still to compute."""
+        """Only for a prefill instance: prompt tokens of the requests whose prompts it has not finished."""
         self.requests = self.answered = 0
-        """Requests that were sent to this instance and have not ended, and those that have."""
+        """`requests`: requests at this instance that have not ended. `answered`: requests that have ended."""
         self.after_chunk: Callable[[RequestPart, float], None] = lambda part, now: None
-        """Called for each chunk of a prompt that is computed."""
+        """Called after each step for each prompt chunk in it: (chunk, time)."""
         self.after_end: Callable[[int, float], None] = lambda number, now: None
-        """Called for each request that ends."""
+        """Called for each request that ends: (number of the request, time)."""
         self.between_steps: Action | None = None
-        """Called when a step has ended and the posted actions have run."""
+        """Called after each step, once the posted actions have run."""
         self._posted: list[Action] = []
         self._running: _Planned | None = None
         self._ahead: _Planned | None = None
         self._device_free = 0.0
-        """Time when the device ends the last step that was launched."""
+        """Time when the device has computed all steps that were launched."""
         self._context = self._longest = 0
         self._run_begin = 0.0
-        """Time in seconds when the run in flight began, or its last part if it was divided."""
+        """Time in seconds when the current run began. If the run was divided: when its last part began."""
         self._run_steps = 0
-        """Steps of the run from `_run_begin` on; 0 without a run."""
+        """Number of steps of the run from `_run_begin` on; 0 without a run."""
         self._run_passed = 0
-        """Steps of the run before `_run_begin`: they have ended, but the policy has not been told of them."""
+        """Number of steps of a divided run before `_run_begin`. They have ended, but the policy does not know of them yet."""
         self._divisible = False
         """Whether the run may be divided: enough blocks are free for all of its steps, wherever it is divided."""
         self._line = 0.0, 0.0, 0.0
-        """`InstanceStepTimes.decode_line` of the run."""
+        """Seconds of a step of the run, as three terms: fixed seconds, seconds for each position that the decodes attend to, and
+        seconds for each position of the longest sequence (`InstanceStepTimes.decode_line`)."""
         self._one_more_step = False
-        """Whether one step follows the end of a cut run: with overlap it was planned before the cut."""
+        """Whether one more step follows a run that an arrival has ended: with overlap, that step was planned before the arrival."""
         self._busy = self._held_seconds = self._peak = self._changed = 0.0
+        """`_busy`: seconds in which the device computed. `_held_seconds`: integral of the share of blocks that requests held, over time.
+        `_peak`: the largest such share. `_changed`: time of the last call of `note_usage`."""
         self._ended_run: tuple[int, float, float] | None = None
-        """Of the run that began at `_changed` and has ended: its steps, the share of the blocks that requests held in the
-        first one, and the seconds by which each step is longer than the one before it."""
+        """The run that ended since `_changed`, for `note_usage`: (steps of the run, share of the blocks that requests held in
+        its first step, seconds by which each step is longer than the step before)."""
         self.occupancy: list[Occupancy] | None = None
-        """Occupancy after each change, during a run once in so many steps as a block has tokens; None: not recorded."""
+        """If it is a list, it gets an entry after each change, and during a run every `tokens_per_block` steps. None: not recorded."""
 
     def post(self, now: float, action: Action) -> None:
-        """Run an action when the host next reads a step's tokens or has launched a step, or at once if it does neither."""
+        """Call `action` when the host is next free: after it has read a step's tokens or launched a step. An idle host calls it at once."""
         self._posted.append(action)
         if self._running is None and self._ahead is None:
             self.wake = min(self.wake, now)
@@ -100,11 +115,11 @@ class SimulatedInstance:
             self._cut_run(now)
 
     def divide_run(self, now: float) -> bool:
-        """Divide the run after the step in flight, so that an action at `now` happens between its parts without ending it.
+        """Divide the current run after the step that is computed at `now`, so that the caller can act there without ending the run.
 
-        An example is to enter received blocks. The policy is told of all parts when the run ends, so the action must
-        change neither the batch nor the number of free blocks. Returns false if there is no divisible run, or if fewer
-        than two of its steps follow the step in flight.
+        For example, the caller enters received blocks into the prefix cache. The policy learns of the whole run only when it
+        ends, so the caller's action must change neither the batch nor the number of free blocks. Returns false, and changes
+        nothing, if there is no divisible run, or if fewer than two steps of the run follow the current step.
         """
         if not self._run_steps or not self._divisible:
             return False
@@ -127,7 +142,10 @@ class SimulatedInstance:
         return True
 
     def add(self, request: Request, digests: Sequence[bytes], tail: bytes) -> None:
-        """Queue a request; only in a posted action or in `after_chunk` and `after_end`."""
+        """Queue a request. May be called only in a posted action, in `after_chunk` and in `after_end`.
+
+        `digests` are those of the request's blocks; `tail` is the digest of the block that its prompt fills in part.
+        """
         self.policy.add(request, digests, tail)
 
     def note_answer(self) -> None:
@@ -136,7 +154,7 @@ class SimulatedInstance:
         self.answered += 1
 
     def advance(self, now: float) -> None:
-        """End the step in flight, run the posted actions, and begin the next step."""
+        """Handle the event at time `now`: end the current step or run, call the posted actions, and begin the next step."""
         after_run = self._run_steps > 0
         if self._run_steps:
             self._end_run(self._run_steps)
@@ -164,7 +182,7 @@ class SimulatedInstance:
             self._begin_step(now)
 
     def _begin_step(self, now: float) -> None:
-        """Launch the next step ahead, if that is done, and wait for the one that runs."""
+        """With overlap, launch the step after the current one. Then set `wake` to the instance's next event."""
         running = self._running
         if self.costs.overlap:
             self._ahead = self._launch(now)
@@ -174,7 +192,10 @@ class SimulatedInstance:
             self.wake = NEVER if self._ahead is None else self._ahead.launched
 
     def _launch(self, now: float) -> _Planned | None:
-        """Plan a step and launch it; with overlap the device computes it behind those that were launched before."""
+        """Plan a step and launch it. With overlap, the device computes it after the steps that were launched before.
+
+        Returns None if there is nothing to compute.
+        """
         planned = self._plan(now)
         if planned is None:
             return None
@@ -198,7 +219,7 @@ class SimulatedInstance:
         return planned
 
     def figures(self, seconds: float) -> InstanceFigures:
-        """Figures of its use in the `seconds` of the simulation."""
+        """Return how much the instance was used from time 0 until `seconds`, the end of the simulation."""
         self.note_usage(seconds)
         policy = self.policy
         whole = max(seconds, 1e-12)
@@ -214,9 +235,9 @@ class SimulatedInstance:
         )
 
     def note_usage(self, now: float) -> None:
-        """Count the blocks that requests held since the last call; each step of a run adds the same number of blocks.
+        """Record the cache blocks that requests held since the last call. Within a run, each step adds the same number of blocks.
 
-        It is called before blocks are released between two events, but not during a run.
+        The caller calls it before blocks are released between two events, and never during a run.
         """
         assert not self._run_steps
         share = self._share()
@@ -224,7 +245,8 @@ class SimulatedInstance:
         steps, before, growth = self._ended_run or (1, share, 0.0)
         self._ended_run = None
         more = share - before
-        # The sum over steps k of (before + more * k / (steps - 1)) * (first + growth * k), where all take `seconds`.
+        # Step k of the run (0 … steps - 1) holds the share `before + more * k / (steps - 1)` for `first + growth * k` seconds, and all
+        # steps together take `seconds`. This is the sum of share times seconds over the steps.
         self._held_seconds += share * seconds - more * (seconds / 2 - growth * steps * (steps + 1) / 12)
         if self.occupancy is not None:
             first = seconds / steps - growth * (steps - 1) / 2
@@ -237,7 +259,7 @@ class SimulatedInstance:
             self._peak = share
 
     def _share(self) -> float:
-        """The share of the blocks that requests hold."""
+        """Return the share of the instance's blocks that requests hold now."""
         return 1 - self._pool.free / self._pool.blocks
 
     def _plan(self, now: float) -> _Planned | None:
@@ -265,7 +287,10 @@ class SimulatedInstance:
             self.after_end(ended.number, now)
 
     def _begin_run(self, planned: _Planned, now: float) -> bool:
-        """Make the decodes that begin stand for identical steps, if no known event changes the batch meanwhile."""
+        """Let a decode step that begins be the first of a run, if no known event changes the batch during the run.
+
+        Returns whether a run has begun; `wake` is then its end.
+        """
         policy = self.policy
         if not policy.extends(planned.step):
             return False
@@ -274,7 +299,7 @@ class SimulatedInstance:
         parts = planned.step.parts
         cache = policy.cache
         most = min([part.progress.final - part.start for part in parts]) + 1
-        # So many steps need no more blocks than are free, wherever in their blocks the requests are.
+        # For `room` steps the free blocks suffice, even if every request begins a new block with the first of these steps.
         room = self._pool.free // len(parts) * cache.tokens_per_block
         steps = min(most, room, LONGEST_RUN)
         if steps < 2:
@@ -282,13 +307,16 @@ class SimulatedInstance:
         self._run_begin = now
         self._run_steps = steps
         self._line = self.costs.times.decode_line(len(parts))
-        # However many steps are planned, a part has taken a block more at most than these have filled.
+        # Each request takes at most one block more than it has filled, so with `tokens_per_block` steps to spare any division fits.
         self._divisible = self.costs.overlap and cache.alike and most + cache.tokens_per_block <= min(room, LONGEST_RUN)
         self.wake = self._run_end(steps)
         return True
 
     def _run_end(self, steps: int) -> float:
-        """Return the time when the first `steps` steps of the run have ended."""
+        """Return the time when the first `steps` steps from `_run_begin` on have ended.
+
+        Each step attends to one position more than the step before for every decode, so the time is quadratic in `steps`.
+        """
         planned = self._running
         assert planned is not None
         fixed, each, of_longest = self._line
@@ -298,7 +326,7 @@ class SimulatedInstance:
         return self._run_begin + steps * fixed + each * positions + of_longest * longest
 
     def _cut_run(self, now: float) -> None:
-        """End the run with the step in flight, and plan the next one if that is done ahead."""
+        """End the run with the step that is computed at `now`. With overlap, one more step follows (`_one_more_step`) or is launched."""
         if self._run_passed and now <= self._run_begin:
             self.wake = self._run_begin
             self._one_more_step = True
@@ -312,11 +340,14 @@ class SimulatedInstance:
             self._ahead = self._launch(now)
 
     def _step_at(self, now: float) -> int:
-        """The number of the step of the run that is in flight: the first that ends at `now` or later, else the last."""
+        """Return the number (from 1) of the run's step that is computed at `now`: the first step that ends at `now` or later.
+
+        If `now` is after the end of the run, it is the number of the last step.
+        """
         planned = self._running
         assert planned is not None
         fixed, each, of_longest = self._line
-        # The inverse of `_run_end`, a polynomial of second degree, may be off by the rounding.
+        # Solve the quadratic equation `_run_end(steps) == now`. Rounding may give a wrong step; the loops below correct it.
         growth = (each * planned.step.decodes + of_longest) / 2
         seconds = now - self._run_begin
         first = fixed + each * planned.positions + of_longest * planned.longest - growth
@@ -335,18 +366,18 @@ class SimulatedInstance:
         self._plan_run(steps)
 
     def _note_end(self, planned: _Planned, end: float) -> None:
-        """Let the device end a planned step at another time."""
+        """Move the time at which the device ends a planned step to `end`, and correct the busy time."""
         self._busy += end - planned.end
         planned.end = self._device_free = end
 
     def _plan_run(self, steps: int) -> None:
-        """Make the policy plan the steps of the run, of which the first of all is planned."""
+        """Tell the policy that the run had `steps` steps since `_run_begin`. It has planned only the run's first step so far."""
         planned = self._running
         whole = self._run_passed + steps
         assert planned is not None
         ended = whole - self._one_more_step
         if ended > 1:
-            # Since the run began no action has changed the number of free blocks: that is still the one of its first step.
+            # No action has changed the number of free blocks since the run began, so `_share()` still is the share of its first step.
             _, each, of_longest = self._line
             self._ended_run = ended, self._share(), each * planned.step.decodes + of_longest
         if whole > 1 and self.policy.extend(planned.step, whole) != whole:

@@ -1,4 +1,4 @@
-"""Transfers between instances: each instance has one port out and one in, which carry one transfer after another."""
+"""Transfers of cache blocks between instances. Each instance can send one transfer and receive one transfer at a time."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from dataclasses import dataclass
 
 @dataclass
 class Port:
-    """Direction of an instance's connection."""
+    """The sending or the receiving side of an instance's network connection."""
 
     bytes_per_second: float
     free: float = 0.0
-    """Time when the last transfer ends."""
+    """Time in seconds from which the next transfer may begin."""
 
 
 def transfer(sender: Port, receiver: Port, now: float, size: float, latency_seconds: float) -> float:
-    """Return the time when `size` bytes that are ready at `now` have arrived.
+    """Return the time in seconds when `size` bytes have arrived that the sender can send from `now` on.
 
-    Both ports are taken until then, at the slower one's rate.
+    The transfer begins when both ports are free, and has the rate of the slower port. Both ports are busy until its last byte is sent.
+    The latency is added to the arrival, but the next transfer does not wait for it.
 
-    A latency delays a transfer, but not the next one.
-
-    The second transfer of 10 bytes waits for the first, at the slower port's 5 bytes a second:
+    Two transfers of 10 bytes at 5 bytes a second: the first takes 0 … 2 s, the second waits for it and takes 2 … 4 s:
 
     >>> sender = Port(10.0)
     >>> receiver = Port(5.0)

@@ -1,10 +1,14 @@
 """Discrete-event simulation of a serving deployment over the engine's own batching policy.
 
-A router gives each request to an instance (`policies.request_routing`). An instance of role `both` computes it whole. One of role
-`decode` reserves blocks for the prompt, in order of arrival, and has it computed by the prefill instance with the fewest
-prompt tokens to compute; after each chunk the full blocks move to the decode instance, and with the last block, which need not
-be full, the first token. Then the decode instance continues the text: it finds the blocks in its prefix cache. All
-actions at an instance run between its steps.
+A router sends each request to an instance (`policies.request_routing`), called the request's *front* here.
+
+- An instance of role `both` computes the whole request.
+- An instance of role `decode` reserves cache blocks for the prompt, in the order in which requests arrive. Then it asks the
+  prefill instance that has the fewest prompt tokens left to compute. After each prompt chunk, the prefill instance sends the full
+  blocks to the decode instance. The last block, which may be partly filled, arrives together with the first token. Then the
+  decode instance computes the other tokens, and finds the prompt's blocks in its own prefix cache.
+
+Whatever happens at an instance from outside happens between two of its steps.
 """
 
 from __future__ import annotations
@@ -37,14 +41,15 @@ def simulate(
     watched: bool = False,
     sought: float = 0.0,
 ) -> ServedDeployment:
-    """Serve all requests, which are in order of arrival, and return their times. `costs` prices an instance; of
-    a `watched` simulation the result has what each instance held over time.
+    """Simulate `deployment` serving `requests`, which are in order of arrival, and return the times of each request.
 
-    The simulation is cut as soon as the attainment is certainly below `sought`. Requests whose times are then open count as good, so the
-    attainment is an upper bound, below `sought`.
+    `costs` gives the cost model of each instance. With `watched`, the result has each instance's batch and cache use over time.
 
-    Raises BadInput without requests, for a request that an instance's cache cannot hold, and for instances of role `both` beside others;
-    OutOfResources if an instance does not fit its devices. The result depends on the arguments alone.
+    With `sought` > 0, the simulation stops as soon as the attainment must be below `sought`. Requests that have not ended by then count
+    as within the limits, so the attainment of the result is an upper bound of the true one, and still below `sought`.
+
+    Equal arguments give equal results. Raises BadInput if there are no requests, if an instance's cache cannot hold a request, and
+    if instances of role `both` are mixed with other roles; OutOfResources if an instance does not fit its devices.
     """
     if not requests:
         raise BadInput("requests: expected at least one")
@@ -58,12 +63,16 @@ def simulate(
 
 
 def can_count(costs: InstanceCosts) -> bool:
-    """Whether `CountedBlocks` can stand for the cache: attention has no window."""
+    """Whether the faster `CountedBlocks` can replace the engine's cache: only if no attention layer has a window."""
     return costs.window is None
 
 
 class _Prompt:
-    """A request on its way: digests of its blocks, and the blocks that are reserved and held for it."""
+    """A request that has not ended: its front instance, the digests of its blocks, and the blocks that are reserved or held for it.
+
+    `digests`: of the full blocks of prompt and answer. `tail`: of the block that the prompt fills in part.
+    `reserved`: the prompt's blocks at the decode instance. `unsent`: computed blocks at the prefill instance that are not copied yet.
+    """
 
     __slots__ = ("come", "digests", "front", "full_digests", "moved_digests", "reserved", "tail", "times", "unsent")
 
@@ -76,15 +85,19 @@ class _Prompt:
         self.full_digests = digests[:full]
         """Digests of the prompt's full blocks."""
         self.moved_digests = [*self.full_digests, tail] if behind else self.full_digests
-        """Digests of all blocks of the prompt."""
+        """Digests of all blocks of the prompt, with a partly filled last block: the blocks that a prefill instance sends."""
         self.reserved: ReservedBlocks | CountedReservation | None = None
         self.unsent: UnsentBlocks | CountedUnsent | None = None
         self.come = 0.0
-        """Time when the last of the sent blocks has arrived."""
+        """Time when all blocks that were sent so far have arrived."""
 
 
 class _Member:
-    """An instance with its ports, and the prompts of a decode instance that wait for blocks or are computed elsewhere."""
+    """An instance with its network ports. For a decode instance also:
+
+    `waiting`: numbers of the requests that wait for a reservation of blocks. `reservations`: how many requests have reserved blocks
+    here while a prefill instance computes their prompts.
+    """
 
     def __init__(self, index: int, instance: SimulatedInstance) -> None:
         self.index = index
@@ -109,7 +122,7 @@ class _Simulation:
         self._deployment = deployment
         self._limits = limits
         self._spare = spare_misses(len(requests), sought)
-        """Requests that may still miss a limit, of those that attainment counts."""
+        """How many more of the counted requests may miss a limit; below 0 the sought attainment cannot be reached any more."""
         self._counted_requests = counted_requests(len(requests))
         self._times = [RequestTimes(request) for request in requests]
         self._routing: RequestRouting[SimulatedInstance] = RequestRouting()
@@ -117,10 +130,10 @@ class _Simulation:
         self._counted = can_count(prices)
         self._size = prices.tokens_per_block
         self._request_seconds = prices.request_seconds
-        """Seconds from a request's arrival at the server to that at its engine."""
+        """Seconds from a request's arrival at the server until it arrives at the engine."""
         self._pieces = TextPieces(requests, self._size)
         self._texts: dict[bytes, Text] = {}
-        """Counted sequences of unfinished requests, by name."""
+        """For `CountedBlocks`: the pieces of the sequences of unfinished requests, by name."""
         self._members: list[_Member] = []
         for spec in deployment.instances:
             for _ in range(spec.count):
@@ -141,7 +154,11 @@ class _Simulation:
         self._prefills = [member for member in self._members if member.instance.role == "prefill"]
         self._prompts: dict[int, _Prompt] = {}
         self._events: list[tuple[float, int, int, Callable[[float], None] | None]] = []
-        """Events: time, 0 for an arrival over a link and 1 for the end of a step, a number, and the event's function."""
+        """A heap of events, as (time, kind, number, function).
+
+        kind 0: blocks have arrived; `number` counts these events, and `function` handles the event.
+        kind 1: an instance's next event; `number` is the instance's index, and `function` is None.
+        """
         self._count = 0
         self._bytes = 0.0
 
@@ -184,7 +201,7 @@ class _Simulation:
         )
 
     def _close_open_requests(self) -> None:
-        """Let requests whose times are open keep the limits."""
+        """Give requests that have not ended times within the limits."""
         for times in self._times:
             if times.first_token == NEVER:
                 times.first_token = times.request.arrival_seconds
@@ -204,18 +221,18 @@ class _Simulation:
         self._note_wake(member, before)
 
     def _note_wake(self, member: _Member, before: float) -> None:
-        """Schedule the next event of an instance, unless that is done."""
+        """Schedule the next event of an instance if its time is not the earlier one, `before`."""
         wake = member.instance.wake
         if wake != before:
             heappush(self._events, (wake, 1, member.index, None))
 
     def _at(self, now: float, happen: Callable[[float], None]) -> None:
-        """Schedule an event, before the steps that end at that time."""
+        """Schedule the call of `happen` at time `now`, before the steps that end at the same time."""
         self._count += 1
         heappush(self._events, (now, 0, self._count, happen))
 
     def _arrive(self, number: int, now: float) -> None:
-        """Route a request."""
+        """Choose the front instance of request `number`, which has arrived at the engines, and hand it over."""
         times = self._times[number]
         text, prompt = self._pieces.texts(number)
         if self._counted:
@@ -233,11 +250,11 @@ class _Simulation:
         self._post(front, now, partial(self._submit if here else self._begin_elsewhere, number))
 
     def _submit(self, number: int, now: float) -> None:
-        """Queue a request at its front instance: whole, or its continuation after the first token."""
+        """Queue a request at its front instance. If its first token is known already, the instance continues after that token."""
         prompt = self._prompts[number]
         timed = prompt.times.request
         first = () if prompt.times.first_token > now else (0,)
-        # The salt tells apart sequences that begin with less than a block.
+        # All simulated tokens are 0. A sequence shorter than a block has no digests of its own, so only the salt makes it unique.
         request = Request(
             number,
             bytes(timed.input_tokens),
@@ -254,13 +271,16 @@ class _Simulation:
         self._reserve(front, now)
 
     def _reserve(self, front: _Member, now: float) -> None:
-        """Reserve blocks for waiting prompts in order, and have them computed by prefill instances."""
+        """Reserve blocks for waiting prompts, in order of arrival, and give each prompt to a prefill instance.
+
+        Stop at the first prompt for which too few blocks are free, or if the instance has as many requests as it may have.
+        """
         policy = front.instance.policy
         while front.waiting:
             number = front.waiting[0]
             prompt = self._prompts[number]
             if policy.cache.matching(prompt.full_digests) == len(prompt.full_digests):
-                # A prompt shorter than a block, or one of which all full blocks are cached.
+                # The prompt is shorter than a block, or all of its full blocks are cached: this instance computes it.
                 front.waiting.popleft()
                 self._submit(number, now)
                 continue
@@ -278,7 +298,7 @@ class _Simulation:
             self._post(member, now, partial(self._prefill, member.instance, number))
 
     def _prefill(self, instance: SimulatedInstance, number: int, now: float) -> None:
-        """Queue a prompt at a prefill instance."""
+        """Queue the prompt of request `number` at a prefill instance."""
         del now
         prompt = self._prompts[number]
         assert prompt.reserved is not None
@@ -305,14 +325,14 @@ class _Simulation:
             self._begin_text(number, now)
 
     def _begin_text(self, number: int, now: float) -> None:
-        """Note the first token of a request."""
+        """Record that the first token of request `number` has come, and whether it came too late."""
         times = self._times[number]
         times.first_token = now
         if times.ttft > self._limits.ttft_seconds and number in self._counted_requests:
             self._spare -= 1
 
     def _send(self, sender: _Member, part: RequestPart, now: float) -> None:
-        """Send the blocks that a prefill instance has computed, and with the last of them the first token."""
+        """Send the blocks that a prefill instance has computed in a chunk. The last blocks of a prompt carry its first token."""
         number = part.request.number
         last = part.samples
         prompt = self._prompts[number]
@@ -330,9 +350,9 @@ class _Simulation:
             self._at(max(now, prompt.come), partial(self._receive, sender, number, count, last))
 
     def _receive(self, sender: _Member, number: int, count: int, last: bool, now: float) -> None:
-        """Release the sender's references on blocks that have come, and let the decode instance enter them.
+        """Handle the arrival of `count` blocks: the sender releases them, and the decode instance enters them into its prefix cache.
 
-        A sender whose next prompt found no free blocks goes on.
+        If the sender was idle because its next prompt found no free blocks, it tries again now.
         """
         prompt = self._prompts[number]
         unsent = prompt.unsent
@@ -348,7 +368,7 @@ class _Simulation:
         end = first + count
         cache = instance.policy.cache
         before = instance.wake
-        # Blocks of which none is cached change nothing for requests that decode, in whatever step they are entered.
+        # If none of the blocks is cached yet, entering them does not affect the requests that decode, so their run need not end.
         quiet = not last and not front.waiting and not cache.has_any(prompt.moved_digests, first, end)
         if quiet and instance.divide_run(now):
             self._enter(number, first, end, last, now)
@@ -357,7 +377,7 @@ class _Simulation:
             self._post(front, now, partial(self._enter, number, first, end, last))
 
     def _enter(self, number: int, first: int, end: int, last: bool, now: float) -> None:
-        """Put received blocks into the prefix cache; continue the text after the last of them."""
+        """Put the received blocks `first` … `end - 1` of a prompt into the prefix cache. With its last blocks, continue the request."""
         reserved = self._prompts[number].reserved
         assert reserved is not None
         if end > first:
@@ -366,7 +386,7 @@ class _Simulation:
             self._continue(number, now)
 
     def _continue(self, number: int, now: float) -> None:
-        """Continue a text after its first token, which has come with the last blocks."""
+        """Continue a request at its decode instance. Its first token has come with the last blocks of its prompt."""
         prompt = self._prompts[number]
         front = prompt.front
         instance = prompt.front.instance

@@ -1,4 +1,4 @@
-"""Times of simulated requests, and the figures of a deployment from them."""
+"""Result of a simulated serving deployment: times of each request, attainment of the limits, and use of each instance."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 from meshwright.spec.deployment import Role, ServeLimits, TimedRequest
 
 WARM_UP = 0.1
-"""Share of the requests, the first and the last, that attainment leaves out: instances are empty at both ends."""
+"""Attainment leaves out this share of the requests at the beginning and again at the end, because instances are nearly empty then."""
 
 
 def counted_requests(total: int) -> range:
-    """The requests that attainment counts, of so many."""
+    """Return the indices of the requests that attainment counts, of `total` requests in order of arrival."""
     edge = int(WARM_UP * total)
     return range(edge, total - edge)
 
 
 def spare_misses(total: int, sought: float) -> int:
-    """How many of the counted requests may miss a limit while the attainment is at least `sought`.
+    """Return how many of the counted requests may miss a limit so that the attainment is still at least `sought`.
 
-    Of 100 requests the middle 80 count; at 90% eight of these may miss a limit:
+    Of 100 requests the middle 80 count. For an attainment of 90%, eight of the 80 may miss a limit:
 
     >>> counted_requests(100), spare_misses(100, 0.9)
     (range(10, 90), 8)
@@ -36,7 +36,7 @@ def spare_misses(total: int, sought: float) -> int:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Times of a request's events in seconds since the first arrival; infinite before an event."""
+    """When a request's first token and its end came, in seconds from the time 0 of its `arrival_seconds`; infinite until then."""
 
     request: TimedRequest
     first_token: float = float("inf")
@@ -49,54 +49,55 @@ class RequestTimes:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds of a new token after the first; 0 with one new token."""
+        """Mean seconds between new tokens after the first one; 0 if the request has only one new token."""
         new_tokens = self.request.output_tokens
         return (self.end - self.first_token) / (new_tokens - 1) if new_tokens > 1 else 0.0
 
 
 class InstanceFigures(NamedTuple):
-    """Figures of an instance's use."""
+    """How much one instance was used during a simulation."""
 
     role: Role
     busy: float
-    """Share of the time in which its device computed a step, or waited for the rest of the step's launch."""
+    """Share of the time in which the device computed a step, or waited for the rest of the step's launch."""
     cache_mean: float
-    """Share of its cache blocks that requests held, mean over time."""
+    """Share of the instance's cache blocks that requests held, mean over time."""
     cache_peak: float
-    """The largest share."""
+    """The largest share of the cache blocks that requests held at any time."""
     preemptions: int
-    """Times that a request lost its blocks."""
+    """How often a request lost its blocks and had to be computed again."""
     cached_tokens: int
-    """Positions of prompts taken from its prefix cache."""
+    """Prompt tokens that the prefix cache had, so they were not computed."""
 
 
 class Occupancy(NamedTuple):
-    """Requests and cache use of an instance from a time on."""
+    """The batch and the cache of an instance from a time on, until the next record."""
 
     seconds: float
+    """Time from which the record holds."""
     running: int
-    """Requests in its batch."""
+    """Requests in the batch."""
     cache: float
-    """Share of its cache blocks that requests held."""
+    """Share of the cache blocks that requests held."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedDeployment:
-    """A simulated deployment: times of each request, in order of arrival, and figures of each instance."""
+    """The result of a simulation: times of each request, in order of arrival, and the use of each instance."""
 
     limits: ServeLimits
     devices: int
-    """Devices of all instances."""
+    """Number of devices of all instances together."""
     requests: Sequence[RequestTimes]
     instances: Sequence[InstanceFigures]
     seconds: float
-    """Time of the last end; times of arrival count from the same 0."""
+    """Time when the last request ended, from the same 0 as the arrival times."""
     transferred_bytes: float = 0.0
-    """Keys and values that moved between instances."""
+    """Bytes of keys and values that were sent between instances."""
     occupancy: Sequence[Sequence[Occupancy]] = ()
-    """By instance and time; empty unless the simulation was watched."""
+    """By instance, its records in order of time; empty unless the simulation was `watched`."""
     cut: bool = False
-    """Whether it ended before all requests had, as too few could keep the limits; it then has no `instances`."""
+    """Whether the simulation stopped early because the sought attainment could not be reached any more. `instances` is then empty."""
 
     @property
     def ttft(self) -> np.ndarray:
@@ -105,22 +106,22 @@ class ServedDeployment:
 
     @property
     def tpot(self) -> np.ndarray:
-        """Seconds of each request's tokens after the first, mean; 0 with one token."""
+        """Mean seconds of each request between its new tokens after the first one; 0 with one new token."""
         return np.array([times.tpot for times in self.requests])
 
     @property
     def meets_ttft(self) -> np.ndarray:
-        """Whether each request met the limit of its first token."""
+        """Whether each request's first token came within the limit."""
         return self.ttft <= self.limits.ttft_seconds
 
     @property
     def meets_tpot(self) -> np.ndarray:
-        """Whether each request met the limit of its other tokens."""
+        """Whether each request's mean time per further token was within the limit."""
         return self.tpot <= self.limits.tpot_seconds
 
     @property
     def attainment(self) -> float:
-        """Share of requests that met both limits, without those at both ends (`WARM_UP`)."""
+        """Share of the counted requests that met both limits (`WARM_UP` tells which requests do not count)."""
         return self.share(self.meets_ttft & self.meets_tpot)
 
     def attainment_within(self, scale: float) -> float:
@@ -140,11 +141,11 @@ class ServedDeployment:
         return self.attainment * self.rate / self.devices
 
     def share(self, values: np.ndarray) -> float:
-        """Mean of values by request, without the requests at both ends."""
+        """Return the mean of `values`, one for each request, over the counted requests (`counted_requests`)."""
         counted = counted_requests(len(values))
         return float(np.mean(values[counted.start : counted.stop]))
 
     def utilisation(self, role: Role) -> float | None:
-        """Mean of `InstanceFigures.busy` over the instances of a role; None if it has none."""
+        """Return the mean of `InstanceFigures.busy` over the instances with this role; None if there are none."""
         busy = [figures.busy for figures in self.instances if figures.role == role]
         return float(np.mean(busy)) if busy else None

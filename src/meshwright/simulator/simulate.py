@@ -1,10 +1,11 @@
 """Event-driven simulation of a schedule: compute, P2P messages, parameter gathers and gradient reductions of each rank.
 
-Each rank has one compute lane that runs its actions in order, one lane per type of collective, and a channel to and from
-each neighbour. A rank issues communication when the preceding compute ends; compute waits for its inputs. Ranks depend on
-each other only through messages and the barrier of the gradient norm. The simulator therefore advances each rank until a
-message is missing, and resumes it when that message's sender has been simulated. There is no global clock, and the
-running time is linear in the number of actions.
+Each rank has one compute lane that runs its actions in order, one lane for each type of collective, and one channel for messages to
+each other rank. A rank issues communication when the compute action before it ends. A compute action waits for its inputs.
+
+Ranks depend on each other only through messages and the barrier of the gradient norm. So the simulator needs no global clock: it
+advances one rank until a message is missing, and resumes that rank when the sender's part is simulated. The running time is
+linear in the number of actions.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from meshwright.simulator.timing import Timing
 from meshwright.spec.errors import BadInput
 
 Transfer = tuple[str, float, float]
-"""A communication operation: (axis, issue time, completion time)."""
+"""A message or a collective: (axis, time when it was issued, time when it is complete)."""
 
 
 def simulate(schedule: Schedule, timing: Timing, durations: Durations | None = None) -> Timeline:
-    """Simulate one step of `schedule` with the durations of `timing`; `durations` replaces its compute seconds.
+    """Simulate one step of `schedule` with the durations of `timing`. If `durations` is given, compute seconds come from it instead.
 
-    Raises BadInput when a table does not fit the schedule, or the schedule deadlocks.
+    Raises BadInput if a table of `timing` does not fit the schedule, and if the schedule deadlocks.
 
-    1F1B with 2 stages and 4 micro-batches: 4 · 3 seconds of compute and a bubble of 3:
+    1F1B with 2 stages and 4 micro-batches: each rank computes 4 · 3 seconds and waits for 3 seconds (the bubble):
 
     >>> from meshwright.schedules.registry import build
     >>> from meshwright.simulator.timing import uniform_timing
@@ -41,14 +42,17 @@ def simulate(schedule: Schedule, timing: Timing, durations: Durations | None = N
 
 @dataclass(slots=True)
 class _Channel:
-    """Messages from one rank to another, in issue order."""
+    """The messages from one rank to another rank, in the order in which they are issued.
+
+    `sends` and `receives` have (action, time of issue). The first send matches the first receive, and so on.
+    """
 
     sends: list[tuple[Action, float]] = field(default_factory=list)
     receives: list[tuple[Action, float]] = field(default_factory=list)
     matched: int = 0
     """How many pairs of a send and its receive have been simulated."""
     free_at: float = 0.0
-    """Time when the last matched message ends."""
+    """Time when the last simulated message is complete; the next message cannot begin earlier."""
 
 
 @dataclass(slots=True)
@@ -57,25 +61,28 @@ class _RankState:
 
     number: int
     position: int = 0
-    """Index of the next action."""
+    """Index of the next action in the rank's schedule."""
     compute_free_at: float = 0.0
+    """Time from which the compute lane is free for the next action."""
     lane_free_at: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Time when each lane of collectives becomes free."""
     compute_seconds: float = 0.0
     closing_seconds: float = 0.0
-    """Time in the gradient norm and the optimizer."""
+    """Seconds in the gradient norm and the optimizer."""
     compute_start: float = float("inf")
     """Start of the first compute action."""
     compute_end: float = 0.0
     """End of the last compute action."""
     gathers: dict[tuple[int, int], Transfer] = field(default_factory=dict)
-    """Gathers whose parameters compute has not used yet, by stage and unit."""
+    """By (stage, unit), the gathers of parameters that no compute action has used yet."""
     reductions: list[Transfer] = field(default_factory=list)
+    """All reductions that the rank has issued in this step, over the shard and replicate axes."""
     accumulate_seconds: dict[int, float] = field(default_factory=dict)
-    """Seconds to accumulate an action's gradients, by index of the action; no entry: nothing to accumulate onto."""
+    """By index of an action, seconds to add its gradients to earlier ones. An action without an entry adds to nothing."""
     slow_intervals: list[SlowInterval] = field(default_factory=list)
-    """Collectives that run beside compute from now on and slow it down."""
+    """Times from now on in which collectives run at the same time as compute, and slow compute down."""
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 0.0))
+    """By axis, seconds in which compute has waited for communication."""
 
 
 class _Simulation:
@@ -96,17 +103,17 @@ class _Simulation:
                 rank.accumulate_seconds = accumulate_seconds_by_action(schedule, timing, rank.number)
         self.channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
         self.messages: dict[tuple[bool, int, int], Transfer] = {}
-        """Completed messages: (is activation, receiving stage, micro-batch)."""
+        """Messages that were simulated. The key is (whether it is an activation or else a gradient, receiving stage, micro-batch)."""
         self.blocked_on_message: dict[tuple[bool, int, int], int] = {}
-        """By missing message, the rank that needs it."""
+        """For messages that are missing (same key), the rank that waits for the message."""
         self.runnable = list(range(schedule.ranks))
-        """Stack of ranks to advance."""
+        """Stack of the ranks that can advance."""
         self.barrier_arrivals: dict[int, float] = {}
-        """By rank, when it reached the gradient norm."""
+        """By rank, the time when it reached the gradient norm."""
         self.unissued_reductions = Counter(
             (a.stage, a.unit or 0) for rank_actions in schedule.actions for a in rank_actions if a.op == "reduce_grad"
         )
-        """By (stage, unit), reductions that the schedule still has. Replicas sum gradients once a step, after the last reduction."""
+        """By (stage, unit), how many reductions over shards the step still has. Replicas reduce gradients once, after the last of them."""
         self.records: list[Record] = []
         self.handlers = dict.fromkeys(COMPUTE, self._compute) | {
             "send": self._send,
@@ -167,7 +174,7 @@ class _Simulation:
         return True
 
     def _add_inputs(self, rank: _RankState, part: Action, transfers: list[Transfer]) -> bool:
-        """Append to `transfers` the communication that `part` waits for; False if a message has not been simulated yet."""
+        """Append the communication that `part` waits for to `transfers`. Returns False if one of its messages is not simulated yet."""
         stage = part.stage
         unit = part.unit
         if part.op in FORWARD:
@@ -188,7 +195,7 @@ class _Simulation:
         return True
 
     def _copy_seconds(self, rank: _RankState, action: Action) -> float:
-        """Seconds of compute to copy gathered weights out and to accumulate gradients."""
+        """Return the seconds that an action needs to copy gathered weights out of the buffer and to accumulate gradients."""
         seconds = rank.accumulate_seconds.get(rank.position, 0.0)
         timing = self.timing
         if rank.gathers:
@@ -199,7 +206,11 @@ class _Simulation:
         return seconds
 
     def _wait_for(self, rank: _RankState, transfers: list[Transfer]) -> float:
-        """Block compute until all `transfers` are complete; count the time between issue and completion as exposed."""
+        """Block the compute lane until all `transfers` are complete, and return that time.
+
+        Time in which a transfer was issued but not complete counts as exposed on its axis, at most once: where several transfers are
+        in progress, it counts for the one that ends last. A wait before any of them is issued counts as idle time.
+        """
         begin = rank.compute_free_at
         uncounted_until = rank.compute_free_at = max(begin, *(end for _, _, end in transfers)) if transfers else begin
         if uncounted_until == begin:
@@ -225,7 +236,7 @@ class _Simulation:
         return True
 
     def _match_next(self, source: int, target: int) -> None:
-        """Simulate the next message of a channel if both ranks have issued it."""
+        """Simulate the next message from rank `source` to rank `target`, if both have issued it."""
         channel = self.channels[source, target]
         if channel.matched >= min(len(channel.sends), len(channel.receives)):
             return
@@ -288,7 +299,10 @@ class _Simulation:
         issued: float | None = None,
         shared_communicator: bool = False,
     ) -> Transfer:
-        """Run a collective in its lane. With `shared_communicator` it runs in the lane of the gathers."""
+        """Run a collective in `lane` from time `issued` on, or when the lane is free. Without `issued`, it is issued when compute is free.
+
+        With `shared_communicator`, it runs in the lane of the gathers.
+        """
         issued = rank.compute_free_at if issued is None else issued
         queue = "unshard" if shared_communicator else lane
         start = max(issued, rank.lane_free_at[queue])
@@ -300,7 +314,7 @@ class _Simulation:
         return axis, issued, start + seconds
 
     def _barrier(self, rank: _RankState, action: Action) -> bool:
-        """Wait for the rank's own reductions, then for all ranks."""
+        """Wait for the rank's own reductions, then for all ranks. Returns False while other ranks have not reached the barrier."""
         if rank.number not in self.barrier_arrivals:
             self.barrier_arrivals[rank.number] = self._wait_for(rank, rank.reductions)
             if len(self.barrier_arrivals) == len(self.ranks):
@@ -323,17 +337,17 @@ class _Simulation:
 
 
 def accumulate_seconds_by_action(schedule: Schedule, timing: Timing, rank: int) -> dict[int, float]:
-    """By index in a rank's schedule, seconds to accumulate an action's gradients onto those of earlier micro-batches.
+    """Return the seconds in which actions of `rank` add their gradients to those of earlier micro-batches, by index of the action.
 
-    Nothing is accumulated where a reduction covers the gradients of one action only.
+    If a reduction covers the gradients of a single action, that action adds nothing, and has no entry.
     """
-    # The loss computes the weight gradients of the last unit in its forward (kernels.loss).
+    # The forward of the last unit computes its weight gradients together with the loss (kernels.loss).
     last_stage = schedule.stages - 1
     last_unit = schedule.units[-1] - 1 if schedule.units else 0
     seconds: dict[int, float] = {}
     not_accumulated: set[int] = set()
     unreduced: dict[tuple[int, int], list[int]] = defaultdict(list)
-    """By (stage, unit), the actions since its last reduction."""
+    """By (stage, unit), the indices of the actions whose gradients no reduction has covered yet."""
     for position, action in enumerate(schedule.actions[rank]):
         if action.op == "reduce_grad":
             positions = unreduced.pop((action.stage, action.unit or 0), [])

@@ -19,10 +19,10 @@ from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
 def rank_cost_inputs(
     model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
 ) -> tuple[Pricing | None, ...]:
-    """By pipeline rank, the cost model's inputs for the slowest of its nodes: chip, links and ports.
+    """Return for each pipeline rank the cost model's inputs for the slowest chip, links and ports among the rank's nodes.
 
-    Ranks on equal nodes get the same object; None where the cost model has no figures. Raises BadInput for groups that
-    contradict the cluster.
+    Ranks on equal nodes get the same object. An entry is None if the cost model has no figures for a node type. Raises BadInput if the
+    node groups contradict the cluster.
     """
     cluster = as_nodes(cluster)
     cached_pricing = cache(
@@ -32,9 +32,9 @@ def rank_cost_inputs(
 
 
 def node_type_speeds(model: ModelSpec, train: TrainSpec, cluster: ClusterSpec) -> dict[NodeType, float]:
-    """By node type, the speed of its device relative to the slowest type, for a block with one sequence.
+    """Return for each node type the speed of its device relative to the slowest type, measured by a block with one sequence.
 
-    Empty if the cost model has no rates for a type.
+    It is empty if the cost model has no rates for one of the types.
     """
     seconds = {}
     for node_type, _ in node_type_runs(cluster):
@@ -47,7 +47,7 @@ def node_type_speeds(model: ModelSpec, train: TrainSpec, cluster: ClusterSpec) -
 
 
 def rank_speeds(speeds: Mapping[NodeType, float], cluster: ClusterSpec, layout: Layout) -> tuple[float, ...]:
-    """By pipeline rank, the speed of the slowest of its nodes; empty if `speeds` is empty."""
+    """Return for each pipeline rank the speed of its slowest node. `speeds` is by node type; if it is empty, so is the result."""
     if not speeds:
         return ()
     return tuple(

@@ -1,10 +1,13 @@
 """Fast approximate simulation of a step by whole stages, for ranking many plans: 30 times faster than `simulate`.
 
-The step time differs by a few percent from the simulation by units. The duration of a stage action is the sum of its
-units' compute, of the exposed part of their gathers and reductions, and of the copies for these. It is computed once a
-stage, because all micro-batches are equal. Parameters that are gathered once a step count in the first forward,
-gradients that are reduced once a step in the last backward. `compile_program` turns a schedule, independent of any
-timing, into flat lists, over which the simulation then runs.
+The step time differs by a few percent from that of `simulate`, which simulates every unit.
+
+- Forward and backward of a micro-batch through a whole stage are one action. Its duration has three parts: the compute of its
+  units, the exposed part of their gathers and reductions, and the copies for gathers and reductions.
+- All micro-batches are equal, so the durations are computed once for each stage.
+- Parameters that are gathered once a step count in the stage's first forward. Gradients that are reduced once a step count in
+  its last backward.
+- `compile_program` turns a schedule into flat lists, without any timing. `simulate_stages` runs over these lists.
 """
 
 from __future__ import annotations
@@ -22,30 +25,43 @@ from meshwright.simulator.timing import Timing
 from meshwright.spec.plan import LayerStrategy
 
 Turn = Literal["first", "middle", "last"]
-"""first: the first forward of a stage in the step; last: its last action that computes weight gradients; middle: others."""
+"""Place of an action in the step, which decides about gathers and reductions that happen once a step.
+
+first: the first forward of a stage. last: the stage's last action that computes weight gradients. middle: all other actions.
+"""
 DurationKey = tuple[tuple[str, int, int | None, Turn], ...]
-"""(op, stage, unit, turn) of an action, or of both micro-batches of a pair: actions with equal keys take equal time."""
+"""What the duration of an action depends on: its (op, stage, unit, turn), where unit None stands for the whole stage.
+
+An action that runs two micro-batches together has two such entries. Actions with equal keys take equal time.
+"""
 Message = tuple[int, int, int, int, int]
-"""(number, action before the send, action before the receive is posted, previous message of the channel, link)."""
+"""An activation or gradient that one rank sends to another rank:
+
+(number of the message, action after which it is sent, action after which its receive is posted, previous message from the same sender
+to the same receiver or 0, index in `Program.links`).
+"""
 
 
 Units = Sequence[Sequence[LayerStrategy]]
-"""Layer strategies by stage and unit."""
+"""By stage, the layer strategy of each of its units."""
 
 
 class ActionSeconds(NamedTuple):
-    """Durations of one action."""
+    """Seconds of one action of a rank: its compute, its waits for collectives, and when it issues reductions."""
 
     compute: float = 0.0
-    """Arithmetic and copies."""
+    """Seconds of arithmetic and copies."""
     exposed: float = 0.0
-    """Wait for collectives before the action ends."""
+    """Seconds in which the action waits for collectives before it ends."""
     hidden_by_message: float = 0.0
-    """The part of `exposed` that overlaps with a wait for the input message: gathers issued before that wait."""
+    """The part of `exposed` that costs nothing if the rank waits for the action's input message anyway.
+
+    It is due to gathers that are issued before that wait.
+    """
     exposed_after: float = 0.0
-    """Wait for collectives after the action's message is sent."""
+    """Seconds in which the rank waits for collectives after the action's output message is sent."""
     until_reduction: float = 0.0
-    """Seconds from the start to the first reduction; 0 without a reduction."""
+    """Seconds from the start of the action until it issues its first reduction; 0 without a reduction."""
     single_reduction: bool = True
     """Whether the action issues at most one reduction, at its end."""
     last_reduction: float = 0.0
@@ -54,25 +70,32 @@ class ActionSeconds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A schedule's stage actions in topological order. Actions and messages are numbered from 1."""
+    """A schedule as flat lists, without timing. Actions and messages have numbers from 1 on; 0 means none."""
 
     steps: tuple[tuple[int, int, int, tuple[Message, ...], tuple[int, ...]], ...]
-    """(rank, action, index in `duration_keys`, messages to simulate before it, numbers of the messages it waits for)."""
+    """The actions of all ranks in an order in which every message is sent before it is needed. Each entry is:
+
+    (rank, number of the action, index in `duration_keys`, messages that are simulated before the action, numbers of the messages
+    that the action waits for).
+    """
     duration_keys: tuple[DurationKey, ...]
+    """The different duration keys of the program."""
     counts: tuple[Counter[int], ...]
-    """By rank, how many actions have each duration key."""
+    """By rank, how many actions have each duration key (by its index)."""
     links: tuple[tuple[int, int, int], ...]
-    """(sender, receiver, index of the stage boundary)."""
+    """(sending rank, receiving rank, boundary): boundary i is between stages i and i + 1."""
     messages: int
+    """Number of messages."""
     placement: tuple[tuple[int, ...], ...]
+    """By rank, its stages."""
     last_backward: dict[int, int]
-    """By stage, its last action that computes weight gradients."""
+    """By stage, the number of its last action that computes weight gradients."""
     micro_batches: int
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The totals of a `Timeline`, without its records."""
+    """The totals of a simulated step; the fields have the meaning of those in `Timeline`, which also has all records."""
 
     breakdown: dict[str, float]
     start_seconds: tuple[float, ...]
@@ -80,18 +103,19 @@ class Totals:
 
 
 def compile_program(order: ComputeOrder, micro_batches: int, units: Sequence[int] = ()) -> Program:
-    """Compile a schedule's order of compute into a Program.
+    """Compile a schedule's order of compute actions into a Program.
 
-    With `units` (units of each stage) the order is layered: consecutive micro-batches of a stage all run through a unit
-    before the next unit. Messages follow the rules of `schedules.transfers`. No schedule of the registry deadlocks.
+    `units` is the number of units of each stage if the plan uses the layered order, else empty. In layered order, consecutive
+    micro-batches of a stage all pass through one unit before the next unit begins. Sends and receives follow the rules of
+    `schedules.transfers`. The schedule must not deadlock; no schedule of the registry does.
     """
     return _Compiler(order, micro_batches, units).program()
 
 
 def simulate_stages(program: Program, durations: StageDurations) -> Totals:
-    """Simulate one step of the program, whose actions take `durations`.
+    """Simulate one step of `program`, where `durations` gives the seconds of its actions, and return the totals.
 
-    1F1B with 2 stages and 4 micro-batches of 3 seconds each:
+    1F1B with 2 stages and 4 micro-batches, each with 1 second of forward and 2 seconds of backward per stage:
 
     >>> from meshwright.schedules.registry import order_of
     >>> from meshwright.simulator.timing import uniform_timing
@@ -106,7 +130,8 @@ def simulate_stages(program: Program, durations: StageDurations) -> Totals:
     links = [timing.between(*ends).seconds(sizes[at] if sizes else 0.0) for *ends, at in program.links]
     ranks = range(len(program.placement))
     lanes = [durations.busiest_lane(stages, program.micro_batches) for stages in program.placement]
-    # A wait for a message hides collectives of the next action only, which in layered order the first micro-batch has issued.
+    # A wait for a message can hide only the collectives of the next action: on average a rank's collectives divided by its actions. In
+    # layered order it hides none, because the first micro-batch of a unit has issued the unit's collectives long before.
     most_hidden = [0.0 if durations.layered else lanes[r] / program.counts[r].total() for r in ranks]
     ends, starts, messages, exposed, hidden = _simulate_steps(program, seconds, links, most_hidden)
 
@@ -116,7 +141,7 @@ def simulate_stages(program: Program, durations: StageDurations) -> Totals:
         durations.reduction_tail(*stages_and_ends)
         for stages_and_ends in zip(program.placement, backward_ends, strict=True)
     ]
-    # If collectives of a rank take longer than its compute and the waits that hide them, the excess is exposed at the end at the latest.
+    # If a rank's collectives take longer than the compute and the waits that can hide them, the rest is exposed at the end of the step.
     excess = [max(0.0, lanes[r] - compute[r] - exposed[r] - hidden[r]) for r in ranks]
     shard = [max(excess[r], tails[r][0]) for r in ranks]
     replicate = [tails[r][1] for r in ranks]
@@ -141,10 +166,15 @@ def simulate_stages(program: Program, durations: StageDurations) -> Totals:
 def _simulate_steps(
     program: Program, durations: Sequence[ActionSeconds], links: Sequence[float], most_hidden: Sequence[float]
 ) -> tuple[list[float], list[float], list[float], list[float], list[float]]:
-    """Run the program.
+    """Run over the steps of `program`, where `durations` are by duration key, and `links` are the seconds of a message by link.
 
-    Returns the end of each action, and by rank its first start, exposed messages, exposed collectives of the shard axis, and collectives
-    that waits for messages hide. One wait hides at most `most_hidden` seconds of a rank.
+    Returns five lists of seconds. The first is by number of the action, the others are by rank:
+
+    - the time when each action ends;
+    - the time when the rank begins its first action;
+    - waits for messages in transfer;
+    - waits for collectives of the shard axis;
+    - collectives of the shard axis that waits for messages hide, at most `most_hidden[rank]` in each wait.
     """
     ranks = len(program.placement)
     ends = [0.0] * (len(program.steps) + 1)
@@ -174,7 +204,8 @@ def _simulate_steps(
             starts[rank] = start
         end = start + compute + exposed
         if until_reduction:
-            # The action's first reduction waits for the rank's previous one. A single reduction waits after the send.
+            # The action's first reduction begins after the rank's previous reduction has ended. If it is the only one, at the end of the
+            # action, the rank sends the action's output before it waits.
             delay = reductions_end[rank] - start - until_reduction
             if delay > 0 and single_reduction:
                 exposed_after += delay
@@ -189,9 +220,10 @@ def _simulate_steps(
 
 
 class StageDurations:
-    """Durations of stage actions, from those of their units: of `timing`, with the gathers and reductions of `units`.
+    """Computes the durations of stage actions from the seconds of their units.
 
-    Unless the order is `layered`, all steps of more than one micro-batch have the same.
+    `timing` has the seconds of each unit, `units` the strategies that say when a unit gathers and reduces. In an order that is not
+    `layered`, the durations are the same for any number of micro-batches above 1.
     """
 
     def __init__(self, timing: Timing, micro_batches: int, *, units: Units, layered: bool) -> None:
@@ -201,16 +233,19 @@ class StageDurations:
         self.micro_batches = micro_batches
         self.stages = len(units)
         self._cache: dict[tuple[str, int, Turn], tuple[list[ActionSeconds], ActionSeconds]] = {}
-        """By (op, stage, turn): durations by unit, and of the whole stage."""
+        """By (op, stage, turn): the durations of each unit, and the duration of the whole stage."""
         self._equal_stage = self._first_equal_stages()
 
     def of(self, key: DurationKey) -> ActionSeconds:
-        """The durations of an action; those of two micro-batches run one after the other."""
+        """Return the durations of an action with this key. Two micro-batches in one action run one after the other."""
         parts = [self._of(*part) for part in key]
         return parts[0] if len(parts) == 1 else _concatenated(parts)
 
     def _first_equal_stages(self) -> list[int]:
-        """By stage, the first stage with equal durations: equal units with equal seconds, and the same end of the model if any."""
+        """Return for each stage the first stage with equal durations, so that equal stages are computed once.
+
+        Their units have equal strategies and equal seconds. The first and the last stage of the model differ from all others.
+        """
         timing = self.timing
         tables = [
             timing.forward,
@@ -230,7 +265,11 @@ class StageDurations:
         return equal_stages
 
     def reduction_tail(self, stages: Sequence[int], ends: Sequence[float]) -> tuple[float, float]:
-        """Seconds after a rank's last action until its reductions over shards, then over replicas, end; `ends` by stage."""
+        """Return how long a rank's reductions take after its last action.
+
+        The first result is the seconds until all reductions over the shard axis have ended, the second the further seconds until all
+        reductions over replicas have ended. `stages` are the stages of the rank, `ends` the times at which their last backwards end.
+        """
         timing = self.timing
         shards_end = 0.0
         replicas_end = 0.0
@@ -251,7 +290,10 @@ class StageDurations:
         return max(0.0, shards_end - last), max(0.0, replicas_end - max(last, shards_end))
 
     def busiest_lane(self, stages: Sequence[int], micro_batches: int) -> float:
-        """Seconds in which a rank's busiest lane of shard collectives is occupied in a step of `micro_batches`."""
+        """Return the seconds that a rank's gathers and reductions of the shard axis take in a step of `micro_batches`.
+
+        If gathers and reductions share a communicator, it is the sum of both, else the larger of the two.
+        """
         gathers = reductions = 0.0
         times = 1 if self.layered else micro_batches
         for stage in stages:
@@ -272,7 +314,7 @@ class StageDurations:
         return whole if unit is None else by_unit[unit]
 
     def _by_unit(self, op: str, stage: int, turn: Turn) -> list[ActionSeconds]:
-        """The durations of a stage's units, which run one after another."""
+        """Return the durations of each unit of a stage. The units run one after another, in reverse order in the backward."""
         timing = self.timing
         order = range(len(self.units[stage]))
         forward = op in FORWARD
@@ -290,7 +332,7 @@ class StageDurations:
             gathered[0] = False
         reduced = [weights and self._reduces(stage, unit, first_or_last) for unit in units]
         durations = [(0.0, 0.0, 0.0)] * len(units)
-        """By unit: seconds of compute, until its reduction, and of that reduction."""
+        """By unit: (seconds of compute, seconds until it issues its reduction or 0, seconds of that reduction or 0)."""
         exposed = [0.0] * len(units)
         hidden = [0.0] * len(units)
         pending = 0.0
@@ -339,9 +381,9 @@ class StageDurations:
 
 
 def _concatenated(parts: Sequence[ActionSeconds]) -> ActionSeconds:
-    """The durations of several actions that run one after another.
+    """Return the durations of several actions that run one after another, as one action.
 
-    Each reduction waits for the previous one, because compute has one reduce-scatter buffer.
+    Each reduction waits for the reduction before it, because there is only one reduce-scatter buffer.
     """
     time = compute = exposed = hidden = exposed_after = until_reduction = reduction_end = 0.0
     reducing = [part for part in parts if part.until_reduction]
@@ -365,7 +407,7 @@ def _concatenated(parts: Sequence[ActionSeconds]) -> ActionSeconds:
 
 
 class _Compiler:
-    """Builds a Program. Advances each rank until a message is missing, as `simulate` does."""
+    """Builds a Program. To order the actions, it advances each rank until a message is missing, as `simulate` does."""
 
     def __init__(self, order: ComputeOrder, micro_batches: int, units: Sequence[int]) -> None:
         self.placement, by_rank = order
@@ -376,9 +418,9 @@ class _Compiler:
         self.last_backward: dict[int, int] = {}
         self.links: dict[tuple[int, int, int], int] = {}
         self.by_rank: list[list[tuple[int, int, tuple[Input, ...]]]] = []
-        """By rank: (action, index in `duration_keys`, inputs from other ranks)."""
+        """By rank, its actions: (number of the action, index in `duration_keys`, inputs that come from other ranks)."""
         self.producers: dict[Input, int] = {}
-        """By input that another rank sends, the action after which it is sent."""
+        """For each input that one rank sends to another rank, the number of the action after which it is sent."""
         first = 1
         for actions in by_rank:
             self.by_rank.append(self._numbered(_layered(actions, units) if units else actions, first))
@@ -393,9 +435,9 @@ class _Compiler:
         done = bytearray(sum(map(len, self.by_rank)) + 1)
         done[0] = 1
         blocked_ranks: dict[int, list[int]] = {}
-        """By action that has not run, the ranks that need its message."""
+        """For actions that have not run, by number, the ranks that wait for the message of that action."""
         scheduled: dict[int, int] = {}
-        """By a channel's first message, how many of the channel's messages are in `steps`."""
+        """By number of a channel's first message, how many messages of that channel are in `steps` already."""
         runnable = list(range(len(self.by_rank)))
         while runnable:
             rank = runnable.pop()
@@ -437,7 +479,7 @@ class _Compiler:
         )
 
     def _numbered(self, actions: Sequence[Action], first: int) -> list[tuple[int, int, tuple[Input, ...]]]:
-        """A rank's actions, numbered from `first` on: (number, index in `duration_keys`, inputs from other ranks)."""
+        """Number a rank's actions from `first` on. Returns for each: (number, index in `duration_keys`, inputs from other ranks)."""
         last = _last_micro_batch(actions)
         numbered = []
         for number, action in enumerate(actions, first):
@@ -447,7 +489,7 @@ class _Compiler:
                 forward = op in FORWARD
                 turn = "middle"
                 if forward:
-                    # In layered order the first micro-batch is "first" for every unit.
+                    # In layered order, the first micro-batch is "first" in every unit of its stage.
                     if micro_batch == 0:
                         turn = "first"
                 elif last[stage] == micro_batch:
@@ -462,7 +504,7 @@ class _Compiler:
         return numbered
 
     def _exchange(self, forward: bool, stage: int, micro_batch: int, unit: int | None, number: int) -> list[Input]:
-        """The inputs that an action receives from another rank. Records the action as producer of its message."""
+        """Return the inputs that the action receives from another rank. Also record which message the action produces for another rank."""
         rank_of = self.rank_of
         rank = self.rank_of[stage]
         source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
@@ -474,10 +516,10 @@ class _Compiler:
         return [(forward, stage, micro_batch)] if receives else []
 
     def _connect(self) -> None:
-        """Assign every message its position in its channel and the action after which its receive is posted.
+        """Create all messages, with the order in their channels and the action after which each receive is posted.
 
-        Messages have the order in which they are sent. A receive is posted one action before its consumer, or earlier if a
-        later message of the channel is consumed earlier.
+        A channel carries messages in the order in which they are sent. A receive is posted one action before the action that needs
+        it, or earlier if a later message of the same channel is needed earlier.
         """
         consumers = {
             required: (number, actions[0][0])
@@ -509,7 +551,7 @@ class _Compiler:
 
 
 def _last_micro_batch(actions: Sequence[Action]) -> dict[int, int]:
-    """By stage, the micro-batch whose weight gradients are computed last."""
+    """Return for each stage the micro-batch whose weight gradients are computed last."""
     last: dict[int, int] = {}
     for action in actions:
         for part in action.parts:
@@ -519,7 +561,10 @@ def _last_micro_batch(actions: Sequence[Action]) -> dict[int, int]:
 
 
 def _layered(actions: Sequence[Action], units: Sequence[int]) -> list[Action]:
-    """The actions in layered order: consecutive actions of one op and stage are cut into units and sorted by unit."""
+    """Return the actions in layered order: consecutive actions of one op and stage are divided into units, and sorted by unit.
+
+    Forwards of micro-batches 0 and 1 in a stage of two units become: unit 0 of 0, unit 0 of 1, unit 1 of 0, unit 1 of 1.
+    """
     layered: list[Action] = []
     for (op, stage), group in groupby(actions, key=lambda action: action[:2]):
         consecutive = list(group)

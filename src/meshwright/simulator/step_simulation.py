@@ -1,4 +1,4 @@
-"""Simulates the step of a Plan: the executor's schedule with durations from the cost model."""
+"""Simulates one training step of a Plan: the schedule that the executor runs, with durations from the cost model."""
 
 from __future__ import annotations
 
@@ -37,21 +37,24 @@ from meshwright.workload.plan_bytes import gradient_sums_on_host, memory_by_rank
 
 T = TypeVar("T")
 REPEATING_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "paired")
-"""Schedules whose micro-batches in flight stop growing at `SATURATING_MICRO_BATCHES` × ranks micro-batches."""
+"""Schedules whose peak of micro-batches in flight is the same for all numbers of micro-batches from a certain one on.
+
+That number is `SATURATING_MICRO_BATCHES` times the number of pipeline ranks.
+"""
 SATURATING_MICRO_BATCHES = 4
 
 
 def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Timeline:
-    """Simulate one step of `plan` on `cluster`, by pipeline rank.
+    """Simulate one step of `plan` on `cluster`. Each pipeline rank stands for all devices that share its stages.
 
-    Raises BadInput where the cost model has no figures (a device neither known nor measured, or a dtype it lacks), and when
-    the schedule does not support the plan's micro-batches and stages.
+    Raises BadInput if the cost model has no figures for the device or the dtype, and if the schedule does not support the plan's
+    numbers of micro-batches and stages.
     """
     return simulate(training_schedule(plan, model.layers), timing_of(model, train, plan, cluster))
 
 
 def stage_program(plan: Plan, layers: int) -> Program:
-    """The plan's schedule for `simulate_stages`: by units in layered order, else by stages.
+    """Return the plan's schedule as a Program for `simulate_stages`. Its actions are units in layered order, else whole stages.
 
     Raises BadInput as `training_schedule` does.
     """
@@ -65,16 +68,16 @@ def _cached_program(key: tuple[str, int, int, int], units: tuple[int, ...]) -> P
 
 
 def units_of(model: ModelSpec, stage: range) -> list[Unit]:
-    """The units of one stage, in forward order."""
+    """Return the units of one stage in forward order: blocks, with the embedding in the first stage and the head in the last one."""
     first: list[Unit] = ["embed"] if stage.start == 0 else []
     last: list[Unit] = ["head"] if stage.stop == model.layers else []
     return [*first, *stage, *last]
 
 
 def memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool) -> tuple[dict[str, int], ...]:
-    """By pipeline rank, bytes by memory category at the peak of the plan's schedule.
+    """Return for each pipeline rank the bytes of each memory category, at the moment of the schedule with the most activations.
 
-    Raises BadInput as `training_schedule` does.
+    `cpu`: the ranks are CPU processes. Raises BadInput as `training_schedule` does.
     """
     return _memory_of(model, train, plan.without_prediction, cpu)
 
@@ -86,7 +89,7 @@ def _memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, cpu: bool) -> tup
 
 
 def _activation_peaks(plan: Plan, layers: int, stage_bytes: Sequence[float]) -> list[float]:
-    """By pipeline rank, the peak bytes of activations; `stage_bytes`: of one micro-batch, by stage."""
+    """Return the peak bytes of activations of each pipeline rank. `stage_bytes` are those of one micro-batch in each stage."""
     name, ranks, micro_batches, per_rank = schedule_key(plan, layers)
     if name in REPEATING_SCHEDULES and micro_batches % ranks == 0:
         micro_batches = min(micro_batches, SATURATING_MICRO_BATCHES * ranks)
@@ -107,7 +110,7 @@ def _peak_candidates(name: str, ranks: int, micro_batches: int, per_rank: int) -
 
 
 def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tuple[float, float, float]:
-    """Bytes of host memory for offloaded activations, optimizer state and gradient sums, on the node with the most.
+    """Return the bytes of host memory on the node that needs the most: (offloaded activations, optimizer state, gradient sums).
 
     Raises BadInput as `training_schedule` does.
     """
@@ -120,7 +123,11 @@ def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tu
 
 
 def _slots_on_host(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> float:
-    """Bytes of host memory for slots with offload, of `train.seq_len` tokens without; in layered order, of all slots."""
+    """Return the bytes of host memory per node for the activations of balanced samples whose micro-batches (slots) are offloaded.
+
+    The bytes of a slot are computed for `train.seq_len` tokens, and scaled to the tokens of a slot with offload. In layered order all
+    slots of a step are in host memory at the same time.
+    """
     samples = plan.samples
     if samples is None or samples.offload is None:
         return 0.0
@@ -143,9 +150,9 @@ def _activations_on_host(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: 
 def timing_of(
     model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec, *, assumed: Pricing | None = None
 ) -> Timing:
-    """The durations of the plan's actions, by the cost model. Raises BadInput where it has no figures.
+    """Return the durations of the plan's actions by the cost model. Raises BadInput if it has no figures for device or dtype.
 
-    `assumed` replaces the cost model's inputs on all ranks: what if this program had features that it lacks.
+    `assumed` replaces the cost model's inputs on all ranks. It answers how fast the step would be with features that this program lacks.
     """
     cluster = as_nodes(cluster)
     cost_inputs = assumed or require_cost_inputs(model, train, plan, cluster)
@@ -158,13 +165,13 @@ def timing_of(
     stage_ranks = rank_of(placement)
     stages = [units_of(model, stage) for stage in stages_of(plan, model.layers)]
     tied_copies = stage_ranks[0] != stage_ranks[-1]
-    # Ranks on equal nodes share one object.
+    # Ranks on equal nodes share one `Pricing` object, and so one `UnitCosts`.
     unit_costs = {id(inputs): UnitCosts(model, plan, inputs, tied_copies=tied_copies) for inputs in by_rank}
     ranks = [unit_costs[id(inputs)] for inputs in by_rank]
     representatives = [tuple(map(ranks[0].representative, stage)) for stage in stages]
 
     def table(price: Callable[[UnitCosts, Unit], T]) -> list[list[T]]:
-        """`price` by stage and unit; called once for equal units on equal ranks."""
+        """Return `price` for each stage and unit. It is called only once for equal units on equal ranks."""
         unit_price = cache(price)
         stage_prices = cache(lambda costs, units: [unit_price(costs, unit) for unit in units])
         return [
@@ -172,7 +179,7 @@ def timing_of(
         ]
 
     compute = table(UnitCosts.compute)
-    # The first unit of a rank's first stage includes the rank's host time of one micro-batch.
+    # The host time of a micro-batch belongs to no unit, so it is added to the first unit of each rank.
     for costs, rank_stages in zip(ranks, placement, strict=True):
         units = compute[rank_stages[0]]
         exposed = {**units[0].exposed, "host": units[0].exposed.get("host", 0.0) + costs.host_seconds}
@@ -209,17 +216,17 @@ def timing_of(
 
 
 def exposed_in_compute(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> dict[str, float]:
-    """Exposed seconds that the compute time of a step includes, mean over pipeline ranks.
+    """Return the waits that the compute seconds of a step include, by cause (`units.Seconds.exposed`), mean over pipeline ranks.
 
-    Tensor, context and expert communication, copies to and from host memory, and the wait for kernel launches (`host`).
+    The causes are tensor, context and expert communication, copies to and from host memory, and kernel launches (`host`).
     """
     return dict(timing_of(model, train, plan, cluster).exposed_in_compute)
 
 
 def _total_exposed(compute: Sequence[Sequence[Seconds]], factor: float) -> dict[str, float]:
-    """By axis, `factor` times the exposed seconds of one micro-batch in all units; axes with 0 seconds are left out.
+    """Add the exposed seconds of all units by axis, and multiply them by `factor`. Axes with 0 seconds are left out.
 
-    Four micro-batches in two units, which wait 0.25 and 0.5 seconds for tensor ranks:
+    Four micro-batches pass through two units, which wait 0.25 and 0.5 seconds for tensor ranks: 4 · 0.75 = 3 seconds:
 
     >>> stage = [Seconds(1.0, 1.0, 1.0, {"tensor": 0.25}), Seconds(1.0, 1.0, 1.0, {"tensor": 0.5, "host": 0.0})]
     >>> _total_exposed([stage], 4)
@@ -234,7 +241,7 @@ def _total_exposed(compute: Sequence[Sequence[Seconds]], factor: float) -> dict[
 
 
 def require_cost_inputs(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Pricing:
-    """The cost model's inputs. Raises BadInput where it has no figures."""
+    """Return the cost model's inputs for a plan. Raises BadInput if it has no figures for the device or the dtype."""
     cost_inputs = with_copies(pricing(model, train, plan, cluster), model, train, plan, cluster)
     if cost_inputs is None:
         device = f"{cluster.gpu} in {plan.precision.matmuls}"

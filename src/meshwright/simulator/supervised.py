@@ -1,4 +1,4 @@
-"""Plays failures against the supervisor's own decisions (`policies.supervision`) in abstract time."""
+"""Simulates a run with random failures, where the real supervisor (`policies.supervision`) makes the decisions; no time really passes."""
 
 from __future__ import annotations
 
@@ -28,24 +28,26 @@ from meshwright.policies.supervision import Rules, State, decide
 from meshwright.spec.errors import EXIT_COMMUNICATION
 
 MOST_HOSTS = 8
-"""Hosts played at most. The rate of failures is the whole job's, so further hosts would not change the result."""
+"""The most hosts that are simulated. The failure rate is that of the whole job, so more hosts would not change the result."""
 REQUEUE_SECONDS = 600.0
 """Seconds from the end of a job whose restarts are exhausted until a scheduler starts it again."""
 
 
 @dataclass(frozen=True)
 class SupervisedTime:
-    """The outcome of a simulation."""
+    """The result of a simulation."""
 
     effective: float
+    """Effective training time: the share of the time that contributed to the final state."""
     requeues: int
-    """Ends of the job because its restarts were exhausted."""
+    """How often the job ended because its restarts were exhausted."""
 
 
 def simulate_supervised(model: FailureModel, restarts: int = 3, failures: int = 5_000, seed: int = 0) -> SupervisedTime:
-    """The effective training time over `failures` failures of a run that waits for lost hosts.
+    """Simulate `failures` failures of a run that waits until lost hosts return.
 
-    A failure each 10,000 seconds takes 100 seconds and half of 1,000 seconds between two checkpoints, 6% of the time:
+    A failure occurs every 10,000 seconds on average. It costs 100 seconds of recovery and on average 500 seconds of lost training, half
+    the time between two checkpoints. Together this is 6% of the time:
 
     >>> from meshwright.policies.effective_time import FailureClass
     >>> killed = FailureClass("killed", share=1.0, detect_seconds=10, restart_seconds=50, load_seconds=40)
@@ -71,29 +73,31 @@ class _Job:
     state: State = field(default_factory=State)
     alive: set[str] = field(default_factory=set)
     failed: FailureClass | None = None
-    """The slowest failure to recover from since the run trained."""
+    """The failure with the longest recovery since the run last trained; None if it has trained since the last failure."""
     training_from: float = 0.0
+    """Time when the current attempt begins to train, or has begun."""
     failing: bool = False
-    """Whether the attempt has failed, detected or not."""
+    """Whether the current attempt has failed, even if the failure is not detected yet."""
     steps: int = 0
+    """A counter that grows with each commit and each timer. It numbers the steps of commits and orders timers of equal time."""
     timers: list[tuple[float, int, Event]] = field(default_factory=list)
-    """Events to come, as a heap by time."""
+    """Future events as a heap: (time, value of `steps`, event)."""
 
     def __post_init__(self) -> None:
         self.alive = {f"host-{index}" for index in range(self.rules.hosts + self.model.spares)}
 
     def after(self, seconds: float, event: Event) -> None:
-        """Schedule an event."""
+        """Schedule `event` to happen `seconds` from now."""
         self.steps += 1
         heapq.heappush(self.timers, (self.now + seconds, self.steps, event))
 
     def gather(self, hosts: set[str]) -> None:
-        """The processes of these hosts wait to begin."""
+        """Tell the supervisor that these hosts are ready to begin an attempt."""
         for host in sorted(hosts):
             self.take(Ready(host))
 
     def take(self, event: Event) -> None:
-        """Decide about an event and carry out the decision."""
+        """Let the supervisor decide about `event`, and carry out its actions."""
         self.state, actions = decide(self.state, event, self.now, self.rules)
         for action in actions:
             self.follow(action)
@@ -114,7 +118,7 @@ class _Job:
                 self.after(REQUEUE_SECONDS, Ready(host))
 
     def play_until_failure(self) -> None:
-        """Play events until the next failure occurs."""
+        """Simulate events until the next failure, and then that failure."""
         strike = self.now + self.random.expovariate(1 / self.model.mttf_seconds)
         while self.timers and self.timers[0][0] <= strike:
             self.now, _, event = heapq.heappop(self.timers)
@@ -123,7 +127,10 @@ class _Job:
         self.strike(self.random.choices(self.model.classes, [c.share for c in self.model.classes])[0])
 
     def happen(self, event: Event) -> None:
-        """A host returns, or a failure is detected: then the ranks of the other members end and wait again."""
+        """Handle a scheduled event: a host returns, a failure is detected, or a waiting time has passed.
+
+        When a failure is detected, the ranks on all hosts of the attempt end, and their hosts are ready again.
+        """
         if isinstance(event, Ready):
             self.alive.add(event.host)
         self.take(event)
@@ -143,7 +150,7 @@ class _Job:
         return set(self.state.members) if self.state.status in ("preparing", "running") else set()
 
     def strike(self, failure: FailureClass) -> None:
-        """Handle a failure: count the steps that the run keeps, and schedule its detection and the return of a lost host."""
+        """Let a failure occur now: count the training that survives it, and schedule its detection and the return of a lost host."""
         running = self.state.status == "running"
         if running and not self.failing and self.now > self.training_from:
             self._count(failure)

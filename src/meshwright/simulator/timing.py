@@ -1,4 +1,4 @@
-"""Durations of a schedule's actions: the input of `simulate`, from a cost model or a measurement."""
+"""`Timing`: the durations of a schedule's actions, from the cost model or from a measurement. It is the input of `simulate`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from meshwright.schedules.schedule import Schedule
 from meshwright.spec.errors import BadInput
 
 Table = Sequence[Sequence[float]]
-"""Seconds by stage and unit of the stage."""
+"""Seconds by stage and unit: `table[stage][unit]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """Latency and bandwidth between two pipeline ranks.
 
-    1 MB over 1 GB/s, and 10 µs until it begins to arrive:
+    A message of 1 MB takes 10 µs of latency and 1 ms at 1 GB/s:
 
     >>> Link(latency_seconds=1e-5, bytes_per_second=1e9).seconds(1e6)
     0.00101
@@ -88,7 +88,7 @@ class Timing:
         return self.links.get((sender, receiver), self.link)
 
     def with_larger_micro_batches(self, factor: float) -> Timing:
-        """The timing with micro-batches `factor` times as large."""
+        """Return the timing for micro-batches that have `factor` times as many samples: compute and messages grow, collectives do not."""
 
         def scaled(table: Table) -> Table:
             return [[factor * seconds for seconds in by_unit] for by_unit in table]
@@ -103,7 +103,7 @@ class Timing:
         )
 
     def check(self, schedule: Schedule) -> None:
-        """Raise BadInput when a table does not cover the schedule."""
+        """Raise BadInput if a table does not have an entry for each stage and unit of the schedule."""
         tables = {
             "forward": self.forward,
             "backward_input": self.backward_input,
@@ -132,7 +132,10 @@ class Timing:
 def uniform_timing(
     stages: int, units: int = 1, *, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0
 ) -> Timing:
-    """Equal stages and messages that take no time, as in the figures of papers. Seconds are for a whole stage."""
+    """Return a timing with equal stages, and messages that take no time, as in the schedule figures of papers.
+
+    `forward`, `backward_input` and `backward_weight` are the seconds of one micro-batch in a whole stage.
+    """
 
     def table(seconds: float) -> Table:
         return ((seconds / units,) * units,) * stages

@@ -14,19 +14,19 @@ from meshwright.simulator.timeline import Timeline
 
 MICROSECONDS = 1e6
 LANES = ("step", "compute", "wait", "unshard", "reduce", "replicate", "offload", "fetch", "recv", "send")
-"""Order of a rank's lanes from the top, by the first word of their name; other lanes follow."""
+"""Order of a rank's lanes from the top, by the first word of the lane's name. Lanes with other names follow."""
 UNNAMED: Mapping[int, str] = MappingProxyType({})
 
 
 def write_trace(timeline: Timeline, path: Path, ranks: Mapping[int, str] = UNNAMED) -> None:
-    """Write the simulated step to `path` as JSON, compressed when its name ends in `.gz`. `ranks` names ranks by number."""
+    """Write the simulated step to `path` as JSON, compressed if the file name ends in `.gz`. `ranks` gives names to ranks."""
     write_spans(timeline.spans(), path, ranks)
 
 
 def write_spans(
     spans: Iterable[Span], path: Path, ranks: Mapping[int, str] = UNNAMED, metadata: Mapping[str, Any] | None = None
 ) -> None:
-    """Write predicted or measured spans to `path`, as `write_trace` does; `metadata` are figures about the trace."""
+    """Write predicted or measured spans to `path`, as `write_trace` does. `metadata` is stored in the file's `otherData`."""
     trace: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": trace_events(spans, ranks)}
     if metadata is not None:
         trace["otherData"] = dict(metadata)
@@ -36,9 +36,10 @@ def write_spans(
 
 
 def trace_events(spans: Iterable[Span], ranks: Mapping[int, str] = UNNAMED) -> list[dict[str, Any]]:
-    """Spans, predicted or measured, as Chrome trace events; the category is the span's first word.
+    """Convert predicted or measured spans to Chrome trace events. The category of an event is the first word of the span's name.
 
-    Format: "Trace Event Format" (Google), complete events (`ph` X) with times in microseconds, metadata events (`ph` M).
+    Format: "Trace Event Format" (Google). Spans become complete events (`ph` X) with times in microseconds; names of ranks and lanes
+    become metadata events (`ph` M).
     """
     lanes: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []

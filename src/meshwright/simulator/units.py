@@ -1,8 +1,14 @@
-"""Durations of one FSDP unit of a plan, from the formulas of the cost model: compute, gather, reductions, copies.
+"""Seconds of each FSDP unit of a plan by the cost model: its compute, its collectives, and its copies.
 
-A unit is the embedding, one block, or the final norm with head, loss and prediction modules. The compute seconds include
-recomputation, exposed tensor, context and expert communication, and exposed copies to host memory. The closed form gives the sum over
-all layers; a block gets its share.
+A unit is one of these:
+
+- the embedding,
+- one transformer block,
+- the final norm together with the head, the loss and the prediction modules.
+
+Collectives over the shard and replicate axes and over pipeline stages have durations of their own. All other communication that compute
+waits for (tensor, context and expert axes, copies to host memory) is included in the compute seconds. The formulas give the seconds
+of all layers together; this module divides them by the number of layers to get those of one block.
 """
 
 from __future__ import annotations
@@ -58,7 +64,7 @@ from meshwright.workload.step_shape import step_shape
 from meshwright.workload.unit_parameters import UnitParameters, block_unit, end_units, trained_share
 
 Unit = int | Literal["embed", "head"]
-"""The index of a block, or one end of the model."""
+"""The index of a block, or "embed" for the embedding, or "head" for the final norm with the head."""
 
 MAX_TAX = 0.9
 """Upper bound on the fraction of compute speed that is lost while a collective runs."""
@@ -66,17 +72,27 @@ MAX_TAX = 0.9
 
 @dataclass(frozen=True)
 class Seconds:
-    """Compute seconds of one micro-batch in one unit on one rank."""
+    """Compute seconds of one micro-batch in one unit on one rank.
+
+    `backward_input` computes the gradient of the unit's input (and recomputes activations), `backward_weight` the gradients of its weights.
+    """
 
     forward: float
     backward_input: float
     backward_weight: float
     exposed: Mapping[str, float] = field(default_factory=dict)
-    """By axis, exposed communication that the seconds include; `host` is the wait of the device for kernel launches."""
+    """Waits that the seconds above include, by cause.
+
+    The causes are the axes `tensor`, `context` and `expert`, `host link` (copies to and from host memory) and `host` (the device
+    waits for the host to launch kernels).
+    """
 
 
 class UnitCosts:
-    """Durations of the units of one plan. `tied_copies`: the head's rank has its own copy of an embedding that both ends use."""
+    """Computes the seconds of the units of one plan.
+
+    `tied_copies`: embedding and head share a weight but are on different pipeline ranks, so the head's rank has a copy of the weight.
+    """
 
     def __init__(self, model: ModelSpec, plan: Plan, cost_inputs: Pricing, *, tied_copies: bool = False) -> None:
         self.model = model
@@ -88,7 +104,7 @@ class UnitCosts:
         table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
         rank_blocks = ([block for stage in stages for block in stage] for stages in table)
         self._rank_blocks = {block: blocks for blocks in rank_blocks for block in blocks}
-        """By block, all blocks of its pipeline rank."""
+        """By index of a block, the indices of all blocks on the same pipeline rank."""
         self._block_seconds: dict[tuple[Recompute, int, Linear], Seconds] = {}
         self._exposed_copies: dict[int, tuple[float, float]] = {}
         self._representatives: dict[tuple[int, LayerStrategy, int | None], int] = {}
@@ -101,31 +117,34 @@ class UnitCosts:
         self._all_reduce_seconds = cache(lambda size: number(all_reduce(self._replica_group, k, size)))
         nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
         self.jitter = number(1 + k.jitter * nodes)
-        """Factor on all durations; it grows with the number of nodes."""
+        """Factor by which compute and host work take longer on several nodes; 1 on one node, and more with each doubling."""
         self.host_seconds = number(k.host_micro_us) * 1e-6 * self.jitter
-        """Host seconds of one micro-batch on one rank, outside its units."""
+        """Seconds that the host needs for each micro-batch on one rank, in addition to the units."""
         self.fixed_seconds = number(k.step_ms + k.sync_ms * nodes) * 1e-3
-        """Seconds of one step that do not depend on the units."""
+        """Seconds of each step that do not depend on the units."""
         network_congestion = congestion(machine, layout, k)
         self._shard_group = rank_group(machine, k, float(shard_size(plan)), layout.shard_step, network_congestion)
         self._copy_engine = plan.gather_transport == "copy_engine"
         self._copies_experts = number(layout.expert) <= 1
-        """Whether the copy engine may gather experts. With expert parallelism kernels gather them, in another group."""
+        """Whether the copy engine may gather expert weights. With expert parallelism NCCL kernels gather them, in a group of their own."""
         self._replica_group = rank_group(
             machine, k, float(plan.axis_size("replicate")), layout.replicate_step, network_congestion
         )
 
     def representative(self, unit: Unit) -> Unit:
-        """The first unit with the same durations: a block of equal structure and strategy, or the end of the model itself."""
+        """Return the first unit with the same seconds as `unit`, so that callers compute equal units once.
+
+        For a block this is the first block with the same structure and strategy; the embedding and the head represent themselves.
+        """
         if isinstance(unit, str):
             return unit
         strategy = self._strategy(unit)
-        # All blocks of a rank hide its activation copies, so blocks with offloading are equal only within a rank.
+        # How much of the activation copies is exposed depends on all blocks of a rank, so offloading blocks are equal only within a rank.
         rank = self._rank_blocks[unit][0] if strategy.activations_offloaded else None
         return self._representatives.setdefault((self.model.kind(unit), strategy, rank), unit)
 
     def compute(self, unit: Unit) -> Seconds:
-        """Compute seconds of one micro-batch in the unit."""
+        """Return the compute seconds of one micro-batch in the unit, including exposed copies over the host link."""
         if unit == "embed":
             total = number(self._ends.embed) * self.jitter
             copied = self._exposed_sums(unit, total * 2 / 3)
@@ -145,22 +164,25 @@ class UnitCosts:
         )
 
     def gather(self, unit: Unit) -> float:
-        """Seconds to gather the unit's weights over the shard axis."""
+        """Return the seconds of the all-gather of the unit's weights over the shard axis."""
         return self._shard_collective(unit, self._gathered_width(unit), copied=self._copy_engine)
 
     def reduce(self, unit: Unit) -> float:
-        """Seconds to reduce the unit's gradients over the shard axis."""
+        """Return the seconds of the reduce-scatter of the unit's gradients over the shard axis."""
         seconds = self._shard_collective(unit, bytes_of(self.plan.precision.reduce))
         return self._beside_backward(unit, self._shard_group, seconds)
 
     def replicate(self, unit: Unit) -> float:
-        """Seconds to reduce the unit's gradient shards over replicas."""
+        """Return the seconds of the all-reduce of the unit's gradient shards over the replicate axis."""
         width = bytes_of(self.plan.precision.reduce_replicas or self.plan.precision.stored)
         seconds = self._all_reduce_seconds(self.trained(unit) * width)
         return self._beside_backward(unit, self._replica_group, seconds)
 
     def tied_gradient(self) -> float:
-        """Seconds to sum the gradients of both copies of the embedding: an all-reduce of the first and the last pipeline rank."""
+        """Return the seconds to all-reduce the gradient of a tied embedding between the first and the last pipeline rank.
+
+        It is 0 unless these two ranks both have a copy of the embedding.
+        """
         if not (self._tied_copies and self.model.embedding_at_both_ends):
             return 0.0
         machine = self.cost_inputs.machine
@@ -171,7 +193,7 @@ class UnitCosts:
         return number(all_reduce(ends, k, elements * bytes_of(self.plan.precision.stored)))
 
     def slowdown(self, collective: Literal["gather", "reduce", "replicate"]) -> float:
-        """Factor on compute time while such a collective runs."""
+        """Return the factor (1 or more) by which compute takes longer while this collective runs on the same device."""
         ranks = self._replica_group if collective == "replicate" else self._shard_group
         k = self.cost_inputs.constants
         tax = k.net_tax if number(ranks.domains) > 1 else k.overlap_tax
@@ -180,9 +202,10 @@ class UnitCosts:
         return 1 / (1 - min(number(tax), MAX_TAX))
 
     def copy_out(self, unit: Unit) -> float:
-        """Compute seconds that a gather's copies cost: the cast of shards on another stream, and the copy out of the buffer.
+        """Return the compute seconds lost to the two copies of an all-gather of the unit's weights.
 
-        One rank computes with frozen weights where they are (`parallel.fsdp.unsharded_weights`).
+        The shards are cast to the format of the collective on another stream, and the result is copied out of the buffer of the collective.
+        Without sharding, frozen weights are neither cast nor copied (`parallel.fsdp.unsharded_weights`).
         """
         width = self._gathered_width(unit)
         shards = shard_size(self.plan)
@@ -195,14 +218,17 @@ class UnitCosts:
 
     @property
     def _casts_once(self) -> bool:
-        """Whether the cast writes the weights that compute reads, with no buffer between: weights are not sharded."""
+        """Whether weights are not sharded, so the cast directly writes the weights that compute reads, without a buffer."""
         return shard_size(self.plan) == 1 and not self.cost_inputs.constants.lone_copies
 
     def _gathered_width(self, unit: Unit) -> int:
         return gathered_width(self.plan, None if isinstance(unit, str) else unit, self.model.layers)
 
     def copy_in(self, unit: Unit) -> float:
-        """Compute seconds that a reduction's copies cost: into the buffer and, on another stream, onto the gradient shard."""
+        """Return the compute seconds lost to the two copies of a reduction of the unit's gradients.
+
+        The gradients are copied into the buffer of the reduce-scatter. On another stream, the result is added to the gradient shard.
+        """
         precision = self.plan.precision
         shards = shard_size(self.plan)
         sent = bytes_of(self.plan.precision.reduce)
@@ -211,7 +237,7 @@ class UnitCosts:
         parameters = self.parameters(unit)
         width = bytes_of(precision.compute) + sent
         count = parameters.count
-        # A rank without sharding scales its gradients into another buffer and copies that.
+        # Without sharding, the rank writes its scaled gradients to a second buffer and copies that buffer: two reads and two writes.
         side_bytes = 4.0 * sent if shards == 1 else 0.0
         if self._sums_every_micro_batch(unit):
             side_bytes += (bytes_of(precision.stored) + 2 * self._summed_bytes) / shards
@@ -219,7 +245,11 @@ class UnitCosts:
         return self._memory_seconds((count + padding) * width, count * side_bytes)
 
     def _copy_in_of_one_rank(self, unit: Unit) -> float:
-        """`copy_in` on one rank: it adds a gradient to the earlier sum, and casts a sum or a gradient whose format is not the shard's."""
+        """Return `copy_in` for weights that are not sharded, where no collective runs.
+
+        If every micro-batch adds its gradients to the stored sum, that is an accumulation. Otherwise the final gradients are cast to the
+        stored format; this costs nothing if they have that format already, or if the backward writes final gradients.
+        """
         precision = self.plan.precision
         if self._sums_every_micro_batch(unit):
             return self.accumulate(unit)
@@ -230,13 +260,14 @@ class UnitCosts:
         return self._memory_seconds(self._trained_share(unit) * self.parameters(unit).count * (before + stored))
 
     def _sums_every_micro_batch(self, unit: Unit) -> bool:
-        """Whether each micro-batch's gradients of the unit are reduced and added to the shard's."""
+        """Whether the unit's gradients are reduced after every micro-batch and added to the gradient shard."""
         return self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
 
     def accumulate(self, unit: Unit) -> float:
-        """Compute seconds to accumulate a micro-batch's gradients in the dtype of the reduction: two reads, one write.
+        """Return the compute seconds to add the unit's gradients of one micro-batch to the sum of the earlier micro-batches.
 
-        If the matmul accumulates, it reads and writes the sum in place of the gradient.
+        Reads the gradient and the sum, and writes the sum. Where the weight-gradient matmul itself adds to the sum, only a part of these
+        bytes costs time (`Constants.matmul_sums`), except for experts.
         """
         on_one_rank = shard_size(self.plan) == 1 and self.plan.sums_shards(self._strategy(unit))
         summed = self._summed_bytes if on_one_rank else bytes_of(self.plan.precision.reduce)
@@ -252,7 +283,7 @@ class UnitCosts:
         return summed_bytes(self.plan.precision, self.plan.accumulation)
 
     def parameters(self, unit: Unit) -> UnitParameters:
-        """Parameters of the unit on one rank."""
+        """Return the parameters of the unit on one rank, before and after sharding."""
         tensor = self.plan.axis_size("tensor")
         shards = shard_size(self.plan)
         if isinstance(unit, int):
@@ -266,14 +297,14 @@ class UnitCosts:
         return ends.final + ends.table if copied else ends.final
 
     def trained(self, unit: Unit) -> float:
-        """Parameters of the unit that the first shard rank updates."""
+        """Return how many parameters of the unit the first shard rank updates; frozen parameters do not count."""
         return self.parameters(unit).shard * self._trained_share(unit)
 
     def _trained_share(self, unit: Unit) -> float:
         return trained_share(self.model, self.model.kind(unit) if isinstance(unit, int) else None)
 
     def optimizer(self, units: Sequence[Unit]) -> float:
-        """Seconds of a rank's optimizer step for `units`, including the copies of state in host memory."""
+        """Return the seconds of a rank's optimizer step for `units`, including exposed copies of the state that is in host memory."""
         machine = self.cost_inputs.machine
         k = self.cost_inputs.constants
         on_device, on_host = (
@@ -289,10 +320,13 @@ class UnitCosts:
         return number(device_update + launches + host_update)
 
     def _exposed_updates(self, units: Sequence[Unit], on_host: float) -> float:
-        """Seconds by which copies of the `on_host` parameters' state, or their launches, delay the first forward of `units`."""
+        """Return the seconds by which the optimizer's host copies, or the launches of its updates, delay the first forward.
+
+        `units` are the rank's units in the order of their forwards; `on_host` of their parameters have an offloaded optimizer.
+        """
         precision = self.plan.precision
         width = state_bytes(precision)
-        # Records on the device and, for the update, those fetched before it.
+        # `on_device` counts parameters whose state needs no copy at the update: those kept on the device and, below, those fetched ahead.
         on_device = (1 - self.plan.offload_fraction) * on_host
         staged = min(staging_bytes(self.plan.offload_staging, precision) / width, on_host - on_device)
         seconds_per_parameter = width / number(rate_both_ways(self.cost_inputs.machine))
@@ -312,21 +346,26 @@ class UnitCosts:
             seconds = self.compute(unit)
             forwards.append(passes * max(0.0, seconds.forward - self._activation_copy_seconds(unit)))
             compute += seconds.forward + seconds.backward_input + seconds.backward_weight
-        # Scales in fp8 are computed from all weights, before the first gather.
+        # An fp8 gather needs scales from all weights, so all updates end before the first gather.
         exposed = sum(copies) if precision.gather == "fp8" else exposed_updates(copies, forwards)
-        exposed = max(exposed, exposed_updates(launches, forwards))  # copies run beside the launches of others
-        # Staged records are copied beside the whole step, one way after the other for the chunks of a buffer.
+        exposed = max(
+            exposed, exposed_updates(launches, forwards)
+        )  # copies of one chunk overlap with launches for other chunks
+        # Copies of state that is fetched ahead overlap with the whole step. They are exposed if all copies take longer than its compute.
         return max(exposed, all_copies - self.plan.batch.accumulate * compute)
 
     def _launch_seconds(self, unit: Unit, streamed: float) -> float:
-        """Host seconds to launch the updates of the unit's `streamed` parameters and its forward; 0 on a CPU."""
+        """Return the host seconds to launch the unit's forward and its optimizer updates.
+
+        `streamed` is the number of its parameters whose optimizer state is on the host. Without such parameters, and on a CPU, it is 0.
+        """
         if not streamed or not number(self.cost_inputs.constants.host_us):
             return 0.0
         chunks = streamed / float(staged_elements(state_bytes(self.plan.precision)))
         return (CHUNK_LAUNCH_US * chunks + BLOCK_LAUNCH_US * isinstance(unit, int)) * 1e-6
 
     def _activation_copy_seconds(self, unit: Unit) -> float:
-        """Seconds of the link for the activations of one micro-batch in the unit, in one direction."""
+        """Return the seconds that the host link needs to copy the unit's activations of one micro-batch in one direction."""
         if isinstance(unit, str) or not self._strategy(unit).activations_offloaded:
             return 0.0
         layout = self.cost_inputs.layout
@@ -339,7 +378,7 @@ class UnitCosts:
         return saved_elements_by_layer(self.model, self.plan)
 
     def _exposed_sums(self, unit: Unit, backward: float) -> float:
-        """Exposed seconds of copies of the unit's gradient sums beside one of its backwards of `backward` seconds."""
+        """Return the exposed seconds of copies of the unit's gradient sums to and from the host during `backward` seconds of backward."""
         if self.plan.accumulation != "host" or not self.plan.sums_shards(self._strategy(unit)):
             return 0.0
         size = self.trained(unit) * bytes_of(self.plan.precision.stored)
@@ -347,9 +386,10 @@ class UnitCosts:
         return number(exposed_sum_copies(copied, backward, self.plan.batch.accumulate))
 
     def _beside_backward(self, unit: Unit, ranks: CollectiveGroup, seconds: float) -> float:
-        """Seconds of a reduction that overlaps with the backward of an equal unit; `seconds` without overlap.
+        """Return the seconds of a reduction that runs during the backward of a unit like `unit`; alone it takes `seconds`.
 
-        Only a reduction across nodes takes longer. The backward is that of one micro-batch, in layered order of all.
+        A reduction within a node takes no longer than alone. A reduction across nodes takes longer, by `Constants.net_yield` times the
+        seconds in which both run. The backward is that of one micro-batch, or in layered order that of all micro-batches.
         """
         if number(ranks.domains) == 1:
             return seconds
@@ -359,17 +399,23 @@ class UnitCosts:
         return seconds + number(self.cost_inputs.constants.net_yield) * min(backward, seconds)
 
     def _memory_seconds(self, size: float, side_bytes: float = 0.0) -> float:
-        """Compute seconds to read and write `size` bytes in total, while another stream reads and writes `side_bytes`."""
+        """Return the compute seconds lost to copies in device memory.
+
+        `size`: bytes that the compute stream reads and writes in total. `side_bytes`: those of another stream, which count in part.
+        """
         machine = self.cost_inputs.machine
         k = self.cost_inputs.constants
         return number(k.own_engine * (size + k.side_copies * side_bytes) / (machine.hbm * k.hbm)) * self.jitter
 
     def _strategy(self, unit: Unit) -> LayerStrategy:
-        """The strategy of a block; an end of the model has that of the adjacent block."""
+        """Return the strategy of a unit. The embedding has that of the first block, the head that of the last block."""
         return self._strategies[{"embed": 0, "head": -1}[unit] if isinstance(unit, str) else unit]
 
     def _shard_collective(self, unit: Unit, width: int, *, copied: bool = False) -> float:
-        """Seconds to gather or reduce-scatter a unit of `width` bytes an element; experts use their own shard group."""
+        """Return the seconds to gather or reduce-scatter the unit with `width` bytes per parameter.
+
+        Expert weights have a shard group of their own, so they need a second collective. `copied`: the copy engine gathers.
+        """
         parameters = self.parameters(unit)
         dense = self._gather_seconds(copied, parameters.dense * width)
         if not parameters.experts:
@@ -381,11 +427,14 @@ class UnitCosts:
         return dense + number(gather(ranks, k, parameters.experts * width))
 
     def _group_for_engine(self, ranks: CollectiveGroup, copied: bool) -> CollectiveGroup:
-        """The group with the rates of copy-engine gathers if `copied`."""
+        """Return `ranks`, with the rates of the copy engine instead of NCCL kernels if `copied`."""
         return copy_engine_group(ranks, self.cost_inputs.machine, self.cost_inputs.constants) if copied else ranks
 
     def _head(self) -> Seconds:
-        """Compute seconds of one micro-batch in the head and in the prediction modules, whose blocks are like the last one."""
+        """Return the compute seconds of one micro-batch in the head and the prediction modules, all counted in the forward.
+
+        The block of a prediction module counts like the model's last block.
+        """
         head = number(self._ends.head) * self.jitter
         if not (modules := self.model.prediction_depth):
             return Seconds(head, 0.0, 0.0)
@@ -394,7 +443,7 @@ class UnitCosts:
         return Seconds(seconds, 0.0, 0.0, {axis: modules * exposed for axis, exposed in block.exposed.items()})
 
     def _block_without_offload(self, unit: int) -> Seconds:
-        """Compute seconds of one micro-batch in a block, without copies to host memory."""
+        """Return the compute seconds of one micro-batch in block `unit`, without copies to host memory."""
         strategy = self._strategy(unit)
         key = strategy.recompute, self.model.kind(unit), strategy.linear or self.plan.precision.linear
         if key not in self._block_seconds:
@@ -402,7 +451,10 @@ class UnitCosts:
         return self._block_seconds[key]
 
     def _exposed_copy_seconds(self, unit: int) -> tuple[float, float]:
-        """Exposed seconds of a block's activation copies to host memory and back: an equal share of its rank's total."""
+        """Return the exposed seconds of the block's activation copies: to host memory (in the forward), and back (in the backward).
+
+        The copies overlap with the compute of all blocks of the rank. Each offloading block gets an equal share of what is exposed.
+        """
         blocks = self._rank_blocks[unit]
         if blocks[0] not in self._exposed_copies:
             offloaded = [block for block in blocks if self._strategy(block).activations_offloaded]
@@ -416,16 +468,17 @@ class UnitCosts:
 
     @cached_property
     def _ends(self) -> LayerTime:
-        """Layer times of which only `embed` and `head` are used."""
+        """The seconds of embedding and head. The other fields of `LayerTime` are not used."""
         inputs = self.cost_inputs
         return _end_times(inputs.shape, inputs.machine, _single_rank_layout(inputs.layout, "none"), inputs.constants)
 
     def _compute_block(self, mode: Recompute, kind: int, linear: Linear) -> Seconds:
-        """Compute seconds of one micro-batch in a block with these settings."""
+        """Return the compute seconds of one micro-batch in a block of structure `kind`, with this recompute mode and matmul format."""
         inputs = self.cost_inputs.for_format(linear)
         shape = shape_of(self.model, round(number(inputs.layout.seq)), kind=kind)
         work = _layer_work(shape, inputs.machine, _single_rank_layout(inputs.layout, mode), inputs.constants)
-        # Recomputation repeats the forward's collectives in the backward: the forward then has a third of them, else half.
+        # Collectives run once in the forward and once in the backward, and once more in the backward if it recomputes matmuls. So the
+        # forward has 1/2 or 1/3 of them.
         share = 1 / 3 if mode in RECOMPUTES_MATMULS else 1 / 2
         forward = work.forward + work.tensor * share + work.context_forward + work.expert * share
         total = work.total + work.tensor + work.context + work.expert
@@ -449,22 +502,27 @@ class UnitCosts:
 
 @dataclass(frozen=True)
 class _LayerWork:
-    """Seconds of one micro-batch in all layers, if all were like one block: on the device, and exposed communication by axis."""
+    """Seconds of one micro-batch in all layers, for a model whose layers are all like one block."""
 
     forward: float
-    """Seconds on the device, without communication."""
+    """Compute seconds of the forward, without communication."""
     total: float
-    """The same for forward and backward."""
+    """Compute seconds of forward and backward, without communication."""
     tensor: float
+    """Exposed communication of the tensor axis, forward and backward."""
     context: float
+    """Exposed communication of the context axes, forward and backward."""
     context_forward: float
+    """The part of the context communication that counts in the forward."""
     expert: float
+    """Exposed exchanges of tokens between expert ranks, forward and backward."""
     host: float
+    """Seconds in which the device waits for kernel launches."""
     weight_gradients: float
-    """The part of `total` in the matmuls that compute the gradients of weights."""
+    """The part of `total` that the matmuls of weight gradients take."""
 
 
-# Plans of a search often differ in what these do not depend on: schedule, sharding, offload.
+# The result is cached, because many plans of a search differ only in schedule, sharding or offload, which do not matter here.
 @lru_cache(maxsize=512)
 def _layer_work(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> _LayerWork:
     times = layer_times(shape, machine, layout, k)
@@ -493,7 +551,10 @@ def _end_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) ->
 
 
 def _single_rank_layout(layout: Layouts, mode: Recompute) -> Layouts:
-    """The layout of one micro-batch on one replica without pipeline, sharding or offload, for layers that recompute by `mode`."""
+    """Return `layout` without pipeline, sharding and offload, with one micro-batch and the recompute mode `mode`.
+
+    Plans that differ only in the removed settings then have equal layouts, and share cached results.
+    """
     return replace(
         layout,
         pipeline=1.0,
@@ -532,13 +593,13 @@ _OF_OTHER_COSTS = dict.fromkeys(
     ),
     0.0,
 )
-"""Columns on which the compute of a block does not depend: with equal values, plans share it."""
+"""Columns of `Layouts` that do not affect the compute of a block. All are set to 0, so plans that differ in them share cached results."""
 
 
 def _with_link_time(seconds: Seconds, part: Literal["forward", "backward_input"], added: float) -> Seconds:
-    """`seconds` with exposed copies over the host link added to a part.
+    """Return `seconds` with `added` seconds of exposed copies over the host link in its field `part`.
 
-    A copy over the host's link adds half a second to the forward:
+    Copies of half a second in the forward:
 
     >>> _with_link_time(Seconds(1.0, 2.0, 0.0, {"tensor": 0.25}), "forward", 0.5)
     Seconds(forward=1.5, backward_input=2.0, backward_weight=0.0, exposed={'tensor': 0.25, 'host link': 0.5})

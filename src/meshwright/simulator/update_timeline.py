@@ -1,8 +1,9 @@
-"""A timeline of the offloaded optimizer: operations on streams, played with the engines of the link.
+"""Simulates the copies and updates of an offloaded optimizer on the streams of a device.
 
-Streams run their operations in order. An operation waits for others, and for its engine if another stream uses it: a direction of the host
-link copies for one stream at a time. `step_operations` lists the operations of the present order (`optim/copy_streams.py`) and of two
-former ones, so that measured step times of all three can be compared with their predictions.
+Each stream runs its operations in order. An operation may also wait for operations of other streams. A copy needs a copy engine, one for
+each direction of the host link, and an engine serves one stream at a time. `step_operations` builds the operations of a step in the order
+that the program uses now (`optim/copy_streams.py`), or in one of two earlier orders. So the measured step times of all three orders can
+be compared with predictions.
 """
 
 from __future__ import annotations
@@ -12,29 +13,33 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Order = Literal["after_backward", "compute_stream", "update_stream"]
-"""Time and stream of the updates.
+"""When and on which stream the optimizer updates run.
 
-after_backward: all after the backward, on the compute stream. compute_stream: a unit's before its gather, on the compute stream.
-update_stream: all on a stream of their own; the compute stream waits for a unit's updates before its gather.
+after_backward: all updates run after the backward, on the compute stream.
+compute_stream: the updates of a unit run in the next step before the unit's gather, on the compute stream.
+update_stream (used now): all updates run on a separate stream. The compute stream waits for a unit's updates before the unit's gather.
 """
 Interval = tuple[float, float]
+"""(begin, end) in seconds."""
 
 
 @dataclass(frozen=True)
 class UpdateOperation:
-    """`seconds` of work on a stream, after the operations with the indices `after`, all listed before it."""
+    """Work on a stream: a computation or a copy."""
 
     stream: str
     seconds: float
     after: tuple[int, ...] = ()
+    """Indices of operations that must end first. They are earlier in the list of operations."""
     engine: str | None = None
+    """The copy engine that the operation needs; None for a computation."""
     name: str = ""
 
 
 def play(operations: Sequence[UpdateOperation]) -> list[Interval]:
-    """Begin and end of each operation in seconds. An engine serves the operation that is ready first.
+    """Return when each operation begins and ends. If several wait for an engine, it serves the operation that was ready first.
 
-    A stream copies twice; the update waits for the first copy and runs beside the second:
+    A stream makes two copies. The update waits for the first copy, and runs at the same time as the second copy:
 
     >>> copies = [UpdateOperation("copy", 2.0), UpdateOperation("copy", 2.0)]
     >>> play([*copies, UpdateOperation("compute", 3.0, after=(0,))])
@@ -70,32 +75,38 @@ def play(operations: Sequence[UpdateOperation]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of one step. Units of equal size, each with `chunks` chunks."""
+    """The sizes and times of one step. All units have the same size; the optimizer state of each is divided into chunks."""
 
     units: int
     chunks: int
+    """Chunks of each unit."""
     copy: float
-    """Seconds to copy a chunk in one direction while the other direction is busy too."""
+    """Seconds to copy the state of a chunk in one direction, while the other direction is busy too."""
     update: float
-    """Seconds of a chunk's update."""
+    """Seconds to update a chunk."""
     forward: float
-    """Seconds of a unit's forward."""
+    """Seconds of the forward of a unit."""
     backward: float
-    """Seconds of a unit's backward."""
+    """Seconds of the backward of a unit."""
     buffers: int
+    """Device buffers, each for the state of one chunk."""
     tables: float = 0.0
-    """Seconds of a copy of addresses to the device inside each update; 0: none."""
+    """Seconds to copy a table of addresses to the device in the middle of each update; 0: there is no such copy."""
 
 
 @dataclass
 class _Builder:
+    """Builds the list of operations of several steps. Values that refer to an operation are its index in `operations`."""
+
     work: StepWork
     order: Order
     operations: list[UpdateOperation] = field(default_factory=list)
     fetched: dict[int, int] = field(default_factory=dict)
+    """By number of a chunk, the last operation that copies its state to the device."""
     sent: dict[int, int] = field(default_factory=dict)
+    """By number of a buffer, the last operation that copies its content to the host; then the buffer can be used again."""
     updated: int = 0
-    """Chunks that were updated in all steps; in the present order buffers form a ring over all steps."""
+    """How many chunks were updated in all steps so far. With `update_stream`, buffers are used in turn over all steps."""
 
     def add(
         self, stream: str, seconds: float, after: Sequence[int] = (), engine: str | None = None, name: str = ""
@@ -118,7 +129,7 @@ class _Builder:
             self.fetch(number)
 
     def update(self, number: int, gradients: int) -> int:
-        """The updates of a chunk and its copies; returns the update."""
+        """Add the update of chunk `number`, after the operation `gradients`, and the copies that follow. Returns the update's index."""
         stream = "update" if self.order == "update_stream" else "compute"
         parts = 2 if self.work.tables else 1
         last = self.add(stream, self.work.update / parts, [self.fetched[number], gradients], name=f"update {number}")
@@ -134,7 +145,10 @@ class _Builder:
 
 
 def step_operations(work: StepWork, order: Order, steps: int) -> tuple[list[UpdateOperation], list[int]]:
-    """The operations of `steps` steps, and the index of each step's last backward or, with updates after it, last update."""
+    """Build the operations of `steps` steps. Also returns, for each step, the index of the operation that ends it.
+
+    A step ends with its last backward; in the order `after_backward` it ends with its last update.
+    """
     builder = _Builder(work, order)
     ends = []
     builder.fetch_first()
@@ -164,7 +178,7 @@ def step_operations(work: StepWork, order: Order, steps: int) -> tuple[list[Upda
 
 
 def step_seconds(work: StepWork, order: Order, steps: int = 4) -> float:
-    """Seconds of a step after the first ones, played."""
+    """Return the seconds of the last of `steps` simulated steps, when copies and updates have reached a steady state."""
     operations, ends = step_operations(work, order, steps)
     intervals = play(operations)
     return intervals[ends[-1]][1] - intervals[ends[-2]][1]

@@ -1,7 +1,8 @@
-"""Elements and bytes of activations: saved by a block's forward for its backward, and allocated during the backward.
+"""Memory of activations, in elements per token or in bytes.
 
-In a block with fused element-wise operations autograd saves what backwards read: the input of every matmul and norm,
-the inputs and outputs of attention (`spec.blocks.memory`).
+There are two kinds: activations that a block's forward saves for its backward, and temporary tensors of the backward. If element-wise
+operations are fused, autograd saves what the backward reads: the input of every matmul and norm, and the inputs and outputs of attention
+(`spec.blocks.memory`).
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, shape_of
 
 SAVED_DIMENSIONS = 4
-"""Dimensions of `Shape.saved` of one model; arrays of models have one more in front."""
+"""Number of dimensions of `Shape.saved` for one model. For several models it has one more dimension, the first."""
 
 
 def activation_bytes(
     model: ModelSpec, train: TrainSpec, plan: Plan, *, host_offloaded: bool = False
 ) -> tuple[float, ...]:
-    """Bytes that one forward of each virtual stage saves for its backward, by stage in order of the layers.
+    """Return the bytes that one micro-batch's forward saves in each stage, with stages in order of their layers.
 
-    Those on the device, or those offloaded to host memory.
+    The bytes are those on the device, or with `host_offloaded` those that are offloaded to host memory.
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     stages = sorted((stage for rank_stages in table for stage in rank_stages), key=lambda stage: stage.start)
@@ -48,15 +49,16 @@ def activation_bytes(
 
 
 def saved_elements_by_layer(model: ModelSpec, plan: Plan) -> list[float]:
-    """By layer, the elements of one token that a forward saves for its backward, on the device or in host memory."""
+    """Return for each layer the elements per token that the forward saves for the backward, on the device or in host memory."""
     per_token = elements_per_token(model, plan)
     return [per_token(layer)[0] for layer in range(model.layers)]
 
 
 def busiest_rows(model: ModelSpec, train: TrainSpec, plan: Plan) -> float:
-    """Rows that the busiest expert rank stores relative to the mean, as `train.expert_load` or a static exchange says.
+    """Return the rows that the busiest expert rank stores, relative to the mean.
 
-    Copies of experts do not change it, unless all are present: a run's first steps have none.
+    It follows from `train.expert_load`, or from the fixed buffers of a static exchange. Copies of experts do not lower it, because the
+    first steps of a run have no copies. It is 1 if all experts are present on all ranks.
     """
     if all_present(model, plan):
         return 1.0
@@ -65,7 +67,10 @@ def busiest_rows(model: ModelSpec, train: TrainSpec, plan: Plan) -> float:
 
 
 def exchange_room(model: ModelSpec, plan: Plan) -> float:
-    """`received_room` of a plan; 0 if all experts are present, so that no rows are exchanged."""
+    """Return the plan's room for received rows (`expected_loads.received_room`); 0 if no rows are exchanged.
+
+    No rows are exchanged if all experts are present on all ranks.
+    """
     experts = plan.experts
     ranks = experts_over(plan) * plan.axis_size("tensor")
     if experts is None or all_present(model, plan):
@@ -76,9 +81,10 @@ def exchange_room(model: ModelSpec, plan: Plan) -> float:
 def elements_per_token(
     model: ModelSpec, plan: Plan, busiest: float = 1.0, tokens: float = 0.0
 ) -> Callable[[int], tuple[float, float]]:
-    """A function of a layer: elements of one token that its forward saves, and temporary elements of its backward.
+    """Return a function that gives for a layer: (elements per token that its forward saves, temporary elements per token of its backward).
 
-    `busiest` is that of `mean_saved_elements`. The sums over tiles of the feed-forward are spread over the `tokens` of a micro-batch.
+    `busiest` is explained in `mean_saved_elements`. If the feed-forward is computed in tiles, its gradient sums do not depend on the
+    number of tokens; they are divided by the `tokens` of a micro-batch.
     """
     expert_ranks = experts_over(plan) * plan.axis_size("tensor")
     strategies = plan.strategies(model.layers)
@@ -103,21 +109,24 @@ def elements_per_token(
 def _elements(
     shape: Shape, mode: int, low: float, expert_ranks: int, busiest: float, share: float, element: int
 ) -> tuple[float, float, float]:
-    """Elements of one token that a forward saves and a backward adds; and bytes of sums over tiles, of a whole micro-batch."""
+    """Return (elements per token that a forward saves, temporary elements per token of its backward, bytes of gradient sums over tiles).
+
+    The third value is for a whole micro-batch.
+    """
     saved = mean_saved_elements(shape, mode, low, expert_ranks, busiest)
     temporary = mean_backward_elements(shape, mode, low, expert_ranks, busiest, share)
     return float(saved), float(temporary), float(tile_sum_bytes(shape, mode, share, element))
 
 
 def tokens_of(train: TrainSpec, plan: Plan) -> float:
-    """Tokens of a micro-batch whose activations one rank stores: context and tensor ranks share them."""
+    """Return the tokens of a micro-batch whose activations one rank stores. Context and tensor ranks divide the tokens among them."""
     return plan.batch.micro_batch * train.seq_len / (context_size(plan) * plan.axis_size("tensor"))
 
 
 def saved_elements(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
-    """Elements of one token that autograd saves in block `layer` if its experts are on one rank; see `mean_saved_elements`.
+    """Return the elements per token that autograd saves in block `layer`, if all its experts are on one rank.
 
-    Llama-3-8B saves its block's input (4,096 elements a token) in mode `full`:
+    `low` is explained in `mean_saved_elements`. In mode `full`, Llama-3-8B saves only the input of a block, 4,096 elements per token:
 
     >>> from meshwright.config.presets import MODEL_PRESETS
     >>> from meshwright.spec.fields import from_plain
@@ -131,11 +140,15 @@ def saved_elements(model: ModelSpec, layer: int, recompute: Recompute, low: floa
 def mean_saved_elements(
     shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0, busiest: Array = 1.0
 ) -> Array:
-    """Elements of one token that autograd saves in a block, mean over the layers of `shape`.
+    """Return the elements per token that autograd saves in a block, mean over the layers of `shape`.
 
-    `recompute` is the index of the mode in `RECOMPUTE_MODES`. A saved input of a linear layer counts `low` elements, one of routed experts,
-    whose weight gradients are not in fp8, a whole one. With several `expert_ranks` experts' rows are exchanged. The experts of the rank
-    have `busiest` times the mean rows. What is saved follows from the block's table (`spec.blocks.memory`).
+    What is saved follows from the block's table (`spec.blocks.memory`).
+
+    - `recompute`: index of the mode in `RECOMPUTE_MODES`.
+    - `low`: how many elements a saved input of a linear layer counts; below 1 if it is saved in fp8. Inputs of routed experts always count
+      1, because the weight gradients of experts are not computed in fp8.
+    - `expert_ranks`: with more than one, rows are exchanged between ranks, and other tensors are saved.
+    - `busiest`: rows of this rank's experts, relative to the mean over ranks.
     """
     low = np.asarray(low)
     busiest = np.asarray(busiest)
@@ -152,11 +165,18 @@ def mean_saved_elements(
 def mean_backward_elements(
     shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0, busiest: Array = 1.0, tile: Array = 1.0
 ) -> Array:
-    """Temporary elements of one token in a block's backward, beside what its forward saved; mean over the layers of `shape`.
+    """Return the temporary elements per token in a block's backward, in addition to what its forward saved; mean over the layers.
 
-    They are the gradients of the feed-forward's wide half and of the residual stream, recomputed activations, and the experts' inputs or
-    the gradients of these, with fp8 copies of gradients that experts multiply. Distributed experts have the latter in place of their saved
-    outputs, which the backward frees before. Of a dense feed-forward's wide tensors the share `tile` exists at a time (`tile_share`).
+    They are the sum of these:
+
+    - the gradients of the feed-forward's activations and of the residual stream;
+    - recomputed activations;
+    - the inputs of experts, or the gradients of these inputs. Without recomputed matmuls and with several expert ranks they do not count,
+      because they are stored in place of the experts' saved outputs, which the backward has freed by then;
+    - with fp8, rounded copies of the gradients that experts multiply.
+
+    If a dense feed-forward is computed in tiles, only the share `tile` of its wide tensors exists at a time (`tile_share`). The other
+    arguments are explained in `mean_saved_elements`.
     """
     mode = np.asarray(recompute)
     received = busiest * shape.expert_rows
@@ -175,26 +195,29 @@ def mean_backward_elements(
 
 
 def tile_share(tile: Array, tokens: Array) -> Array:
-    """Share of `tokens` that a tile of `tile` tokens has; 1 without tiles."""
+    """Return the share of a micro-batch's `tokens` that is in one tile of `tile` tokens; 1 if there are no tiles (`tile` is 0)."""
     return np.where(np.asarray(tile) > 0, np.minimum(1.0, tile / np.maximum(tokens, 1.0)), 1.0)
 
 
 def tile_sum_bytes(shape: Shape, recompute: Array, share: Array, element: Array) -> Array:
-    """Bytes of a dense feed-forward's weight gradients: sums over tiles, and those of one tile in the compute dtype."""
+    """Return the bytes of weight gradients of a dense feed-forward in tiles: their sums, and those of one tile in the compute dtype.
+
+    It is 0 where no tiles are used (`share` is 1), and where the backward does not recompute matmuls.
+    """
     tiled = (np.asarray(recompute) >= RECOMPUTE_MODES.index("all_but_attention")) & (np.asarray(share) < 1)
     return np.where(tiled, shape.tiled_weights * (np.maximum(4.0, element) + element), 0.0)
 
 
 def offloaded_bytes(shape: Shape, layout: Layouts) -> Array:
-    """Bytes of one layer and micro-batch that a rank copies to host memory and back, mean over layers."""
+    """Return the bytes of one layer and micro-batch that a rank copies to host memory, and later back; mean over layers."""
     tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
     return COMPUTE_BYTES * tokens * mean_saved_elements(shape, layout.recompute, 1.0, np.asarray(layout.expert))
 
 
 def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
-    """Elements of one token that the computing block received.
+    """Return the elements per token that the block in computation has received from other ranks.
 
-    Its input gathered over tensor ranks, and that input's gradient; queries, keys and values from context ranks.
+    From tensor ranks: its gathered input, and the gradient of that input. From context ranks: queries, keys and values.
     """
     gathered = np.where(np.asarray(tensor) > 1, 2.0 * np.asarray(tensor) * model.hidden, 0.0)
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim  # values are padded to the width of keys
@@ -202,9 +225,10 @@ def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
 
 
 def score_gradient_bytes(model: ModelSpec, samples: Array, seq: Array, tensor: Array) -> Array:
-    """Bytes of the gradients of attention's scores that exist at once, for `samples` with `seq` tokens on each of `tensor` ranks.
+    """Return the bytes of gradients of attention scores that exist at the same time on a rank.
 
-    Heads that share keys and values are computed together, as many of these groups as `SCORE_BYTES` holds.
+    The rank has `samples` sequences of `seq` tokens, and `tensor` ranks divide the heads. Heads that share keys and values form a group.
+    As many groups are computed together as fit in `SCORE_BYTES`, but at least one.
     """
     of_group = score_bytes(seq, model.heads / model.kv_heads)
     groups = np.maximum(1.0, np.asarray(samples) * model.kv_heads / np.asarray(tensor))
@@ -212,19 +236,20 @@ def score_gradient_bytes(model: ModelSpec, samples: Array, seq: Array, tensor: A
 
 
 def moving_elements(model: ModelSpec) -> float:
-    """Elements of one token that expert ranks exchange during another micro-batch's compute: its rows sent and received."""
+    """Return the elements per token that are exchanged while another micro-batch computes: the rows sent, and the rows received."""
     return 2.0 * model.experts_per_token * model.hidden
 
 
 def prediction_elements(model: ModelSpec, modules: Array, saved: Array, temporary: Array) -> Array:
-    """Elements of one token in the backward of `modules` prediction modules, which all ran before it.
+    """Return the elements per token that `modules` prediction modules have in memory when their backward begins.
 
-    A module saves what its block does, `saved`; the embedded token, the joined inputs, the block's output and its norm; and the gradient
-    that the head has computed. The `temporary` elements of a block's backward exist once.
+    All modules have run forward by then. Each has saved what its block saves (`saved`), and six vectors of the hidden size: the embedded
+    token, the joined inputs (two), the block's output, its norm, and the gradient from the head. The `temporary` elements of a block's
+    backward exist only once.
     """
     return modules * (saved + 6 * model.hidden) + np.where(np.asarray(modules) > 0, temporary, 0.0)
 
 
 def _block(model: ModelSpec, layer: int, recompute: Recompute) -> tuple[Shape, int]:
-    """The shape of a model whose blocks are all like block `layer`, and the index of the mode."""
+    """Return the shape of a model whose blocks are all like block `layer`, and the index of the recompute mode."""
     return shape_of(model, 1, kind=model.kind(layer)), RECOMPUTE_MODES.index(recompute)

@@ -1,9 +1,9 @@
-"""Bytes of one step that cross from node to node, summed over all ranks, each byte once.
+"""Bytes of one step that cross from one node to another, summed over all ranks. Each byte counts once, where it is sent.
 
-NCCL's rings visit the ranks of a node in sequence, so a ring over k > 1 nodes crosses k node borders. Over each border an all-gather or
-reduce-scatter of B bytes among n ranks moves (n-1)/n·B, and an all-reduce twice that (Patarasuk and Yuan 2009). An exchange of B bytes
-sends B/n from each rank to each other rank. Other messages of a step (counts, norms, headers) are a few kilobytes and not counted,
-nor is validation.
+- Rings: NCCL's rings visit the ranks of a node one after another, so a ring over k > 1 nodes crosses k node borders. Over each border, an
+  all-gather or reduce-scatter of B bytes among n ranks moves (n-1)/n·B, and an all-reduce twice as much (Patarasuk and Yuan 2009).
+- All-to-alls: if each rank sends B bytes, it sends B/n to each of the n ranks.
+- Not counted: row counts, norms and headers, which are a few kilobytes, and validation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CollectiveCounts = Mapping[tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class CrossNodeBytes:
-    """Bytes across nodes in one step, by cause."""
+    """Bytes that cross from node to node in one step, by cause."""
 
     gather: float
     """Parameters gathered over shard and context ranks."""
@@ -44,9 +44,9 @@ class CrossNodeBytes:
     pipeline: float
     """Activations and their gradients between stages."""
     tied: float
-    """The gradient of the embedding, if the first and the last pipeline rank use it."""
+    """The gradient of the embedding, if the first and the last pipeline rank have a copy of it."""
     tensor: float
-    """Tokens gathered and sums scattered inside of layers."""
+    """Tokens that tensor ranks gather and reduce-scatter inside of layers."""
     expert: float
     """Expert dispatch and combine, with equal token counts for all experts."""
     context: float
@@ -60,14 +60,16 @@ class CrossNodeBytes:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A unit that is gathered and reduced together: its elements, and its collectives per step."""
+    """An FSDP unit: parameters that are gathered together, and whose gradients are reduced together."""
 
     elements: int
     """Elements outside the routed experts, padded to equal shards."""
     experts: int
     """Elements of the routed experts of one expert rank."""
     gathers: int
+    """Gathers in a step."""
     reductions: int
+    """Reductions in a step."""
     width: int
     """Bytes of a gathered element."""
 
@@ -75,7 +77,10 @@ class _Unit:
 def cross_node_bytes(
     model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, counts: CollectiveCounts, *, masked: bool = False
 ) -> CrossNodeBytes:
-    """Bytes that a step of `plan` sends between nodes of `layout`; `masked` if attention is limited to documents."""
+    """Return the bytes that a step of `plan` sends between the nodes of `layout`.
+
+    `counts` has the gathers and reductions of each unit in a step. `masked`: attention is limited to documents.
+    """
     shard = shard_size(plan)
     precision = plan.precision
     rings = {
@@ -111,9 +116,9 @@ def cross_node_bytes(
 
 
 def _ring_share(ranks: Array) -> float:
-    """Share of a collective's bytes that a ring of `ranks` moves over each link: (n-1)/n.
+    """Return the share of a collective's bytes that a ring of `ranks` ranks moves over each of its links: (n-1)/n.
 
-    In a ring of 4 ranks each passes on 3 of 4 parts:
+    In a ring of 4 ranks, each rank passes on 3 of 4 parts:
 
     >>> _ring_share(4)
     0.75
@@ -122,7 +127,7 @@ def _ring_share(ranks: Array) -> float:
 
 
 def _ring_borders(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, int]:
-    """By pipeline rank, the node borders that the rings of its groups cross."""
+    """Return for each pipeline rank how many node borders the rings of its groups cross; a ring within a node crosses none."""
     borders: dict[int, int] = defaultdict(int)
     for group in groups:
         nodes = len({layout.node(rank) for rank in group})
@@ -131,10 +136,10 @@ def _ring_borders(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, 
 
 
 def _units(model: ModelSpec, plan: Plan, counts: CollectiveCounts, rank: int) -> Iterator[_Unit]:
-    """The units of one pipeline rank: the embedding, each block, and the final norm with head and prediction modules.
+    """Yield the units of one pipeline rank: the embedding, each block, and the final norm with head and prediction modules.
 
-    If a rank has both ends and both use the embedding, they are one unit. It is reduced once, and gathered once if the embedding's gathered
-    weight is kept for the step.
+    If a rank has embedding and head, and both use the same weight, they are one unit, which is yielded twice. The second time it has no
+    reductions, and no gathers if the gathered weight is kept for the step.
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     order = sorted(stage.start for stages in table for stage in stages)
@@ -160,7 +165,7 @@ def _units(model: ModelSpec, plan: Plan, counts: CollectiveCounts, rank: int) ->
 
 
 def _pipeline_bytes(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
-    """Bytes of activations down and gradients up the stages, for all micro-batches, between neighbours on different nodes."""
+    """Return the bytes of activations and gradients that stages on different nodes send to each other, for all micro-batches."""
     message = _stream_bytes(model, plan, seq_len) / layout.size("tensor")
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     ranks = [rank for _, rank in sorted((stage.start, rank) for rank, stages in enumerate(table) for stage in stages)]
@@ -169,7 +174,7 @@ def _pipeline_bytes(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) 
 
 
 def _crossing_pairs(layout: Layout, first: int, second: int) -> int:
-    """Pairs of corresponding ranks of pipeline ranks `a` and `b` that are on different nodes."""
+    """Return how many ranks of pipeline rank `first` are on another node than the corresponding rank of pipeline rank `second`."""
     return sum(
         layout.crosses_nodes((group[first], group[second]))
         for group in layout.groups("pipeline")
@@ -178,7 +183,7 @@ def _crossing_pairs(layout: Layout, first: int, second: int) -> int:
 
 
 def _tied_bytes(model: ModelSpec, plan: Plan, layout: Layout) -> float:
-    """Bytes to sum the embedding's gradient shards between the first and the last pipeline rank."""
+    """Return the bytes to all-reduce the gradient shards of a tied embedding between the first and the last pipeline rank."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     first = next(rank for rank, stages in enumerate(table) if any(stage.start == 0 for stage in stages))
     last = next(rank for rank, stages in enumerate(table) if any(stage.stop == model.layers for stage in stages))
@@ -192,7 +197,7 @@ def _tied_bytes(model: ModelSpec, plan: Plan, layout: Layout) -> float:
 def _bytes_inside_layers(
     model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *, masked: bool
 ) -> dict[str, float]:
-    """Bytes of the messages inside layers, by axis: tensor, context and routed tokens."""
+    """Return the bytes of all messages inside layers by axis: `tensor`, `context_ring`, `context_ulysses`, `expert`."""
     train = TrainSpec(steps=1, global_batch=plan.batch.global_batch, seq_len=seq_len)
     columns = layout_of(model, train, plan)
     element = bytes_of(plan.precision.compute)
@@ -241,7 +246,7 @@ def _bytes_inside_layers(
 
 
 def _pairs_across_nodes(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, int]:
-    """By pipeline rank, the ordered pairs of ranks in its groups that are on different nodes."""
+    """Return for each pipeline rank how many (sender, receiver) pairs within its groups are on different nodes."""
     pairs: dict[int, int] = defaultdict(int)
     for group in groups:
         pipeline_rank = layout.coordinates(group[0]).get("pipeline", 0)

@@ -1,9 +1,9 @@
-"""Work of one rank's device in a step, from model and plan only: matmuls, attention, bytes, collectives.
+"""The least work that one device must do in a training step, from model and plan: matmuls, attention, bytes, collectives.
 
-It is a lower bound for any implementation with these layers and formats: no recomputation, no avoidable copies, and each
-chain of element-wise operations in one kernel that reads every input once and writes every output once. Experts get equal
-numbers of tokens, and ring ranks equal shares of causal attention. Divided by measured rates it is the roofline time of the
-device (`benchmarks/roofline.py`).
+It is a lower bound for any implementation with these layers and number formats: without recomputation, without copies that can be
+avoided, and with one kernel for each chain of element-wise operations, which reads every input once and writes every output once. Experts
+get equally many tokens, and ring ranks equal shares of causal attention. Work divided by measured rates gives the roofline time
+(`benchmarks/roofline.py`).
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from meshwright.workload.model_shape import Shape, shape_of
 from meshwright.workload.step_shape import StepShape, step_shape
 
 NORM = 8.0
+"""Elements that a norm reads and writes in forward and backward, per element of its width, if it is fused with the residual sum before."""
 ROPE = 4.0
-"""Elements read and written, forward and backward.
-
-`NORM`: of a norm fused with the previous residual sum, per element of the residual stream. `ROPE`: of the rotary
-embedding, per element of queries and keys.
-"""
+"""Elements that the rotary embedding reads and writes in forward and backward, per element of queries and keys."""
 SWIGLU = 8.0
+"""Elements that SwiGLU reads and writes in forward and backward, per element of the feed-forward width."""
 GELU = 5.0
-"""Elements that the activation reads and writes, per element of the feed-forward width."""
+"""Elements that an activation without a gate reads and writes in forward and backward, per element of the feed-forward width."""
 EMBEDDING_AND_NORM = 12.0
-"""Elements that embedding and final norm read and write, per element of the residual stream."""
+"""Elements that embedding and final norm read and write in forward and backward, per element of the hidden size."""
 QUANTISE = {"linear": 4.0, "expert": 3.0, "router": 0.0, "adapter": 0.0, "expert_adapter": 0.0}
-"""Bytes per element quantised to fp8, by role of the matmul.
+"""Bytes moved for each element that is quantised to fp8, by role of the matmul.
 
-A second read, as the scale needs the maximum first, and a write in both layouts. Rows of experts have scales of their own and one layout.
+`linear`: the element is read a second time, because the scale needs the maximum of all elements first (2 bytes), and is written in two
+layouts (2 bytes). `expert`: each row has its own scale, and one layout is enough (3 bytes).
 """
 FP8_MATMULS = {"linear": 3, "expert": 2, "router": 0, "adapter": 0, "expert_adapter": 0}
-"""How many of a layer's three matmuls are in fp8: not the weight gradient of experts."""
+"""How many of a linear layer's three matmuls (forward, two gradients) are in fp8. The weight gradient of experts is not."""
 CAST = 6.0
+"""Bytes per parameter to cast a master weight to the compute dtype."""
 SUM = 6.0
-"""Bytes per parameter to cast a master weight to the compute dtype, and a gradient to the dtype of the reduction."""
+"""Bytes per parameter to cast a gradient to the dtype of the reduction."""
 COMBINE = 2.0
-"""Elements read and written, forward and backward, to sum the outputs of a token's experts.
+"""Elements read and written in forward and backward to add up the outputs of a token's experts.
 
-Per element of each routed copy of the token, and of the sum. The expert's matmul itself reads its input.
+It counts once for each element of each expert's output, and once for each element of the sum.
 """
 
 
 @dataclass(frozen=True)
 class LinearWork:
-    """`count` linear layers in a step, each three matmuls: forward (m, k) times (k, n), and both gradients.
+    """`count` equal linear layers in a step. Each needs three matmuls: the forward (m, k) × (k, n), and two for the gradients.
 
-    A layer of 4,096 inputs and outputs with 16 tokens: 3 matmuls of 2 · 16 · 4,096² FLOPs.
+    A linear layer of 4,096 inputs and outputs with 16 tokens needs 3 matmuls of 2 · 16 · 4,096² FLOPs:
 
     >>> LinearWork(m=16, k=4096, n=4096, format="bf16", count=1).flops / (16 * 4096**2)
     6.0
@@ -81,9 +81,10 @@ class LinearWork:
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """`count` causal attentions, forward and backward, over `tokens` tokens in sequences of `seq`.
+    """`count` equal causal attention operations, forward and backward, each over `tokens` tokens in sequences of `seq` tokens.
 
-    A rank of a ring computes a part of each. A token sees `window` tokens, itself included, or all before it.
+    With a ring, a rank computes only a part of each operation, so `count` is smaller. With `window`, a token attends to that many tokens
+    including itself; else to all tokens up to itself.
     """
 
     seq: int
@@ -98,7 +99,7 @@ class AttentionWork:
 
 @dataclass(frozen=True)
 class CollectiveWork:
-    """`count` collectives of `bytes` (the gathered result, what is reduced) among `ranks`."""
+    """`count` equal collectives among `ranks` ranks. `bytes` is the gathered result or the input of a reduction, as in `LayerMessage`."""
 
     op: Operation
     ranks: int
@@ -108,15 +109,20 @@ class CollectiveWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Work of one rank in a step; with a pipeline the mean over the pipeline ranks."""
+    """Work of one rank in a step; with a pipeline, the mean over pipeline ranks."""
 
     linears: tuple[LinearWork, ...]
+    """Linear layers, one entry for each size and format."""
     attention: tuple[AttentionWork, ...]
-    """The distinct ones."""
+    """Attention, one entry for each size and window."""
     elementwise_bytes: float
+    """Bytes moved by norms, activation functions and other element-wise operations."""
     quantise_bytes: float
+    """Bytes moved to quantise to fp8."""
     loss_bytes: float
+    """Bytes of logits that the loss reads and writes."""
     copy_bytes: float
+    """Bytes moved to cast master weights and gradients."""
     parameters: float
     """Parameters that the rank's optimizer updates."""
     norm_bytes: float
@@ -129,7 +135,7 @@ class Work:
 
 
 def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
-    """Work of one training step of `plan` on a rank."""
+    """Return the work of one rank in a training step of `plan`."""
     tensor_ranks = plan.axis_size("tensor")
     stages = plan.axis_size("pipeline")
     micro_batches = plan.batch.accumulate
@@ -171,7 +177,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
 
 
 def _attention(model: ModelSpec, train: TrainSpec, plan: Plan) -> Iterator[AttentionWork]:
-    """The attention of all blocks on one rank in a step, by window."""
+    """Yield the attention of all blocks on one rank in a step, one entry for each kind of attention."""
     tensor_ranks, stages, ring_ranks = (plan.axis_size(axis) for axis in ("tensor", "pipeline", "context_ring"))
     heads = tensor_ranks * plan.axis_size("context_ulysses")
     blocks = Counter(op for layer in _blocks(model) for op in model.block(layer).table().attends)
@@ -188,12 +194,12 @@ def _attention(model: ModelSpec, train: TrainSpec, plan: Plan) -> Iterator[Atten
 
 
 def _summed_bytes(model: ModelSpec, plan: Plan, parameter_count: float) -> float:
-    """Bytes moved to cast gradients to the dtype of their sum."""
+    """Return the bytes moved to cast gradients to the dtype of the reduction; 0 if the backward writes final gradients."""
     return 0.0 if gradients_final_in_backward(model, plan) else parameter_count * SUM
 
 
 def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) -> Iterator[LinearWork]:
-    """The matmuls of one micro-batch on one tensor rank: all layers, the head and prediction modules."""
+    """Yield the linear layers of one micro-batch on one tensor rank: those of all layers, the head and the prediction modules."""
     tensor_ranks = plan.axis_size("tensor")
     compute_dtype = plan.precision.compute
     layers = Counter((model.kind(layer), plan.linear(layer, model.layers) != "compute") for layer in _blocks(model))
@@ -216,12 +222,12 @@ def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) ->
 
 
 def _blocks(model: ModelSpec) -> list[int]:
-    """The layer of every block; that of a prediction module is like the last layer's."""
+    """Return the layer index of every block. The block of a prediction module counts as one more last layer."""
     return [*range(model.layers), *[model.layers - 1] * model.prediction_depth]
 
 
 def _elementwise_elements(model: ModelSpec) -> float:
-    """Elements per token that element-wise operations read and write, outside of matmuls, attention and loss."""
+    """Return the elements per token that element-wise operations of the whole model read and write, without attention and loss."""
     blocks = sum(_block_elements(model.block(layer)) for layer in _blocks(model))
     ends = (
         EMBEDDING_AND_NORM * (1 + model.prediction_depth) + NORM * model.prediction_depth
@@ -231,7 +237,7 @@ def _elementwise_elements(model: ModelSpec) -> float:
 
 @lru_cache(maxsize=64)
 def _block_elements(block: BlockSpec) -> float:
-    """Elements per token that the element-wise operations of a block read and write."""
+    """Return the elements per token that the element-wise operations of a block read and write."""
     total = 0.0
     table = block.table()
     for op in table.operations:
@@ -251,7 +257,7 @@ def _block_elements(block: BlockSpec) -> float:
 
 
 def _quantised_bytes(model: ModelSpec, plan: Plan) -> float:
-    """Bytes per token moved to quantise to fp8: input and output gradient of every fp8 matmul."""
+    """Return the bytes per token moved to quantise to fp8: of each linear layer in fp8, its input and the gradient of its output."""
     layers = Counter(model.kind(layer) for layer in _blocks(model) if plan.linear(layer, model.layers) != "compute")
     step = StepShape(1, 1, 1, 1, model.experts_per_token)
     return sum(
@@ -264,7 +270,10 @@ def _quantised_bytes(model: ModelSpec, plan: Plan) -> float:
 def _weight_collectives(
     model: ModelSpec, layout: Layouts, plan: Plan, parameter_count: float, shard: int
 ) -> Iterator[CollectiveWork]:
-    """Gathers and reductions of parameters that `shard` ranks share, per block, by the plan's first layer."""
+    """Yield the collectives of parameters that `shard` ranks share, as if divided evenly among the blocks.
+
+    All blocks count with the strategy of the plan's first layer (`layout`).
+    """
     if not parameter_count:
         return
     replicate = plan.axis_size("replicate")
@@ -281,7 +290,7 @@ def _weight_collectives(
 
 
 def _token_collectives(shape: Shape, layout: Layouts, plan: Plan, step: StepShape) -> Iterator[CollectiveWork]:
-    """Collectives inside layers, of all micro-batches; mean over pipeline ranks."""
+    """Yield the collectives inside layers for all micro-batches of a step, as the mean over pipeline ranks."""
     for message in layer_messages(shape, layout, step, element=bytes_of(plan.precision.compute)):
         if message.ranks > 1 and message.count:
             ranks = 2 if message.op == "p2p" else int(message.ranks)

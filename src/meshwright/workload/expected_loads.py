@@ -1,4 +1,7 @@
-"""Rows of the busiest expert rank relative to the mean, as `train.expert_load` says: equal, recorded, or a usual excess."""
+"""How many rows (tokens sent to experts) the busiest expert rank has, relative to the mean.
+
+`train.expert_load` says where the answer comes from: equal loads, recorded loads, or a usual imbalance.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from meshwright.spec.plan import ExpertExchange
 from meshwright.workload.arrays import Array
 
 IMBALANCE_EXCESS = 0.2
-"""Excess of the busiest of many expert ranks over the mean by default: 1.2 times the mean.
+"""Default imbalance: with many expert ranks, the busiest one has 20% more rows than the mean.
 
 Balanced by a weak loss alone, 32 ranks with one expert each got 1.35 to 2.1 times the mean in real training (LAER-MoE's
 traces, ASPLOS 2026).
@@ -26,23 +29,24 @@ traces, ASPLOS 2026).
 
 @dataclass(frozen=True)
 class BusiestRank:
-    """Rows of the busiest of the ranks that share a layer's experts, relative to their mean."""
+    """Rows of the busiest rank among those that share a layer's experts, relative to the mean of these ranks."""
 
     imbalance: Array
-    """Rows of each layer's own busiest rank, as the mean over layers and steps: a step waits for all of these."""
+    """For time: the busiest rank of each layer, as the mean over layers and steps. A step waits for this rank in every layer."""
     stored_rows: Array
-    """Rows of one rank over all layers, in the step with the most: the rank has to store them."""
+    """For memory: the rank with the most rows over all layers together, in the step with the most. The rank must store these rows."""
 
 
 def usual_imbalance(expert_ranks: Array) -> Array:
-    """Tokens of the busiest expert rank over the mean: 1 for one rank, and towards 1 + `IMBALANCE_EXCESS` for many."""
+    """Return the default imbalance: 1 for one rank, 1.1 for two ranks, and towards 1 + `IMBALANCE_EXCESS` for many."""
     return 1 + IMBALANCE_EXCESS * (1 - 1 / np.maximum(expert_ranks, 1.0))
 
 
 def expected_busiest(model: ModelSpec, train: TrainSpec, expert_ranks: Array) -> BusiestRank:
-    """The busiest of `expert_ranks`, tensor ranks included; without `train.expert_load` only its time is unequal.
+    """Return the rows of the busiest of `expert_ranks` ranks, tensor ranks included.
 
-    Raises BadInput where the file of loads cannot be read.
+    Without `train.expert_load`, the default imbalance counts for time but not for memory. Raises BadInput if the file of loads cannot be
+    read.
     """
     source = train.expert_load
     if not model.experts or source == EQUAL_LOADS:
@@ -59,18 +63,21 @@ def expected_busiest(model: ModelSpec, train: TrainSpec, expert_ranks: Array) ->
 
 
 def received_room(exchange: ExpertExchange | None, bound: float | None, expert_ranks: Array) -> Array:
-    """Rows that each of `expert_ranks` has room to receive, relative to those it sends; 0 if the host sizes each exchange."""
+    """Return how many rows a rank has room to receive, relative to the rows that it sends.
+
+    Only exchanges with fixed buffers (`peer`, `peer_fp8`) have such a room. It is 0 for others, where the host sizes each exchange.
+    """
     ranks = np.asarray(expert_ranks, float)
     peers = exchange in ("peer", "peer_fp8")
     return np.where((ranks > 1) & peers, np.minimum(ranks if bound is None else bound, ranks), 0.0)
 
 
 def busiest_of(loads: np.ndarray, ranks: int) -> BusiestRank:
-    """The busiest of `ranks` ranks that own consecutive experts, for `loads` `(steps, layers, experts)`.
+    """Return the busiest of `ranks` ranks that each own consecutive experts, for `loads` `(steps, layers, experts)`.
 
-    Ranks that do not divide the experts get equal loads: no plan has them.
+    If the experts cannot be divided evenly among the ranks, loads count as equal; no plan has such a number of ranks.
 
-    Of 12 tokens the first rank's two experts get 8, the mean rank gets 6:
+    The two experts of the first rank get 8 of 12 rows, and the mean of the two ranks is 6:
 
     >>> busiest_of(np.array([[[6, 2, 1, 3]]]), ranks=2).imbalance
     1.3333333333333333
@@ -84,7 +91,7 @@ def busiest_of(loads: np.ndarray, ranks: int) -> BusiestRank:
 
 
 def recorded_loads(model: ModelSpec, source: str) -> np.ndarray:
-    """Loads `(steps, routed layers, experts)` of the file or run folder `source`; raises BadInput."""
+    """Return the recorded loads `(steps, routed layers, experts)` of a file or run folder. Raises BadInput if it cannot be read."""
     path = Path(source)
     try:
         stamp = os.stat(path / "metrics.jsonl" if path.is_dir() else path).st_mtime_ns
@@ -95,5 +102,5 @@ def recorded_loads(model: ModelSpec, source: str) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _read(source: str, stamp: int, model: ModelSpec) -> np.ndarray:
-    """Cached, as a search asks for the same loads thousands of times; `stamp` is the file's modification time."""
+    """Read the loads. They are cached, because a search needs them thousands of times; `stamp`, the modification time, detects changes."""
     return read_loads(Path(source), model, "train.expert_load")

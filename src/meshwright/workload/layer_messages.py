@@ -1,6 +1,6 @@
-"""Collectives and messages of one rank: inside layers for one micro-batch, and of sharded weights for one step.
+"""Numbers and bytes of a rank's collectives: inside the layers for one micro-batch, and of sharded weights for one step.
 
-Functions take numbers or arrays. A layout's recompute mode says what a backward sends again.
+All functions take numbers or arrays. With recomputation (`Layouts.recompute`), a backward repeats some collectives of its forward.
 """
 
 from __future__ import annotations
@@ -18,22 +18,34 @@ from meshwright.workload.model_shape import Shape
 from meshwright.workload.step_shape import StepShape
 
 END_EXCHANGES = 2
-"""Tensor collectives of embedding and head for one micro-batch: one forward and one backward each, over all its tokens."""
+"""Collectives of tensor ranks for the embedding, and as many for the head, for one micro-batch: one in the forward, one in the backward.
+
+Each of them has all tokens of the micro-batch.
+"""
 
 
 @dataclass(frozen=True)
 class LayerMessage:
-    """Equal collectives of one group, for one micro-batch over all layers."""
+    """Collectives of one kind and size, for one micro-batch over all layers."""
 
     op: Operation
     axis: Literal["tensor", "context_ulysses", "context_ring", "expert"]
     ranks: Array
-    """Ranks of the group; `p2p` messages go from each to the next in a ring of so many."""
+    """Number of ranks in the group. A `p2p` message goes from each rank to the next one in a ring of these ranks."""
     bytes: Array
-    """The gathered result, the input of a sum, all that one rank sends in an all-to-all, or one p2p message."""
+    """Bytes of one collective. What they are depends on `op`:
+
+    | op | bytes |
+    |---|---|
+    | all_gather | the gathered result |
+    | reduce_scatter, all_reduce | the input of one rank |
+    | all_to_all | all that one rank sends |
+    | p2p | one message |
+    """
     forward: Array
+    """Number of these collectives in the forward of all layers."""
     backward: Array
-    """Numbers of these collectives in the forward and in the backward of all layers."""
+    """Number of these collectives in the backward of all layers."""
 
     @property
     def count(self) -> Array:
@@ -49,7 +61,10 @@ def layer_messages(
     masked: bool = False,
     compiled: bool = False,
 ) -> Iterator[LayerMessage]:
-    """Messages of a rank inside layers, with `element` bytes per number; see `context_messages`."""
+    """Yield all collectives of a rank inside the layers, with `element` bytes per number.
+
+    `masked` and `compiled` matter only for context ranks (`context_messages`).
+    """
     yield from tensor_messages(shape, layout, step, element)
     if np.any(shape.summed_norms):
         yield norm_message(shape, layout, step, element)
@@ -63,12 +78,13 @@ def layer_messages(
 def tensor_messages(
     shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0
 ) -> tuple[LayerMessage, LayerMessage]:
-    """Gathers of tokens before and scattered sums behind each exchange; a backward gathers again for the weight gradients.
+    """Return the all-gathers and reduce-scatters of tokens between tensor ranks, which divide the sequence outside of linear layers.
 
-    Without those of latents before attention (`latent_messages`).
+    In the forward, tokens are gathered before attention and before the feed-forward, and the results are reduce-scattered after each. The
+    backward does the reverse, and gathers the inputs a second time for the weight gradients. Latent attention has further collectives
+    (`latent_messages`).
 
-    Llama-3-8B on 2 tensor ranks: attention and the feed-forward network of 32 layers gather 4,096 tokens of 4,096
-    numbers once each in the forward.
+    Llama-3-8B on 2 tensor ranks has 64 gathers in the forward: 2 in each of 32 layers, each of 4,096 tokens of 4,096 numbers:
 
     >>> from meshwright.config.presets import MODEL_PRESETS
     >>> from meshwright.spec.fields import from_plain
@@ -100,7 +116,10 @@ def tensor_messages(
 def latent_messages(
     shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0
 ) -> tuple[LayerMessage, LayerMessage]:
-    """Gathers of the narrow inputs of latent attention's projections by head, and the scattered sums of their gradients."""
+    """Return the all-gathers of latents, and the reduce-scatters of their gradients, between tensor ranks.
+
+    Latent attention projects narrow inputs (latents) to heads, and tensor ranks divide the heads, so each rank needs all latents.
+    """
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
     stream = step.tokens * shape.narrow_width * element
     gathers = shape.narrow_gathers
@@ -111,7 +130,10 @@ def latent_messages(
 
 
 def norm_message(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> LayerMessage:
-    """Sums of squares of queries and keys, two numbers a token in fp32 at least, where norms are over all heads together."""
+    """Return the all-reduces of the sums of squares of queries and keys, in layers that normalise all heads together.
+
+    Tensor ranks divide the heads, so each rank has only a part of the sum. Each token has two numbers, in fp32 or wider.
+    """
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
     layers = shape.summed_norms
     squares = step.tokens * 2 * np.maximum(4.0, element)
@@ -127,10 +149,13 @@ def context_messages(
     masked: bool = False,
     compiled: bool = False,
 ) -> tuple[LayerMessage, LayerMessage, LayerMessage]:
-    """Messages of heads before and after attention, of keys and values round the ring, and of their gradients.
+    """Return the messages between context ranks: of heads, of keys and values, and of the gradients of keys and values.
 
-    The gradients are fp32 and take one more ring step, to the rank that owns the keys and values. `masked` sequences all-gather keys and
-    values instead of the ring, a `compiled` block again in its backward, and reduce-scatter the gradients.
+    | message | usual | `masked` (attention limited to documents, or with a window) |
+    |---|---|---|
+    | heads, before and after attention | all-to-all of Ulysses ranks | the same |
+    | keys and values | p2p around the ring | all-gather; repeated in the backward if it recomputes or is `compiled` |
+    | their gradients | p2p around the ring in fp32, with one more step to the rank that owns them | reduce-scatter |
     """
     mode = np.asarray(layout.recompute)
     layers = shape.attention_layers
@@ -159,7 +184,10 @@ def context_messages(
 
 
 def expert_message(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> LayerMessage:
-    """Dispatch of each routed token to its experts, and combine."""
+    """Return the all-to-alls between expert ranks: dispatch sends each token to its experts, and combine returns the results.
+
+    `bytes` are those of a rank with the mean number of tokens.
+    """
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
     copies = step.tokens / layout.tensor * shape.top_k * shape.expert_in * element
     return LayerMessage(
@@ -168,7 +196,11 @@ def expert_message(shape: Shape, layout: Layouts, step: StepShape, element: Arra
 
 
 def weight_collectives(layout: Layouts) -> tuple[Array, Array]:
-    """Gathers of a sharded unit's weights and reductions of its gradients in one step."""
+    """Return how often a step gathers the weights of a sharded unit, and how often it reduces the unit's gradients.
+
+    Without options, each micro-batch gathers twice (forward and backward) and reduces once. In layered order this happens once per step.
+    With the paired schedule, two micro-batches share it.
+    """
     runs = np.where(np.asarray(layout.layered) > 0, 1.0, layout.micro_batches / (1.0 + np.asarray(layout.paired)))
     gathers = np.where(np.asarray(layout.gather_once) > 0, 1.0, (2.0 - layout.keep_gathered) * runs)
     return gathers, np.where(np.asarray(layout.reduce_once) > 0, 1.0, runs)

@@ -1,4 +1,4 @@
-"""Memory of the fullest rank by category in closed form, for arrays of layouts: `plan_bytes` without a Plan."""
+"""Memory of the fullest rank in closed form, for arrays of layouts. It counts as `plan_bytes` does, but needs no Plan."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ from meshwright.workload.unit_parameters import EndParameters, block_unit, end_u
 
 
 def layout_memory(model: ModelSpec, layout: Layouts, formats: TensorFormats) -> dict[str, Array]:
-    """Bytes by category of the fuller of two pipeline ranks: the rank with the head, and the fullest of the others.
+    """Return the bytes of each memory category on the pipeline rank that needs the most, under each layout.
 
-    `transfers` is 0 without a pipeline. Layers of an MoE model count at their mean.
+    Two ranks are compared: the first and the last pipeline rank. `transfers` is 0 without a pipeline. Each layer of a model counts as the
+    mean of its layers.
     """
     first, last = (
         bytes_by_category(_rank_tensors(model, layout, formats, last=is_last), formats) for is_last in (False, True)
@@ -45,7 +46,7 @@ def layout_memory(model: ModelSpec, layout: Layouts, formats: TensorFormats) -> 
 
 
 def layout_peak_bytes(model: ModelSpec, layout: Layouts, formats: TensorFormats) -> Array:
-    """The sum of `layout_memory`, without the categories."""
+    """Return the total bytes of the pipeline rank that needs the most, under each layout; faster than `layout_memory`."""
     first, last = (
         peak_bytes(_rank_tensors(model, layout, formats, last=is_last), formats) for is_last in (False, True)
     )
@@ -53,10 +54,10 @@ def layout_peak_bytes(model: ModelSpec, layout: Layouts, formats: TensorFormats)
 
 
 def _rank_tensors(model: ModelSpec, layout: Layouts, formats: TensorFormats, *, last: bool) -> RankTensors:
-    """What the first pipeline rank, or with `last` the last one, stores and gathers, for many layouts at once.
+    """Return what the first pipeline rank (with `last`, the last one) stores and gathers, for many layouts at once.
 
-    Parameters are divided by tensor ranks. A rank owns its share of them over the shard ranks, and gathers whole
-    units, of experts only those of its expert rank. `plan_bytes` counts the same for one plan, layer by layer.
+    Tensor ranks divide all parameters. A rank owns a shard of its parameters, and gathers whole units; of the experts it gathers only
+    those of its own expert rank. `plan_bytes` counts the same for one plan, layer by layer.
     """
     sizes = _model_parameters(model)
     width = np.asarray(layout.tensor)
@@ -66,7 +67,7 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: TensorFormats, *, 
     rank_embed_head, loss_parameters, shared = _end_parameters(
         sizes.embed_head, layout, model.embedding_at_both_ends, last
     )
-    # Of the experts a rank gathers those of its expert rank.
+    # A rank all-gathers only the experts of its own expert rank, so the others are subtracted below.
     experts_on_other_ranks = np.where(
         loss_parameters > 0,
         sizes.embed_head.final.experts / width * (1 - 1 / np.maximum(1.0, layout.expert / width)),
@@ -145,8 +146,10 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: TensorFormats, *, 
 def _end_parameters(
     parameters: EndParameters, layout: Layouts, used_by_both: bool, last: bool
 ) -> tuple[Array, Array, Array]:
-    """Parameters of the rank's embedding and head, parameters of its unit with the loss, and whether one unit has both
-    ends."""
+    """Return the parameters of embedding and head on the first rank, or with `last` on the last rank:
+
+    (parameters of embedding and head together, parameters of the unit with head and loss, whether embedding and head are one unit).
+    """
     single = np.asarray(layout.pipeline) == 1
     first_has_both = single | (np.asarray(layout.vee) > 0)
     has_head = single | ~first_has_both if last else first_has_both
@@ -159,9 +162,9 @@ def _end_parameters(
 
 
 def _micro_batches_in_flight(layout: Layouts, last: bool) -> tuple[Array, Array]:
-    """Micro-batches in flight at the peak, and whether all forwards precede all backwards, as in GPipe.
+    """Return the micro-batches in flight at the peak, and whether all forwards come before all backwards, as in GPipe.
 
-    Of 8 micro-batches the first of 4 pipeline ranks holds 4, the last one 1:
+    With 1F1B and 8 micro-batches, the first of 4 pipeline ranks has 4 micro-batches in flight, and the last rank 1:
 
     >>> from meshwright.config.presets import MODEL_PRESETS
     >>> from meshwright.spec.fields import from_plain
@@ -179,7 +182,7 @@ def _micro_batches_in_flight(layout: Layouts, last: bool) -> tuple[Array, Array]
     depth = np.asarray(layout.pipeline)
     rule = np.where(layout.layered > 0, micro_batches, np.minimum(micro_batches, 1.0 if last else depth))
     scheduled = np.asarray(layout.in_flight_last if last else layout.in_flight)
-    # In no other schedule does the last rank have so many micro-batches in flight.
+    # Only if all forwards come first, the last rank has all micro-batches in flight.
     return np.where(scheduled > 0, scheduled, rule), (np.asarray(layout.in_flight_last) >= micro_batches) & (
         micro_batches > depth
     )
@@ -187,9 +190,10 @@ def _micro_batches_in_flight(layout: Layouts, last: bool) -> tuple[Array, Array]
 
 @dataclass(frozen=True)
 class _ModelParameters:
-    """Parameters of a model on one rank, those of a block as the mean over layers."""
+    """Parameters of a model on one rank without any division. Those of a block are the mean over layers."""
 
     block: float
+    """Parameters of a block, with its routed experts."""
     experts: float
     """Parameters of a block's routed experts."""
     trained: float
@@ -207,6 +211,9 @@ def _model_parameters(model: ModelSpec) -> _ModelParameters:
 
 
 def _sends(layout: Layouts, last: bool) -> Array:
-    """Messages of one micro-batch that the first or last pipeline rank sends; in a V only the last rank sends at the turn."""
+    """Return how many messages of one micro-batch the first (or `last`) pipeline rank sends, activations and gradients together.
+
+    With s stages on each rank it is 2 s - 1. In a V-shaped placement, the first rank sends s messages, and the last rank 2 s - 2.
+    """
     stages = np.asarray(layout.virtual, float)
     return np.where(np.asarray(layout.vee) > 0, 2 * stages - 2 if last else stages, 2 * stages - 1)

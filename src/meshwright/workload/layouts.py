@@ -1,4 +1,4 @@
-"""Layouts of a step as columns: each property is a number for one plan, or a NumPy array for many plans."""
+"""`Layouts`: how ranks divide a training step, as columns. Each column is a number for one plan, or a NumPy array for many plans."""
 
 from __future__ import annotations
 
@@ -29,31 +29,40 @@ SELECTIVE, ALL_BUT_ATTENTION, FULL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """How ranks divide a step. `zero`: 0 replicates all states, 1 shards the optimizer, 2 also gradients, 3 also weights."""
+    """How ranks divide a step. Columns that say "1 if" are 1 or 0."""
 
     tensor: Array
+    """Tensor ranks."""
     pipeline: Array
+    """Pipeline ranks."""
     virtual: Array
+    """Stages on each pipeline rank; more than 1 with virtual stages."""
     context: Array
+    """Context ranks, ring and Ulysses together."""
     expert: Array
     """Ranks that divide the experts of a layer, tensor ranks included."""
     data: Array
+    """Data-parallel ranks: shards and replicas."""
     zero: Array
+    """What is sharded: 0 nothing, 1 the optimizer state, 2 also gradients, 3 also weights."""
     shards: Array
-    """Ranks that share the states sharded by `zero` (at most data × context)."""
+    """Ranks that share the sharded states (at most data × context)."""
     micro_batch: Array
+    """Sequences of a micro-batch."""
     global_batch: Array
+    """Sequences of a step, on all ranks."""
     seq: Array
+    """Tokens of a sequence."""
     recompute: Array
-    """Index in `RECOMPUTE_MODES`; in published runs `selective` recomputes the core of attention."""
+    """Index in `RECOMPUTE_MODES`. In published runs, `selective` recomputes only scores, softmax and weighted sums of attention."""
     keep_gathered: Array = 0.0
     """1 if gathered weights are kept from forward to backward."""
     gathered_bytes: Array = 2.0
     """Bytes per element of a block's gathered weight."""
     weights_by_copy_engine: Array = 0.0
-    """1 when copy engines gather weights, on links of a communicator of their own."""
+    """1 if copy engines gather weights; their gathers do not wait for NCCL collectives."""
     tokens_by_copy_engine: Array = 0.0
-    """1 when copy engines carry the tokens between tensor ranks, beside the matmuls."""
+    """1 if copy engines carry the tokens between tensor ranks, at the same time as the matmuls."""
     gather_once: Array = 0.0
     """1 if gathered weights are kept for the whole step, all its micro-batches."""
     reduce_once: Array = 0.0
@@ -61,9 +70,9 @@ class Layouts:
     replica_bytes: Array = 0.0
     """Bytes per gradient element sent between replicas of sharded weights; 0 selects the stack's constant."""
     fill: Array = 1.0
-    """Idle time at the pipeline's ends, relative to 1F1B with as many virtual stages; below 1 only with a split backward."""
+    """Idle time at beginning and end of the pipeline, relative to 1F1B with as many virtual stages; below 1 only with a split backward."""
     in_flight: Array = 0.0
-    """Peak of micro-batches in flight on the first pipeline rank (`schedules.in_flight`); 0 selects 1F1B's."""
+    """Peak of micro-batches in flight on the first pipeline rank (`schedules.in_flight`); 0 selects the formula of 1F1B."""
     in_flight_last: Array = 0.0
     """Peak of micro-batches in flight on the last pipeline rank."""
     vee: Array = 0.0
@@ -81,7 +90,7 @@ class Layouts:
     objective: Array = 0.0
     """1 if the loss is a function of log-probabilities (`parallel.objective`), which the head then computes before their gradients."""
     further_forwards: Array = 0.0
-    """Forwards of each micro-batch beside the one that is trained (`train.further_forwards`)."""
+    """Forwards of each micro-batch without a backward, in addition to the one that is trained (`train.further_forwards`)."""
     offload: Array = 0.0
     """1 when the optimizer's state is in host memory."""
     state_bytes: Array = 12.0
@@ -91,22 +100,25 @@ class Layouts:
     sums_on_host: Array = 0.0
     """1 when sums of gradient shards over micro-batches are in host memory between the backwards of their unit."""
     update_bytes: Array = ADAMW_BYTES
-    """Bytes that the optimizer moves per fp32 parameter; as the next three columns, from `workload.optimizer_work`."""
+    """Bytes that the optimizer moves per fp32 parameter (`workload.optimizer_work`)."""
     muon_flops: Array = 0.0
+    """FLOPs of Muon's iterations for all matrices of a layer; 0 for other optimizers."""
     muon_largest_flops: Array = 0.0
+    """FLOPs of Muon's iterations for the model's largest matrix, which one rank computes alone."""
     muon_elements: Array = 0.0
+    """Elements of a layer's matrices that Muon's ranks exchange."""
     offload_activations: Array = 0.0
-    """Share of all layers whose saved activations are offloaded to host memory; 0 for a layer that is not."""
+    """Share of all layers whose saved activations are offloaded to host memory."""
     slowest_rank_ratio: Array = 1.0
     """Compute time of the slowest rank relative to the mean (`benchmarks/stragglers.py`)."""
     ulysses: Array = 1.0
-    """Context ranks that exchange heads; the other context ranks (`ring`) pass keys and values round a ring."""
+    """Context ranks that exchange tokens for heads (Ulysses). The other factor of `context` is `ring`, the size of attention rings."""
     layered: Array = 0.0
     """1 if all micro-batches pass a layer before the next layer is gathered (breadth-first accumulation)."""
     imbalance: Array = 1.0
     """Tokens of the busiest expert rank relative to the mean."""
     busiest_rows: Array = 1.0
-    """Rows of one expert rank over all layers relative to the mean, where it has most: it stores their activations."""
+    """Rows of one expert rank over all layers, relative to the mean, for the rank with the most: it must store their activations."""
     exchanged_share: Array = 1.0
     """Rows that the busiest expert rank exchanges, relative to those without copies of experts; 0 if no rows are exchanged."""
     copy_seconds: Array = 0.0
@@ -114,7 +126,7 @@ class Layouts:
     one_copy: Array = 0.0
     """1 if each domain with experts of a token receives it once and distributes it inside (DeepEP and similar)."""
     paired: Array = 0.0
-    """1 if two micro-batches run through each layer together, each during the other's exchange of tokens."""
+    """1 if two micro-batches pass through each layer together: one computes while the tokens of the other are exchanged."""
     exchange_overlaps: Array = 0.0
     """1 if another micro-batch computes during dispatch and combine (DualPipe and similar)."""
     exchanged_bytes: Array = 2.0
@@ -122,7 +134,7 @@ class Layouts:
     domains_per_token: Array = 0.0
     """Largest number of domains that the router sends a token to; 0 without a limit."""
     host_sizes: Array = 1.0
-    """1 if the host needs the token counts of local experts before it launches their products."""
+    """1 if the host needs the token counts of local experts before it launches their matmuls."""
     layer_graphs: Array = 0.0
     """1 if each layer's forward and backward is launched as one CUDA graph."""
     eager: Array = 0.0
@@ -172,7 +184,7 @@ class Layouts:
 
     @property
     def tensor_step(self) -> Array:
-        """Distance in ranks from one tensor rank to the next; the properties below are those of the other axes."""
+        """Distance in ranks from one tensor rank to the next. The properties with `_step` below are the distances of the other axes."""
         return np.where(self.tensor_stride > 0, self.tensor_stride, 1.0)
 
     @property
@@ -214,7 +226,7 @@ class Layouts:
 
 
 def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
-    """The columns of a plan whose layers are all like its first layer."""
+    """Return the columns of a plan, where all layers have the strategy of the first layer."""
 
     def size(axis: AxisName) -> int:
         # Weights and gradients are divided over hybrid ranks as over shard ranks.
@@ -259,10 +271,13 @@ def layouts_of(
     offload_staging: float = 0.0,
     **columns: Array,
 ) -> Layouts:
-    """The columns of plans whose axes have `size` ranks: what follows from the arguments, and `columns` as they are given.
+    """Return the columns of one or many plans.
 
-    `schedule` is an index into `schedules.in_flight.NAMES`, `expert` the ranks that share one tensor rank's experts, `layers` the counts
-    that `rank_layers` returns.
+    - `size(axis)`: ranks of an axis.
+    - `expert`: ranks that share the experts of one tensor rank.
+    - `schedule`: index in `schedules.in_flight.NAMES`.
+    - `layers`: (layers of the fullest pipeline rank without the head, layers of the rank with the head), as from `rank_layers`.
+    - `columns`: further columns of `Layouts`, which are returned as they are.
     """
     tensor, pipeline, ulysses = (np.asarray(size(axis), float) for axis in ("tensor", "pipeline", "context_ulysses"))
     context = size("context_ring") * ulysses
@@ -314,9 +329,9 @@ def layouts_of(
 
 
 def gathered_bytes(precision: Precision) -> float:
-    """Bytes per element of a block's gathered weight; the closed form has no dtype wider than bf16.
+    """Return the bytes per element of a block's gathered weight. The closed form knows only one byte and two bytes (bf16).
 
-    Weights are gathered in one byte only if matmuls take them in fp8 with one scale per tensor:
+    Weights are gathered as one byte only if the matmuls use fp8 with one scale per tensor:
 
     >>> gathered_bytes(Precision(gather="fp8", linear="fp8_tensorwise")), gathered_bytes(Precision())
     (1.0, 2.0)
@@ -325,9 +340,11 @@ def gathered_bytes(precision: Precision) -> float:
 
 
 def strategy_columns(layer: LayerStrategy, offloaded_share: float = 1.0) -> dict[str, float]:
-    """The columns that a layer's strategy sets; `moved` is the share of all layers that offload their activations if it does.
+    """Return the columns that follow from a layer's strategy.
 
-    A layer that keeps its gathered weights for the step, and recomputes everything:
+    `offloaded_share` is the share of all layers that offload their activations; it counts only if this strategy offloads activations.
+
+    A layer that keeps its gathered weights for the whole step, and recomputes everything:
 
     >>> strategy_columns(LayerStrategy(reshard=False, recompute="full"))["gather_once"]
     1.0
@@ -343,7 +360,7 @@ def strategy_columns(layer: LayerStrategy, offloaded_share: float = 1.0) -> dict
 
 
 def _strides(plan: Plan) -> dict[str, float]:
-    """Ranks from one member of an axis's groups to the next, by column."""
+    """Return the stride columns: for each axis, the distance in ranks from one member of a group to the next."""
     layout = Layout.of(plan, plan.ranks)
     return {
         "tensor_stride": layout.stride("tensor"),

@@ -1,7 +1,7 @@
-"""Columns of the closed form: what a decoder's blocks compute, as numbers for one model or as arrays for many.
+"""`Shape`: what a decoder's blocks compute and store, as columns. Each column is a number for one model, or an array for many models.
 
-`shape_of_runs` is the only place that makes them from block tables. Blocks are those of this program's models (`shape_of`), or of published
-models that it cannot build (`calibration`).
+Only `shape_of_runs` makes these columns from block tables. The blocks belong to models of this program (`shape_of`), or to published models
+that this program cannot build (`calibration`).
 """
 
 from __future__ import annotations
@@ -30,24 +30,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LinearColumns:
-    """Equal linear layers of a model's blocks; `experts` linear layers of one block are a single grouped one."""
+    """Linear layers of equal size in a model's blocks. The linear layers of all experts of a block count as one grouped linear layer."""
 
     role: Role
-    """`linear` layers have the plan's linear format, the others the compute dtype. An `adapter` is the A or the B of a layer's adapters,
-    an `expert_adapter` that of all experts' adapters."""
+    """What the linear layer is for. Only `linear` layers use the plan's linear format; the others use the compute dtype.
+
+    `adapter`: matrix A or B of a low-rank adapter. `expert_adapter`: matrix A or B of all experts' adapters.
+    """
     split: TensorSplit
-    """What tensor ranks divide: outputs (`rows`), inputs (`columns`), or the tokens of a layer that is whole."""
+    """What tensor ranks divide: outputs (`rows`), inputs (`columns`), or the tokens, if every rank has the whole weight."""
     inputs: Array
     outputs: Array
     layers: Array
-    """Layers of the model that have it."""
+    """Number of the model's layers that have this linear layer."""
 
 
 @dataclass(
     frozen=True, kw_only=True, eq=False
 )  # a key of caches: a shape has arrays, and `shape_of` returns the same one again
 class Shape:
-    """A decoder's dimensions and what its blocks compute and keep. Widths are per token and layer, over all heads."""
+    """Dimensions of a decoder, and what its blocks compute and store.
+
+    Widths are for one token in one layer, over all heads. Fields that say "1 when" or "1 if" are 1 or 0.
+    """
 
     layers: Array
     hidden: Array
@@ -67,22 +72,24 @@ class Shape:
     """Keys and values together, as they are saved and exchanged."""
     attention_layers: Array
     full_attention: Array
-    """Attention scores of the layers without a window, relative to full causal attention in all layers with attention. In published
-    models long windows count as layers without one, short windows as 0.
+    """Number of attention scores in layers without a window, relative to full causal attention in all layers with attention.
+
+    In published models, layers with a long window count as layers without a window, and layers with a short window count 0.
     """
     windowed_scores: Array
-    """Attention scores that layers with a window compute, likewise: more than the window has (`computed_span`).
+    """Number of attention scores that layers with a window compute, relative to full causal attention in all layers with attention.
 
-    Layers whose scores have a cap count as layers with a window, at most of the sequence: the same kernel computes them.
+    They compute more scores than the window has, because kernels compute whole blocks (`computed_span`). Layers that cap scores count here
+    too, because the same kernel computes them; without a window, their window is the whole sequence.
     """
     flash_layers: Array
     """Share of the layers with attention whose windows FlashAttention computes in 16 bit (`window_by_flash`)."""
     flash_scores: Array
-    """The part of `windowed_scores` of these layers."""
+    """The part of `windowed_scores` that belongs to the layers of `flash_layers`."""
     capped: Array
     """1 if scores have a cap, else 0."""
     added_norms: Array
-    """Norms of the residual stream's width that a block has beyond one before each of two bodies, mean over layers."""
+    """Norms of the hidden size that a block has in addition to the usual two (before mixer and feed-forward), mean over layers."""
     ffn: Array
     """Width of dense feed-forward layers."""
     dense_layers: Array
@@ -96,27 +103,34 @@ class Shape:
     gated: Array
     """1 when a feed-forward layer has a gate matrix beside up and down."""
     gathers: Array
-    """Gathers of the residual stream's width over tensor ranks, in one forward of all layers."""
+    """Number of all-gathers of the hidden size between tensor ranks, in one forward of all layers."""
     scatters: Array
-    """Sums scattered over tensor ranks in one forward of all layers."""
+    """Number of reduce-scatters of the hidden size between tensor ranks, in one forward of all layers."""
     narrow_gathers: Array
-    """Gathers of the inputs of latent attention's projections by head, in one forward of all layers."""
+    """Number of all-gathers of latents between tensor ranks, in one forward of all layers (`layer_messages.latent_messages`)."""
     narrow_width: Array
-    """Width that each of these gathers."""
+    """Width of the latents in each of these all-gathers."""
     summed_norms: Array
-    """Layers whose norms of queries and keys add sums of squares of tensor ranks."""
+    """Number of layers that normalise queries and keys over all heads together, so tensor ranks all-reduce sums of squares."""
     saved: Array
-    """Elements of one token that a block saves: mode × narrow × spread × `Elements`, mean over layers."""
+    """Elements per token that a block saves for its backward, mean over layers.
+
+    The dimensions are: recompute mode, whether inputs of linear layers are saved in fp8 (0 or 1), whether experts are on several ranks
+    (0 or 1), and the fields of `Elements`.
+    """
     activated: Array
-    """Inputs of the activations of a block, outside of routed experts, mean over layers."""
+    """Elements per token in the inputs of activation functions outside of routed experts, mean over layers."""
     expert_activated: Array
-    """Those of a token's copies in routed experts."""
+    """Elements per token in the inputs of activation functions in routed experts, over all experts of the token, mean over layers."""
     expert_rows: Array
-    """Elements of a token's copies, as experts read them, mean over layers."""
+    """Elements per token in the inputs of routed experts, over all experts of the token, mean over layers."""
     tiled: Array
-    """Tensors of feed-forward networks that recompute can compute in tiles: inputs of activations, their gradients, outputs."""
+    """Elements per token of the feed-forward tensors that recomputation can compute in tiles.
+
+    They are the inputs of activation functions, their gradients, and the outputs.
+    """
     tiled_weights: Array
-    """Most weights of such a network."""
+    """Weights of the largest feed-forward network that can be computed in tiles."""
     mixer_layers: Array = 0.0
     """State-space or linear-attention layers."""
     expert_bias: Array = 0.0
@@ -142,7 +156,7 @@ class Shape:
         dense = sum(
             linear.layers * linear.inputs * linear.outputs for linear in self.linears if linear.role != "expert"
         )
-        # Experts in a smaller space are reached by two projections, which have no time of their own in the fits.
+        # If experts work in a smaller space, two projections lead there and back. They are counted here, but not in the fitted times.
         return dense + self.moe_layers * 2 * self.hidden * self.expert_in * (self.expert_in < self.hidden)
 
     @property
@@ -184,13 +198,13 @@ class Shape:
 
 
 def embedding_at_both_ends(shape: Shape) -> Array:
-    """1 where the last stage uses the embedding too (`ModelSpec.embedding_at_both_ends`)."""
+    """Return 1 for models whose last stage also uses the embedding's weight (`ModelSpec.embedding_at_both_ends`), else 0."""
     return np.maximum(shape.tied, np.asarray(shape.predictions) > 0)
 
 
 @lru_cache(maxsize=64)
 def shape_of(model: ModelSpec, seq_len: int, *, kind: int | None = None) -> Shape:
-    """The columns of a model of this program; with `kind`, of one whose blocks are all of that kind."""
+    """Return the columns of a model of this program. With `kind`, all blocks count as blocks of that kind (`ModelSpec.block_kinds`)."""
     runs = sequence(model) if kind is None else (BlockRun(model.block_kinds[kind], 0, model.layers),)
     module = model.block(model.layers).table()
     module_experts = sum(op.inputs * op.outputs * op.experts for op in module.operations if isinstance(op, ExpertsOp))
@@ -210,10 +224,10 @@ def shape_of(model: ModelSpec, seq_len: int, *, kind: int | None = None) -> Shap
 
 @lru_cache(maxsize=1024)  # tables of published runs repeat a few models
 def shape_of_runs(runs: tuple[tuple[BlockSpec, float], ...], *, layers: float, seq_len: int) -> Shape:
-    """The columns of `layers` layers that consist of blocks in these numbers, without embedding and head.
+    """Return the columns of `layers` layers, without embedding and head. `runs` has pairs (block, number of layers with this block).
 
-    All attention of the blocks is alike but for windows, dense feed-forward networks but for their widths; all MoE
-    layers are alike.
+    All attention layers must be equal except for their windows, all dense feed-forward networks except for their widths, and all MoE layers
+    must be equal.
     """
     attends = [(op, count) for block, count in runs for op in block.table().attends if count]
     dense = [(body, n) for block, n in runs for body in block.bodies if isinstance(body, FeedForwardSpec) and n]
@@ -242,7 +256,7 @@ def shape_of_runs(runs: tuple[tuple[BlockSpec, float], ...], *, layers: float, s
 
 @dataclass(frozen=True)
 class _Only(Generic[T]):
-    """The one value of a kind that a model's blocks have, and the layers that have it; None in 0 layers."""
+    """A value that all blocks of a model share if they have it at all, and the number of layers that have it; None in 0 layers."""
 
     value: T | None
     layers: float

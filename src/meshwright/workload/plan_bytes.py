@@ -66,9 +66,10 @@ def formats(
     accumulation: Accumulation = "device",
     mlp_tile: int = 0,
 ) -> TensorFormats:
-    """Bytes of a run's numbers; replicas sum gradients over `replicas` ranks. Engines are the plan's.
+    """Return the bytes per number of a run's tensors, and the sizes of its buffers.
 
-    The optimizer is that of `train` on `model`; AdamW without a model. `offload_staging` is in gigabytes.
+    `replicas` is the number of ranks that all-reduce gradients. The optimizer is that of `train`, applied to `model`; without a model it
+    is AdamW. `offload_staging` is in gigabytes.
     """
     work = OptimizerWork() if model is None else optimizer_work(model, train.optimizer)
     replica_dtype = precision.reduce_replicas
@@ -110,23 +111,23 @@ def formats(
 def fullest_rank_memory(
     model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, activation_peaks: Sequence[float] = ()
 ) -> dict[str, int]:
-    """Bytes of the fullest rank by category.
+    """Return the bytes of each memory category on the pipeline rank that needs the most.
 
-    Categories: weights, gradients, optimizer, ema (with an average of the weights), gathered, activations, transfers (with a
-    pipeline), logits, framework. `activation_peaks` is as in `memory_by_rank`.
+    The categories are weights, gradients, optimizer, ema (only with a moving average of the weights), gathered, activations, logits,
+    transfers (only with a pipeline), framework. `activation_peaks` is as in `memory_by_rank`.
     """
     return fullest(memory_by_rank(model, train, plan, cpu=cpu, activation_peaks=activation_peaks))
 
 
 def fullest(ranks: Sequence[dict[str, int]]) -> dict[str, int]:
-    """The bytes by category of the rank that needs the most."""
+    """Return the categories of the rank whose bytes are the most in total."""
     return max(ranks, key=lambda categories: sum(categories.values()))
 
 
 def allocated(categories: dict[str, int]) -> int:
-    """Bytes of a rank's tensors, comparable with the allocator's peak.
+    """Return the bytes of a rank's tensors, which can be compared with the peak that torch's allocator reports.
 
-    Memory of the framework is not the allocator's:
+    The allocator does not see the framework's own memory, so that category is left out:
 
     >>> allocated({"parameters": 4, "activations": 3, "framework": 2})
     7
@@ -137,17 +138,16 @@ def allocated(categories: dict[str, int]) -> int:
 def memory_by_rank(
     model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, activation_peaks: Sequence[float] = ()
 ) -> tuple[dict[str, int], ...]:
-    """Bytes by category of every pipeline rank.
+    """Return the bytes of each memory category, for every pipeline rank.
 
-    `activation_peaks` is, by pipeline rank, the peak of `activation_bytes` under the schedule. Without it, a rank stores all
-    micro-batches of all its stages, or a single micro-batch if it finishes each before the next.
-
-    With prediction modules the category `predictions` is what they add to a rank: parameters and their state, a copy of the embedding,
-    activations and gradients; the other categories are those of the model without them.
-
-    Of layers with `offload: activations` (or `both`), the device stores two layers of one micro-batch (three with a pipeline). With the
-    optimizer in host memory, master weights and moments are there too; the device stores the shard of the weights in the compute dtype,
-    the sum of their gradients, and staging buffers for a few chunks.
+    - `activation_peaks`: for each pipeline rank, the peak of `activation_bytes` under the schedule. Without it, a rank counts all
+      micro-batches of its stages; if it finishes each micro-batch before the next one, it counts a single one.
+    - Prediction modules have a category of their own, `predictions`: all that they add to a rank (parameters, optimizer state, a copy of
+      the embedding, activations, gradients). The other categories are those of the model without these modules.
+    - Layers with `offload: activations` (or `both`): the device stores the activations of two layers of one micro-batch, with a pipeline
+      of three layers.
+    - Layers with the optimizer in host memory: master weights and moments are there too. The device stores the shard of the weights in the
+      compute dtype, the sum of their gradients, and staging buffers for a few chunks.
     """
     ranks = _memory_by_rank(model, train, plan, cpu, activation_peaks)
     if not model.prediction_depth:
@@ -162,7 +162,7 @@ def memory_by_rank(
 def _memory_by_rank(
     model: ModelSpec, train: TrainSpec, plan: Plan, cpu: bool, activation_peaks: Sequence[float]
 ) -> tuple[dict[str, int], ...]:
-    """Bytes by category of every pipeline rank; prediction modules are counted in all categories."""
+    """Return `memory_by_rank`, where the bytes of prediction modules are spread over the other categories."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     unreduced = 2 if plan.paired else 1
     micro_batches = unreduced if finishes_each_micro_batch(plan) else plan.batch.accumulate
@@ -203,7 +203,7 @@ def _memory_by_rank(
 
 
 def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
-    """Bytes of each node's memory that hold the state of parameters whose optimizer is in host memory."""
+    """Return the bytes of host memory per node for optimizer state that is offloaded."""
     if not any(layer.optimizer_offloaded for layer in plan.layers):
         return 0.0
     strategies = plan.strategies(model.layers)
@@ -212,7 +212,7 @@ def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
 
 
 def gradient_sums_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
-    """Bytes of each node's memory that hold sums of gradients between micro-batches."""
+    """Return the bytes of host memory per node for gradients that are summed over micro-batches in host memory."""
     if plan.accumulation != "host":
         return 0.0
     strategies = plan.strategies(model.layers)
@@ -222,8 +222,10 @@ def gradient_sums_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
 
 @lru_cache(maxsize=64)
 def _trained_by_layer(model: ModelSpec) -> dict[int, int]:
-    """Trained parameters of each layer, with those of embedding and head whose strategy they have
-    (`spec.plan.layer_of`)."""
+    """Return how many trained parameters have the strategy of each layer.
+
+    The embedding and the head have the strategy of a layer next to them, and count there (`spec.plan.layer_of`).
+    """
     counts: dict[int, int] = {}
     for parameter in parameters(model):
         if not parameter.frozen:
@@ -248,10 +250,11 @@ def _rank_tensors(
     per_token: Callable[[int], tuple[float, float]],
     number_formats: TensorFormats,
 ) -> dict[str, float]:
-    """The fields of `RankTensors` of one pipeline rank of a plan, counted from its layers and their strategies.
+    """Return the fields of `RankTensors` for one pipeline rank, counted from its layers and their strategies.
 
-    `part` has the rank's parameters, `per_token(layer)` the elements that a layer saves for a token and those of its
-    backward, `stored_activations` the bytes that are on the device at the peak.
+    - `part`: the parameters of the rank.
+    - `stored_activations`: bytes of saved activations on the device at the peak, without those of layers that offload.
+    - `per_token(layer)`: (elements per token that a layer saves, temporary elements per token of its backward).
     """
     all_strategies = plan.strategies(model.layers)
     strategies = [all_strategies[layer] for layer in part.layers]
@@ -330,12 +333,14 @@ def _temporary_bytes(
     per_token: Callable[[int], tuple[float, float]],
     number_formats: TensorFormats,
 ) -> float:
-    """Bytes of temporary tensors in the backward of the block that needs the most, beside the activations of all blocks.
+    """Return the most bytes that temporary tensors of a block's backward add to the saved activations of all blocks.
 
-    The blocks behind it have freed what they saved: a block that is computed again needs less room if the last blocks are not. They have
-    left their gradients, in the room of their weights in the compute dtype where these were kept. With several micro-batches the sums of
-    gradients exist before. Nothing is taken as freed in layered order, nor with several stages on a rank, between whose backwards a
-    forward may fill the room again.
+    When the backward reaches a block, the later blocks have freed their saved activations, which leaves room for temporary tensors. But
+    they have left their gradients; if their gathered weights were kept, a gradient can use the room of the weights. With several
+    micro-batches, the sums of gradients exist already, so gradients need no new room.
+
+    In layered order, and with several stages on a rank, nothing counts as freed, because a forward between two backwards may fill the room
+    again.
     """
     in_turn = part.stages == 1 and not plan.layered
     compute = float(number_formats.compute)
@@ -359,7 +364,7 @@ def _temporary_bytes(
 def _with_copies(
     model: ModelSpec, plan: Plan, block: float, layers_gathered_once: float, layers: int
 ) -> tuple[float, float]:
-    """Gathered parameters of the largest block with copies of experts, and the number of blocks that are kept."""
+    """Return (parameters of the largest gathered block including copies of experts, number of blocks that stay gathered for the step)."""
     assert plan.experts is not None
     unit = block_unit(
         model,
@@ -375,13 +380,13 @@ def _with_copies(
 
 
 def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], number_formats: TensorFormats) -> float:
-    """Bytes of gradients accumulated over earlier micro-batches: shards, or whole units.
+    """Return the bytes of gradients that are accumulated over earlier micro-batches, as shards or as whole units.
 
-    0 in layered order or with one micro-batch.
+    It is 0 in layered order and with one micro-batch.
     """
     if plan.layered or plan.batch.accumulate == 1:
         return 0
-    # The gradients of two micro-batches together are added before the reduction.
+    # With the paired schedule, the gradients of the two micro-batches of a pair are added before the reduction.
     pair = float(number_formats.reduce) * max(part.blocks) * max(part.trained) if plan.paired else 0.0
     if plan.paired and plan.batch.accumulate == 2:
         return pair
@@ -400,5 +405,5 @@ def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], numb
 
 
 def finishes_each_micro_batch(plan: Plan) -> bool:
-    """Whether a single pipeline rank runs forward and backward of each micro-batch, or of each two, before the next."""
+    """Whether a rank without a pipeline ends the backward of a micro-batch (or of a pair) before the next forward begins."""
     return plan.axis_size("pipeline") == 1 and plan.schedule.name not in ("gpipe", "breadth_first")

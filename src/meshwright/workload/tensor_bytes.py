@@ -1,10 +1,12 @@
-"""Bytes of pipeline ranks by category, as array arithmetic shared by the exact memory model and the closed form.
+"""Bytes of each memory category on pipeline ranks, as array arithmetic that the exact memory model and the closed form share.
 
-The executor, FSDP2 and the kernels decide which tensors are alive (docs/design/cost-model.md, "Memory").
+The executor, FSDP2 and the kernels decide which tensors exist when (docs/design/cost-model.md, "Memory"). A rank's memory has its peak at
+one of four moments:
 
-A rank's memory peaks at one of four moments: in the head (logits and the head's gradients), in the first block's backward
-while all activations are still stored (gradients in reduction), at the end of backward (all accumulated gradients, and the
-copies that are sent to replicas), or in an update that widens gradients or collects whole matrices.
+1. in the head: logits, and the head's gradients;
+2. in the first block's backward, while all activations are still stored: gradients that are being reduced;
+3. at the end of the backward: all accumulated gradients, and the copies that are sent to replicas;
+4. in the optimizer's update, if it casts gradients to a wider format or collects whole matrices.
 """
 
 from __future__ import annotations
@@ -31,47 +33,50 @@ LOSS_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFormats:
-    """Bytes per number of a run's tensors, and sizes of its buffers."""
+    """Bytes per number of a run's tensors, and sizes of its buffers. Fields that say "1 if" are 1 or 0."""
 
     compute: Array = 2
+    """Bytes of a number in forward and backward: gathered weights, activations, gradients."""
     reduce: Array = 4
+    """Bytes of a gradient element in a reduction over shard ranks."""
     frozen: Array = 2
-    """Bytes of a block's weight that is frozen, where one rank has it whole."""
+    """Bytes of a frozen weight in a block, if weights are not sharded."""
     stored: Array = 4
+    """Bytes of a master weight, and of an element of an optimizer state."""
     resident: Array = 2
-    """Bytes of a weight on the device whose optimizer is in host memory."""
+    """Bytes of the copy of a weight that stays on the device while its optimizer state is in host memory."""
     record: Array = 10.0
-    """Bytes of a parameter's state that is copied between host and device."""
+    """Bytes of a parameter's optimizer state that are copied between host and device (its record)."""
     offload_fraction: Array = 1.0
-    """Share of the records that are in host memory."""
+    """Share of the offloaded parameters' records that are in host memory; the other records stay on the device."""
     staging: Array = 0.0
-    """Bytes into which records in host memory are fetched ahead of their update; at least `STAGING_BUFFERS` chunks."""
+    """Bytes on the device into which records are fetched ahead of their update; at least `STAGING_BUFFERS` chunks."""
     summed: Array = 4
-    """Bytes of a gradient shard that is summed over micro-batches."""
+    """Bytes of an element of a gradient shard that is summed over micro-batches."""
     sums_on_host: Array = 0
-    """1 if these sums are in host memory between the backwards of their unit."""
+    """1 if these sums are in host memory while no backward adds to them."""
     gathered: Array = 1.0
     """Size of a block's gathered weight, relative to `compute`."""
     low: Array = 1.0
     """Size of a matmul's input that is saved for backward, relative to `compute`."""
     travelling: Array = 0
-    """Bytes of the copies of gradients that replicas sum; 0 without copies."""
+    """Bytes per element of the gradient copies that replicas all-reduce; 0 if they all-reduce the gradients themselves."""
     logit: Array = 2
     """Bytes of a logit in the loss: the fused kernel overwrites it with its gradient, plain operations add an fp32 copy."""
     mlp_tile: Array = 0
-    """Tokens of a tile of dense feed-forward networks that the backward computes again; 0 without tiles."""
+    """Tokens of a tile, if the backward recomputes dense feed-forward networks in tiles; 0 without tiles."""
     chunk: Array = 4096
     """Tokens whose logits exist at once."""
     workspace: Array = 200 << 20
     """Scratch memory of matmuls and attention."""
     scores: Array = 0
-    """1 if attention's gradients are summed in a fixed order, for which those of its scores are written."""
+    """1 if attention's gradients are summed in a fixed order, because the gradients of scores then need memory."""
     window: Array = 0
     """1 if copy engines gather weights into a persistent window."""
     token_window: Array = 0
     """1 if tensor ranks copy tokens through a persistent window while they compute."""
     exchange_room: Array = 0
-    """Rows of tokens that a slot of the window of the token exchange between expert ranks holds, for each token."""
+    """Size of a slot in the buffers of the token exchange between expert ranks, in rows for each token of the rank."""
     block_states: Array = 2.0
     """State tensors of the optimizer per parameter of a block, in the stored dtype."""
     embed_head_states: Array = 2.0
@@ -79,24 +84,28 @@ class TensorFormats:
     average: Array = 0
     """1 if a moving average of the weights is kept."""
     widens: Array = 0
-    """1 if the update casts narrower gradients of all parameters at once; AdamW's kernel reads them as they are."""
+    """1 if the update first casts all gradients to a wider format. AdamW's kernel needs no such copy."""
     largest_matrix: Array = 0.0
-    """Elements of the largest matrix that one rank updates as a whole; 0 if there are none."""
+    """Elements of the largest matrix that one rank updates as a whole (Muon); 0 for other optimizers."""
     matrix_elements: Array = 0.0
-    """Elements of a layer's matrices that are updated as a whole, and `matrices`, their number."""
+    """Elements of a layer's matrices that are updated as a whole."""
     matrices: Array = 1.0
+    """Number of a layer's matrices that are updated as a whole."""
     framework: Array = 3 << 30
     """Context, communicators, kernels: memory outside tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTensors:
-    """Parameters and tensors of pipeline ranks, a column for each. Parameter counts are those of a tensor rank."""
+    """What pipeline ranks store; each field is a number or an array with one entry for each rank or layout.
+
+    Parameter counts are those of one tensor rank. Fields that say "1 if" or "1 when" are 1 or 0.
+    """
 
     owned: Array
-    """Parameters of the rank's shard: it stores their master weights, gradient sums and moments."""
+    """Parameters of the rank's shard. The rank stores their master weights, gradient sums and optimizer states."""
     block: Array
-    """Parameters of the largest block, gathered, with this rank's experts."""
+    """Parameters of the largest block when gathered; of its experts only those of this rank."""
     embed_head: Array
     """Parameters of the embedding and the head on this rank."""
     head: Array
@@ -108,7 +117,7 @@ class RankTensors:
     shards: Array
     """Ranks over which units are gathered."""
     gathers: Array
-    """1 when weights are gathered or cast to the compute dtype; 0 for full precision on one rank."""
+    """1 when weights are gathered, or cast to the compute dtype; 0 if one rank computes with its master weights."""
     layers_gathered_once: Array
     """Layers whose gathered weights are kept for the whole step."""
     embed_head_gathered_once: Array
@@ -141,18 +150,22 @@ class RankTensors:
     gradients_final: Array
     """1 when gradients are final as the backward makes them (`spec.layout.gradients_final_in_backward`)."""
     pending: Array
-    """Micro-batches whose activation gradients are stored between two units: all in layered order, else 0."""
+    """Micro-batches whose gradients of activations are stored between two units: in layered order all, else 0."""
     pending_head: Array
+    """Micro-batches whose gradients of the head's input are stored: all if all forwards come first, else 1."""
     predictions: Array = 0.0
-    """Modules that predict further tokens; 0 on ranks without the head."""
+    """Number of prediction modules on the rank; 0 on ranks without the head."""
     prediction_activations: Array = 0.0
-    """Bytes of activations in the backward of all these modules, which exist for one micro-batch."""
+    """Bytes of activations of these modules in their backward, for one micro-batch."""
     messages: Array
     """Messages of one micro-batch to other ranks, both directions; negative without a pipeline."""
 
 
 def bytes_by_category(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
-    """Bytes by category of every column at its peak. `transfers` is 0 without a pipeline, `ema` without an average."""
+    """Return the bytes of each memory category at the moment of the peak, for each rank or layout.
+
+    `transfers` is 0 without a pipeline, and `ema` without a moving average of the weights.
+    """
     moments = _moments(rank, formats)
     totals = np.stack(np.broadcast_arrays(*(np.asarray(sum(moment.values()), float) for moment in moments)))
     fullest = np.argmax(totals, axis=0)
@@ -165,7 +178,7 @@ def bytes_by_category(rank: RankTensors, formats: TensorFormats) -> dict[str, Ar
 
 
 def peak_bytes(rank: RankTensors, formats: TensorFormats) -> Array:
-    """The sum of `bytes_by_category`, without the categories: a third of the time."""
+    """Return the sum of `bytes_by_category`. This takes a third of the time that the categories take."""
     peak, *others = (sum(moment.values()) for moment in _moments(rank, formats))
     for other in others:
         peak = np.maximum(peak, other)
@@ -173,7 +186,7 @@ def peak_bytes(rank: RankTensors, formats: TensorFormats) -> Array:
 
 
 def _moments(rank: RankTensors, formats: TensorFormats) -> tuple[dict[str, Array], ...]:
-    """Bytes at the four moments at which a rank's memory may peak, of the categories that differ between them."""
+    """Return the bytes at the four moments at which memory may have its peak, for the categories that differ between the moments."""
     stream = rank.tokens * rank.hidden * formats.compute
     gathered = _gathered_weights(rank, formats)
     return (
@@ -185,7 +198,7 @@ def _moments(rank: RankTensors, formats: TensorFormats) -> tuple[dict[str, Array
 
 
 def _lasting(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
-    """Bytes of the categories that are the same at every moment."""
+    """Return the bytes of the categories that are the same at all moments."""
     stream = rank.tokens * rank.hidden * formats.compute
     on_device = 1 - rank.offloaded_share
     chunk_elements = np.minimum(staged_elements(formats.record), rank.owned * rank.offloaded_share)
@@ -202,7 +215,7 @@ def _lasting(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
         "ema": trained * formats.stored * formats.average,
         # The buffer of a sent message is freed when the next message is sent.
         "transfers": np.where(rank.messages < 0, 0.0, (RECEIVES_AHEAD + rank.messages) * stream),
-        # The allocator does not own mapped memory, so torch's memory statistics do not count it.
+        # Buffers that ranks map into each other's memory do not belong to the allocator, so torch's memory statistics do not count them.
         "framework": formats.framework
         + np.where(rank.width > 1, formats.token_window * TOKEN_SLOTS * rank.width * stream, 0.0)
         + formats.exchange_room * TOKEN_SLOTS * stream,
@@ -210,14 +223,14 @@ def _lasting(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
 
 
 def _states(rank: RankTensors, formats: TensorFormats) -> Array:
-    """Elements of all state tensors of the rank's shard."""
+    """Return the elements of all optimizer states of the rank's shard."""
     embed_head = np.minimum(rank.owned, rank.embed_head / rank.shards)
     blocks = formats.block_states * (rank.owned - embed_head) * rank.trained
     return blocks + formats.embed_head_states * embed_head * rank.embed_head_trained
 
 
 def _frozen_bytes(rank: RankTensors, formats: TensorFormats) -> Array:
-    """Bytes of the rank's frozen weights: those of blocks may be stored in fp8, unless several ranks shard them."""
+    """Return the bytes of the rank's frozen weights. Frozen weights of blocks may be stored in fp8 if they are not sharded."""
     embed_head = np.minimum(rank.owned, rank.embed_head / rank.shards)
     in_blocks = (
         (rank.owned - embed_head) * (1 - rank.trained) * np.where(rank.shards > 1, formats.compute, formats.frozen)
@@ -226,15 +239,15 @@ def _frozen_bytes(rank: RankTensors, formats: TensorFormats) -> Array:
 
 
 def _trained(rank: RankTensors) -> Array:
-    """Parameters of the rank's shard that are trained."""
+    """Return how many parameters of the rank's shard are trained."""
     embed_head = np.minimum(rank.owned, rank.embed_head / rank.shards)
     return (rank.owned - embed_head) * rank.trained + embed_head * rank.embed_head_trained
 
 
 def _gathered_weights(rank: RankTensors, formats: TensorFormats) -> Array:
-    """Bytes of gathered weights and of the last gather's buffer."""
+    """Return the bytes of gathered weights and of the buffer of the last gather."""
     blocks = np.maximum(rank.layers_gathered_once, np.minimum(UNITS_IN_FLIGHT, rank.layers)) * rank.block
-    # One rank computes with frozen weights where they are.
+    # Without sharding, frozen weights are used where they are and need no gathered copy.
     blocks = blocks * formats.gathered * np.where(rank.shards > 1, 1.0, rank.trained)
     embed_head = np.where(rank.embed_head_gathered_once > 0, rank.embed_head, rank.head) * np.where(
         rank.shards > 1, 1.0, rank.embed_head_trained
@@ -243,15 +256,15 @@ def _gathered_weights(rank: RankTensors, formats: TensorFormats) -> Array:
 
 
 def _buffers(rank: RankTensors, formats: TensorFormats, last: Array) -> Array:
-    """Bytes of the buffers that weights are gathered into: the `last` gather's, or the window of copy engines."""
+    """Return the bytes of the buffers for gathers: the buffer of the last gather (`last` parameters), or the window of copy engines."""
     larger_of_embed_head = np.maximum(rank.head, rank.embed_head - rank.head)
     buffer_elements = np.where(formats.window > 0, BLOCK_SLOTS * rank.block + larger_of_embed_head, last)
     return rank.gathers * np.where(rank.shards > 1, buffer_elements, 0.0) * formats.compute
 
 
 def _head_moment(rank: RankTensors, formats: TensorFormats, stream: Array, gathered: Array) -> dict[str, Array]:
-    """Bytes in the head: a chunk's logits and the fp32 gradient of the head's weight."""
-    # The head computes the tokens of all tensor ranks for its own part of the vocabulary.
+    """Return the bytes while the head computes: the logits of a chunk, and the fp32 gradient of the head's weight."""
+    # Each tensor rank computes logits for the tokens of all tensor ranks, but only for its part of the vocabulary.
     logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.outputs / rank.width * formats.logit
     table_parameters = rank.outputs * rank.hidden / rank.width
     # A chunk's matmul is added to the weight gradient inside the matmul. Each use of the head keeps its weight gradient
@@ -275,11 +288,12 @@ def _head_moment(rank: RankTensors, formats: TensorFormats, stream: Array, gathe
 def _first_backward_moment(
     rank: RankTensors, formats: TensorFormats, stream: Array, gathered: Array
 ) -> dict[str, Array]:
-    """Bytes of reduction buffers that coexist with a block's gradients: the head's, or a block's.
+    """Return the bytes in the first backward of a block, where a reduction buffer exists together with the block's gradients.
 
-    On a pipeline's first rank, whose previous micro-batch ended its backward with the embedding, the embedding's.
+    It is the buffer of the head or of another block. On the first rank of a pipeline it may be that of the embedding, with which the
+    backward of the previous micro-batch has ended.
     """
-    # One rank adds a gradient to the earlier sum, without a buffer.
+    # Without sharding, a gradient is added to the earlier sum without a buffer.
     reduces = rank.reduces * ((rank.shards > 1) | (rank.sums == 0))
     # The head's own gradient; a tied one has a buffer until the embedding's is added.
     has_gradient = rank.head < rank.embed_head
@@ -331,18 +345,19 @@ def _update_moment(rank: RankTensors, formats: TensorFormats) -> dict[str, Array
 
 
 def _gradient_bytes(rank: RankTensors, formats: TensorFormats) -> Array:
-    """Bytes of a shard's gradient after its last reduction."""
+    """Return the bytes per element of a gradient shard after its last reduction."""
     reduced = np.where(np.asarray(rank.sums_shards) > 0, formats.summed, formats.stored)
     return np.where(rank.gradients_final > 0, formats.compute, reduced)
 
 
 def sums_beside_activations(formats: TensorFormats, summed: Array, block: Array, head: Array, shards: Array) -> Array:
-    """Bytes of gradient shards, of `summed` parameters in all, on the device at the peak of activations.
+    """Return the bytes of gradient sums on the device at the peak of activations, for shards of `summed` parameters in all.
 
-    Of sums in host memory those of three units: one is copied to the host, one back, and one is added to.
+    If the sums are in host memory, the device has those of three units at a time: one is copied to the host, one is copied to the device,
+    and one is added to. The formula assumes the head or a block, and two more blocks; `head` and `block` are whole units.
 
-    Of 800 summed parameters in host memory the device has those of the head (50) and two blocks (2 · 30) of 4 bytes
-    on 2 shard ranks:
+    800 parameters are summed in host memory with 4 bytes each, on 2 shard ranks. The device has the head (50 parameters) and two blocks
+    (30 each), which are 110 · 4 / 2 bytes:
 
     >>> from types import SimpleNamespace
     >>> host = SimpleNamespace(summed=4.0, sums_on_host=1)
