@@ -540,7 +540,7 @@ class BatchInputs:
         )
 
     def _slots(self, table_rows: Array, positions: Array) -> Array:
-        """Return the slots `(groups, tokens)` of tokens, from their table rows and positions `(tokens,)`; on the host, as `_device_slots`."""
+        """Compute the slots `(groups, tokens)` of tokens on the host, from their table rows and positions `(tokens,)`."""
         blocks = self._host_tables[:, table_rows, positions // self.tokens_per_block]
         return blocks * self.tokens_per_block + positions % self.tokens_per_block
 
@@ -656,7 +656,7 @@ def _scores(pieces: Sequence[_Piece], query_starts: Array, scored: Mapping[int, 
 def _following(pieces: Sequence[_Piece], ahead: int) -> Array:
     """Return `(sequences,)`: the token that is `ahead + 1` positions after the last token of each sequence, or 0 if it is not known.
 
-    Example: a sequence of a request's first 3 tokens, where the request's tokens are 4, 5, 6, 7, has 7 with `ahead` = 0, and 0 with 1.
+    Example: if a request has the tokens 4, 5, 6, 7, and a sequence has the first 3 of them, the result is 7 for `ahead` = 0 and 0 for 1.
     """
     ends = ((piece.part.tokens, piece.start + piece.count + ahead) for piece in pieces)
     return np.array([tokens[end] if end < len(tokens) else 0 for tokens, end in ends], np.int32)

@@ -55,7 +55,8 @@ class CheckedStep(NamedTuple):
 class Drafter:
     """Base class of the drafters. There is one subclass for each source of draft tokens.
 
-    For each step, the engine calls `begin_step`, `propose` if drafts are allowed, `follow`, `check`, `draw_next`, and `record` in this order.
+    For each step, the engine calls `begin_step`, `propose`, `follow`, `check`, `draw_next` and `record`, in this order. It omits `propose`
+    if `begin_step` returns false.
     """
 
     def __init__(self, longest: int, pauses: DraftPauses) -> None:
@@ -222,7 +223,7 @@ class ModelDrafter(SampledDrafter):
         super().__init__(options.tokens, pauses, inputs, sampler)
         self._runner = runner
         self._probabilities = torch.empty(0)
-        """`(sequences, longest, vocab)`: distributions of the drafts in a step that has only decodes. The CUDA graphs write into this memory."""
+        """`(sequences, longest, vocab)`: distributions of the drafts in a step that has only decodes. The CUDA graphs write them here."""
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:

@@ -342,7 +342,7 @@ class Engine:
         return updates
 
     def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
-        """Plan a step and start it, with drafts if `drafting`. Returns None if no request has anything to compute, or if the step raised."""
+        """Plan a step and start it, with drafts if `drafting`. Returns None if there is nothing to compute, or if the step raised."""
         drafts = self._drafter.propose(self._policy.decodes, self._own_work) if drafting else NO_DRAFTS
         self._end_failed()
         step = self._policy.next_step(self._clock(), {number: len(tokens) for number, tokens in drafts.items()})

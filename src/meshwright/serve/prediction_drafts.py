@@ -1,10 +1,10 @@
 """A drafter that uses the model's own modules for multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, §2.2).
 
-After the drafts of a step are checked, the modules compute all tokens of the step, and each module draws one draft for the next step. Their
-inputs stay on the device: the number of accepted drafts selects the position after which the modules draw. The layers of the modules come
-after the model's layers in the cache, in the same blocks.
+After the drafts of a step are checked, the modules compute all tokens of the step, and each module draws one draft for the next step.
+Their inputs stay on the device: the number of accepted drafts selects the position after which the modules draw. The layers of the modules
+come after the model's layers in the cache, in the same blocks.
 
-A module's cache entry for a position also depends on the token after this position. That token may not be the request's token, in two cases:
+A module's cache entry for a position also depends on the token after this position. In two cases that token is not the request's token:
 
 - The entry is the last one of a cached prefix: it was computed with the token that came after the prefix in another request.
 - The module is not the first one: the entry may have been computed with a draft that was rejected.
@@ -29,13 +29,18 @@ from meshwright.serve.speculation import Drafts, draft_tokens, likeliest_tokens
 
 
 class ModuleInputs(NamedTuple):
-    """Inputs of the first prediction module for a checked step, in addition to the inputs of the model. The sequences are the parts that got
-    a token."""
+    """Inputs of the first prediction module for a checked step, in addition to the inputs of the model.
+
+    There is one sequence for each part of the step that got a token.
+    """
 
     following: Tensor
     """`(tokens,)` int64: for each token of the step, the next token of its request; arbitrary where that is not known."""
     last: Tensor
-    """`(sequences,)` int64: index in the step of the last accepted token of each part. Its logits gave the newest token."""
+    """`(sequences,)` int64: index in the step of the token whose logits gave each part's newest token.
+
+    This is the part's last accepted draft, or the token before its first draft if no draft was accepted.
+    """
     table_rows: Tensor
     """`(sequences,)` int64: table row of each part."""
     positions: Tensor
