@@ -86,7 +86,7 @@ class ExpertEngine(RankEngine):
         return number
 
     def _rank_for(self, request: TextRequest) -> int:
-        """Return the rank that gets a request: the rank that has other samples of the same prompt, or else the rank with fewest requests."""
+        """Return the rank for a request: the rank that has other samples of the same prompt, or else the rank with the fewest requests."""
         if request.samples_of in self._rank_of:
             return self._rank_of[request.samples_of]
         requests = [0] * self._world.ranks

@@ -1,4 +1,4 @@
-"""The output of unfinished requests: `Generation` checks whether a token ends a request, and keeps tokens and text until they are reported."""
+"""The output of a request: `Generation` checks whether a token ends the request, and keeps tokens and text until they are reported."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ class Graphs:
         torch.cuda.empty_cache()  # Memory that was freed in the capture stream is given back, because other streams cannot use it.
 
     def begin(self) -> Graph:
-        """Begin the capture of a graph that is not stored under a key. It must be called in the context `capturing`."""
-        self._open = None  # This may free the old graph. It happens here, because freeing a graph during a capture would break the capture.
+        """Begin the capture of a graph that is not stored under a key. Only in the context `capturing`."""
+        self._open = None  # This may free the old graph, which must not happen during a capture.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._open = CudaGraph(self._pool)
         return self._open

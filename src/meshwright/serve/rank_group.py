@@ -140,9 +140,9 @@ def use_stored_weights(
 class RankEngine(Engine):
     """The engine of one rank of a group.
 
-    All ranks create it at the same time (collective), with the same options and tokenizer. On rank 0, the user calls the methods of `Engine`,
-    and `close` at the end. On the other ranks, the user calls `follow`, which returns after rank 0 has called `close`. Raises BadInput if
-    `options.invariant` is set.
+    All ranks create it at the same time (collective), with the same options and tokenizer. On rank 0, the user calls the methods of
+    `Engine`, and `close` at the end. On the other ranks, the user calls `follow`, which returns after rank 0 has called `close`. Raises
+    BadInput if `options.invariant` is set.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class RankEngine(Engine):
         return super()._queue(TextRequest.from_plain(call["submit"]))
 
     def _take_part(self, message: Mapping[str, Any]) -> None:
-        """Do this rank's part of a message that asks for something else than a step. Here there are no such messages; subclasses have them."""
+        """Do this rank's part of a message that asks for something else than a step. Only subclasses have such messages."""
 
     def _compute_step(self) -> list[Update]:
         """Compute a step on this rank. Returns the updates of its requests."""
@@ -274,11 +274,11 @@ class RankEngine(Engine):
             assign_parameter(self._model, name, value)
 
     def _tokens_have_come(self) -> bool:
-        """Return false on all ranks. The devices complete a step at different times, so with other answers the ranks would not stay equal."""
+        """Return false on all ranks. The devices complete a step at different times, so otherwise the ranks would plan different steps."""
         return False
 
     def _fail(self, step: EngineStep, error: Exception, updates: list[Update]) -> None:
-        """Raise the error, which ends the group. Other ranks may have completed the step, so its requests cannot end on this rank alone."""
+        """Raise the error, which ends the group. Other ranks may have completed the step, so its requests cannot end on this rank only."""
         raise error
 
     @contextmanager
