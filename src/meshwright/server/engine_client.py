@@ -23,7 +23,7 @@ from meshwright.spec.errors import EXIT_COMMUNICATION, BadInput
 
 Reason = Literal["stop", "length", "abort", "deadline", "failed", "refused"]
 SEQUENCES_AT_ONCE = 4
-"""Sequences of a step that get their tokens in one turn of the event loop. New requests are read between two turns."""
+"""In one turn of the event loop, this many sequences of a step get their tokens. Between two turns, new requests are read."""
 
 NEWS_AT_ONCE = 64
 """The reader of an answer that is not streamed is woken each time when this many news wait.
@@ -146,7 +146,7 @@ class EngineRequest:
     count: int = 1
     """Number of sequences."""
     priority: int = 0
-    """Requests with a larger number go first. In HTTP requests a smaller number goes first, as in vLLM, so `RequestReader` negates it."""
+    """Requests with a larger number go first. In HTTP requests a smaller number goes first, as in vLLM, so their reader negates it."""
     salt: str = ""
     """The field `cache_salt`: only requests with equal salt share cached blocks, in all engines and in the store."""
 

@@ -137,7 +137,7 @@ class PrefillConnection:
         self.jobs: dict[int, PrefillJob] = {}
         """Unfinished jobs by the receiver's numbers, in the order of their arrival."""
         self.fetching: set[int] = set()
-        """Numbers of the prompts that are not submitted yet: their grammar is being compiled, or blocks are being fetched from the store."""
+        """Numbers of the prompts that are not submitted yet: a grammar is being compiled, or blocks are being fetched from the store."""
         self.load_due = False
         """Whether a report of the load must be sent after the messages that are still being sent."""
 

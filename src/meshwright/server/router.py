@@ -453,7 +453,7 @@ class ServerConnection(asyncio.Protocol):
         self._release(keeps_open=False)
 
     def abort(self) -> None:
-        """Close the connection as if the server were lost. Its request is sent to another server, or its answer ends with an error."""
+        """Close the connection as if the server were lost. Its request goes to another server, or its answer ends with an error."""
         if self._connected:
             self.transport.abort()
 

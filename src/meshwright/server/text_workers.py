@@ -43,7 +43,7 @@ LONG_NICE = 5
 WAITING_BYTES = 64 << 20
 """Largest number of bytes of the bodies that wait for one process."""
 SHORT_SENT = 4
-"""Number of short bodies that are sent to the process before it answers, so that it never waits for the next one."""
+"""Number of short bodies that the process has at a time, so that it can begin the next one while its answer is being sent."""
 START_SECONDS = 120.0
 """Time limit for a process to load the tokenizer, in seconds."""
 FIRST_PAUSE = 0.1
@@ -301,7 +301,7 @@ class _Lane:
         asyncio.get_running_loop().call_later(pause, self.start)
 
     def _restart(self) -> None:
-        """Start another process. The jobs that were sent to the last one, and are not answered or cancelled, are the first to be sent to it."""
+        """Start another process. First it gets the jobs that were sent to the last process and are neither answered nor cancelled."""
         again = [job for job in self._sent if not job.answer.done()]
         self._waiting.extendleft(reversed(again))
         self._waiting_bytes += sum(len(job.body) for job in again)
