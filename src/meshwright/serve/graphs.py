@@ -73,8 +73,8 @@ class Graphs:
     def capturing(self) -> Iterator[None]:
         """Context in which graphs are captured. In the context, a capture stream is the current stream, and garbage collection is off.
 
-        After an error in the context, the capture of the current graph is ended, so that the stream can be used again. Later graphs then use
-        a new memory pool, because a failed capture may leave the old pool unusable.
+        After an error in the context, the capture of the current graph is ended, so that the stream can be used again. Later graphs then
+        use a new memory pool, because a failed capture may leave the old pool unusable.
         """
         torch.cuda.synchronize()
         with without_garbage_collection(), torch.cuda.stream(_capture_stream(torch.cuda.current_device())):

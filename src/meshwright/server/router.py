@@ -440,8 +440,8 @@ class ServerConnection(asyncio.Protocol):
         if client is None:
             return
         if not begun:
-            # A server may close an idle connection just when the router sends a request on it. So a connection that was used before does
-            # not mean that the server is lost: the request is sent to the same server again.
+            # A server may close an idle connection just when the router sends a request on it. So if a connection was used before, its loss
+            # does not mean that the server is lost: the request is sent to the same server again.
             client.retry(self._instance, same=connected and used and self._instance.healthy, lost=connected)
         elif frames.ends_with_connection:
             client.finish(keeps_open=False)
@@ -458,7 +458,10 @@ class ServerConnection(asyncio.Protocol):
             self.transport.abort()
 
     def _release(self, *, keeps_open: bool) -> None:
-        """Detach the connection from its client. Keep it for another request if it stays open and the server is healthy, else close it."""
+        """Detach the connection from its client. Keep it for other requests, or close it.
+
+        It is kept if `keeps_open`, if the server is healthy, and if there are fewer than `MOST_IDLE` such connections.
+        """
         if self._client is not None:
             self._instance.requests -= 1
             self._instance.busy.discard(self)
