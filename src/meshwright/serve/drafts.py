@@ -244,7 +244,8 @@ class ModelDrafter(SampledDrafter):
         drawn = not self._sampler.greedy
         self._drafts = None
         if drafts is not None:
-            self._sampler.copy_options()  # The graph cannot copy the sampling options to the device; it only reads them there.
+            # The graph cannot copy the sampling options to the device; it only reads them there.
+            self._sampler.copy_options()
             if size is not None:
                 self._graphs.run((size, drawn), partial(self._draw_decodes, size, packed.blocks, drawn))
                 if drawn:

@@ -166,7 +166,8 @@ class Engine:
         self._failures: dict[int, RequestFailure] = {}
         """By request number: errors in the host's work for one request (`_own_work`), until the end of the request is reported."""
         if graphs:
-            with without_garbage_collection():  # Each capture would collect garbage first; here it happens once for all captures.
+            with without_garbage_collection():
+                # Each capture would collect garbage first; here it happens once for all captures.
                 self._runner.capture_graphs()
                 self._drafter.capture_graphs()
         if cuda:
@@ -448,7 +449,8 @@ class Engine:
         except Exception as error:
             self._fail(step, error, updates)
             return
-        self._end_failed()  # This comes before `complete`, so that blocks of failed requests do not enter the prefix cache.
+        # This comes before `complete`, so that blocks of failed requests do not enter the prefix cache.
+        self._end_failed()
         complete()
         self._report_ended(updates)
         for number in dict.fromkeys([*scored, *(part.request.number for part in launched.parts)]):

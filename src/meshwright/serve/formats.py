@@ -182,7 +182,8 @@ def _usable(
         return None if weights is None else found
     capability = torch.cuda.get_device_capability(device)
     if found == "fp8 blocks" and capability[0] != HOPPER:
-        return None  # PyTorch has matmuls with block scales only for Hopper. With many tokens, our own kernel is slower than bf16.
+        # PyTorch has matmuls with block scales only for Hopper. With many tokens, our own kernel is slower than bf16.
+        return None
     return found if capability >= CAPABILITIES[NUMBERS_OF[found]] else None
 
 

@@ -89,7 +89,8 @@ class Graphs:
             finally:
                 self._open = None
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # Memory that was freed in the capture stream is given back, because other streams cannot use it.
+        # Memory that was freed in the capture stream is given back, because other streams cannot use it.
+        torch.cuda.empty_cache()
 
     def begin(self) -> Graph:
         """Begin the capture of a graph that is not stored under a key. Only in the context `capturing`."""

@@ -212,9 +212,9 @@ class ModelRunner:
         keeps = bool(self._predictions) or inputs.scored
         if inputs.sampled is not None and not keeps:
             x, delta = selected(x, delta, inputs.sampled)
-        if (
-            self._step.invariant
-        ):  # Here the last norm is not fused with the addition: it is the trainer's operator, to give the bits of its exact forward.
+        if self._step.invariant:
+            # The last norm is not fused with the addition, so that it is the trainer's operator: this gives the bits of the trainer's exact
+            # forward.
             x = add_and_norm(x, delta, None)[0]
             delta = None
         normed = cast("Tensor", add_and_norm(x, delta, self._model.norm)[1])

@@ -102,7 +102,8 @@ class PredictionDrafter(SampledDrafter):
         """Run the modules on the tokens of a checked step, and draw the drafts of the next step."""
         inputs = _module_inputs(packed, checked)
         drawn = not self._sampler.greedy and bool(len(checked.newest))
-        self._sampler.copy_options()  # The graph cannot copy the sampling options to the device; it only reads them there.
+        # The graph cannot copy the sampling options to the device; it only reads them there.
+        self._sampler.copy_options()
         if packed.decode_size is None:
             self._draw(packed, self._runner.normed, inputs, drawn)
             return

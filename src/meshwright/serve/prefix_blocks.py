@@ -93,7 +93,8 @@ class PrefixBlocks:
         target = torch.frombuffer(out, dtype=torch.uint8).view(len(tables), self.block_bytes)
         for part, content, blocks in self._parts(target, tables):
             if content.is_cuda:
-                part.copy_(content.index_select(0, blocks.to(content.device)))  # One kernel and one copy, instead of a copy per block.
+                # One kernel and one copy, instead of a copy per block.
+                part.copy_(content.index_select(0, blocks.to(content.device)))
             else:
                 torch.index_select(content, 0, blocks, out=part) if part.is_contiguous() else part.copy_(
                     content[blocks]

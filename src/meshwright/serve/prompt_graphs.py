@@ -97,7 +97,8 @@ class PromptGraphs:
         assert self._step.absorbs, "graphs need latent attention in its absorbed form"
         with graphs.capturing():
             for size in reversed(self._sizes):
-                self._record(size, NoGraphs())  # This run loads and tunes kernels, which is not possible during a capture.
+                # This run loads and tunes kernels, which is not possible during a capture.
+                self._record(size, NoGraphs())
                 self._passes[size] = self._record(size, graphs)
 
     def run(self, inputs: StepInputs) -> Tensor | None:

@@ -202,7 +202,7 @@ class ObjectEnd:
         return cls("\"'", "\\", r"[\"'\\]", r"[\"'()\[\]{}]")
 
     def find(self, text: str) -> int | None:
-        """Search the next part of the text. Returns the index after the value's end, None if the value is not at its end, 0 for an error."""
+        """Search the next part of the text. Returns the index after the value's end, None if the value goes on, 0 for an error."""
         position = 0
         while True:
             if self._escaped and text[position:]:

@@ -92,7 +92,8 @@ class FrameSocket:
         size = 0 if payload is None else payload.nbytes
         data = memoryview(_HEADER.pack(len(content), size) + content)
         if descriptor is not None:
-            try:  # Descriptors are sent only with a short message on a new connection, so the socket accepts some bytes immediately.
+            try:
+                # Descriptors are sent only with a short message on a new connection, so the socket accepts some bytes immediately.
                 sent = socket.send_fds(self._end, [data], [descriptor])
             except OSError:
                 raise EOFError from None

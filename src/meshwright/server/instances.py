@@ -172,7 +172,8 @@ class Instances:
         for host, port in self._targets:
             try:
                 infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError) as error:  # The name server may be unreachable for some time. The old addresses stay in use.
+            except (OSError, UnicodeError) as error:
+                # The name server may be unreachable for some time. The old addresses stay in use.
                 if (host, port) not in self._addresses and (host, port) not in self._unknown:
                     self._unknown.add((host, port))
                     log.info("%s:%d has no address: %s", host, port, getattr(error, "strerror", None) or error)

@@ -299,7 +299,8 @@ class PrefillJobs:
         digests = self._blocks.digests(prompt.tokens, prompt.salt, tail=True)
         try:
             requests = self._engine.submit_samples(prompt.tokens, prompt.count, **prompt.options)
-        except Exception as error:  # It concerns this prompt only. The receiver submits the prompt itself, meets the error, and reports it.
+        except Exception as error:
+            # It concerns this prompt only. The receiver submits the prompt itself, meets the error, and reports it.
             connection.frames.send({"failed": number, "error": str(error)})
             return
         unsent = self._blocks.unsent(digests, prompt.first_block)

@@ -143,7 +143,8 @@ class RemotePrefill:
         """Set a new identity, after the weights have changed. All connections are closed; this engine computes the present prompts."""
         for peer in self.peers:
             self.lose(peer, retry=0.0)
-        self.start()  # No peer is usable until it is connected with the new identity, so waiting prompts are submitted here.
+        # No peer is usable until it is connected with the new identity, so waiting prompts are submitted here.
+        self.start()
         self._identity = identity
 
     def begin(self, request: Mapping[str, Any]) -> bool:

@@ -158,7 +158,8 @@ class ClientConnection(asyncio.Protocol):
                 return
             self._router.check(request)  # The router may have begun to stop while the body arrived.
         except RequestError as error:
-            if self.request is None:  # The request was not read to its end, so the connection is closed after the answer.
+            if self.request is None:
+                # The request was not read to its end, so the connection is closed after the answer.
                 self.request = self._pending or RoutedRequest()
                 self._pending = None
                 self.request.keeps_open = False
@@ -362,7 +363,8 @@ class ServerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._connected = True
-        if self._request is None or self._client is None:  # The client has disconnected while this connection was being opened.
+        if self._request is None or self._client is None:
+            # The client has disconnected while this connection was being opened.
             self.transport.abort()
         else:
             self._send(self._client, self._request)
@@ -406,8 +408,8 @@ class ServerConnection(asyncio.Protocol):
     def _begin(self, client: ClientConnection, data: bytes) -> bool:
         """Pass the beginning of an answer on to the client, and return true.
 
-        Returns false, and passes nothing on, if the head of the answer is incomplete, if more bytes are needed to find the error code, or if
-        the request is sent to another server.
+        Returns false, and passes nothing on, if the head of the answer is incomplete, if more bytes are needed to find the error code, or
+        if the request is sent to another server.
         """
         status = self._frames.status
         refused = status in _RETRIED and (client.has_lost or client.can_retry(self._instance))
