@@ -68,7 +68,7 @@ class TimedEngine(Engine):
 
     @property
     def whole_tokens(self) -> int:
-        """On a GPU, `BatchInputs.prompt_unit`: a chunk of at least this many tokens has tokens that do not read the cache. 0 on a CPU."""
+        """On a GPU, `BatchInputs.prompt_unit`: the first chunk of a prompt attends without the cache from this size on. 0 on a CPU."""
         return self._inputs.prompt_unit if self._on_device else 0
 
     @property
