@@ -1,11 +1,16 @@
-"""The tensors of one step, made from the policy's plan and copied to the device in one piece.
+"""The input tensors of one step: `BatchInputs` makes them from the policy's plan and copies them to the device in one copy.
 
-Each running request has a row in two tensors on the device: the block tables and the newest tokens. A decode reads its token and its block
-table there. The host copies a block number only once, when the block is added to the request.
+Each running request has a row in two tensors on the device: the block tables and the newest tokens. A decode reads its newest token and
+its block table from this row. The host copies a block number only once, when the policy adds the block to the request.
 
-Words: a decode computes the token after the newest one. A chunk is a piece of a prompt. A draft is a token that the drafter proposes
-after the newest one; it is computed in the same step. Example: a decode with drafts 7 and 9 after the newest token 5 has the tokens
-5, 7, 9 and needs the logits of all three.
+Terms of this module:
+
+- A decode computes the newest token of a request, and its logits give the next token.
+- A chunk is a range of consecutive prompt tokens that one step computes.
+- A draft is a token that the drafter proposes as a continuation of the newest token. The decode computes it in the same step. Example:
+  a decode with the newest token 5 and the drafts 7 and 9 computes the tokens 5, 7, 9, and needs the logits of all three.
+- A sample is a token whose logits are needed.
+- A mixed step has chunks of prompts, or decodes that are not padded to the same number of tokens.
 """
 
 from __future__ import annotations
@@ -24,10 +29,10 @@ from meshwright.serve.copy_buffer import CopyBuffer
 from meshwright.serve.packed_drafts import PackedDrafts, sample_arrays
 
 PROMPT_UNIT = 1024
-"""On a GPU cuDNN computes the attention of this many tokens of a prompt, or of a multiple, without reading the cache.
+"""Prompt attention by cuDNN, on a GPU, always covers a multiple of this number of tokens.
 
-cuDNN is a quarter faster than the kernel that reads the cache. It takes about 50 ms to plan each new number of tokens, so the numbers are
-multiples of this one.
+cuDNN does not read the cache, and is a quarter faster than the kernel that does. But cuDNN takes about 50 ms to plan each number of tokens
+that it has not seen before. Multiples of 1,024 keep the count of different numbers small.
 """
 Array = np.ndarray
 NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
@@ -35,83 +40,96 @@ NO_SCORES: Mapping[int, int] = MappingProxyType({})
 
 
 class StepInputs(NamedTuple):
-    """The tensors of one step, all int32.
+    """The input tensors of one step, all int32.
 
-    Its sequences are in this order: decodes, chunks that read the cache, chunks that do not.
+    The sequences of the step are in this order: decodes, chunks that read the cache, chunks that do not read the cache.
     """
 
     tokens: Tensor
     """`(tokens,)`."""
     positions: Tensor
-    """`(tokens,)`, from 0 in each request."""
+    """`(tokens,)`: position of each token in its request, from 0."""
     slots: Tensor
-    """`(groups, tokens)`: places of the tokens in the cache of each group; -1 for padding."""
+    """`(groups, tokens)`: slot of each token in the cache of each group of layers; -1 for padding. See `BatchInputs._device_slots`."""
     block_tables: tuple[Tensor, ...]
-    """Block tables of each group, `(sequences, blocks)`."""
+    """For each group of layers, the block tables of the sequences, `(sequences, blocks)`."""
     context_lengths: Tensor
-    """`(sequences,)`: tokens of each request up to the end of this step; 0 for padding."""
+    """`(sequences,)`: number of tokens of the request up to the sequence's last token in this step; 0 for padding."""
     query_starts: Tensor
-    """`(sequences + 1,)`: the first token of each sequence, then the number of tokens."""
+    """`(sequences + 1,)`: index of each sequence's first token in the step; the last value is the number of tokens of the step.
+
+    Example: sequences of 1, 1 and 5 tokens have the query starts 0, 1, 2, 7.
+    """
     decodes: int
-    """Sequences at the front that have `decode_queries` tokens each."""
+    """The first `decodes` sequences have `decode_queries` tokens each."""
     prompts: tuple[int, ...]
-    """Tokens of each of the last sequences, which do not read the cache: they begin at position 0, and attend to this step only."""
+    """Numbers of tokens of the last sequences: the chunks that begin at position 0 and do not read the cache."""
     sampled: Tensor | None
-    """`(samples,)`: indices of the tokens whose logits are needed; None for all."""
+    """`(samples,)`: indices of the tokens whose logits are needed. None if the logits of all tokens are needed."""
     decode_queries: int = 1
+    """Number of tokens of each of the first `decodes` sequences."""
     scored: bool = False
     """Whether the runner keeps the normed outputs of all tokens (`ModelRunner.normed`)."""
 
 
 class PackedScores(NamedTuple):
-    """The tokens of a step whose logits give the log probability of the prompt's next token."""
+    """The prompt tokens of a step whose logits are needed for log probabilities of the prompt: each gives that of the next prompt token."""
 
     counts: Sequence[tuple[int, int]]
-    """Number of each request, and how many of the tokens belong to it, in the order of the tokens."""
+    """`(request number, number of its tokens)` pairs, in the order of `indices`."""
     indices: Tensor
-    """`(tokens,)` int32: indices of the tokens in the step."""
+    """`(tokens,)` int32: index of each of these tokens in the step."""
     targets: Tensor
-    """`(tokens,)` int32: the next token of each."""
+    """`(tokens,)` int32: the prompt token that follows each of these tokens."""
 
 
 class PackedStep(NamedTuple):
-    """A step on the device. A token that the host does not know yet is a placeholder; `resolve` puts the token in."""
+    """A step on the device. Tokens that the host does not know yet are placeholders, which `BatchInputs.resolve` replaces."""
 
     decode_size: int | None
-    """Number of sequences, padding included, of a step that has only decodes; None for a mixed step."""
+    """Number of sequences of a step that has only decodes, padding included. None for a mixed step."""
     decodes: int
-    """Number of decodes, without padding. They are the first sequences."""
+    """Number of decodes, padding not included. The decodes are the first sequences of the step."""
     sampled_rows: Tensor
-    """`(samples,)`: table rows of the requests that get a token. A request with drafts has a sample for each of its tokens."""
+    """`(samples,)`: for each sample, the table row of the request that gets the new token.
+
+    A chunk, or a decode without drafts, has at most one sample. A decode with drafts has a sample for each of its tokens.
+    """
     sampled_positions: Tensor
-    """`(samples,)`: positions of their new tokens."""
+    """`(samples,)`: position in its request of the new token that each sample gives."""
     sampled_parts: Sequence[RequestPart]
-    """The parts that get a token, in the order of `sampled_rows`, each once."""
+    """The parts that get a token, each once, in the order of `sampled_rows`."""
     blocks: int
-    """Columns of the block tables that the step reads."""
+    """Number of columns of the block tables that the step reads."""
     mixed: StepInputs | None
-    """The inputs of a mixed step."""
+    """The inputs of a mixed step, with placeholders. None for other steps."""
     drafts: PackedDrafts | None = None
+    """The decodes that have drafts. None if the step has no drafts."""
     decode_queries: int = 1
-    """Tokens of each sequence of a step that has only decodes: more than one if a decode has drafts."""
+    """In a step that has only decodes: number of tokens of each sequence. It is above 1 if a decode has drafts."""
     sampled_tokens: Tensor | None = None
-    """`(samples,)` int32: indices of the tokens whose logits are needed, in a step of decodes with drafts; None if it has no drafts."""
+    """`(samples,)` int32: indices of the samples in a step that has only decodes, some with drafts. None for other steps."""
     following: Tensor | None = None
-    """`(predictions, sequences)`: the tokens that follow each sequence of a mixed step; arbitrary where the host does not know them."""
+    """`(predictions, sequences)`: in a mixed step, the tokens that come after the last token of each sequence.
+
+    Row 0 has the next token, row 1 the token after it, and so on. Values that the host does not know are arbitrary.
+    """
     scores: PackedScores | None = None
+    """The tokens that give log probabilities of prompts. None if the step has none."""
 
 
 class BatchInputs:
-    """Makes the inputs of steps; holds the block tables and the newest token of each table row.
+    """Makes the input tensors of steps. It holds the block table and the newest token of each table row.
 
-    - `table_rows`: rows of the tables.
-    - `blocks`: most blocks of a request.
-    - `groups`: groups of layers that share a block table.
-    - `step_tokens`: most tokens of a step.
-    - `prompt_unit`: a chunk that begins at position 0 computes the largest multiple of so many tokens without the cache; 0 if none.
-      With 1,024 a first chunk of 2,500 tokens is two sequences: 2,048 tokens without the cache, and 452 that read it.
-    - `drafts`: most draft tokens of a decode.
-    - `predictions`: rows of `PackedStep.following` in mixed steps.
+    - `table_rows`: number of table rows for requests. The tables have one more row, for padding.
+    - `blocks`: largest number of blocks of a request.
+    - `groups`: number of groups of layers. All layers of a group share a block table.
+    - `step_tokens`: largest number of tokens of a step.
+    - `prompt_unit`: divides a chunk that begins at position 0 into two sequences. The first has the largest multiple of `prompt_unit`
+      tokens and does not read the cache; the second has the rest and reads the cache. With 1,024, a chunk of 2,500 tokens becomes 2,048
+      tokens that do not read the cache and 452 tokens that do. With 0, all tokens read the cache.
+    - `drafts`: largest number of draft tokens of a decode.
+    - `predictions`: number of rows of `PackedStep.following` in mixed steps.
     """
 
     def __init__(
@@ -139,25 +157,30 @@ class BatchInputs:
         self._host_tables = np.zeros((groups, table_rows + 1, blocks), np.int32)
         tables = torch.from_numpy(self._host_tables)
         self.tables = tables if self._on_host else tables.to(device)
-        """Block tables `(groups, table_rows + 1, blocks)`; the last row is for padding."""
+        """Block tables on the device, `(groups, table_rows + 1, blocks)`. The last row is for padding."""
         self.newest = torch.zeros(table_rows + 1, dtype=torch.int32, device=device)
-        """The newest token of each table row."""
+        """`(table_rows + 1,)`: the newest token of each table row's request."""
         self._known: list[tuple[int, int]] = [(-1, 0)] * table_rows
-        """For each table row the computation (`RequestPart.computation`) and the number of its blocks that are in the tables."""
+        """For each table row: `RequestPart.computation` of its request, and how many of the request's blocks are in the tables.
+
+        The policy raises `computation` when it takes the request's blocks away; then the tables have none of the new blocks.
+        """
         self._starts = torch.arange(max(table_rows, drafts) + 1, dtype=torch.int32, device=device)
-        # Tokens, positions, slots, two arrays of scores, and five of samples, of which drafts need one for each token of a step.
+        """0, 1, 2, …: its first values are the query starts of a step of decodes."""
+        # An upper bound for the arrays of any step. The first term counts arrays with a value for each token: tokens, positions, slots of
+        # each group, two arrays for scores, and the arrays for samples. The second term counts arrays with a value for each sequence.
         capacity = (9 + groups) * step_tokens + (8 + groups + 2 * drafts + predictions) * (table_rows + 1)
         self._buffer = CopyBuffer(capacity, device)
         self._decodes: _Decodes | None = None
-        """The last step if it had only decodes without drafts; else None."""
+        """The last step, if it had only decodes and no drafts; else None."""
 
     @property
     def blocks(self) -> int:
-        """Columns of the block tables."""
+        """Number of columns of the block tables: the largest number of blocks of a request."""
         return self.tables.shape[2]
 
     def forget_row(self, table_row: int) -> None:
-        """Mark a table row as empty, before it is given to another request."""
+        """Note that a table row holds no blocks. The engine calls this before it gives the row to another request."""
         self._known[table_row] = (-1, 0)
 
     def pack(
@@ -170,13 +193,15 @@ class BatchInputs:
         uniform: bool = True,
         scored: Mapping[int, int] = NO_SCORES,
     ) -> PackedStep:
-        """Copy what the step needs to the device. The tensors are valid until the next call.
+        """Copy the inputs of a planned step to the device. The returned tensors are valid until the next call.
 
-        - `row_of`: the table row of each request number.
-        - `decode_sizes`: a step that has only decodes is padded to the next of these sizes, if there is one.
-        - `drafts`: draft tokens by request number. They follow the known tokens of the request's part.
-        - `uniform`: in a step that has only decodes, give each as many tokens as the most drafts take.
-        - `scored`: requests whose prompts get log probabilities, each with the first position whose logits are needed.
+        - `row_of`: table row of each request, by request number.
+        - `decode_sizes`: batch sizes, ascending. A step that has only decodes is padded to the first size that is at least its number of
+          decodes. A step that is larger than all sizes is not padded.
+        - `drafts`: draft tokens by request number. They come after the known tokens of the request's part.
+        - `uniform`: whether all decodes of a step that has only decodes, some with drafts, are padded to 1 + `self.drafts` tokens. If not,
+          the step becomes a mixed step.
+        - `scored`: for each request whose prompt gets log probabilities, the first position whose logits are still needed.
         """
         if step.unchanged and self._decodes is not None:
             if step.grown:
@@ -194,7 +219,7 @@ class BatchInputs:
         return self._pack_mixed(step, parts_with_rows, drafts, scored)
 
     def pack_padding(self, size: int, queries: int = 1) -> PackedStep:
-        """A step for the capture of a graph: `size` decodes of `queries` tokens, all padding. It writes nothing into the cache."""
+        """Make a step to capture a graph with: `size` decodes of `queries` tokens, all padding. It writes nothing into the cache."""
         values = (self.padding_row, 0, *[-1] * self.groups) if queries == 1 else (self.padding_row, -1, 0)
         arrays = [np.full(size, value, np.int32) for value in values]
         if queries > 1:
@@ -203,9 +228,13 @@ class BatchInputs:
         return PackedStep(size, 0, rows[:0], numbers[:0], (), self.blocks, None, decode_queries=queries)
 
     def resolve(self, packed: PackedStep) -> StepInputs:
-        """The step's inputs with all tokens, by operations on the device that a CUDA graph can repeat."""
+        """Return the inputs of a packed step, with each placeholder replaced by the newest token of its table row.
+
+        It uses only operations on the device, so a CUDA graph can capture them.
+        """
         if packed.mixed is not None:
-            tokens = packed.mixed.tokens  # -1 - table_row where the newest token of that row belongs
+            # A placeholder is -1 - table_row: -1 for table row 0, -2 for table row 1, …
+            tokens = packed.mixed.tokens
             newest = self.newest[(-1 - tokens).clamp_(min=0)]
             return packed.mixed._replace(tokens=torch.where(tokens < 0, newest, tokens))
         assert packed.decode_size is not None
@@ -226,10 +255,12 @@ class BatchInputs:
         )
 
     def drafted(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Four views of a step of `size` decodes with drafts; drafts that are drawn on the device are written there.
+        """Return four views into the buffer, for a step of `size` decodes with drafts.
 
-        Table rows `(size,)`, positions of the newest tokens `(size,)`, numbers of drafts `(size,)`, and drafts `(size, drafts)`. Padding
-        has position -1 and no drafts.
+        - table rows, `(size,)`;
+        - positions of the newest tokens, `(size,)`; -1 for padding;
+        - numbers of drafts, `(size,)`; 0 for padding;
+        - draft tokens, `(size, drafts)`. A drafter that draws drafts on the device writes them into this view.
         """
         rows, positions, lengths, drafts = self._buffer.views([size] * 3 + [size * self.drafts])[:4]
         return rows, positions, lengths, drafts.view(size, self.drafts)
@@ -237,10 +268,11 @@ class BatchInputs:
     def decodes(
         self, tokens: Tensor, table_rows: Tensor, positions: Tensor, written: Tensor, blocks: int
     ) -> StepInputs:
-        """Inputs of one token for each table row, made on the device. All arguments are `(sequences,)`, int32 but for `written`.
+        """Make the inputs of a step with one token for each table row, on the device. A draft model uses them to draw its drafts.
 
-        A negative position is padding. Only tokens that are `written` go into the cache. `blocks` is the number of columns of the
-        block tables that the sequences read.
+        - `tokens`, `table_rows`, `positions`: `(sequences,)` int32. A negative position is padding.
+        - `written`: `(sequences,)` bool: whether the keys and values of the token are written into the cache.
+        - `blocks`: number of columns of the block tables that the sequences read.
         """
         tables, slots = self._device_slots(table_rows, positions[:, None], written[:, None], blocks)
         return StepInputs(
@@ -256,9 +288,13 @@ class BatchInputs:
         )
 
     def _resolve_drafted(self, size: int, blocks: int) -> StepInputs:
-        """Inputs of `size` decodes of 1 + `drafts` tokens. A decode with fewer drafts has padding before its newest token."""
+        """Return the inputs of `size` decodes of 1 + `self.drafts` tokens. A decode with fewer drafts has padding before its newest token.
+
+        Example: with `self.drafts` = 3, the newest token 5 and one draft 7, the four tokens are padding, padding, 5, 7.
+        """
         rows, starts, lengths, drafts = self.drafted(size)
         queries = 1 + self.drafts
+        # 0 for the newest token, 1 for the first draft, …, below 0 for padding; -2, -1, 0, 1 in the example.  (size, queries)
         places = self._starts[:queries] - (self.drafts - lengths)[:, None]
         tokens = torch.cat((self.newest[rows][:, None], drafts), 1).gather(1, places.clamp(min=0).long())
         positions = starts[:, None] + places
@@ -279,10 +315,11 @@ class BatchInputs:
     def _device_slots(
         self, table_rows: Tensor, positions: Tensor, written: Tensor, blocks: int
     ) -> tuple[Tensor, Tensor]:
-        """Block tables `(groups, sequences, blocks)`, and slots `(groups, tokens)` of tokens at `positions` `(sequences, count)`.
+        """Return the block tables `(groups, sequences, blocks)` of table rows, and the slots of tokens, `(groups, sequences · count)`.
 
-        A slot is block · tokens_per_block + place in the block: with 16 tokens a block, position 20 of a table [3, 8] has slot 132.
-        Tokens that are not `written` have slot -1.
+        `positions` and `written` are `(sequences, count)`. A slot is block · tokens_per_block + index of the token in the block. Example:
+        with 16 tokens a block, position 20 is token 4 of the second block; in the block table [3, 8] this is block 8, so the slot is
+        8 · 16 + 4 = 132. The slot is -1 for padding, and for tokens that are not `written` into the cache.
         """
         tables = self.tables[:, table_rows.long(), :blocks]
         columns = (positions // self.tokens_per_block).clamp(min=0).long().expand(self.groups, *positions.shape)
@@ -292,7 +329,7 @@ class BatchInputs:
     def _pack_decodes(
         self, pairs: Sequence[tuple[RequestPart, int]], parts: Sequence[RequestPart], decode_sizes: Sequence[int]
     ) -> _Decodes:
-        """A step that has only decodes without drafts."""
+        """Pack a step that has only decodes, without drafts. `pairs` has the `parts`, each with its table row."""
         count = len(parts)
         size = next((size for size in decode_sizes if size >= count), count)
         numbers = np.full((2 + self.groups, size), -1, np.int32)
@@ -307,12 +344,12 @@ class BatchInputs:
         return decodes
 
     def _next_decodes(self, decodes: _Decodes) -> PackedStep:
-        """The step after `decodes`, for the same requests: each is one token further."""
+        """Pack the next step for the same requests: the position of each decode grows by 1."""
         numbers = decodes.numbers
         count = decodes.packed.decodes
         if decodes.in_block:
             decodes.in_block -= 1
-            numbers[1:, :count] += 1  # context lengths and slots
+            numbers[1:, :count] += 1  # No decode begins a new block, so its slot grows by 1 like its context length.
             self._buffer.copy(numbers)
         else:
             numbers[1, :count] += 1
@@ -320,7 +357,7 @@ class BatchInputs:
         return decodes.packed
 
     def _copy_decodes(self, decodes: _Decodes) -> None:
-        """Compute the slots of decodes and copy all their numbers to the device."""
+        """Compute the slots of decodes, and copy their table rows, context lengths and slots to the device."""
         numbers = decodes.numbers
         count = decodes.packed.decodes
         size = self.tokens_per_block
@@ -334,7 +371,7 @@ class BatchInputs:
     def _pack_drafted(
         self, parts: Sequence[tuple[RequestPart, int]], decode_sizes: Sequence[int], drafts: Mapping[int, Sequence[int]]
     ) -> PackedStep:
-        """A step that has only decodes, some with drafts. Those with drafts come first; all have 1 + `self.drafts` tokens."""
+        """Pack a step that has only decodes, some with drafts. Decodes with drafts come first. Each decode has 1 + `self.drafts` tokens."""
         parts = sorted(parts, key=lambda pair: pair[0].count == 1)
         rows = np.array([row for _, row in parts], np.int32)
         starts = np.array([part.start for part, _ in parts], np.int32)
@@ -346,11 +383,11 @@ class BatchInputs:
         tokens = np.zeros((size, self.drafts), np.int32)
         for line, (part, _), length in zip(tokens, parts, lengths.tolist(), strict=False):
             line[:length] = drafts[part.request.number][:length] if length else ()
-        # Place of each token behind the newest one of its decode, (decodes, 1 + drafts); padding is below 0.
+        # 0 for the newest token of a decode, 1 for its first draft, …, below 0 for padding; see `_resolve_drafted`.  (decodes, 1 + drafts)
         places = np.arange(1 + self.drafts, dtype=np.int32) - (self.drafts - lengths)[:, None]
         sampled = np.flatnonzero(places >= 0)
         samples, sample_indices = sample_arrays(counts[:with_drafts], 1 + self.drafts)
-        # The first four are what `drafted` finds in the buffer.
+        # `drafted` returns views of the first four arrays, so these four come first in the buffer.
         copied = self._copy(
             {
                 "rows": _padded(rows, padding, self.padding_row),
@@ -392,9 +429,10 @@ class BatchInputs:
         drafts: Mapping[int, Sequence[int]],
         scored: Mapping[int, int],
     ) -> PackedStep:
-        """A step with chunks of prompts, or with decodes of unequal numbers of tokens.
+        """Pack a step that has chunks of prompts, or decodes with different numbers of tokens.
 
-        Its pieces are in this order: decodes without drafts, decodes with drafts, chunks that read the cache, chunks that do not.
+        The sequences are in this order: decodes without drafts, decodes with drafts, chunks that read the cache, chunks that do not.
+        `_divide` makes two sequences of some chunks. The samples are in another order: decodes with drafts come first.
         """
         decodes = sorted((_Piece.of(*pair) for pair in parts[: step.decodes]), key=lambda piece: piece.count > 1)
         singles = sum(piece.count == 1 for piece in decodes)
@@ -410,7 +448,7 @@ class BatchInputs:
         positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
         known = (token for piece in pieces for token in _known_tokens(piece, drafts))
         token_rows = np.repeat(rows, counts)
-        # Samples: all tokens of decodes with drafts, then the last token of each other piece that samples.
+        # Samples: all tokens of decodes with drafts, then the last token of each other sequence that gives a new token.
         with_drafts = slice(singles, step.decodes)
         first_drafted = query_starts[singles]
         at_end = np.array([piece.samples for piece in pieces])
@@ -484,11 +522,14 @@ class BatchInputs:
         return packed._replace(drafts=packed_drafts)
 
     def _copy(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-        """The arrays on the device, which lie in the buffer in this order."""
+        """Copy arrays to the device, one after the other into the buffer, in this order. Returns them by name."""
         return dict(zip(arrays, self._buffer.copy([*arrays.values()]), strict=True))
 
     def _divide(self, part: RequestPart, table_row: int) -> tuple[_Piece, _Piece]:
-        """Divide a chunk into the tokens that read the cache and the tokens before them that do not; one of both may be empty."""
+        """Divide a chunk into two sequences: its last tokens, which read the cache, and its first tokens, which do not. One may be empty.
+
+        Only a chunk that begins at position 0 has tokens that do not read the cache; see `prompt_unit` in the class's docstring.
+        """
         alone = 0
         if self.prompt_unit and part.start == 0:
             alone = part.count - part.count % self.prompt_unit
@@ -499,12 +540,12 @@ class BatchInputs:
         )
 
     def _slots(self, table_rows: Array, positions: Array) -> Array:
-        """Slots `(groups, tokens)` of tokens of these table rows at these positions, as `_device_slots` computes them."""
+        """Compute the slots `(groups, tokens)` of tokens on the host, from their table rows and positions `(tokens,)`."""
         blocks = self._host_tables[:, table_rows, positions // self.tokens_per_block]
         return blocks * self.tokens_per_block + positions % self.tokens_per_block
 
     def _update_tables(self, parts: Sequence[tuple[RequestPart, int]]) -> None:
-        """Write the blocks that requests have got since the last step into the block tables."""
+        """Write the blocks that the policy has added to requests since the last step into the block tables."""
         changes = []
         for part, row in parts:
             computation, known = self._known[row]
@@ -521,7 +562,7 @@ class BatchInputs:
             self._copy_tables(changes)
 
     def _copy_tables(self, changes: Sequence[tuple[int, int, int]]) -> None:
-        """Copy columns [first, last) of table rows to the device."""
+        """Copy parts of the block tables to the device. A change is `(table row, first column, last column + 1)`."""
         _, rows, columns = self._host_tables.shape
         places = np.concatenate(
             [np.arange(row * columns + first, row * columns + last) for row, first, last in changes]
@@ -534,15 +575,15 @@ class BatchInputs:
 
 @dataclass(slots=True)
 class _Decodes:
-    """A step that has only decodes without drafts."""
+    """A step that has only decodes, without drafts. `pack` makes the next step of the same requests from it."""
 
     numbers: Array
-    """`(2 + groups, sequences)`: table rows, context lengths and slots; padding at the end."""
+    """`(2 + groups, sequences)`: row 0 has table rows, row 1 context lengths, each further row slots of a group; padding at the end."""
     packed: PackedStep
     padded: bool
     """Whether the step runs as a CUDA graph, which reads all columns of the block tables."""
     in_block: int = 0
-    """Number of next steps in which no decode begins a new block."""
+    """For this many steps from now on, no decode begins a new block."""
 
 
 def _padded(array: Array, count: int, value: int) -> Array:
@@ -550,24 +591,29 @@ def _padded(array: Array, count: int, value: int) -> Array:
 
 
 class _Piece(NamedTuple):
-    """Consecutive tokens of a part, which are one sequence of the step."""
+    """One sequence of the step: consecutive tokens of a request's part."""
 
     part: RequestPart
     table_row: int
     """Table row of the request."""
     start: int
+    """Position of the sequence's first token in the request."""
     count: int
+    """Number of tokens."""
     samples: bool
-    """Whether the logits of its last token give a new token."""
+    """Whether the logits of the last token give a new token."""
 
     @classmethod
     def of(cls, part: RequestPart, table_row: int) -> _Piece:
-        """The whole part."""
+        """The sequence that has all tokens of a part."""
         return cls(part, table_row, part.start, part.count, part.samples)
 
 
 def _known_tokens(piece: _Piece, drafts: Mapping[int, Sequence[int]]) -> Sequence[int]:
-    """The piece's tokens; -1 - table_row stands for the newest token if only the device has it (see `resolve`)."""
+    """Return the tokens of a sequence. If only the device knows the newest token, it is -1 - table_row (see `BatchInputs.resolve`).
+
+    `drafts` are added after the known tokens, up to `piece.count` tokens.
+    """
     known = piece.part.tokens[piece.start : piece.start + piece.count]
     missing = piece.count - len(known)
     if not missing:
@@ -577,18 +623,23 @@ def _known_tokens(piece: _Piece, drafts: Mapping[int, Sequence[int]]) -> Sequenc
 
 
 class _Score(NamedTuple):
-    """Consecutive tokens of a piece whose logits are needed."""
+    """Consecutive prompt tokens of one sequence whose logits are needed for log probabilities of the prompt."""
 
     number: int
     """Number of the request."""
     start: int
-    """Position of the first."""
+    """Position of the first of these tokens in the request."""
     indices: Array
+    """`(tokens,)`: index of each of these tokens in the step."""
     targets: Array
+    """`(tokens,)`: the prompt token that follows each of these tokens."""
 
 
 def _scores(pieces: Sequence[_Piece], query_starts: Array, scored: Mapping[int, int]) -> list[_Score]:
-    """The tokens whose logits give log probabilities of prompts, in the order of requests and positions."""
+    """Find the tokens whose logits give log probabilities of prompts. The result is sorted by request number, then by position.
+
+    The last prompt token is not among them, because no prompt token follows it. `scored` is as in `BatchInputs.pack`.
+    """
     found = []
     for piece, first in zip(pieces, query_starts.tolist(), strict=False):
         request = piece.part.request
@@ -603,6 +654,9 @@ def _scores(pieces: Sequence[_Piece], query_starts: Array, scored: Mapping[int, 
 
 
 def _following(pieces: Sequence[_Piece], ahead: int) -> Array:
-    """`(pieces,)`: the token `ahead + 1` after the last one of each piece, 0 if it is not known."""
+    """Return `(sequences,)`: the token that is `ahead + 1` positions after the last token of each sequence, or 0 if it is not known.
+
+    Example: if a request has the tokens 4, 5, 6, 7, and a sequence has the first 3 of them, the result is 7 for `ahead` = 0 and 0 for 1.
+    """
     ends = ((piece.part.tokens, piece.start + piece.count + ahead) for piece in pieces)
     return np.array([tokens[end] if end < len(tokens) else 0 for tokens, end in ends], np.int32)

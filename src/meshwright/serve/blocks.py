@@ -1,8 +1,8 @@
-"""The trainer's blocks with each residual addition fused into the next norm.
+"""The forward pass of the trainer's blocks, with each residual addition fused into the next norm.
 
-Between attention and feed-forward network, and between blocks, the residual stream is a pair `(x, delta)`: `delta` is the newest output,
-which the next norm adds to x. Results are rounded at the same places as in `models.decoder.Block`. All tensors are `(1, tokens, hidden)`. A
-norm before layers with weights in 8 bits (`serve.formats`) also rounds its result to that format.
+The functions pass the residual stream as a pair `(x, delta)`. `delta` is the output of the last attention or feed-forward network, which is
+not added to `x` yet; the next norm adds it. Results are rounded at the same places as in `models.decoder.Block`. All tensors are
+`(1, tokens, hidden)`. If the layers after a norm have 8-bit weights (`serve.formats`), the norm also rounds its result to their format.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from meshwright.spec.weight_scheme import LayerFormat
 
 
 class CopyOutputs(NamedTuple):
-    """The output of an MoE layer before its sum, which the next norm computes: outputs of experts, and of a shared expert if any."""
+    """The output of an MoE layer as separate outputs of its experts, which are not added up yet. The next norm adds them up."""
 
     copies: Tensor
-    """`(tokens, copies, hidden)`."""
+    """`(tokens, copies, hidden)`: the outputs of each token's experts."""
     shared: Tensor | None
+    """`(1, tokens, hidden)`: the output of the shared expert; None if the layer has no shared expert."""
 
     def sum(self) -> Tensor:
-        """The output `(1, tokens, hidden)`."""
+        """Return the output of the MoE layer, `(1, tokens, hidden)`."""
         total = self.copies.sum(1)[None]
         return total if self.shared is None else total + self.shared
 
 
 Delta = Tensor | CopyOutputs
-"""A branch's output that is not yet added to the residual stream."""
+"""The output of attention or of a feed-forward network that is not added to the residual stream yet."""
 
 
 def residual_stream(model: Decoder, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Delta | None]:
-    """`(x, delta)` after the last block, for tokens and positions `(tokens,)`."""
+    """Run all blocks on tokens at positions, both `(tokens,)`. Returns `(x, delta)` after the last block."""
     x = model.embed_tokens(tokens[None], positions[None])
     delta = None
     for layer in cast("Iterable[Block]", model.layers.values()):
@@ -49,7 +50,7 @@ def residual_stream(model: Decoder, tokens: Tensor, positions: Tensor) -> tuple[
 
 
 def selected(x: Tensor, delta: Delta | None, tokens: Tensor) -> tuple[Tensor, Delta | None]:
-    """`x` and `delta` of some tokens of a step."""
+    """Return the rows of `x` and `delta` for some tokens of a step. `tokens` has their indices in the step."""
     if isinstance(delta, CopyOutputs):
         shared = None if delta.shared is None else delta.shared[:, tokens]
         return x[:, tokens], CopyOutputs(delta.copies[tokens], shared)
@@ -57,7 +58,10 @@ def selected(x: Tensor, delta: Delta | None, tokens: Tensor) -> tuple[Tensor, De
 
 
 def block_forward(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Delta]:
-    """`(x, delta)` after the block. Its attention rotates and masks by itself. The first block gets no delta."""
+    """Run a block on the residual stream `(x, delta)`. Returns `(x, delta)` after the block. `delta` is None before the first block.
+
+    The attention gets no rotary tables and no mask, because the engine's attention (`serve.cached_attention`) rotates and masks itself.
+    """
     if block.routed:
         x, normed = moe_input(block, x, delta)
         return x, moe_output(block, normed)
@@ -69,7 +73,11 @@ def block_forward(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor,
 
 
 def moe_output(block: Block, normed: Tensor) -> Delta:
-    """The output of a block's MoE layer: as `CopyOutputs`, unless ranks sum it or a norm or a factor follows."""
+    """Return the output of a block's MoE layer for the normed input `(1, tokens, hidden)`.
+
+    The output is added up here if ranks all-reduce it, if a norm or a residual factor is applied to it, or if the layer cannot give
+    separate outputs. Otherwise it is a `CopyOutputs`.
+    """
     moe = block.moe
     alone = block.hooks.sum_ranks is unchanged and block.mlp_output_norm is None and block.residual_factor == 1
     if alone and (copies := moe.copy_outputs(normed)) is not None:
@@ -78,7 +86,7 @@ def moe_output(block: Block, normed: Tensor) -> Delta:
 
 
 def moe_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Tensor]:
-    """The residual stream after the attention of a block with experts, and the input of its MoE layer."""
+    """Run the attention of a block with an MoE layer. Returns the residual stream after it, and the normed input of the MoE layer."""
     rounded = None if block.parallel else input_format(block.attention)
     x, normed = add_and_norm(x, delta, block.attention_norm, rounded)
     attended = block.attended(normed, None, None)
@@ -91,7 +99,11 @@ def moe_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Ten
 def add_and_norm(
     x: Tensor, delta: Delta | None, norm: Norm | None, rounded: LayerFormat | None = None
 ) -> tuple[Tensor, Tensor | RoundedMatrix]:
-    """x + delta (x if there is no delta), and its norm, `rounded` to a format if that is given; the sum itself if there is no norm."""
+    """Return `(sum, normed)`, where sum is x + delta, or x if `delta` is None.
+
+    `normed` is the norm of the sum, or the sum itself if `norm` is None. If the format `rounded` is given, the norm also rounds `normed` to
+    it where a fused kernel exists: for a norm without bias, and if `delta` is given.
+    """
     if norm is None:
         if delta is not None:
             x = x + (delta.sum() if isinstance(delta, CopyOutputs) else delta)

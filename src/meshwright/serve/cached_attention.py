@@ -1,7 +1,7 @@
 """Attention over the paged cache, in place of the trainer's attention.
 
-A decoder's block calls its hook `attend` with q, k and v of all tokens of a step, `(1, tokens, heads, head_dim)`, after their norm and
-before their rotation: the rotation is fused with the write into the cache. Latent attention calls its hook `attend_latents` instead.
+A decoder's block calls its hook `attend` with q, k and v of all tokens of a step, `(1, tokens, heads, head_dim)`. They are normed and not
+rotated yet, because the rotation is fused with the write into the cache. Latent attention calls the hook `attend_latents` instead.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.workload.cache_size import LayerGroup
 
 INVARIANT_QUERIES = 2048
-"""Tokens whose attention an invariant step computes at a time: the partial results of their contexts take memory."""
+"""In an invariant step, one kernel call computes the attention of at most this many tokens. More would need too much memory, because the
+kernel stores partial results for parts of each token's context."""
 
 
 Rotation = Callable[[Tensor, RotaryTables], Tensor]
-"""Rotates heads `(tokens, heads, head_dim)` by tables `(tokens, 1, ·)`."""
+"""`rotate(heads, tables)` rotates heads `(tokens, heads, head_dim)` by rotary tables `(tokens, 1, ·)`."""
 AttentionCall = Callable[[Tensor, Tensor], Tensor]
-"""`attend(queries, out)` writes a layer's attention of the current step into `out` and returns it.
+"""`attend(queries, out)` computes a layer's attention for the current step, writes it into `out`, and returns `out`.
 
-Both are `(tokens, heads, …)`.
+`queries` and `out` are `(tokens, heads, …)`.
 """
 
 
@@ -53,23 +54,30 @@ class CurrentStep:
     def __init__(self, tables: Sequence[RotaryTables | None], cache: KVCache, *, invariant: bool = False) -> None:
         on_host = cache.tensors[0].device.type == "cpu"
         self.tables = tables
-        """`whole_tables` of each group of layers."""
+        """For each group of layers, its rotary tables for all positions (see `whole_tables`)."""
         self._cache = cache
         pairs = zip(cache.groups, tables, strict=True)
         self.ropes = [_written(group, rope, on_cuda=not on_host) for group, rope in pairs]
-        """Cosines and sines `(context, ·)` of each group, for the rotation of keys as they are written; None where none is fused."""
+        """For each group, the cosines and sines `(context, ·)` for the rotation that is fused with the write into the cache.
+
+        None for a group without rotation, and for a group whose layers rotate before the write.
+        """
         self.scales = cache.scales
-        """Scales of an fp8 cache."""
+        """Scales of an fp8 cache; None for other caches. See `KVCache.scales`."""
         self.invariant = invariant
-        """Whether the bits of a token's attention do not depend on the other tokens of the step."""
+        """Whether the attention of a token has the same bits whatever other tokens the step has."""
         self.exact = False
         """Whether attention has the same bits as the trainer's exact forward (`kernels.exact_attention`). Only on a CPU."""
         self.absorbs = True
-        """Whether decodes attend to latents (the absorbed form), or else to keys and values that are expanded from latents."""
-        self.at_attention: Callable[[Tensor, int, AttentionCall], Tensor] | None = None
-        """If set, called instead of attention, with the queries, the width of the results, and the attention itself.
+        """For latent attention: whether decodes attend to the latents (the absorbed form).
 
-        It returns memory for the results, which the attention fills later (`serve.prompt_graphs`).
+        If false, decodes expand keys and values from the latents, and attend to these.
+        """
+        self.at_attention: Callable[[Tensor, int, AttentionCall], Tensor] | None = None
+        """`at_attention(queries, width, attend)`: if set, layers call it instead of computing attention.
+
+        `serve.prompt_graphs` sets it to end a CUDA graph before each attention. `width` is the last dimension of the result, and `attend`
+        computes the attention. The call returns memory for the result; `attend` fills this memory later.
         """
         self._host_ropes = [signed_tables(rope) if on_host and rope is not None else None for rope in self.ropes]
         self._host_decodes_work = on_host and cache.scales is None
@@ -79,7 +87,7 @@ class CurrentStep:
 
     @property
     def inputs(self) -> StepInputs:
-        """The current step."""
+        """The inputs of the current step."""
         return self._inputs
 
     @inputs.setter
@@ -89,7 +97,7 @@ class CurrentStep:
         self._lone_tokens = None
 
     def host_decodes(self, group: int) -> HostDecodes | None:
-        """What the layers of a group share in a step on a CPU that has only decodes; None for other steps."""
+        """Return the tensors that all layers of a group share in a step that has only decodes, on a CPU; None for other steps."""
         step = self._inputs
         if self.exact or not self._host_decodes_work or step.decodes != len(step.tokens):
             return None
@@ -100,21 +108,21 @@ class CurrentStep:
         return self._host_decodes[group]
 
     def lone_tokens(self) -> LoneTokens:
-        """The step with each token as a decode of its own. All layers share it."""
+        """Return the current step with each token as a sequence of its own. It is computed once and used by all layers."""
         if self._lone_tokens is None:
             self._lone_tokens = _split_into_tokens(self._inputs)
         return self._lone_tokens
 
 
 class LoneTokens(NamedTuple):
-    """Each token of a step as a sequence of its own."""
+    """The inputs of a step in which each token is a sequence of its own."""
 
     block_tables: tuple[Tensor, ...]
-    """Block tables of each group, `(tokens, blocks)`."""
+    """For each group of layers, the block table of each token's request, `(tokens, blocks)`."""
     context_lengths: Tensor
-    """`(tokens,)` int32: tokens of the text up to this one; 0 for padding."""
+    """`(tokens,)` int32: number of tokens of the request up to this token, itself included; 0 for padding."""
     starts: Tensor
-    """`(tokens + 1,)` int32: 0, 1, 2, …"""
+    """`(tokens + 1,)` int32: the query starts 0, 1, 2, …"""
 
 
 def _split_into_tokens(step: StepInputs) -> LoneTokens:
@@ -127,15 +135,18 @@ def _split_into_tokens(step: StepInputs) -> LoneTokens:
 
 
 class CachedAttention:
-    """`attend` of one layer: writes keys and values into the cache and attends to all tokens of each request.
+    """The hook `attend` of one layer: it writes the step's keys and values into the cache, and attends to all tokens of each request.
 
-    - `norms`: norms of queries and keys, if the layer leaves them to this object.
-    - `query_factor`: multiplies the queries, if the layer leaves that to this object.
-    - `rotation`: a rotation before the write into the cache, and its tables `(context, ·)`; None if the write rotates, or nothing does.
-    - `neighbours`: whether the write rotates pairs of neighbours, see `rotate_and_write`.
-    - `query_growth` `(context, 1)`: factors of queries by position.
-    - `cap`: bound of the scores.
-    - `rotated_norms`: norms of queries and keys after `rotation`.
+    - `group`: index of the layer's group in `KVCache.groups`.
+    - `window`: number of tokens that a query attends to; None for all.
+    - `norms`: norms of queries and keys, if this object applies them in place of the attention module; else None.
+    - `query_factor`: factor of the queries, if this object applies it in place of the attention module; else 1.
+    - `rotation`: the rotation that is applied before the write into the cache, and its tables `(context, ·)`. None if the write rotates,
+      and for a layer without rotation.
+    - `neighbours`: whether the write rotates pairs of neighbouring elements; see `rotate_and_write`.
+    - `query_growth`: `(context, 1)`: a factor of the queries at each position.
+    - `cap`: upper bound of the attention scores; None for no bound.
+    - `rotated_norms`: norms of queries and keys that are applied after `rotation`.
     """
 
     def __init__(
@@ -166,7 +177,10 @@ class CachedAttention:
 
     @classmethod
     def of(cls, attention: Attention, step: CurrentStep, cache: KVCache, layer: int) -> CachedAttention:
-        """`attend` for the attention module of `layer`. The caller then calls `leave_to`."""
+        """Make the hook for the attention module of layer number `layer`.
+
+        The caller must then call `leave_to`, so that the module does not apply its norms a second time.
+        """
         group, cache_layer = cache.layer(layer)
         norms = None
         query_factor = 1.0
@@ -204,7 +218,10 @@ class CachedAttention:
         sinks: Tensor | None = None,
         plain: bool,
     ) -> Tensor:
-        """Attention output of q `(1, tokens, heads, head_dim)`, shaped like q; k and v are `(1, tokens, kv_heads, head_dim)`."""
+        """Return the attention output, `(1, tokens, heads, head_dim)` like q. k and v are `(1, tokens, kv_heads, head_dim)`.
+
+        `mask` is not used: the masks follow from the step's inputs. `plain` selects the kernels' PyTorch implementations.
+        """
         q = q[0]
         k = k[0]
         v = v[0]
@@ -223,8 +240,9 @@ class CachedAttention:
         if not plain and (decodes := self._step.host_decodes(self._group)) is not None:
             return decodes.attend(q, k, v, self._cache, sinks, self._cap)[None]
         step = self._step.inputs
-        # With an fp8 cache and in invariant steps all keys are read from the cache, so that results do not depend on where chunks begin.
-        # With sinks or a cap on CUDA too: only the kernels that read the cache have them together with a window.
+        # Chunks that begin at position 0 may use the step's own keys, instead of keys from the cache. Not so with an fp8 cache and in
+        # invariant steps, so that results do not depend on where chunks begin. And not with sinks or a cap on CUDA: only the kernels that
+        # read the cache support these together with a window.
         from_cache = self._step.scales is not None or self._step.invariant
         from_cache = from_cache or (k.is_cuda and (sinks is not None or self._cap is not None))
         keys = torch.empty_like(k) if step.prompts and not from_cache else None
@@ -267,7 +285,7 @@ class CachedAttention:
         return out[None]
 
     def _attend_all(self, sinks: Tensor | None, plain: bool, q: Tensor, out: Tensor | None = None) -> Tensor:
-        """Attention of all sequences of the step, with keys and values from the cache."""
+        """Return the attention of all sequences of the step, with keys and values from the cache. `out` is memory for the result."""
         step = self._step.inputs
         sequences = step.block_tables[self._group], step.context_lengths, step.query_starts
         return self._attend_to_cache(q, sequences, sinks, plain, out)
@@ -280,7 +298,10 @@ class CachedAttention:
         plain: bool,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attention with keys and values from the cache. `sequences` has block tables, context lengths and starts of queries."""
+        """Return the attention of some sequences, with keys and values from the cache.
+
+        `q` has the queries of these sequences. `sequences` has their block tables, context lengths and query starts, as in `StepInputs`.
+        """
         step = self._step.inputs
         return paged_attention(
             q,
@@ -297,7 +318,7 @@ class CachedAttention:
         )
 
     def _attend_exactly(self, q: Tensor) -> Tensor:
-        """Attention with the same bits as the trainer's exact forward; 0 for padding, which is at the end of q."""
+        """Return attention with the same bits as the trainer's exact forward. Padding, at the end of q, gets 0."""
         step = self._step.inputs
         out = torch.zeros_like(q)
         starts = step.query_starts.tolist()
@@ -323,7 +344,10 @@ class CachedAttention:
         return out
 
     def _stored(self, table: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Cached keys and values `(sequences, longest, kv_heads, head_dim)` by block tables; 0 after the length of each sequence."""
+        """Read keys and values from the cache by block tables. Both are `(sequences, longest, kv_heads, head_dim)`.
+
+        `lengths` `(sequences,)` has the number of tokens of each sequence, `longest` the largest of them. Shorter sequences end with zeros.
+        """
         blocks = table[:, : -(-longest // self._cache.shape[3])].long()
         # (sequences, blocks, 2, kv_heads, tokens, head_dim)
         stored = self._cache[blocks].permute(2, 0, 1, 4, 3, 5).flatten(2, 3)[:, :, :longest]
@@ -332,7 +356,11 @@ class CachedAttention:
         return keys, values
 
     def _attend_alone(self, q: Tensor, sinks: Tensor | None, plain: bool) -> Tensor:
-        """Attention of each token by the kernel for decodes, which adds in the same order as if the token were alone in the step."""
+        """Return the attention of each token, computed as a decode of its own.
+
+        The kernel for decodes adds in an order that depends on the token's context only. So the bits are the same as if the step had no
+        other tokens.
+        """
         lone = self._step.lone_tokens()
         tables = lone.block_tables[self._group]
         parts = []
@@ -346,14 +374,17 @@ class CachedAttention:
 
 
 class CachedLatents:
-    """`attend_latents` of one layer: writes latents and rotated keys into the cache and attends to all tokens of each request.
+    """The hook `attend_latents` of one layer: it writes the step's latents and rotated keys into the cache, then attends.
 
-    It has three forms:
+    Attention has three forms:
 
-    - Expanded from this step: prompts that begin in this step, without graphs and with a cache that is not fp8. As in training, keys and
-      values of each head are expanded from the latents. It needs about a third of the multiplications of the absorbed form.
-    - Absorbed: all other tokens attend to the latents themselves.
-    - Expanded from the cache: decodes of an engine with `absorb: false`.
+    | form | tokens | how |
+    |---|---|---|
+    | expanded from this step | prompts that begin in this step | expands keys and values of each head from latents, as in training |
+    | expanded from the cache | a step of decodes only, if `absorb` is false | the same, for all tokens of each context |
+    | absorbed | all other tokens | attends to the latents themselves |
+
+    The first form needs about a third of the multiplications of the absorbed form. It is not used with CUDA graphs, nor with an fp8 cache.
     """
 
     def __init__(self, step: CurrentStep, cache_layer: Tensor, group: int) -> None:
@@ -370,7 +401,7 @@ class CachedLatents:
         rope: RotaryTables | None,
         mask: AttentionMask | None,
     ) -> Tensor:
-        """Attention output `(1, tokens, heads · value_head_dim)`; see `models.latent_attention.expand_and_attend`."""
+        """Return the attention output, `(1, tokens, heads · value_head_dim)`. See `models.latent_attention.expand_and_attend`."""
         step = self._step.inputs
         plain = attention.plain
         latent = latent[0]
@@ -399,7 +430,10 @@ class CachedLatents:
         return torch.cat(parts)[None]
 
     def _attend_to_cache(self, attention: LatentAttention, q_plain: Tensor, q_rotated: Tensor) -> Tensor:
-        """Attention of the first tokens of the step to the cache, `(tokens, heads · value_head_dim)`."""
+        """Return the attention of the first `len(q_plain)` tokens of the step, read from the cache. `(tokens, heads · value_head_dim)`.
+
+        `q_plain` and `q_rotated` are the parts of the queries without and with rotary positions.
+        """
         step = self._step.inputs
         if not self._step.absorbs and step.decode_queries == 1 and step.decodes == len(step.tokens):
             return self._attend_expanded(attention, q_plain, q_rotated)
@@ -412,14 +446,17 @@ class CachedLatents:
         return attention.expand_values(self._absorbed(attention, q, q_rotated, sequences))
 
     def _absorb_all(self, attention: LatentAttention, q: Tensor, out: Tensor) -> Tensor:
-        """Sums of latents `(tokens, heads, kv_rank)` of all queries; q has their absorbed and rotated parts, joined."""
+        """Return the attention-weighted sums of latents for all queries of the step, `(tokens, heads, kv_rank)`.
+
+        `q` `(tokens, heads, kv_rank + rotated)` has the absorbed part of each query, then its rotated part.
+        """
         absorbed, rotated = q.split((attention.kv_rank, attention.rotated), dim=-1)
         return self._absorbed(attention, absorbed, rotated, None, out)
 
     def _absorbed(
         self, attention: LatentAttention, q: Tensor, q_rotated: Tensor, sequences: int | None, out: Tensor | None = None
     ) -> Tensor:
-        """Sums of latents `(tokens, heads, kv_rank)` of the first `sequences`; None for all."""
+        """Return the attention-weighted sums of latents, `(tokens, heads, kv_rank)`, for the step's first `sequences`, or all if None."""
         step = self._step.inputs
         return latent_attention(
             q,
@@ -435,7 +472,10 @@ class CachedLatents:
         )
 
     def _attend_expanded(self, attention: LatentAttention, q_plain: Tensor, q_rotated: Tensor) -> Tensor:
-        """A step that has only decodes: expands keys and values of each head for all tokens of the contexts, as in training."""
+        """Return the attention of a step that has only decodes, `(tokens, heads · value_head_dim)`.
+
+        It expands keys and values of each head from the cached latents of all tokens of each context, as in training.
+        """
         step = self._step.inputs
         size = self._cache.shape[1]
         lengths = step.context_lengths.clamp(min=1)  # padding has length 0, and a softmax over nothing is NaN
@@ -454,9 +494,10 @@ class CachedLatents:
 def use_cached_attention(
     model: Decoder, cache: KVCache, context: int, *, invariant: bool = False, predictions: int = 0
 ) -> CurrentStep:
-    """Let all layers of `model` and its first `predictions` modules attend to the cache.
+    """Replace the attention of all layers of `model`, and of its first `predictions` prediction modules, by attention over the cache.
 
-    `context` is the longest sequence. The model then computes only steps whose inputs are set in the result.
+    `context` is the largest number of tokens of a sequence. Before each forward pass, the caller sets `inputs` of the returned object to
+    the inputs of the step.
     """
     weight = model.embed.weight
     ropes = whole_tables(cache, context, weight.dtype)
@@ -476,23 +517,27 @@ def use_cached_attention(
 
 
 def whole_tables(cache: KVCache, context: int, dtype: torch.dtype) -> list[RotaryTables | None]:
-    """The rotary tables `(context, ·)` of each group of layers, for activations of `dtype`; None without rotation."""
+    """Return the rotary tables of each group of layers for positions 0 to `context` - 1, for activations of `dtype`. `(context, ·)`.
+
+    A group without rotation has None.
+    """
     positions = torch.arange(context, device=cache.tensors[0].device)
     tables = [tables_of(group.mixer.rotary, positions, dtype, context) for group in cache.groups]
     return [None if rope is None else tuple(table[0, :, 0] for table in rope) for rope in tables]
 
 
 def leave_to(attend: CachedAttention, attention: Attention) -> None:
-    """Switch off in an attention module what `attend` does instead: norms of queries and keys, and the factor of queries."""
+    """Switch off the norms and the query factor of an attention module if the hook `attend` applies them instead."""
     if attend.norms is not None or attend.rotated_norms is not None:
         attention.qk_norm = False
         attention.query_factor = 1.0
 
 
 def _written(group: LayerGroup, rope: RotaryTables | None, *, on_cuda: bool) -> RotaryTables | None:
-    """Cosines and sines for the rotation of a group's keys as they are written; None where the layers rotate before the write.
+    """Return the cosines and sines of a group whose rotation is fused with the write into the cache.
 
-    On a CPU the kernels of decodes can rotate whole heads only, by halves.
+    The result is None for a group without rotation, and for a group whose layers must rotate before the write. On a CPU the kernels of
+    decodes only support rotation of whole heads, where element i is rotated with element i + head_dim / 2.
     """
     mixer = group.mixer
     rotates_before = isinstance(mixer, AttentionSpec) and not mixer.rotates_as_written(on_cuda=on_cuda)
@@ -500,6 +545,6 @@ def _written(group: LayerGroup, rope: RotaryTables | None, *, on_cuda: bool) -> 
 
 
 def _head_norms(attention: Attention) -> HeadNorms:
-    """The norms of queries and keys for the kernel that writes the cache."""
+    """Return the norms of queries and keys as the kernel that writes the cache takes them."""
     norm = attention.q_norm
     return HeadNorms(norm.weight, attention.k_norm.weight, norm.eps, plus_one=norm.plus_one)

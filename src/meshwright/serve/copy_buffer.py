@@ -1,4 +1,4 @@
-"""Copies of a step's numbers to the device, without waiting for it."""
+"""A buffer that copies the arrays of a step to the device. The host does not wait for the copy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 BUFFERS = 3
-"""Pinned buffers that are used in turn: a step is prepared while the copies of the two before it may be under way."""
+"""Number of pinned buffers on the host, which steps use in turn. While a step is prepared, copies of two earlier steps may be running."""
 
 
 class CopyBuffer:
-    """Copies arrays of int32 to the device in one piece; on a CPU it only concatenates them."""
+    """Copies several int32 arrays to the device in one copy. On a CPU it only concatenates them. It has room for `capacity` values."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -23,10 +23,10 @@ class CopyBuffer:
         self._copied = [torch.cuda.Event() for _ in self._hosts] if cuda else []
         self._turn = 0
         self._views: tuple[list[int], list[Tensor]] = ([], [])
-        """Sizes and views of the last parts, reused as most steps are decodes of as many requests as the step before."""
+        """Sizes and result of the last call of `views`. They are reused, because most steps have the same sizes as the step before."""
 
     def copy(self, arrays: Sequence[np.ndarray] | np.ndarray) -> list[Tensor]:
-        """The arrays on the device, valid until the next call."""
+        """Copy the arrays to the device. Returns them there, in order, valid until the next call."""
         if self._copied:
             self._copied[self._turn].synchronize()
         sizes = [len(array) for array in arrays]
@@ -39,7 +39,7 @@ class CopyBuffer:
         return self.views(sizes)
 
     def views(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Consecutive parts of the buffer on the device."""
+        """Return consecutive parts of the device's buffer, from its beginning on. `sizes` has the number of values of each part."""
         sizes = list(sizes)
         if self._views[0] != sizes:
             self._views = sizes, list(self._device[: sum(sizes)].split(sizes))

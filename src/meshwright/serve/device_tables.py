@@ -1,4 +1,4 @@
-"""Tables with a row for each request, which the host changes and the device reads. No change waits for the device."""
+"""Tables with a row for each request, which the host writes and the device reads. The host never waits for the device."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from torch.nn import functional
 
 
 class MirroredTable:
-    """A table `(columns, table_rows)` that the host changes and the device reads, always at the same address."""
+    """A table `(columns, table_rows)` of fixed size: the host writes rows, and `copy` copies the table to the same memory of the device."""
 
     def __init__(self, columns: int, table_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self._host = torch.zeros(columns, table_rows, dtype=dtype)
         self.here = self._host if device.type == "cpu" else torch.zeros(columns, table_rows, dtype=dtype, device=device)
-        """The table on the device, as of the last copy."""
+        """The table on the device, with the values of the last call of `copy`."""
         self._changed = False
 
     def set(self, table_row: int, values: Sequence[float]) -> None:
-        """Change a row on the host."""
+        """Set the values of a row on the host. The next call of `copy` copies them to the device."""
         self._host[:, table_row] = torch.tensor(values, dtype=self._host.dtype)
         self._changed = True
 
     def copy(self) -> None:
-        """Copy changes to the device."""
+        """Copy the table to the device if a row has changed since the last copy."""
         if self._changed and self.here is not self._host:
             copy_to_device(self._host, self.here)
         self._changed = False
 
 
 class WideTable:
-    """A list of values for each table row on the device, as wide as the longest list so far."""
+    """A table on the device with a list of values for each table row. The table grows with the longest list."""
 
     def __init__(self, table_rows: int, dtype: torch.dtype, device: torch.device, *, padding: int) -> None:
         self.values = torch.zeros(table_rows, 0, dtype=dtype, device=device)
-        """`(table_rows, width)`; lists end with padding."""
+        """`(table_rows, width)`: the list of each row, then padding."""
         self.rows: set[int] = set()
-        """Table rows of requests that have a list."""
+        """Table rows whose request has a list that is not empty."""
         self._padding = padding
         self._filled: set[int] = set()
-        """Table rows that are more than padding."""
+        """Table rows that have values other than padding. The request of such a row may have ended."""
 
     def set(self, table_row: int, values: Collection[float]) -> None:
-        """Change a row."""
+        """Set the list of a row."""
         self.release(table_row)
         if values:
             self.rows.add(table_row)
@@ -51,7 +51,7 @@ class WideTable:
             return
         width = self.values.shape[1]
         if len(values) > width:
-            # Twice as wide, so that few requests make it wider.
+            # At least twice as wide as before, so that the table seldom grows.
             width = max(len(values), 2 * width)
             self.values = functional.pad(self.values, (0, width - self.values.shape[1]), value=self._padding)
         padded = [*values, *[self._padding] * (width - len(values))]
@@ -59,11 +59,11 @@ class WideTable:
         (self._filled.add if values else self._filled.discard)(table_row)
 
     def release(self, table_row: int) -> None:
-        """Note that the request of a row has ended; its list stays until the next one comes."""
+        """Note that the request of a row has ended. Its list stays on the device until the row is set again."""
         self.rows.discard(table_row)
 
 
 def copy_to_device(values: Tensor, target: Tensor) -> None:
-    """Copy values of the host to a tensor on the device without waiting for it."""
-    # A fresh pinned copy: the next change may come while this one is under way.
+    """Copy `values`, on the host, to `target` on the device, without waiting for the device."""
+    # The copy reads from a new pinned tensor, because the caller may change `values` before the copy has run.
     target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Choice of the source of draft tokens for speculative decoding, and checks of its settings."""
+"""`drafter_for` makes the drafter that the settings of speculative decoding ask for; the other functions check these settings."""
 
 from __future__ import annotations
 
@@ -30,13 +30,23 @@ def drafter_for(
     context: int,
     graph_sizes: tuple[int, ...] = (),
 ) -> Drafter:
-    """The drafter of an engine; `runner` computes the model.
+    """Make the drafter of an engine.
 
-    A draft model's cache has as many blocks in each group as the model's, `blocks`, and its steps have CUDA graphs for `graph_sizes`.
+    | `options` | drafter |
+    |---|---|
+    | None | no drafts |
+    | with `mtp` | the model's prediction modules |
+    | with a `draft_model` | the draft model |
+    | otherwise | prompt lookup |
+
+    - `model`, `runner`: the main model, and the object that computes its steps.
+    - `blocks`: number of cache blocks of each group of layers. The draft model's cache has the same numbers.
+    - `context`: largest number of tokens of a sequence.
+    - `graph_sizes`: batch sizes for which the draft model gets CUDA graphs.
     """
     if options is None:
         return NoDrafter()
-    # Prediction modules compute every step, with drafts or without.
+    # The share is 0 for prediction modules: they compute every step, with drafts or without, so drafts cost nothing more.
     share = 0.0 if draft_model is None else _bytes_of(draft_model) / _bytes_of(model)
     cost = GPU_STEP_COST if inputs.device.type == "cuda" else CPU_STEP_COST
     least = least_accepted(options.tokens, cost, share) if options.least is None else options.least
@@ -58,7 +68,11 @@ def drafter_for(
 
 
 def check_speculation(options: EngineOptions, spec: ModelSpec, draft_model: Decoder | None) -> None:
-    """Raise BadInput for drafts that exclude each other, or that the engine's model has no modules for."""
+    """Check the settings of speculative decoding.
+
+    Raises BadInput if a draft model or prediction modules are combined with `invariant`, if both are asked for, or if the model has fewer
+    prediction modules than `options.predictions`.
+    """
     if options.invariant and (draft_model is not None or options.predictions):
         raise BadInput(
             "invariant results cannot have a draft model or mtp: which of their drafts are accepted depends on the batch",
@@ -71,7 +85,11 @@ def check_speculation(options: EngineOptions, spec: ModelSpec, draft_model: Deco
 
 
 def check_draft_model(draft: ModelSpec, spec: ModelSpec, context: int) -> None:
-    """Raise BadInput if a model cannot be the draft model of another in sequences of up to `context` tokens."""
+    """Raise BadInput if the model `draft` cannot be the draft model of the model `spec`, for sequences of up to `context` tokens.
+
+    The draft model needs the same vocabulary, a context of at least `context` tokens, and in each group of layers a window that is not
+    larger than the window of the main model.
+    """
     if draft.vocab_size != spec.vocab_size:
         raise BadInput(
             f"draft model: expected the model's vocabulary of {spec.vocab_size} tokens, got {draft.vocab_size}; "
@@ -94,7 +112,10 @@ def check_draft_model(draft: ModelSpec, spec: ModelSpec, context: int) -> None:
 
 
 def _bytes_of(model: Decoder) -> int:
-    """Bytes of the weights that a decode reads: all but embeddings, of which it reads single rows."""
+    """Return the bytes of the weights that a decode reads: all weights but the embedding, of which a decode reads only single rows.
+
+    If the head is tied to the embedding, the embedding counts too.
+    """
     tied = model.head.weight is None
     return sum(
         parameter.numel() * parameter.element_size()

@@ -1,10 +1,10 @@
-"""The inference engine: requests go in, tokens and text come out, step by step.
+"""The inference engine: it takes requests, and returns their new tokens and text step by step.
 
-On a GPU the host launches step n + 1 before it reads the tokens of step n, so the device does not wait for the host. The newest tokens
-stay on the device. If step n has ended a request, step n + 1 still computes one token for it; the engine discards that token.
+The engine computes a step in two parts. `_launch` plans the step, runs the model and draws tokens. `_complete` reads the tokens, finds
+which requests have ended, and reports to the policy.
 
-A step: `_launch` plans it, runs the model and draws tokens; `_complete` reads the tokens, finds which requests have ended, and tells the
-policy.
+On a GPU, steps overlap: the host launches step n + 1 before it reads the tokens of step n, so the device does not wait for the host. The
+newest tokens stay on the device. If a request ends in step n, step n + 1 still computes one token for it; the engine discards that token.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Continues sequences with one model on one device. It may be used by one thread at a time.
+    """Generates tokens with one model on one device. Only one thread may use it at a time.
 
-    The engine replaces the model's attention. From then on the model works in the engine's steps only. Prompts given as
-    text, sequences in the updates, stop strings and grammars need a `tokenizer`. With a `draft_model` decoding is
-    speculative, by `options.speculation` or its defaults.
+    - `model`: the engine replaces its attention, so from then on only the engine can use the model.
+    - `tokenizer`: needed for prompts given as text, for text in the updates, for stop strings and for grammars.
+    - `draft_model`: proposes draft tokens for speculative decoding, with the settings `options.speculation` or the defaults.
+    - `clock`: returns the time in seconds, for deadlines.
     """
 
     runner_class: type[ModelRunner] = ModelRunner
-    """Class of the runner of the forward pass."""
+    """Class of the object that runs the forward pass. Subclasses of the engine may set another one."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class Engine:
             ),
             CacheBlocks(cache_groups, options.tokens_per_block),
         )
-        # Requests of the step in flight and of the next one have table rows at the same time.
+        # The requests of the step in flight, and other requests in the next step, may need table rows at the same time.
         rows = 2 * options.sequences
         self._cache = cache = KVCache(
             model.spec,
@@ -152,20 +153,21 @@ class Engine:
             context=self.context,
             graph_sizes=sizes,
         )
-        # For each request the drafts, the next token and the number of accepted drafts.
+        # Each request may need memory for its drafts, for the token after them, and for the number of accepted drafts.
         self._readback = TokenReadback(options.sequences * (2 + self._drafter.longest), weight.device)
         self._next_number = 0
         self._in_flight: LaunchedStep | None = None
         self._grammar_requests = 0
-        """Unfinished requests with a grammar."""
+        """Number of unfinished requests that have a grammar."""
         self._scored: dict[int, int] = {}
-        """Requests whose prompts get log probabilities, and how many of the likeliest tokens each wants at a position."""
+        """The requests whose prompts get log probabilities: by request number, how many of the likeliest tokens are wanted per position."""
         self._grammars: GrammarTokens | None = None
-        """The vocabulary as grammars need it; None until the first request with a grammar."""
+        """The vocabulary in the form that grammars need; None until the first request with a grammar."""
         self._failures: dict[int, RequestFailure] = {}
-        """Failures of single requests on the host (`_own_work`), until their end is reported."""
+        """By request number: errors in the host's work for one request (`_own_work`), until the end of the request is reported."""
         if graphs:
-            with without_garbage_collection():  # one collection for all captures
+            with without_garbage_collection():
+                # Each capture would collect garbage first; here it happens once for all captures.
                 self._runner.capture_graphs()
                 self._drafter.capture_graphs()
         if cuda:
@@ -173,20 +175,20 @@ class Engine:
 
     @property
     def drafts(self) -> tuple[int, int]:
-        """Draft tokens that were proposed, and those of them that were accepted."""
+        """Number of draft tokens that were proposed so far, and number of draft tokens that were accepted."""
         return self._drafter.proposed, self._drafter.accepted
 
     @property
     def unfinished(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._generations)
 
     def submit(self, prompt: str | Sequence[int], *, new_tokens: int, **options: Any) -> int:
-        """Queue a request for at most `new_tokens` tokens after a prompt. Returns the request's number, which its updates have.
+        """Queue a request for at most `new_tokens` tokens after a prompt. Returns the request's number, which its updates carry.
 
-        `options` are the other fields of `TextRequest`. The request ends with the reason "length" after `new_tokens`, or when the
-        context is full. Raises BadInput for a prompt that the model or the cache cannot hold, and BadGrammar for a grammar that cannot be
-        followed.
+        `options` are the other fields of `TextRequest`. The request ends with the reason "length" after `new_tokens` tokens, or when the
+        context is full. Raises BadInput for a prompt that does not fit the model's context or the cache, and BadGrammar for a grammar that
+        cannot be followed.
         """
         ids = prompt_ids(prompt, self._tokenizer)
         return self._queue(TextRequest(prompt=ids, new_tokens=new_tokens, **options))
@@ -205,7 +207,7 @@ class Engine:
         return number
 
     def _prepare(self, request: TextRequest) -> tuple[Generation, Request]:
-        """Return the generation of a request, and the policy's request; raises as `submit`."""
+        """Check a request. Returns its state in the engine (`Generation`) and in the policy (`Request`). Raises the errors of `submit`."""
         ids = tuple(request.prompt)
         sampling = request.sampling
         grammar = request.grammar
@@ -239,9 +241,10 @@ class Engine:
     def submit_samples(
         self, prompt: str | Sequence[int], count: int, *, sampling: SamplingOptions, **options: Any
     ) -> list[int]:
-        """Queue `count` requests with the same prompt. Returns their numbers. The prompt is computed once.
+        """Queue `count` requests with the same prompt, which is computed only once. Returns the numbers of the requests.
 
-        Request i gives the same text as a single request with the sampling options `sampling.sample(i)`. `options` are those of `submit`.
+        Request i gives the same text as a single request with the sampling options `sampling.sample(i)`. `options` is as in `submit`.
+        Raises BadInput if `count` is below 1, and the errors of `submit`; then no request stays in the queue.
         """
         if count < 1:
             raise BadInput(f"samples: expected at least 1, got {count}")
@@ -251,24 +254,25 @@ class Engine:
             for index in range(count):
                 first = {"samples_of": numbers[0]} if numbers else {}
                 numbers.append(self.submit(ids, sampling=sampling.sample(index), **first, **options))
-        except Exception:  # without its number nobody could end a sample
+        except Exception:  # The caller gets no numbers, so it could not abort the samples that are queued already.
             for number in numbers:
                 self.abort(number)
             raise
         return numbers
 
     def abort(self, number: int) -> None:
-        """End a request; the next step reports its end. A number that is unknown, or whose request has ended, is ignored."""
+        """End a request. The next step returns its last update. A number is ignored if no unfinished request has it."""
         self._policy.abort(number)
 
     def load_weights(self, folder: Path) -> None:
-        """From the next step on, use the weights in `folder`: a run, a checkpoint or a Hugging Face folder of the same model.
+        """Load new weights from `folder`, which the next step uses. The folder is a run, a checkpoint or a Hugging Face folder.
 
         The weights are copied into the existing parameters, so CUDA graphs stay valid. The prefix cache is emptied. Running requests keep
-        their text and compute its keys and values again, so their next tokens depend on the new weights only.
+        their tokens and compute the keys and values of these again, so their next tokens depend on the new weights only.
 
-        All files are verified before the first parameter changes. Raises BadInput for another model and Damaged for damaged files; the
-        engine then keeps its weights. If reading fails after that, `step` raises until weights are loaded.
+        All files are verified before the first parameter changes. Raises BadInput if the folder has another model, and Damaged for damaged
+        files; in both cases the engine keeps its old weights. If reading fails later, while parameters change, `step` raises RuntimeError
+        until a call of `load_weights` succeeds.
         """
         device = self._model.embed.weight.device
         with open_newer(folder, predictions=self.spec.prediction_depth, device=device) as stored:
@@ -277,9 +281,10 @@ class Engine:
             self.replace_weights(stored.tensors(formats=rounded_parameters(self._model)))
 
     def replace_weights(self, tensors: Iterable[tuple[str, Tensor | RoundedMatrix]]) -> None:
-        """From the next step on, use these parameters, as `load_weights` does. `tensors` has the name and the whole tensor of each.
+        """Replace the weights by `tensors`: pairs of a parameter's name and its whole tensor. The next step uses them.
 
-        If `tensors` raises, `step` raises until weights are replaced.
+        The effect on running requests is that of `load_weights`. If the iterator raises, `step` raises RuntimeError until a call of
+        `replace_weights` or `load_weights` succeeds.
         """
         self._policy.forget_cache()
         self._weights_whole = False
@@ -288,11 +293,11 @@ class Engine:
         self._weights_whole = True
 
     def prefix_blocks(self) -> PrefixBlocks:
-        """The prefix cache, for other processes. Its blocks are valid until `load_weights`."""
+        """Return the prefix cache, so that other processes can read and fill its blocks. The blocks are valid until `load_weights`."""
         return PrefixBlocks(self._model, self._policy, self._cache)
 
     def figures(self) -> EngineFigures:
-        """Current load of the engine."""
+        """Return the current load of the engine. The cache usage is the fraction of used blocks, in the group of layers that uses most."""
         policy = self._policy
         pools = policy.cache.pools
         usage = max(1 - pool.free / pool.blocks for pool in pools)
@@ -301,7 +306,7 @@ class Engine:
         return EngineFigures(*load, policy.cached_tokens, *self.drafts, policy.looked_up_tokens)
 
     def run(self) -> Iterator[Update]:
-        """Yields the updates of all steps until no request is left."""
+        """Compute steps until no request is left, and yield the updates of each."""
         while self.unfinished:
             yield from self.step()
 
@@ -309,20 +314,23 @@ class Engine:
     def step(self) -> list[Update]:
         """Compute one step. Returns the updates of requests that got tokens or have ended.
 
-        With overlap the call launches a step and returns the tokens of the step that the call before it has launched. If a prompt waits
-        and these tokens are there already, the call launches nothing. If a step raises, its requests end with the reason "failed". An
-        error in the host's work for one request ends that request only.
+        Without overlap, the call launches a step and returns its tokens. With overlap, call n launches step n and returns the tokens of
+        step n - 1. But if a prompt waits, and the device has already computed the tokens of step n - 1, the call only returns these tokens
+        and launches nothing.
+
+        If the computation of a step raises, all requests of the step end with the reason "failed". If the host's work for one request
+        raises, only this request ends. Raises RuntimeError if the last call of `load_weights` has replaced only a part of the weights.
         """
         if not self._weights_whole:
             raise RuntimeError("the weights were replaced in part only; load weights again")
         updates: list[Update] = []
-        # The newest token must be known before a grammar allows the next one, and before drafts are proposed.
+        # The host must know the newest token before a grammar can say which tokens may follow, and before drafts are proposed.
         drafting = self._drafter.begin_step(len(self._policy.decodes))
         overlap = self._overlap and not self._grammar_requests and not drafting
         if not overlap:
             self._complete_in_flight(updates)
         elif self._policy.prompts_wait and self._tokens_have_come():
-            # To launch a prompt takes the host longer than most steps take the device: report these tokens first.
+            # The host launches a prompt more slowly than the device computes most steps. So it returns these tokens first.
             self._complete_in_flight(updates)
             return updates
         launched = self._launch(updates, drafting)
@@ -335,7 +343,7 @@ class Engine:
         return updates
 
     def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
-        """Plan a step and start it, with drafts if `drafting`. None if there is nothing to compute, or if the step raised."""
+        """Plan a step and start it, with drafts if `drafting`. Returns None if there is nothing to compute, or if the step raised."""
         drafts = self._drafter.propose(self._policy.decodes, self._own_work) if drafting else NO_DRAFTS
         self._end_failed()
         step = self._policy.next_step(self._clock(), {number: len(tokens) for number, tokens in drafts.items()})
@@ -360,7 +368,7 @@ class Engine:
             logprobs = self._sampler.logprobs(logits, checked.tokens) if self._sampler.wants_logprobs else None
             marked = mark_not_finite(checked.tokens, logits)
             launched = self._readback.start(step, packed, marked, logprobs, scores, checked.accepted)
-            # After the readback has begun, so that the host does not wait for the next drafts.
+            # This comes after the readback has begun, so that the host can read the tokens before the next drafts are drawn.
             self._drafter.draw_next(packed, checked)
             return launched
         except Exception as error:
@@ -369,14 +377,18 @@ class Engine:
             return None
 
     def _compute_scores(self, packed: PackedScores) -> StepScores:
-        """The log probabilities of prompts' tokens, from the step that the runner has just computed."""
+        """Return the log probabilities of prompt tokens, from the step that the runner has just computed."""
         most = max(self._scored[number] for number, _ in packed.counts)
         for number, count in packed.counts:
             self._generations[number].scored += count
         return compute_scores(self._runner, self._sampler, packed, most)
 
     def _assign_rows(self, step: EngineStep) -> None:
-        """Give a table row to each request that has none. Such a request begins with a chunk, or with a decode of a known token."""
+        """Give a table row to each request of a step that has none.
+
+        In this step such a request has a chunk, or a decode whose newest token the host knows. In the second case the token is copied to
+        the device.
+        """
         if step.unchanged:
             return
         rows = self._table_rows.row_of
@@ -403,7 +415,10 @@ class Engine:
         self._sampler.assign(row, generation.sampling, part.tokens, prompt_tokens, generation.stop_ids)
 
     def _own_work(self, number: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that works for one request only. If it raises, that request fails, and the result is None."""
+        """Call a function that works for request `number` only, and return its result.
+
+        If the function raises, the error is stored in `_failures`, the request ends later, and the result is None.
+        """
         try:
             return call(*arguments)
         except Exception as error:
@@ -411,7 +426,7 @@ class Engine:
             return None
 
     def _end_failed(self) -> None:
-        """End the requests for which `_own_work` has failed."""
+        """Let the policy end the requests for which `_own_work` has stored a failure."""
         for number, failure in self._failures.items():
             self._policy.fail_request(number, poisoned=failure.poisoned)
 
@@ -426,7 +441,7 @@ class Engine:
             self._complete(launched, updates)
 
     def _complete(self, launched: LaunchedStep, updates: list[Update]) -> None:
-        """Read the tokens of a launched step, give them to the requests, and complete the step in the policy."""
+        """Read the tokens of a launched step, add them to the requests, and complete the step in the policy."""
         step = launched.step
         try:
             scored = self._take_in_scores(launched)
@@ -434,7 +449,8 @@ class Engine:
         except Exception as error:
             self._fail(step, error, updates)
             return
-        self._end_failed()  # before `complete`, so that blocks of failed requests do not enter the prefix cache
+        # This comes before `complete`, so that blocks of failed requests do not enter the prefix cache.
+        self._end_failed()
         complete()
         self._report_ended(updates)
         for number in dict.fromkeys([*scored, *(part.request.number for part in launched.parts)]):
@@ -446,7 +462,7 @@ class Engine:
             self._report_ended(updates)
 
     def _take_in_scores(self, launched: LaunchedStep) -> Sequence[int]:
-        """Add the log probabilities of prompts to the generations. Returns the numbers of their requests. Called before `_take_in`."""
+        """Add the log probabilities of prompts to the generations. Returns the numbers of their requests. `_take_in` is called later."""
         if launched.scores is None:
             return ()
         launched.read()
@@ -471,7 +487,7 @@ class Engine:
         return partial(self._policy.complete, step, [token_of[part.request.number] for part in step.sampling], stopped)
 
     def _take_in_drafts(self, launched: LaunchedStep) -> Callable[[], None]:
-        """As `_take_in`, for a step with drafts: a request gets several tokens, and any of them may end it."""
+        """Do the work of `_take_in` for a step with drafts: a request may get several tokens, and each of them may end the request."""
         new = launched.read_drafted()
         step = launched.step
         new_of = {}
@@ -489,12 +505,12 @@ class Engine:
         return partial(self._policy.complete_drafts, step, tokens, stopped)
 
     def _fail(self, step: EngineStep, error: Exception, updates: list[Update]) -> None:
-        """End the requests of a step that raised."""
+        """End all requests of a step that has raised `error`, and add their last updates."""
         self._policy.fail(step)
         self._report_ended(updates, RequestFailure(f"{type(error).__name__}: {error}", ENGINE_FAILED))
 
     def _report_ended(self, updates: list[Update], failed_step: RequestFailure | None = None) -> None:
-        """Add the last update of each request that has ended. `failed_step` is the failure of requests that a failed step has ended."""
+        """Add the last update of each request that has ended. Requests with the reason "failed" report the failure `failed_step`."""
         for ended in self._policy.drain_ended():
             generation = self._generations.pop(ended.number)
             self._drafter.end(ended.number)
@@ -509,7 +525,10 @@ class Engine:
             updates.append(update)
 
     def grammars(self) -> GrammarTokens:
-        """The vocabulary as grammars need it. The first call takes seconds. Raises BadGrammar if the engine has no tokenizer."""
+        """Return the vocabulary in the form that grammars need. The first call takes seconds.
+
+        Raises BadGrammar if the engine has no tokenizer.
+        """
         if self._tokenizer is None:
             raise BadGrammar("a grammar needs an engine with a tokenizer")
         if self._grammars is None:
@@ -517,10 +536,11 @@ class Engine:
         return self._grammars
 
     def _allowed(self, packed: PackedStep) -> Tensor | None:
-        """The bitmask of the tokens that grammars allow next, on the device; None if no request has a grammar."""
+        """Return a bitmask on the device with the tokens that grammars allow, one row for each sample. None if no request has a grammar."""
         if not self._grammar_requests:
             return None
-        # A request with a grammar has one sample. Parts with drafts come first and have several samples each.
+        # A request with a grammar never has drafts, so it has one sample. Parts with drafts come first and have several samples each: the
+        # sample of part i (after the parts with drafts) is i + the number of further samples of the parts with drafts.
         before = packed.drafts.total - len(packed.drafts.counts) if packed.drafts is not None else 0
         device = self._inputs.device
         bitmask = unconstrained(len(packed.sampled_rows), self.spec.vocab_size, pin_memory=device.type == "cuda")

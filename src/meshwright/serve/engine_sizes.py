@@ -1,4 +1,4 @@
-"""Sizes and formats of an engine, by its options, its models and their device."""
+"""Functions that compute the sizes and formats of an engine from its options, its models and the device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from meshwright.spec.engine import EngineOptions, Speculation
 
 
 def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder | None = None) -> int:
-    """Blocks that the options ask for, or else that fit beside the models on their device: `blocks` of `CacheRoom.group_blocks`.
+    """Return the number of cache blocks: `options.cache_blocks`, or else the number that fits on the device in addition to the models.
 
-    Raises OutOfResources if not even one request fits.
+    It is the argument `blocks` of `CacheRoom.group_blocks`. Raises OutOfResources if the cache of one request does not fit.
     """
     weight = model.embed.weight
     speculation = options.speculation or (None if draft_model is None else Speculation())
@@ -34,14 +34,18 @@ def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder
 
 
 def cache_room(model: Decoder, options: EngineOptions) -> CacheRoom:
-    """What decides how many blocks each group of the cache needs."""
+    """Return the sizes from which `CacheRoom` computes how many blocks each group of the cache needs."""
     return CacheRoom(context_of(model, options), options.sequences, options.most_step_tokens, options.tokens_per_block)
 
 
 def prompt_unit(device: torch.device, cache: KVCache, options: EngineOptions, prompt_sizes: Sequence[int]) -> int:
-    """`BatchInputs.prompt_unit`; 0 on a GPU with windows, or if results must not depend on where a prompt's chunks begin.
+    """Return `BatchInputs.prompt_unit`.
 
-    Also 0 if graphs compute all steps: their attention reads the cache.
+    On a CPU it is 1. On a GPU it is `PROMPT_UNIT`, but 0 in these cases, in which all tokens read the cache:
+
+    - a group of layers has a window;
+    - CUDA graphs compute all steps with prompts;
+    - the cache is fp8, or results are invariant: then they must not depend on where the chunks of a prompt begin.
     """
     if device.type == "cpu":
         return 1
@@ -55,14 +59,14 @@ def cache_dtype(model: Decoder, options: EngineOptions) -> torch.dtype:
 
 
 def has_graphs(model: Decoder, options: EngineOptions) -> bool:
-    """Whether steps are replayed as CUDA graphs."""
+    """Return whether the engine replays steps as CUDA graphs."""
     if options.graphs is not None:
         return options.graphs
     return model.embed.weight.is_cuda and options.absorb and not _host_reads_experts(model)
 
 
 def _host_reads_experts(model: Decoder) -> bool:
-    """Whether each step waits for the host to read the experts' numbers of rows, which a CUDA graph cannot do."""
+    """Return whether the host must read, in each step, how many rows each expert has. This is not possible in a CUDA graph."""
     return model.spec.routed_layers > 0 and not sizes_stay_on_device(model.embed.weight)
 
 

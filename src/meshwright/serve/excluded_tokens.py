@@ -1,7 +1,11 @@
-"""Tokens that requests exclude: all but `allowed_token_ids`, the ends of `bad_words`, stop ids before `min_tokens`.
+"""Tokens that may not be drawn because of a request's options:
 
-Everything that a step needs is on the device, so steps overlap: the position of a new token says how many came before it, and the last
-tokens of each request are kept beside its bad words.
+- with `allowed_token_ids`: all tokens that are not in the list;
+- with `bad_words`: the last token of a bad word, if the tokens before it are the last new tokens of the request;
+- with `min_tokens`: the stop ids, as long as the request has fewer new tokens.
+
+All data is on the device, so the host need not know the newest tokens and steps can overlap. The position of a new token tells how many
+new tokens came before it. For requests with bad words, the last new tokens are kept on the device.
 """
 
 from __future__ import annotations
@@ -17,21 +21,25 @@ from meshwright.serve.sampling_options import LONGEST_BAD_WORD, SamplingOptions
 
 
 class ExcludedTokens:
-    """Tokens that each table row excludes. Id `vocab` pads lists of tokens, and -1 the front of bad words and of short texts."""
+    """The excluded tokens of all table rows.
+
+    Lists of tokens are padded at the end with the id `vocab`. Bad words, and the last new tokens of a request with few tokens, are padded
+    at the front with -1.
+    """
 
     def __init__(self, table_rows: int, vocab: int, device: torch.device) -> None:
         self._vocab = vocab
         self._allowed = WideTable(table_rows, torch.int32, device, padding=vocab)
         self._words = WideTable(table_rows, torch.int32, device, padding=-1)
-        """Each word takes `LONGEST_BAD_WORD` columns."""
+        """The bad words of each row, one after the other; each has `LONGEST_BAD_WORD` columns."""
         self._stops = WideTable(table_rows, torch.int32, device, padding=vocab)
         self._first_ends = torch.zeros(table_rows, dtype=torch.int64, device=device)
-        """`(table_rows,)`: first position at which stop ids may be drawn."""
+        """`(table_rows,)`: the first position at which stop ids may be drawn."""
         self._newest = torch.full((table_rows, LONGEST_BAD_WORD - 1), -1, dtype=torch.int32, device=device)
-        """`(table_rows, LONGEST_BAD_WORD - 1)`: the last tokens of the new text of requests with bad words."""
+        """`(table_rows, LONGEST_BAD_WORD - 1)`: the last new tokens of each request with bad words."""
 
     def __bool__(self) -> bool:
-        """Whether a request excludes any tokens."""
+        """Return whether any request may exclude tokens."""
         return bool(self._allowed.rows or self._words.rows or self._stops.rows)
 
     def begin(
@@ -42,7 +50,7 @@ class ExcludedTokens:
         tokens: Sequence[int],
         prompt_tokens: int,
     ) -> None:
-        """Take the options of a request with the text `tokens`, of which the first `prompt_tokens` are its prompt."""
+        """Set the options of a table row's request. `tokens` are all its tokens so far; the first `prompt_tokens` are the prompt."""
         self._allowed.set(table_row, options.allowed_token_ids or ())
         self._words.set(table_row, _padded_words(options.bad_words))
         self._stops.set(table_row, stop_ids if options.min_tokens else ())
@@ -58,7 +66,7 @@ class ExcludedTokens:
             table.release(table_row)
 
     def apply(self, scores: Tensor, table_rows: Tensor, positions: Tensor) -> Tensor:
-        """Remove the excluded tokens from scores `(samples, vocab)` of the tokens at `positions` `(samples,)`."""
+        """Set the scores `(samples, vocab)` of excluded tokens to `REMOVED`. `positions` `(samples,)` has the positions of new tokens."""
         vocab = self._vocab
         if self._allowed.rows:
             allowed = self._allowed.values[table_rows]
@@ -75,7 +83,10 @@ class ExcludedTokens:
         return scores
 
     def add(self, table_rows: Tensor, tokens: Tensor) -> None:
-        """Note the new tokens `(samples,)` of table rows; a row with bad words of several tokens is among them once."""
+        """Append a new token to the last tokens of each of `table_rows`. Both arguments are `(samples,)`.
+
+        A request with bad words of several tokens has no drafts, so its row is in `table_rows` only once.
+        """
         if self._words.rows:
             newest = torch.cat((self._newest[table_rows], tokens.to(torch.int32)[:, None]), 1)
             self._newest[table_rows] = newest[:, 1:]

@@ -1,8 +1,10 @@
-"""The inference engine on a group of expert ranks: each rank has its own requests and cache, and some of the experts.
+"""The inference engine on a group of expert ranks. Each rank has its own requests, its own cache, and some of the experts.
 
-Attention is data-parallel; MoE layers exchange tokens between ranks (CloudMatrix-Infer, arXiv 2506.12708, §4.2). Rank 0 gives each request
-to the rank with the fewest requests. It sends calls and its clock before a step, and collects the ranks' updates after it. All ranks
-compute their steps at the same time, because every exchange needs all ranks. A rank without requests computes its experts for the others.
+Attention is data-parallel. MoE layers exchange tokens between ranks (CloudMatrix-Infer, arXiv 2506.12708, §4.2). Every exchange needs all
+ranks, so all ranks compute their steps at the same time. A rank without requests computes its experts for the tokens of the other ranks.
+
+Rank 0 gives each request to the rank with the fewest requests. Before a step, rank 0 sends the calls and the time of its clock to the other
+ranks. After the step, it collects the updates of all ranks.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ if TYPE_CHECKING:
 
 
 class ExpertEngine(RankEngine):
-    """The engine of a rank that has some experts of each MoE layer. The sizes in the options are for each rank.
+    """The engine of one expert rank. Sizes in the options, such as `sequences`, are for each rank.
 
-    Steps have no CUDA graphs, because the host must read how many tokens an exchange moves. With several `micro_batches` the decodes of a
-    step are divided: the tokens of one micro-batch travel while another is computed. Raises BadInput for speculation.
+    Steps have no CUDA graphs, because the host must read how many tokens an exchange sends. With several `micro_batches` the decodes of a
+    step are divided: while the tokens of one micro-batch are exchanged, another one is computed. Raises BadInput if `options.speculation`
+    is set.
     """
 
     runner_class = MicroBatchRunner
@@ -52,18 +55,19 @@ class ExpertEngine(RankEngine):
         if options.speculation is not None:
             raise BadInput("speculation is for an engine on one device", key="speculate")
         self._rank_of: dict[int, int] = {}
-        """On rank 0: the rank of each unfinished request."""
+        """On rank 0: the rank of each unfinished request, by request number."""
         self._sum = EngineFigures()
+        """On rank 0: the load of all ranks after the last step."""
         super().__init__(part, world, tokenizer, replace(options, graphs=False))
         self._micro_batch_runner.micro_batches = micro_batches
 
     @property
     def unfinished(self) -> int:
-        """Requests of all ranks that have not ended; for rank 0."""
+        """Number of requests of all ranks that have not ended. For rank 0."""
         return len(self._rank_of)
 
     def figures(self) -> EngineFigures:
-        """The load of all ranks after the last step; for rank 0."""
+        """Return the load of all ranks after the last step. For rank 0."""
         return self._sum
 
     def abort(self, number: int) -> None:
@@ -74,7 +78,7 @@ class ExpertEngine(RankEngine):
     def _queue(self, request: TextRequest) -> int:
         self._now = time.monotonic()
         number = self._next_number
-        self._prepare(request)  # raises here what its rank would raise
+        self._prepare(request)  # This raises the errors that the request's rank would raise, here on rank 0.
         rank = self._rank_for(request)
         self._give({"now": self._now, "rank": rank, "number": number, "submit": request.to_plain()})
         self._next_number = number + 1
@@ -82,7 +86,7 @@ class ExpertEngine(RankEngine):
         return number
 
     def _rank_for(self, request: TextRequest) -> int:
-        """The rank that has the prompt's other samples, or else the rank with the fewest requests."""
+        """Return the rank for a request: the rank that has other samples of the same prompt, or else the rank with the fewest requests."""
         if request.samples_of in self._rank_of:
             return self._rank_of[request.samples_of]
         requests = [0] * self._world.ranks
@@ -91,14 +95,14 @@ class ExpertEngine(RankEngine):
         return requests.index(min(requests))
 
     def _give(self, call: dict[str, Any]) -> None:
-        """Apply a call on this rank, or send it to its rank before the next step."""
+        """Apply a call now if it is for this rank (rank 0). Otherwise send it with the message of the next step."""
         if call["rank"] == self._world.rank:
             self._apply(call)
         else:
             self._calls.append(call)
 
     def _apply(self, call: Mapping[str, Any]) -> int:
-        """Submit or abort a request on this rank, if it is one of its own; returns the number of the request."""
+        """Apply a call of submit or abort if the request belongs to this rank. Returns the number of the request."""
         number = call["number"]
         if call["rank"] != self._world.rank:
             return number
@@ -133,6 +137,6 @@ class ExpertEngine(RankEngine):
 
 
 def _sum_of(ranks: list[EngineFigures]) -> EngineFigures:
-    """Figures of all ranks together; the usage of the cache is that of the fullest."""
+    """Add up the figures of all ranks. The cache usage is the largest of the ranks."""
     sums = EngineFigures(*(sum(values) for values in zip(*ranks, strict=True)))
     return sums._replace(cache_usage=max(figures.cache_usage for figures in ranks))

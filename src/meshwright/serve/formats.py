@@ -1,10 +1,11 @@
-"""Number formats of the engine's matmuls: weights in 8 bits, and matmuls whose bits do not depend on the batch.
+"""Number formats of the engine's matmuls: 8-bit weights, and matmuls whose bits do not depend on the batch (invariant results).
 
-Layers of the model are replaced by layers of this module and of `quantized_layers`. The names of parameters stay. These keep their dtype:
+The functions replace layers of the model by layers of this module and of `quantized_layers`. The parameters keep their names. With 8-bit
+weights, these parameters are not rounded:
 
 - embedding, norms, router and head;
-- `kv_up` of latent attention, whose parts are multiplied with queries and results;
-- with fp8, experts that several ranks share, and experts on a GPU other than Hopper.
+- `kv_up` of latent attention, because the absorbed form multiplies its parts with queries and with results;
+- with fp8, experts that are distributed over expert ranks, and experts on a GPU that is not a Hopper.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ HOPPER = 9
 
 
 class InvariantLinear(nn.Module):
-    """A linear layer whose result for a token does not depend on the other tokens, on CUDA."""
+    """A linear layer whose result for a token does not depend on the other tokens of the step, on CUDA."""
 
     scaling = None
-    """Read by `kernels.gated`, as in `QuantizedLinear`."""
+    """`kernels.gated` reads this attribute, as in `QuantizedLinear`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class InvariantLinear(nn.Module):
 
 
 class InvariantHead(Head):
-    """The head `whole`, computed as `InvariantLinear` computes."""
+    """A head with the weights of `whole`, whose logits for a token do not depend on the other tokens of the step."""
 
     def __init__(self, whole: Head) -> None:
         super().__init__(whole.weight, loss_chunk=0, factor=whole.factor, cap=whole.cap)
@@ -73,7 +74,7 @@ class InvariantHead(Head):
         tied: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """Logits of hidden `(batch, seq, hidden)`, as of `models.decoder.Head` without targets."""
+        """Return the logits `(batch, seq, vocab)` of hidden `(batch, seq, hidden)`. `targets` and `weights` must be None."""
         weight = self.weight if tied is None else tied
         assert targets is weights is None and weight is not None
         return capped(fixed_linear(self.scaled(hidden), weight), self.cap)
@@ -87,10 +88,16 @@ def use_formats(
     ranks: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Replace the linear layers of the model's blocks, and with `invariant` the head. The memory of rounded weights is freed.
+    """Replace the linear layers of the model's blocks, and the head if `invariant`.
 
-    Layers that are replaced already stay. `ranks` is the group of tensor ranks that divide the model, if any; the call is then collective.
-    `device` is where a model on the meta device will be. Raises BadInput for a device or a model that does not support the formats.
+    The memory of the old weights is freed. Layers that were replaced before are not replaced again.
+
+    - `weights`: 8-bit format of the weights; None to keep their dtype.
+    - `invariant`: whether results must not depend on the batch.
+    - `ranks`: group of the tensor ranks that divide the model, or None. With a group, the call is collective.
+    - `device`: the later device of a model that is on the meta device.
+
+    Raises BadInput if the device or the model does not support the formats.
     """
     if weights is None and not invariant:
         return
@@ -105,9 +112,9 @@ def use_formats(
             block.moe.invariant = True
     if invariant:
         model.add_module("head", InvariantHead(model.head))
-        model.norm.kernel = False  # the trainer's exact forward has the same bits, with gradients
+        model.norm.kernel = False  # The trainer's exact forward uses this operator too, because it needs gradients.
     if weights is not None and model.embed.weight.is_cuda:
-        torch.cuda.empty_cache()  # the rounded weights' memory, for the key/value cache
+        torch.cuda.empty_cache()  # The memory of the old weights becomes available for the key/value cache.
 
 
 def use_stored_formats(
@@ -119,11 +126,15 @@ def use_stored_formats(
     invariant: bool = False,
     ranks: dist.ProcessGroup | None = None,
 ) -> None:
-    """Replace layers of a model on the meta device by layers that compute with the 8-bit numbers that a folder stores.
+    """Replace layers of a model on the meta device by layers that use the 8-bit weights of a folder as they are stored.
 
-    `stored` returns the format of a parameter in the folder. Attention, a feed-forward network or a layer's experts are replaced if all
-    their weights are stored in one 8-bit format: in the format `weights` if that is given, else in one that the GPU can multiply. Experts
-    with scales for blocks are not replaced. `ranks` is as in `use_formats`.
+    The layers of an attention, of a feed-forward network, or the experts of an MoE layer are replaced if all these conditions hold:
+
+    - All their weights are stored in the same 8-bit format. Experts in the format `fp8 blocks` are not replaced.
+    - If `weights` is given, it is this format. Else the device is a GPU.
+    - The device can multiply in this format, and supports the shapes of the weights.
+
+    `stored` returns the format of a parameter in the folder, by the parameter's name. `invariant` and `ranks` are as in `use_formats`.
     """
     if all(weights_error(model.spec, each) for each in get_args(WeightFormat)):
         return
@@ -159,7 +170,10 @@ def _usable(
     weights: WeightFormat | None,
     device: torch.device,
 ) -> LayerFormat | None:
-    """The common format of these parameters in the folder; None if the engine does not compute in it."""
+    """Return the 8-bit format in which all parameters `names` are stored.
+
+    Returns None if they have no common format, if it is not the format `weights`, or if the device cannot multiply in it.
+    """
     formats = {stored(name) for name in names}
     found = formats.pop() if len(formats) == 1 else None
     if found is None or weights not in (None, NUMBERS_OF[found]):
@@ -168,12 +182,13 @@ def _usable(
         return None if weights is None else found
     capability = torch.cuda.get_device_capability(device)
     if found == "fp8 blocks" and capability[0] != HOPPER:
-        return None  # torch has such matmuls for Hopper only, and our kernel is slower than bf16 with many tokens
+        # PyTorch has matmuls with block scales only for Hopper. With many tokens, our own kernel is slower than bf16.
+        return None
     return found if capability >= CAPABILITIES[NUMBERS_OF[found]] else None
 
 
 def rounded_parameters(model: Decoder) -> dict[str, LayerFormat]:
-    """Names of the parameters that the model has in 8 bits, and their formats."""
+    """Return the parameters that have 8-bit weights in the model: their formats by name."""
     modules = ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedWeight))
     return {
         f"{name}.weight" if isinstance(module, QuantizedLinear) else name: module.number_format
@@ -193,7 +208,10 @@ def _replace(
     invariant: bool,
     ranks: dist.ProcessGroup | None,
 ) -> None:
-    """Replace the linear layers of attention or a feed-forward network `prefix`, and the network itself if that fuses its activation."""
+    """Replace the linear layers of an attention or feed-forward network, whose name in the model is `prefix`.
+
+    A gated network with 8-bit weights is replaced as a whole, because `QuantizedGatedMLP` fuses its activation with the rounding.
+    """
     number, _, path = prefix.removeprefix("layers.").partition(".")
     for name, linear in _linears(parent, weights):
         others = ranks if tensor_splits(model.spec).get(f"{path}.{name}") == "columns" else None
@@ -205,9 +223,10 @@ def _replace(
 
 
 def _rounds_experts(experts: nn.Module, weights: WeightFormat, device: torch.device) -> bool:
-    """Whether these experts are replaced. Not if expert ranks share them, or if they are replaced already.
+    """Return whether experts get 8-bit weights.
 
-    Fp8 experts are replaced only on Hopper: torch has grouped fp8 matmuls for prompts on no other GPU.
+    They do not if they are distributed over expert ranks, or if they were replaced before. On a GPU, fp8 experts must be on a Hopper,
+    because PyTorch has no grouped fp8 matmuls, which prompts need, for other GPUs.
     """
     if not isinstance(experts, Experts) or isinstance(experts, SharedExperts):
         return False
@@ -215,7 +234,7 @@ def _rounds_experts(experts: nn.Module, weights: WeightFormat, device: torch.dev
 
 
 def input_format(layer: nn.Module) -> LayerFormat | None:
-    """The 8-bit format that an attention or feed-forward layer takes inputs in, beside the model's dtype."""
+    """Return the 8-bit format in which an attention or feed-forward network accepts rounded inputs. None if it accepts only tensors."""
     names = ("qkv", "down", "kv_down") if isinstance(layer, Attention | LatentAttention) else ("gate_up", "up")
     first = next(filter(None, (getattr(layer, name, None) for name in names)), None)
     return first.number_format if isinstance(first, QuantizedLinear) else None
@@ -223,7 +242,7 @@ def input_format(layer: nn.Module) -> LayerFormat | None:
 
 @torch.no_grad()
 def assign_parameter(model: Decoder, name: str, value: Tensor | RoundedMatrix) -> None:
-    """Copy a value into the parameter `name` of the model, in the parameter's format. The parameter's memory stays the same."""
+    """Copy `value` into the parameter `name` of the model, and round it if the parameter has 8 bits. The parameter keeps its memory."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     target = module if leaf == "weight" else getattr(module, leaf)
@@ -235,13 +254,13 @@ def assign_parameter(model: Decoder, name: str, value: Tensor | RoundedMatrix) -
 
 
 def _parents(block: Block) -> list[tuple[str, nn.Module]]:
-    """Names and modules of a block's attention and of its feed-forward network that is not routed."""
+    """Return `(name, module)` of a block's attention and of its feed-forward network; in an MoE block, of the shared expert if any."""
     path, network = ("moe.shared", block.moe.shared) if block.routed else ("mlp", block.mlp)
     return [("attention", block.attention), *([] if network is None else [(path, network)])]
 
 
 def _linears(parent: nn.Module, weights: LayerFormat | None) -> list[tuple[str, Linear]]:
-    """Names and layers that a format replaces in attention or a feed-forward network."""
+    """Return `(name, layer)` of the linear layers to replace in an attention or feed-forward network, for the format `weights` or None."""
     exact = () if weights is None else (NOT_ROUNDED,)
     return [(n, child) for n, child in parent.named_children() if isinstance(child, Linear) and n not in exact]
 
@@ -285,5 +304,5 @@ def _check(model: Decoder, weights: WeightFormat | None, invariant: bool, device
 
 
 def _is_odd(weight: Tensor) -> bool:
-    """Whether the sizes of a weight are not supported by fp8 matmuls."""
+    """Return whether fp8 matmuls do not support the shape of a weight: a size is not a multiple of `FP8_MULTIPLE`."""
     return any(size % FP8_MULTIPLE for size in weight.shape[-2:])

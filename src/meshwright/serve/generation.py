@@ -1,4 +1,4 @@
-"""The output of unfinished requests: what stops them, and the tokens and text that are not reported yet."""
+"""The output of a request: `Generation` checks whether a token ends the request, and keeps tokens and text until they are reported."""
 
 from __future__ import annotations
 
@@ -19,39 +19,47 @@ class TokenLogprob(NamedTuple):
     """Log probability of a new token by the model, before any sampling option applies."""
 
     chosen: float
+    """Log probability of the token."""
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens, the likeliest first, each with its log probability; as many as `SamplingOptions.top_logprobs`."""
+    """`(token, log probability)` of the likeliest tokens, the likeliest first. There are `SamplingOptions.top_logprobs` of them."""
 
 
 class Update(NamedTuple):
-    """News of one request after a step."""
+    """The new output of one request after a step."""
 
     number: int
+    """Number of the request."""
     tokens: tuple[int, ...]
-    """New tokens; a stop token is not among them."""
+    """New tokens, without a token of `stop_ids` that ended the request."""
     text: str
-    """The new text, as far as later tokens cannot change it; empty without a tokenizer."""
+    """New text. Text that later tokens may still change is reported in a later update. Empty without a tokenizer."""
     reason: Reason | None
-    """Reason why the request has ended; None while it goes on."""
+    """Reason why the request has ended; None if it has not ended."""
     error: str | None = None
     """Error message, with the reason "failed"."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """Log probability of each of `tokens`, if `SamplingOptions.logprobs` is set."""
     code: str | None = None
-    """Kind of the error, with the reason "failed": "engine_failed" if a step on the device failed. If only this request failed, "grammar",
-    "not_finite" (its logits) or "request_failed"."""
+    """Kind of the error, with the reason "failed".
+
+    It is "engine_failed" if a step failed on the device. If only this request failed, it is "grammar", "not_finite" (its logits had NaN or
+    infinity) or "request_failed".
+    """
     stop_token: int | None = None
-    """Token of `stop_ids` that ended the text, with the reason "stop"."""
+    """The token of `stop_ids` that ended the request, with the reason "stop"; None if a stop string ended it."""
     cached_tokens: int = 0
-    """Tokens of the prompt that were taken from the prefix cache, in the first update."""
+    """In the first update: number of prompt tokens whose keys and values were taken from the prefix cache. 0 in later updates."""
     stop_logprob: float | None = None
     """Log probability of `stop_token`, if `SamplingOptions.logprobs` is set."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Log probabilities of the next tokens of the prompt, from its second token on, if `SamplingOptions.prompt_logprobs` is set."""
+    """Log probabilities of prompt tokens that were not in an earlier update, if `SamplingOptions.prompt_logprobs` is set.
+
+    The first token of a prompt has no log probability.
+    """
 
     @property
     def details(self) -> dict[str, Any]:
-        """The fields that have a value, without number, tokens and text, for messages between processes of a server."""
+        """The fields that have a value, as JSON for messages between processes of a server. Without `number`, `tokens` and `text`."""
         fields = {
             "reason": self.reason,
             "error": self.error,
@@ -65,7 +73,11 @@ class Update(NamedTuple):
 
 
 class Generation:
-    """The output of one request. It ends at a token of `stop_ids`, or where one of `stop_strings` is complete."""
+    """The output of one request. The request ends after a token of `stop_ids`, or when its text has one of `stop_strings`.
+
+    `stream` makes text of tokens; it is None for an engine without a tokenizer. `reports_steps` says whether there is an update after each
+    step, or only one at the end.
+    """
 
     def __init__(
         self,
@@ -79,7 +91,7 @@ class Generation:
     ) -> None:
         self.sampling = sampling
         self.matcher = matcher
-        """Follows the text, if the request has a grammar."""
+        """The state of the request's grammar after the tokens so far; None without a grammar."""
         self.reports_steps = reports_steps
         self.stop_ids = frozenset(stop_ids)
         self._stream = stream
@@ -88,22 +100,22 @@ class Generation:
         self._text = ""
         self._logprobs: list[TokenLogprob] = []
         self._early = sampling.min_tokens
-        """Number of next tokens in which no stop string ends the text (`SamplingOptions.min_tokens`)."""
+        """Until this many further tokens are added, no stop string ends the text (`SamplingOptions.min_tokens`)."""
         self._stop_token: int | None = None
         self._stop_logprob: float | None = None
         self._prompt_logprobs: PromptLogprobs | None = None
         self.scored = 0
-        """Positions of the prompt whose logits have given log probabilities, counted when a step is launched."""
+        """First prompt position whose logits are still needed for log probabilities of the prompt. It grows when a step is launched."""
         self._cached: int | None = None
-        """Cached tokens of the prompt; 0 once they are reported, None before they are known."""
+        """Number of prompt tokens from the prefix cache. None before it is known, 0 after it is reported."""
 
     def note_cached(self, tokens: int) -> None:
-        """Note the cached tokens of the prompt when the request begins; later calls, after a preemption, change nothing."""
+        """Set the number of prompt tokens from the prefix cache. Only the first call has an effect, not calls after a preemption."""
         if self._cached is None:
             self._cached = tokens
 
     def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
-        """Add the log probabilities of the prompt's next tokens. Raises NotFinite where one is NaN."""
+        """Add the log probabilities of the next prompt tokens. Raises NotFinite if one of them is NaN."""
         if not logprobs.finite:
             raise NotFinite
         if self._prompt_logprobs is None:
@@ -112,8 +124,8 @@ class Generation:
             self._prompt_logprobs.extend(logprobs)
 
     def add(self, token: int, logprob: TokenLogprob | None = None) -> bool:
-        """Add the next token; returns whether it ends the request. Raises NotFinite for one that could not be drawn."""
-        if token < 0:  # `sampling.mark_not_finite`
+        """Add the next token. Returns whether it ends the request. Raises NotFinite if the token is negative."""
+        if token < 0:  # `sampling.mark_not_finite` gives -1 where the logits have NaN or infinity.
             raise NotFinite
         if token in self.stop_ids:
             self._stop_token = token
@@ -132,7 +144,10 @@ class Generation:
         return self._stops.complete
 
     def begin_after(self, tokens: Sequence[int]) -> None:
-        """Add tokens that were reported before. Raises BadInput if they end the text."""
+        """Add the first new tokens of a request that goes on from another engine. They are not reported again.
+
+        Raises BadInput if the tokens end the request.
+        """
         if any(self.add(token) for token in tokens):
             raise BadInput("the new tokens that are given end the text")
         self._tokens = []
@@ -142,7 +157,10 @@ class Generation:
             self._cached = 0
 
     def add_drafted(self, new: Sequence[tuple[int, TokenLogprob | None]]) -> tuple[list[int], bool]:
-        """Add tokens up to the one that ends the request; returns these tokens, and whether they end it."""
+        """Add the new tokens of a step with drafts, up to the first token that ends the request.
+
+        Returns the tokens that were added, and whether the last of them ends the request.
+        """
         taken = []
         for token, logprob in new:
             taken.append(token)
@@ -151,7 +169,10 @@ class Generation:
         return taken, False
 
     def update(self, number: int, reason: Reason | None = None, failure: RequestFailure | None = None) -> Update:
-        """The output since the last update. With a reason the request has ended, so text that waited for later tokens is included."""
+        """Return the output since the last update. With a `reason` this is the last update.
+
+        The last update also has the text that was kept back because later tokens could have changed it.
+        """
         if reason is not None and self._stream is not None and not self._stops.complete:
             self._text += self._stops.add(self._stream.finish(), may_stop=self._early < 0) + self._stops.finish()
         error, code = (None, None) if failure is None else failure

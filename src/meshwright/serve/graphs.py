@@ -1,4 +1,4 @@
-"""CUDA graphs: work of fixed shapes on the device that the host launches in one piece."""
+"""CUDA graphs: sequences of kernels with fixed shapes, which the host launches with one call."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 
 
 class Graph(Protocol):
-    """A piece of captured work."""
+    """A captured sequence of operations."""
 
     def end(self) -> None:
-        """End its capture."""
+        """End the capture."""
 
     def replay(self) -> None:
-        """Launch the work."""
+        """Launch the captured operations."""
 
 
 class CudaGraph:
-    """A CUDA graph, whose capture begins when it is created, in the current stream; `pool` is its memory."""
+    """A CUDA graph. Creating the object begins its capture in the current stream. The graph's tensors use the memory pool `pool`."""
 
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog thread queries events meanwhile, which a capture forbids to all threads by default.
+        # By default, a capture forbids all threads to query events. But NCCL's watchdog thread does this all the time.
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
@@ -39,23 +39,31 @@ class CudaGraph:
 
 
 class Graphs:
-    """CUDA graphs by key, in memory that they share.
+    """CUDA graphs by key. All graphs of the object share one memory pool.
 
-    A tensor that exists while later graphs are captured keeps its memory; memory that was freed before is used again. So graphs that pass
-    tensors on are replayed in the order of their capture, and the result of a graph is valid until another one runs. Graphs of a device
-    must not run at the same time: those of all objects share a stream for captures and its workspace of cuBLAS.
+    A graph may use memory that was freed before its capture began, so it may overwrite tensors of earlier graphs:
+
+    - The result of a graph is valid until another graph runs.
+    - If a graph reads tensors of an earlier graph, the tensors must still exist when the later graph is captured, and the graphs must be
+      replayed in the order of their capture.
+
+    Graphs of one device must not run at the same time, even graphs of different objects: they share the capture stream, and so its cuBLAS
+    workspace.
     """
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, Graph] = {}
         self._pool: Any = None
         self._open: Graph | None = None
-        """The graph that was begun last: it may have no end yet."""
+        """The graph whose capture was begun last. Its capture may not have ended yet."""
 
     def capture(self, key: Hashable, call: Callable[[], None]) -> None:
-        """Capture the operations of `call`, which runs twice. Capture the largest first: the others use its memory."""
+        """Capture the operations of `call` as the graph `key`. `call` runs twice: once without a capture, once during the capture.
+
+        The largest graph should be captured first, so that the others can use its memory.
+        """
         with self.capturing():
-            call()  # loads and tunes kernels, which a capture cannot
+            call()  # This run loads and tunes kernels, which is not possible during a capture.
             graph = self.begin()
             call()
             graph.end()
@@ -63,10 +71,10 @@ class Graphs:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Context of captures and of what runs before them: a stream that is not the default one.
+        """Context in which graphs are captured. In the context, a capture stream is the current stream, and garbage collection is off.
 
-        If the context is left by an error, the graph that is being captured ends, so that the stream leaves its capture. Graphs that are
-        captured later have other memory, because a capture that has failed may keep the old one from use.
+        After an error in the context, the capture of the current graph is ended, so that the stream can be used again. Later graphs then
+        use a new memory pool, because a failed capture may leave the old pool unusable.
         """
         torch.cuda.synchronize()
         with without_garbage_collection(), torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
@@ -74,28 +82,29 @@ class Graphs:
                 yield
             except BaseException:
                 if self._open is not None:
-                    with suppress(RuntimeError):  # it had ended, or its capture has failed
+                    with suppress(RuntimeError):  # The capture may have ended already, or failed.
                         self._open.end()
                 self._pool = None
                 raise
             finally:
                 self._open = None
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the allocator does not use memory again that was freed in another stream
+        # Memory that was freed in the capture stream is given back, because other streams cannot use it.
+        torch.cuda.empty_cache()
 
     def begin(self) -> Graph:
-        """Begin to capture a graph without a key, in the context of `capturing`."""
-        self._open = None  # before the next capture begins: freeing a graph would break it
+        """Begin the capture of a graph that is not stored under a key. Only in the context `capturing`."""
+        self._open = None  # This may free the old graph, which must not happen during a capture.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._open = CudaGraph(self._pool)
         return self._open
 
     def holds(self, key: Hashable) -> bool:
-        """Whether there is such a graph."""
+        """Return whether there is a graph `key`."""
         return key in self._graphs
 
     def replay(self, key: Hashable) -> bool:
-        """Run the operations of a graph; false if there is none."""
+        """Launch the graph `key`. Returns false if there is no such graph."""
         if (graph := self._graphs.get(key)) is None:
             return False
         graph.replay()
@@ -107,16 +116,17 @@ class Graphs:
         self._pool = None
 
     def run(self, key: Hashable, call: Callable[[], None]) -> None:
-        """Run the graph of `call`, or `call` itself if there is none."""
+        """Launch the graph `key`, or run `call` if there is no such graph."""
         if not self.replay(key):
             call()
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Context in which no reference cycle is freed: freeing a graph, as of an earlier engine, breaks a capture.
+    """Context in which Python's garbage collection is off. It could free a graph of an earlier engine, which would break a capture.
 
-    Cycles are collected once when it is entered, not in a context within it: beside an engine's modules that takes 0.2 s.
+    Garbage is collected once when the context is entered. In nested contexts, only the outermost one collects, because a collection takes
+    0.2 s in the process of an engine.
     """
     if not gc.isenabled():
         yield
@@ -131,5 +141,5 @@ def without_garbage_collection() -> Iterator[None]:
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """Return one stream for all captures: cuBLAS has a workspace for each stream."""
+    """Return the stream in which all graphs of a device are captured. There is only one, because cuBLAS has a workspace for each stream."""
     return torch.cuda.Stream(device)

@@ -1,7 +1,8 @@
-"""Slices of cache blocks by key/value heads, which tensor ranks have, and whole blocks, which engines exchange.
+"""Conversion between whole cache blocks and the slices that tensor ranks have. Engines exchange whole blocks.
 
-A whole block of a group is `(layers, 2, kv_heads, tokens, head_dim)`; a rank has `kv_heads / ranks` of the heads, or one head that several
-ranks have alike. Latents have no heads: every rank has the whole block. Here blocks are bytes.
+A whole block of a group of layers is `(layers, 2, kv_heads, tokens, head_dim)`. A rank has `kv_heads / ranks` of the heads. If there are
+more ranks than heads, several ranks have the same head. Latents have no heads, so every rank has the whole block. The functions work on
+the bytes of blocks.
 """
 
 from __future__ import annotations
@@ -18,33 +19,37 @@ from meshwright.workload.cache_size import block_shape, layer_groups
 
 
 class GroupSlices(NamedTuple):
-    """How ranks divide a block of one group of layers."""
+    """How ranks divide a block of one group of layers.
+
+    A block is a sequence of `runs`. Each run has the keys, or the values, of all heads of one layer. It is divided into `slices` equal
+    parts of `bytes` bytes. Example: 2 layers with 8 heads on 4 ranks have 4 runs of 4 slices, and each slice has 2 heads.
+    """
 
     runs: int
-    """Runs of heads in a block: one of the keys and one of the values of each layer."""
+    """Number of runs in a block: 2 for each layer; 1 in all for latents, which are not divided."""
     slices: int
-    """Different parts of a run."""
+    """Number of parts of a run: the number of ranks, or the number of heads if it is smaller; 1 for latents."""
     bytes: int
-    """Bytes of a part of a run."""
+    """Bytes of one part of a run."""
 
 
 class HeadSlices:
-    """Cuts and joins the blocks of one model for a number of tensor ranks."""
+    """Cuts whole blocks into the slices of tensor ranks, and joins the slices of all ranks to whole blocks."""
 
     def __init__(self, spec: ModelSpec, ranks: int, tokens_per_block: int, itemsize: int) -> None:
-        """`spec` has the dimensions of the whole model, `itemsize` is that of a number in the cache."""
+        """`spec` has the dimensions of the whole model; `itemsize` is the number of bytes of one value in the cache."""
         self.ranks = ranks
         self.shapes = [block_shape(group, tokens_per_block) for group in layer_groups(spec)]
-        """Shapes of the whole blocks of each group."""
+        """For each group of layers, the shape of a whole block."""
         self._groups: list[GroupSlices] = []
         for group, shape in zip(layer_groups(spec), self.shapes, strict=True):
             runs, slices = (1, 1) if group.latent else (2 * len(group.layers), min(ranks, spec.kv_heads))
             self._groups.append(GroupSlices(runs, slices, math.prod(shape) * itemsize // (runs * slices)))
         self.block_bytes = sum(group.runs * group.slices * group.bytes for group in self._groups)
-        """Bytes of a whole block of all groups."""
+        """Bytes of a whole block, added up over all groups."""
 
     def cut(self, blocks: Tensor, rank: int) -> Tensor:
-        """The part of a rank of whole blocks `(blocks, bytes)`, with fewer bytes."""
+        """Return the slices of one rank, `(blocks, bytes of a rank)`, of whole blocks `(blocks, bytes)`."""
         sizes = [group.runs * group.slices * group.bytes for group in self._groups]
         parts = []
         for group, whole in zip(self._groups, blocks.split(sizes, dim=1), strict=True):
@@ -53,7 +58,7 @@ class HeadSlices:
         return torch.cat(parts, dim=1)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Whole blocks `(blocks, bytes)` of the parts of all ranks, in order."""
+        """Return whole blocks `(blocks, bytes)`, joined from the slices of all ranks, in the order of the ranks."""
         sizes = [group.runs * group.bytes for group in self._groups]
         by_rank = [part.split(sizes, dim=1) for part in parts]
         whole = []

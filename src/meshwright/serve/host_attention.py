@@ -1,7 +1,7 @@
-"""Decodes on a CPU: one token of each request attends to the paged cache, for all requests in one matmul.
+"""Attention of decodes on a CPU: one token of each request attends to the paged cache. All requests are computed in one matmul.
 
-The plain reference loops over the requests and computes indices in every layer. Here all layers share the indices of a step, because for a
-small model these small operations would take longer than the matmuls.
+The reference implementation loops over the requests, and computes indices again in every layer. For a small model this would take longer
+than the matmuls. So here the indices of a step are computed once, and all layers of a group share them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from meshwright.serve.batch_inputs import StepInputs
 
 
 class HostDecodes(NamedTuple):
-    """Indices, rotary tables and mask of a step of decodes, for the layers of one group."""
+    """Indices, rotary tables and mask of a step of decodes. All layers of one group share them."""
 
     rope: RotaryTables | None
-    """Cosines and signed sines, each `(sequences, 1, head_dim)`."""
+    """Cosines and signed sines for the new token of each request, each `(sequences, 1, head_dim)`. None without rotation."""
     blocks: Tensor
+    """`(sequences,)` int64: the cache block of each new token."""
     offsets: Tensor
-    """`(sequences,)` int64: block, and place in the block, of each new token."""
+    """`(sequences,)` int64: the index of each new token in its block."""
     table: Tensor
-    """`(sequences · columns,)` int64: the blocks that are read."""
+    """`(sequences · columns,)` int64: the blocks that are read, request after request."""
     first: int
+    """Index of the first token that is read, among the tokens of a request's blocks in `table`. It is above 0 only for a single request."""
     length: int
-    """First and last + 1 of the tokens in these blocks that are read by a single request."""
+    """Index after the last token that is read."""
     mask: Tensor | None
-    """`(sequences, 1, 1, tokens)`: which tokens each request reads; None for a single request."""
+    """`(sequences, 1, 1, tokens)` bool: the tokens that each request reads. None for a single request, which reads all of them."""
 
     def attend(
         self,
@@ -44,9 +46,10 @@ class HostDecodes(NamedTuple):
         sinks: Tensor | None = None,
         cap: float | None = None,
     ) -> Tensor:
-        """Attention output of q `(sequences, heads, head_dim)`, shaped like q.
+        """Write k and v into the cache, then return the attention of q, `(sequences, heads, head_dim)` like q.
 
-        k and v `(sequences, kv_heads, head_dim)` are written into `cache_layer` first. `sinks` and `cap` as in `kernels.attention`.
+        k and v are `(sequences, kv_heads, head_dim)`; `cache_layer` is `(blocks, 2, kv_heads, tokens, head_dim)`. `sinks` and `cap` are as
+        in `kernels.attention`.
         """
         sequences, heads, width = q.shape
         if self.rope is not None:
@@ -70,9 +73,9 @@ class HostDecodes(NamedTuple):
         return (softmax_with_sinks(scores, sinks) @ values).view(sequences, heads, width)
 
     def attend_latents(self, q: Tensor, cache_layer: Tensor, scale: float) -> Tensor:
-        """Sums of cached rows `(sequences, heads, width)` of q, shaped alike; the tokens are in the cache already.
+        """Return the attention-weighted sums of cached rows for q, `(sequences, heads, width)` like q.
 
-        `cache_layer` is `(blocks, tokens, width)`, and scores are multiplied by `scale`.
+        The new tokens must be in the cache already. `cache_layer` is `(blocks, tokens, width)`. Attention scores are multiplied by `scale`.
         """
         rows = cache_layer.index_select(0, self.table).view(len(q), -1, q.shape[2])[:, None, self.first : self.length]
         return F.scaled_dot_product_attention(q[:, None], rows, rows, attn_mask=self.mask, scale=scale)[:, 0]
@@ -81,8 +84,8 @@ class HostDecodes(NamedTuple):
 def prepare_decodes(
     step: StepInputs, group: int, window: int | None, rope: RotaryTables | None, tokens_per_block: int
 ) -> HostDecodes:
-    """Return the data that a group's layers share in a step of decodes; `rope` has the tables of `signed_tables`."""
-    # Tokens without a slot go to block 0, which is never read.
+    """Compute the data that all layers of group number `group` share in a step of decodes. `rope` is the result of `signed_tables`."""
+    # Tokens without a slot (-1) are written into block 0, which no request reads.
     positions = step.positions.long()
     slots = step.slots[group].long().clamp(min=0)
     table = step.block_tables[group].long()
@@ -107,6 +110,9 @@ def prepare_decodes(
 
 
 def signed_tables(rope: RotaryTables) -> RotaryTables:
-    """Tables `(positions, 1, head_dim)` with which x is rotated as x · cosines + (x with its halves swapped) · signed sines."""
+    """Return rotary tables for whole heads, `(positions, 1, head_dim)`, from tables of half this width.
+
+    With them x is rotated as x · cosines + (x with its two halves swapped) · signed sines.
+    """
     cos, sin = rope
     return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]

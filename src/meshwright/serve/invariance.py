@@ -1,13 +1,12 @@
-"""Batch-invariant inference: parts of the engine whose results do not depend on the batch, bit for bit.
+"""Batch-invariant inference: runners and samplers whose results for a request do not depend on the other requests, bit for bit.
 
-Libraries choose the order of additions by the size of a batch. Here:
+The usual kernels of libraries do not have this property, because they choose the order of additions by the size of the batch. Here:
 
-- On a GPU matmuls add in a fixed order (`kernels.fixed_matmul`). The attention of each token is computed as if it were
-alone, with a
-  number of parts that its context alone decides (`serve.cached_attention`).
-- On a CPU a step of a usual dense model is padded to so many rows that each row has the same bits at any larger number
-  (`kernels.exact_attention`). These are also the bits of the trainer's exact forward.
-- For other models, and on CPUs where rows differ, each token is computed by itself.
+- On a GPU, matmuls add in a fixed order (`kernels.fixed_matmul`). The attention of each token is computed as if the token were alone: the
+  number of parts into which it is divided depends only on the token's context (`serve.cached_attention`).
+- On a CPU, for a usual dense model, the tokens of a step are padded to a multiple of `ROWS`. From this size on, each row has the same bits
+  at any number of rows (`kernels.exact_attention`). These are also the bits of the trainer's exact forward.
+- On a CPU, for other models, and if rows do not have this property, each token is computed separately.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from meshwright.spec.exact_forward import ROWS, inexact_reason
 
 
 class RowRunner(ModelRunner):
-    """Computes a step on a CPU with the same bits as the trainer's exact forward, for models that have no `inexact` reason."""
+    """Computes steps on a CPU with the same bits as the trainer's exact forward. For models for which `inexact_reason` is None."""
 
     uniform_drafts = False
 
@@ -52,14 +51,14 @@ class RowRunner(ModelRunner):
 
 
 def _padded_step(step: StepInputs) -> StepInputs:
-    """The step with padding after its tokens; padding writes nothing into the cache."""
+    """Return the step with padding after its tokens, up to a multiple of `ROWS`. Padding writes nothing into the cache."""
     missing = -len(step.tokens) % ROWS
     tokens, positions = (padded(x, 0, ROWS) for x in (step.tokens, step.positions))
     return step._replace(tokens=tokens, positions=positions, slots=F.pad(step.slots, (0, missing), value=-1))
 
 
 class TokenRunner(ModelRunner):
-    """Computes each token of a step by itself, on a CPU."""
+    """Computes the tokens of a step one at a time, on a CPU."""
 
     uniform_drafts = False
 
@@ -78,13 +77,16 @@ class TokenRunner(ModelRunner):
         return torch.cat([logits[0][:0], *(logits[index] for index in sampled)])
 
     def head(self, normed: Tensor) -> Tensor:
-        """Logits `(tokens, vocab)` of normed outputs `(1, tokens, hidden)`, of one token at a time."""
+        """Return the logits `(tokens, vocab)` of the normed outputs `(1, tokens, hidden)`, computed one token at a time."""
         parent = super()
         return torch.cat([parent.head(token) for token in normed.split(1, 1)])
 
 
 def single_tokens(step: StepInputs, tokens_per_block: int) -> Iterator[StepInputs]:
-    """A step for each token, with the blocks that it reads; the head runs for sampled tokens only."""
+    """Yield a step of one token for each token of a step, in order. Only sampled tokens get logits.
+
+    The block table of a step has only the blocks that its token reads, so that the number of columns does not depend on the batch.
+    """
     starts = step.query_starts.tolist()
     positions = step.positions.tolist()
     sampled = range(len(positions)) if step.sampled is None else set(step.sampled.tolist())
@@ -108,7 +110,7 @@ def single_tokens(step: StepInputs, tokens_per_block: int) -> Iterator[StepInput
 
 
 class InvariantSampler(Sampler):
-    """A sampler whose operations for a row do not depend on the other rows."""
+    """A sampler whose results for a row have the same bits whatever the other rows are."""
 
     divides_in_scores = True
 
@@ -116,7 +118,8 @@ class InvariantSampler(Sampler):
         """See `Sampler.sample`."""
         if logits.is_cuda or not len(logits):
             return super().sample(logits, table_rows, positions, allowed)
-        # One row at a time: torch computes the last numbers of a tensor by other instructions, which round differently.
+        # On a CPU, PyTorch computes the last values of a tensor with other instructions, which round differently. So each row is computed
+        # separately.
         parts = [
             super(InvariantSampler, self).sample(row, table_row, position, bits)
             for row, table_row, position, bits in zip(
@@ -141,10 +144,13 @@ class InvariantSampler(Sampler):
 
 
 class RowSampler(InvariantSampler):
-    """The sampler of RowRunner, which pads the rows of a step too: log-probabilities of chosen tokens have the bits of the trainer's."""
+    """The sampler for `RowRunner`. It pads the rows of a step to a multiple of `ROWS`, and computes all rows together.
+
+    The log probabilities of drawn tokens have the same bits as the trainer's.
+    """
 
     def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """See `Sampler.sample`. Rows whose options count tokens or exclude some are sampled one at a time."""
+        """See `Sampler.sample`. If a request has penalties, excluded tokens or a grammar, rows are sampled one at a time."""
         count = len(logits)
         if not count or self._penalising or self._excluded or allowed is not None:
             return super().sample(logits, table_rows, positions, allowed)
@@ -161,7 +167,7 @@ class RowSampler(InvariantSampler):
 
 
 def classes_for(model: Decoder, options: EngineOptions) -> tuple[type[ModelRunner], type[Sampler]]:
-    """The runner and the sampler of an invariant engine."""
+    """Return the classes of the runner and of the sampler for an engine with invariant results."""
     if model.embed.weight.is_cuda:
         return ModelRunner, InvariantSampler
     weight = model.embed.weight

@@ -1,9 +1,11 @@
 """The paged key/value cache: its groups of layers, its size in blocks, and its memory.
 
-All layers with the same attention form a group. A group's cache is one tensor `(blocks, layers, 2, kv_heads, tokens, head_dim)`, so that a
-block is contiguous and the part of one head is a long run. With latent attention it is `(blocks, layers, tokens, kv_rank + rope_head_dim)`:
-the latent of a token, and the rotated part of its key. In fp8 (e4m3) it has twice the blocks of bf16; its scales are 1, so numbers beyond
-448 are limited to it.
+All layers with the same attention form a group. The cache of a group is one tensor:
+
+- `(blocks, layers, 2, kv_heads, tokens, head_dim)`: keys and values. A block is contiguous, and in a block the keys of one head are too.
+- `(blocks, layers, tokens, kv_rank + rope_head_dim)` for latent attention: each token has its latent, then the rotated part of its key.
+
+An fp8 (e4m3) cache has twice as many blocks as a bf16 cache of the same bytes. Its scales are 1, so values above 448 are stored as 448.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ __all__ = ["CacheRoom", "KVCache", "bytes_per_block", "fitting_blocks", "layer_g
 
 
 def bytes_per_block(group: LayerGroup, tokens_per_block: int, dtype: torch.dtype) -> int:
-    """Bytes of one block of a group's cache."""
+    """Return the bytes of one block of a group's cache, for all its layers."""
     return cache_size.bytes_per_block(group, tokens_per_block, dtype.itemsize)
 
 
@@ -49,18 +51,22 @@ def fitting_blocks(
     predictions: int = 0,
     cache_dtype: torch.dtype | None = None,
 ) -> int:
-    """The number of blocks of each group without a window that fit into the memory of `device` together with the weights.
+    """Return how many cache blocks fit into the memory of `device` after the weights, for each group that has no window.
 
-    `dtype` is the dtype of activations, and of the cache unless `cache_dtype` is given. A `draft` model has a cache of its own with the
-    same number of blocks. `drafts` is the number of draft tokens of a request in a step, `predictions` the number of the model's modules
-    that propose them. Raises OutOfResources if not even one request of `room.context` tokens fits.
+    - `dtype`: dtype of activations, and of the cache unless `cache_dtype` is given.
+    - `room`: context, sequences and other sizes that the cache must hold.
+    - `draft`: the draft model. It has a cache of its own with the same number of blocks.
+    - `drafts`: largest number of draft tokens of a request in a step.
+    - `predictions`: number of the model's prediction modules that propose drafts.
+
+    Raises OutOfResources if the cache of one request of `room.context` tokens does not fit.
     """
     groups = layer_groups(spec, predictions)
     size = room.tokens_per_block
     sizes = [bytes_per_block(group, size, cache_dtype or dtype) for group in groups]
     samples = room.sequences * (1 + drafts)
     if draft is not None or predictions:
-        samples *= 2  # distributions of drafts
+        samples *= 2  # The distribution of each draft takes as much memory as the logits of a sample.
     if draft is not None:
         whole = next((number for number, group in enumerate(groups) if group.window is None), 0)
         sizes[whole] += sum(bytes_per_block(group, size, dtype) for group in layer_groups(draft))
@@ -83,9 +89,11 @@ def fitting_blocks(
 
 
 class KVCache:
-    """The cache tensors of all groups, filled with zeros. Each of the `predictions` modules has a layer of the cache too.
+    """The cache tensors of all groups of layers, filled with zeros.
 
-    With `one_layer` all layers of a group share the memory of one, for a step whose keys and values no later step reads.
+    - `blocks`: number of blocks of each group.
+    - `predictions`: number of prediction modules. Each has a layer in the cache, after the layers of the model.
+    - `one_layer`: whether all layers of a group share the memory of one layer. This is for steps whose keys and values no later step reads.
     """
 
     def __init__(
@@ -104,20 +112,24 @@ class KVCache:
         self._one_layer = one_layer
         fp8 = dtype.itemsize == 1
         self.scales = torch.ones(2, spec.kv_heads, device=device) if fp8 else None
-        """Factors `(2, kv_heads)` of the stored keys and values; None without fp8. Latents have no scales."""
+        """`(2, kv_heads)`: factors of the stored keys and values of each head. None for a cache that is not fp8."""
         self.tensors = [
             zeros((count, *self._shape(group)), dtype=dtype, device=device)
             for group, count in zip(self.groups, blocks, strict=True)
         ]
 
     def layer(self, layer: int) -> tuple[int, Tensor]:
-        """The group of a layer, and its part of the cache, a strided view `(blocks, …)` without the dimension of layers."""
+        """Return the index of a layer's group, and a strided view of the layer's part of the cache.
+
+        The view has the shape of the group's tensor without the dimension of layers: `(blocks, 2, kv_heads, tokens, head_dim)`.
+        Raises KeyError for a layer that no group has.
+        """
         for number, group in enumerate(self.groups):
             if layer in group.layers:
                 return number, self.tensors[number][:, 0 if self._one_layer else group.layers.index(layer)]
         raise KeyError(layer)
 
     def _shape(self, group: LayerGroup) -> tuple[int, ...]:
-        """Shape of a block of a group's cache."""
+        """Return the shape of one block of a group's cache."""
         layers, *of_layer = block_shape(group, self.tokens_per_block)
         return 1 if self._one_layer else layers, *of_layer

@@ -1,8 +1,10 @@
-"""Cache blocks that one engine copies out of the memory of another one, without a staging buffer in between.
+"""Direct copies of cache blocks from the memory of one engine into the cache of another engine, without a staging buffer.
 
-The owner exports the tensors of its cache, and does not change blocks until they are copied. The other engine maps these tensors. One
-kernel copies blocks into its own cache and computes their checksums, so each byte is read and written once. The owner computes the
-checksums too. Block tables are int arrays `(blocks, groups)` with the block of each group of layers.
+The engine that owns the blocks exports the tensors of its cache, and does not change the blocks until they are copied. The other engine
+maps these tensors. One kernel copies the blocks into the cache of this engine and computes their checksums, so each byte is read and
+written only once. The owner computes the checksums too, to compare them.
+
+The argument `tables` of the functions is a list `(blocks, groups)`: for each block, its number in each group of layers.
 """
 
 from __future__ import annotations
@@ -25,24 +27,27 @@ Integers = NDArray[np.int64]
 
 
 class OwnBlocks:
-    """The blocks of this engine's cache, for engines that map them or whose blocks are copied into them."""
+    """The blocks of this engine's cache. Other engines can map them, and blocks of other engines can be copied into them."""
 
     def __init__(self, contents: Sequence[Tensor]) -> None:
-        """`contents` are the bytes of all blocks of each group, `(blocks, bytes)`."""
+        """`contents` has, for each group of layers, the bytes of all its blocks, `(blocks, bytes)` uint8."""
         self._contents = contents
         self._device = contents[0].device
         self.sizes = np.array([content.shape[1] for content in contents])
-        """Bytes of a block of each group."""
+        """`(groups,)`: bytes of a block of each group."""
         self._starts = np.array([content.data_ptr() for content in contents])
 
     @property
     def host(self) -> str:
-        """Name of the host if blocks can be mapped by other processes there; else empty."""
+        """Name of this host, if other processes on it can map the blocks; else an empty string."""
         aligned = not (self.sizes % ALIGNMENT).any() and not (self._starts % ALIGNMENT).any()
         return mapped_memory.host_name() if aligned and mapped_memory.mappable(self._device) else ""
 
     def offer(self) -> list[dict[str, Any]] | None:
-        """Return the handles of this cache's blocks, which `map` needs; None if the blocks cannot be mapped."""
+        """Return what another engine needs to map this cache: for each group a handle, an offset and the number of blocks.
+
+        Returns None if the blocks cannot be mapped.
+        """
         if not self.host:
             return None
         try:
@@ -57,19 +62,23 @@ class OwnBlocks:
         ]
 
     def map(self, offer: Sequence[Mapping[str, Any]]) -> MappedBlocks:
-        """Map the blocks of another engine from its offer. Raises NotMappable, KeyError, TypeError or ValueError."""
+        """Map the blocks of another engine. `offer` is the result of `offer` of that engine.
+
+        Raises NotMappable if the memory cannot be mapped; KeyError, TypeError or ValueError if the offer is malformed.
+        """
         mapped = MappedBlocks(offer, self.sizes.tolist(), self._device)
         self._load_kernel()
         return mapped
 
     def sums(self, tables: Sequence[Sequence[int]]) -> Integers:
-        """Checksums of blocks `(blocks, sums)`, once the steps before are computed."""
+        """Return checksums of blocks, `(blocks, sums)`. It waits until the device has computed the steps that were launched before."""
         return self._copy(self._starts + np.array(tables) * self.sizes, np.int64(0))
 
     def copy(self, source: MappedBlocks, tables: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Integers:
-        """Copy blocks of another engine over blocks of this one; returns checksums `(blocks, sums)` of the copied content.
+        """Copy the blocks `tables` of another engine into the blocks `targets` of this engine. Both are `(blocks, groups)`.
 
-        Raises ValueError for tables of other shapes, and for blocks that the other engine does not have.
+        Returns checksums of the copied bytes, `(blocks, sums)`. Raises ValueError if `tables` has another shape, or a block that the other
+        engine does not have.
         """
         return self._copy(source.addresses(tables), self._starts + np.array(targets) * self.sizes)
 
@@ -78,15 +87,15 @@ class OwnBlocks:
         return copy_ranges(torch.from_numpy(ranges), self._device).cpu().numpy().reshape(len(sources), -1)
 
     def _load_kernel(self) -> None:
-        """Compile the kernel, so that no request waits for it."""
+        """Run the kernel once on block 0, so that it is compiled before a request needs it."""
         self.sums([[0] * len(self.sizes)])
 
 
 class MappedBlocks:
-    """The blocks of another engine's cache."""
+    """The blocks of another engine's cache, mapped into this process."""
 
     def __init__(self, offer: Sequence[Mapping[str, Any]], sizes: Sequence[int], device: torch.device) -> None:
-        """`sizes` are bytes of a block of each group. Raises as `OwnBlocks.map`."""
+        """`offer` is the result of `OwnBlocks.offer`; `sizes` has the bytes of a block of each group. Raises as `OwnBlocks.map`."""
         self._sizes = np.array(sizes)
         self._counts = [int(group["blocks"]) for group in offer]
         self._memories: list[MappedMemory] = []
@@ -102,9 +111,9 @@ class MappedBlocks:
         self._starts = np.array([memory.address for memory in self._memories])
 
     def addresses(self, tables: Sequence[Sequence[int]]) -> Integers:
-        """Return the addresses of blocks, `(blocks, groups)`.
+        """Return the address of each block in each group, `(blocks, groups)`.
 
-        Raises ValueError for a table of another shape and for a block that is not there.
+        Raises ValueError if `tables` has another shape, or a block that the other engine does not have.
         """
         blocks = np.array(tables)
         if blocks.ndim != 2 or blocks.shape[1] != len(self._counts) or blocks.dtype != np.int64:
@@ -114,7 +123,7 @@ class MappedBlocks:
         return self._starts + blocks * self._sizes
 
     def close(self) -> None:
-        """Unmap them."""
+        """Unmap the memory of the other engine."""
         for memory in self._memories:
             memory.close()
         self._memories = []

@@ -1,7 +1,8 @@
-"""The forward pass of expert ranks in micro-batches: while the tokens of one travel to experts, another is computed.
+"""The forward pass of expert ranks in micro-batches: while the tokens of one micro-batch are sent to experts, another one is computed.
 
-Each micro-batch is a generator that yields when its tokens are on their way (`parallel.expert_inference`). All ranks take the same number
-in the same order, so their exchanges match; a rank with fewer decodes, or with none, exchanges nothing for the others.
+Each micro-batch is a generator that yields while its tokens are being sent (`parallel.expert_inference`). All ranks compute the same number
+of micro-batches in the same order, so that their exchanges match. If a rank has too few decodes, some of its micro-batches are empty; in
+their exchanges the rank sends no tokens.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from meshwright.serve.blocks import CopyOutputs, block_forward, moe_input
 from meshwright.serve.model_runner import ModelRunner
 
 Stream = Generator[None, None, tuple[Tensor, Tensor | None]]
+"""The forward pass of one micro-batch. It yields during each exchange, and returns `(x, delta)` as `serve.blocks.residual_stream`."""
 
 
 class MicroBatchRunner(ModelRunner):
-    """Computes steps in micro-batches; one with chunks of prompts is a single one."""
+    """Computes each step in `micro_batches` micro-batches. If a step has chunks of prompts, its first micro-batch has all tokens."""
 
     micro_batches = 1
-    """Number of micro-batches of a step, the same on all ranks of a group."""
+    """Number of micro-batches of a step. It must be the same on all ranks of a group."""
 
     def compute_nothing(self) -> None:
-        """Take part in the exchanges of a step without tokens of this rank."""
+        """Take part in all exchanges of a step in which this rank has no tokens."""
         run_in_turn([_nothing(self._model) for _ in range(self.micro_batches)])
 
     def _residual(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
@@ -48,7 +50,10 @@ class MicroBatchRunner(ModelRunner):
 def run_in_turn(
     streams: Sequence[Stream], select: Callable[[int], None] = lambda index: None
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Advance each stream to its next exchange, in turn, until all have ended; `select` is called before with its number."""
+    """Advance the streams in turn, each to its next exchange, until all have ended. Returns the results of the streams, in order.
+
+    Before a stream is advanced, `select` is called with its index.
+    """
     outputs: dict[int, tuple[Tensor, Tensor | None]] = {}
     while len(outputs) < len(streams):
         for index, stream in enumerate(streams):
@@ -63,9 +68,11 @@ def run_in_turn(
 
 
 def split_decodes(step: StepInputs, count: int) -> list[StepInputs]:
-    """`count` steps with about as many decodes each; if it has too few or is mixed, the step itself and empty ones.
+    """Split a step into `count` steps that have about equally many decodes.
 
-    Their tokens in order are those of the step. The inputs of an empty step have no tokens only.
+    A step is not split if it has chunks of prompts, decodes with drafts, or fewer tokens than `count`. Then the result is the step itself
+    and `count` - 1 empty steps. The other inputs of an empty step, except `tokens`, are not empty. Example: a step of 5 decodes split by 2
+    gives steps of 2 and 3 decodes.
     """
     tokens = len(step.tokens)
     if step.decodes < len(step.context_lengths) or step.decode_queries > 1 or tokens < count:
@@ -88,7 +95,7 @@ def _decodes_between(step: StepInputs, first: int, last: int) -> StepInputs:
 
 
 def _stream(model: Decoder, inputs: StepInputs) -> Stream:
-    """`serve.blocks.residual_stream` that yields during exchanges."""
+    """Compute what `serve.blocks.residual_stream` computes, and yield during each exchange of tokens."""
     x = model.embed_tokens(inputs.tokens[None], inputs.positions[None])
     delta = None
     for module in model.layers.values():

@@ -1,8 +1,10 @@
-"""The forward pass of one step: the logits from which new tokens are drawn.
+"""The forward pass of one step. It computes the logits from which new tokens are drawn.
 
-On CUDA a step that has only decodes is replayed from a CUDA graph, because the host launches its kernels more slowly than the device runs
-them. There is a graph for some batch sizes; steps are padded to the next. Decodes with drafts have graphs of their own. In steps with
-prompts, attention is launched and the rest is graphs (`serve.prompt_graphs`).
+The host launches the kernels of a small step more slowly than a GPU runs them. So on CUDA, the runner replays CUDA graphs:
+
+- A step that has only decodes is one graph. There are graphs for some batch sizes, and a step is padded to the next larger batch size.
+  Decodes with drafts have other graphs than decodes without drafts.
+- In a step with prompts, the host launches attention, and everything between two attentions is a graph (`serve.prompt_graphs`).
 """
 
 from __future__ import annotations
@@ -38,10 +40,17 @@ log = logging.getLogger("meshwright.server")
 
 
 class ModelRunner:
-    """Runs the model on steps. It replaces the model's attention, so the model can be used by the engine only."""
+    """Runs the model on steps. It replaces the model's attention, so that only this runner can use the model.
+
+    - `context`: largest number of tokens of a sequence.
+    - `graph_sizes`: batch sizes of decodes that get a CUDA graph, ascending.
+    - `prompt_sizes`: numbers of tokens of steps with prompts that get CUDA graphs, ascending.
+    - `invariant`: whether the results of a request do not depend on the other requests of the step.
+    - `predictions`: number of the model's prediction modules that are used.
+    """
 
     uniform_drafts = True
-    """Whether decodes with drafts may be padded to one number of tokens."""
+    """Whether decodes with drafts may be padded to the same number of tokens; see `uniform` of `BatchInputs.pack`."""
 
     def __init__(
         self,
@@ -62,25 +71,31 @@ class ModelRunner:
         usual = not invariant and not predictions and not prompt_sizes and HostDecode.supports(model, cache)
         self._host_decode = HostDecode(model, cache, context) if usual else None
         self.decode_sizes = graph_sizes
-        """Batch sizes with a CUDA graph, ascending."""
+        """Batch sizes of decodes that have a CUDA graph, ascending."""
         self.prompt_sizes = prompt_sizes
-        """Numbers of tokens to which steps with prompts are padded for their graphs, ascending."""
+        """Numbers of tokens for which steps with prompts have CUDA graphs, ascending. Steps are padded to the next of them."""
         weight = model.embed.weight
         normed = weight.new_empty(1, max(prompt_sizes, default=0), model.spec.hidden)
         self._prompt_graphs = PromptGraphs(self._step, self._compute_normed, prompt_sizes, inputs.groups, normed)
         self._graphs = Graphs()
         self._graph_logits = torch.empty(0)
         self.normed = self._graph_normed = torch.empty(0)
-        """`(1, tokens, hidden)`: the normed output of the last step. Kept for prediction modules and for log probabilities of prompts."""
+        """`(1, tokens, hidden)`: the model's output after the last norm, for all tokens of the last step.
+
+        It is kept only if prediction modules or log probabilities of prompts need it.
+        """
 
     def expand_latents(self) -> None:
-        """Let decodes expand keys and values from the cached latents. Raises BadInput for a model without latent attention."""
+        """From now on, let decodes expand keys and values from the cached latents (see `CurrentStep.absorbs`).
+
+        Raises BadInput for a model without latent attention.
+        """
         if not any(isinstance(module, LatentAttention) for module in self._model.modules()):
             raise BadInput("absorb: only latent attention has a form that does not absorb", key="absorb")
         self._step.absorbs = False
 
     def logits(self, packed: PackedStep) -> Tensor:
-        """Logits `(samples, vocab)` of a packed step, valid until the next call."""
+        """Compute a packed step. Returns its logits `(samples, vocab)`, which are valid until the next call."""
         size = packed.decode_size
         queries = packed.decode_queries
         if size is not None and self._graphs.replay((size, queries)):
@@ -94,16 +109,16 @@ class ModelRunner:
         return logits[: len(packed.sampled_rows)] if packed.sampled_tokens is None else logits[packed.sampled_tokens]
 
     def fill_cache(self, packed: PackedStep) -> None:
-        """Write keys and values of a packed step into the cache; compute no logits."""
+        """Compute the keys and values of a packed step and write them into the cache, without logits."""
         self.write_cache(self._inputs.resolve(packed))
 
     def write_cache(self, inputs: StepInputs) -> None:
-        """Write keys and values of a step's tokens into the cache; compute no logits."""
+        """Compute the keys and values of a step's tokens and write them into the cache, without logits."""
         self._residual(inputs)
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
-        """Capture the graphs: of steps with prompts, and of decodes without and with drafts for each batch size.
+        """Capture all CUDA graphs: for steps with prompts, and for each batch size of decodes without and with drafts.
 
         The captured steps have only padding, so they write nothing into the cache.
         """
@@ -122,12 +137,12 @@ class ModelRunner:
             self._graphs.capture((size, queries), partial(self._compute_into_graph_logits, packed, size * queries))
 
     def _capture_prompts(self) -> None:
-        """Capture the graphs of steps with prompts. If that fails, an engine of one rank works without them and says why."""
+        """Capture the graphs of steps with prompts. If that fails, an engine of one rank works without them and logs a warning."""
         try:
             self._prompt_graphs.capture(self._graphs)
-        except RuntimeError as error:  # of CUDA, or out of memory
+        except RuntimeError as error:  # CUDA raises it, also if memory is not enough.
             if dist.is_initialized():
-                raise  # the other ranks would wait for this one
+                raise  # The other ranks have these graphs; they would wait for this rank in their collectives.
             self._prompt_graphs.clear()
             self.prompt_sizes = ()
             log.warning("the host launches prompts without CUDA graphs: %s", str(error).partition("\n")[0])
@@ -138,19 +153,20 @@ class ModelRunner:
             self._graph_normed[:, :count].copy_(self.normed)
 
     def graph_normed(self, count: int) -> Tensor:
-        """The memory where the graph of a step of `count` tokens writes `normed`, for a model with prediction modules."""
+        """Return the memory into which the graph of a step of `count` tokens writes `normed`. Only with prediction modules."""
         return self._graph_normed[:, :count]
 
     def release_graphs(self) -> None:
-        """Free the graphs. When a process group is destroyed, NCCL waits for the graphs that have its collectives."""
+        """Free all graphs. This must happen before a process group is destroyed: NCCL waits until no graph has its collectives."""
         self._prompt_graphs.clear()
         self._graphs.clear()
 
     @property
     def few_tokens(self) -> tuple[int, ...]:
-        """Numbers of tokens at which the kernel of MoE layers for few tokens changes, on a GPU.
+        """Numbers of tokens for which MoE layers use different variants of their kernel for few tokens, ascending.
 
-        With at most 24 tokens: 1, 2, 4, 8, 16, 24. Up to each of them another kernel runs than up to the one before. Empty without one.
+        Example: if the kernel supports up to 24 tokens, the result is 1, 2, 4, 8, 16, 24; steps of 9 to 16 tokens use the same variant. The
+        result is empty on a CPU, and for a model without MoE layers.
         """
         moe_layers = [module for module in self._model.modules() if isinstance(module, MoELayer)]
         if not self._model.embed.weight.is_cuda or not moe_layers:
@@ -160,9 +176,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_prompt(self, tokens: int) -> None:
-        """Run the first block, and the first block with experts, on a prompt of so many tokens of padding, without the cache.
+        """Run the first block, and the first block with experts, on a prompt of `tokens` padding tokens. Nothing is written into the cache.
 
-        This compiles kernels and lets cuDNN plan for this number of tokens, before a request needs them.
+        This compiles kernels, and lets cuDNN plan its attention for this number of tokens, before a request needs them.
         """
         inputs = self._inputs
         device = self._model.embed.weight.device
@@ -186,8 +202,8 @@ class ModelRunner:
             block_forward(block, hidden, None)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Logits of the sampled tokens, `(samples, vocab)`."""
-        # A step without `sampled` has only decodes: all its tokens need logits.
+        """Compute the logits of a step's samples, `(samples, vocab)`. Also writes the keys and values of all tokens into the cache."""
+        # If `sampled` is None, the step has only decodes, and all its tokens need logits.
         normed = None if inputs.sampled is None else self._prompt_graphs.run(inputs)
         if normed is not None:
             self.normed = normed
@@ -196,9 +212,9 @@ class ModelRunner:
         keeps = bool(self._predictions) or inputs.scored
         if inputs.sampled is not None and not keeps:
             x, delta = selected(x, delta, inputs.sampled)
-        if (
-            self._step.invariant
-        ):  # the last norm is the trainer's operator, so that the trainer's exact forward has the same bits
+        if self._step.invariant:
+            # The last norm is not fused with the addition, so that it is the trainer's operator: this gives the bits of the trainer's exact
+            # forward.
             x = add_and_norm(x, delta, None)[0]
             delta = None
         normed = cast("Tensor", add_and_norm(x, delta, self._model.norm)[1])
@@ -208,15 +224,15 @@ class ModelRunner:
         return self.head(normed)
 
     def head(self, normed: Tensor) -> Tensor:
-        """Logits `(tokens, vocab)` of normed outputs `(1, tokens, hidden)`."""
+        """Return the logits `(tokens, vocab)` of the normed outputs `(1, tokens, hidden)`."""
         tied = self._model.embed.weight if self._model.spec.tied else None
         return self._model.head(normed, None, tied)[0]
 
     def predict(self, inputs: StepInputs, depth: int, normed: Tensor, following: Tensor) -> Tensor:
-        """The normed output of prediction module `depth` (from 0), `(1, tokens, hidden)`. Writes the module's keys and values.
+        """Run prediction module number `depth` (from 0) on a step. Returns its normed output, `(1, tokens, hidden)`.
 
-        `normed` is the output of the model, or of the module before. `following` `(tokens,)` has for each token of the step the token
-        `depth + 1` places after it.
+        It also writes the module's keys and values into the cache. `normed` is the normed output of module `depth` - 1, or of the model if
+        `depth` is 0. `following` `(tokens,)` has, for each token of the step, the token that is `depth + 1` positions after it.
         """
         self._step.inputs = inputs
         module = cast("PredictionModule", self._model.predictions[depth])
@@ -224,11 +240,11 @@ class ModelRunner:
         return cast("Tensor", add_and_norm(*block_forward(cast("Block", module.block), joined, None), module.norm)[1])
 
     def _compute_normed(self, inputs: StepInputs) -> Tensor:
-        """The normed output of all tokens, `(1, tokens, hidden)`."""
+        """Return the model's output after the last norm for all tokens, `(1, tokens, hidden)`."""
         return cast("Tensor", add_and_norm(*self._residual(inputs), self._model.norm)[1])
 
     def _residual(self, inputs: StepInputs) -> tuple[Tensor, Delta | None]:
-        """The residual stream after all layers, `(1, tokens, hidden)`, and the last layer's output, which is not added to it yet."""
+        """Return the residual stream `(1, tokens, hidden)` after all layers, and the last layer's output, which is not added to it yet."""
         self._step.inputs = inputs
         if self._host_decode is not None:
             self._host_decode.forget_text()
@@ -236,11 +252,17 @@ class ModelRunner:
 
 
 def graph_sizes(sequences: int) -> tuple[int, ...]:
-    """Batch sizes of CUDA graphs up to `sequences`: 1, 2, 4, every 8 up to 256, every 32 above, and `sequences` itself."""
+    """Return the batch sizes that get CUDA graphs, up to `sequences`, ascending.
+
+    They are 1, 2, 4, the multiples of 8 up to 256, the multiples of 32 from 288 on, and `sequences` itself.
+    """
     sizes = {1, 2, 4, *range(8, 257, 8), *range(288, sequences + 1, 32), sequences}
     return tuple(sorted(size for size in sizes if size <= sequences))
 
 
 def drafted_sizes(sizes: Sequence[int], drafts: int) -> tuple[int, ...]:
-    """The batch sizes to which decodes are padded if each may have `drafts` drafts."""
+    """Return the batch sizes to which decodes are padded if each may have `drafts` drafts.
+
+    They are the first of `sizes`, up to the first that is at least the largest number of decodes that may have drafts (`most_drafting`).
+    """
     return tuple(sizes[: bisect_left(sizes, most_drafting(drafts)) + 1])

@@ -10,34 +10,42 @@ from torch import Tensor
 
 
 class PackedDrafts(NamedTuple):
-    """The decodes of a step that have draft tokens.
+    """The decodes of a step that have draft tokens ("drafted" decodes). All tensors are int32.
 
-    They are the first of its sampled parts, with a sample for each of their tokens. All tensors are int32.
+    These decodes come first in `PackedStep.sampled_parts`. Each has a sample for each of its tokens: for the newest token and for each
+    draft. So the first `total` samples of the step belong to these decodes.
     """
 
     counts: tuple[int, ...]
-    """Tokens of each decode: the newest one and its drafts."""
+    """Number of tokens of each decode: 1 (the newest token) + its number of drafts."""
     table_rows: Tensor
-    """`(drafted,)`: table rows of the decodes."""
+    """`(drafted,)`: table row of each decode."""
     positions: Tensor
-    """`(drafted,)`: positions of their newest tokens."""
+    """`(drafted,)`: position of the newest token of each decode."""
     lengths: Tensor
-    """`(drafted,)`: numbers of drafts."""
+    """`(drafted,)`: number of drafts of each decode."""
     tokens: Tensor
-    """`(drafted, longest)`: the drafts; those beyond `lengths` are arbitrary."""
+    """`(drafted, longest)`: the drafts of each decode; values after its first `lengths` drafts are arbitrary."""
     samples: Tensor
-    """`(drafted, longest + 1)`: the samples of each part; the last again where a part has fewer."""
+    """`(drafted, longest + 1)`: for each token of each decode, the index of its sample among the samples of the step.
+
+    The row of a decode with fewer tokens ends with repeats of its last sample. Example: see `sample_arrays`.
+    """
     indices: Tensor
-    """`(samples,)`: index of each sample in `samples` flattened."""
+    """`(total,)`: index of each sample in the flattened `samples`."""
 
     @property
     def total(self) -> int:
-        """Samples of all of them together."""
+        """Number of samples of all decodes that have drafts."""
         return sum(self.counts)
 
 
 def sample_arrays(counts: Sequence[int] | np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """`PackedDrafts.samples`, flattened, and `PackedDrafts.indices` for parts of `counts` tokens; `columns` is longest + 1."""
+    """Return `PackedDrafts.samples`, flattened, and `PackedDrafts.indices`, for decodes of `counts` tokens.
+
+    `columns` is the number of columns of `samples`: longest + 1. Example: decodes of 3 and 2 tokens with 3 columns have the `samples`
+    [[0, 1, 2], [3, 4, 4]] and the `indices` [0, 1, 2, 3, 4].
+    """
     sizes = np.asarray(counts, np.int32)[:, None]
     column = np.arange(columns, dtype=np.int32)
     samples = np.cumsum(sizes, axis=0, dtype=np.int32) - sizes + np.minimum(column, sizes - 1)

@@ -1,11 +1,15 @@
-"""Drafts by the model's own modules for multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, §2.2).
+"""A drafter that uses the model's own modules for multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, §2.2).
 
-Once a step is checked, the modules compute all its tokens, and each draws one draft for the next step. Their cache layers come after the
-model's, in the same blocks. They read only from the device: the number of accepted drafts selects the position after which they draw.
+After the drafts of a step are checked, the modules compute all tokens of the step, and each module draws one draft for the next step.
+Their inputs stay on the device: the number of accepted drafts selects the position after which the modules draw. The layers of the modules
+come after the model's layers in the cache, in the same blocks.
 
-Two kinds of a module's cache entries may come from tokens that are not in the text. The last entry of a cached prefix comes from the token
-that followed the prefix in another text. For modules after the first, an entry may come from a rejected draft. Such entries change the
-drafts, never the text.
+A module's cache entry for a position also depends on the token after this position. In two cases that token is not the request's token:
+
+- The entry is the last one of a cached prefix: it was computed with the token that came after the prefix in another request.
+- The module is not the first one: the entry may have been computed with a draft that was rejected.
+
+Such entries change the drafts, but never the generated tokens.
 """
 
 from __future__ import annotations
@@ -25,22 +29,30 @@ from meshwright.serve.speculation import Drafts, draft_tokens, likeliest_tokens
 
 
 class ModuleInputs(NamedTuple):
-    """Inputs of the first prediction module for a checked step, beside the inputs of the model."""
+    """Inputs of the first prediction module for a checked step, in addition to the inputs of the model.
+
+    There is one sequence for each part of the step that got a token.
+    """
 
     following: Tensor
-    """`(tokens,)` int64: the token after each one of the step; arbitrary behind the newest."""
+    """`(tokens,)` int64: for each token of the step, the next token of its request; arbitrary where that is not known."""
     last: Tensor
-    """`(sequences,)` int64: index in the step of the token after which the newest one was drawn, by request that got one."""
+    """`(sequences,)` int64: index in the step of the token whose logits gave each part's newest token.
+
+    This is the part's last accepted draft, or the token before its first draft if no draft was accepted.
+    """
     table_rows: Tensor
-    """`(sequences,)` int64: the table rows of these requests."""
+    """`(sequences,)` int64: table row of each part."""
     positions: Tensor
-    """`(sequences,)` int64: positions of the first drafts."""
+    """`(sequences,)` int64: position of the first draft for the next step: one after the newest token."""
 
 
 class PredictionDrafter(SampledDrafter):
-    """Each module draws one draft after every step, even if the step had none: the plan of the next step decides which are used.
+    """Draws drafts from the model's prediction modules.
 
-    On CUDA the modules have one graph for each shape of a step that has only decodes, like the model.
+    Each module draws one draft after every step, because it is not known yet whether the next step will use drafts.
+
+    On CUDA the modules have CUDA graphs, as the model has: one for each batch size and number of tokens per decode.
     """
 
     def __init__(
@@ -49,14 +61,15 @@ class PredictionDrafter(SampledDrafter):
         super().__init__(drafts, pauses, inputs, sampler)
         self._runner = runner
         self._tokens = torch.zeros(inputs.padding_row + 1, drafts, dtype=torch.int64, device=inputs.device)
-        """`(table_rows + 1, drafts)`: the next drafts of each table row."""
+        """`(table_rows + 1, drafts)`: the drafts for the next step of each table row."""
         self._probabilities = torch.empty(0)
-        """`(table_rows + 1, drafts, vocab)`: distributions of the drafts; none before a request draws its tokens."""
+        """`(table_rows + 1, drafts, vocab)`: distributions of these drafts. Empty as long as all requests are greedy."""
         self._graph_inputs = ModuleInputs(*[torch.empty(0)] * 4)
+        """The memory from which the CUDA graphs read the inputs of the modules."""
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
-        """Capture the modules for each shape of a step that has a graph of the model."""
+        """Capture the modules for each batch size and number of tokens per decode for which the model has a graph."""
         sizes = self._runner.decode_sizes
         shapes = [(size, 1 + self.longest) for size in drafted_sizes(sizes, self.longest)]
         shapes += [(size, 1) for size in sizes]
@@ -71,7 +84,7 @@ class PredictionDrafter(SampledDrafter):
                 self._graphs.capture((size, queries, drawn), self._call_of_graph(packed, drawn))
 
     def follow(self, packed: PackedStep) -> None:
-        """Put the drafts that the step before has drawn into a packed step."""
+        """Put the drafts, which were drawn after the previous step, into a packed step."""
         drafts = packed.drafts
         self._drafts = None
         if drafts is None:
@@ -81,14 +94,16 @@ class PredictionDrafter(SampledDrafter):
         tokens = self._tokens[rows, :longest]
         self._place_drafts(packed, drafts, tokens)
         if not self._sampler.greedy and self._probabilities.numel():
-            # Those of a request that takes the likeliest tokens may be older than its drafts: it accepts the same with any.
+            # The distributions of a greedy request may be older than its drafts. This does no harm: a greedy request accepts the same
+            # drafts with any distribution.
             self._drafts = Drafts(tokens, self._probabilities[rows, :longest])
 
     def draw_next(self, packed: PackedStep, checked: CheckedStep) -> None:
-        """Compute the modules for the tokens of a checked step, and draw the drafts of the next one."""
+        """Run the modules on the tokens of a checked step, and draw the drafts of the next step."""
         inputs = _module_inputs(packed, checked)
         drawn = not self._sampler.greedy and bool(len(checked.newest))
-        self._sampler.copy_options()  # a graph only reads them
+        # The graph cannot copy the sampling options to the device; it only reads them there.
+        self._sampler.copy_options()
         if packed.decode_size is None:
             self._draw(packed, self._runner.normed, inputs, drawn)
             return
@@ -100,14 +115,14 @@ class PredictionDrafter(SampledDrafter):
             ours[: len(theirs)] = theirs
         count = len(inputs.table_rows)
         self._graph_inputs.table_rows[count:] = self._inputs.padding_row
-        # What pads the step has tokens of its own; an index of an earlier, longer step may not exist in this one.
+        # Padding decodes get valid indices: their own first tokens. Indices that remain from an earlier, longer step may be too large.
         self._graph_inputs.last[count : packed.decode_size] = packed.decode_queries * torch.arange(
             count, packed.decode_size, device=self._inputs.device
         )
         self._graphs.replay(key)
 
     def _call_of_graph(self, packed: PackedStep, drawn: bool) -> partial[None]:
-        """The call that a graph captures: it reads and writes the same memory each time."""
+        """Return the function that a graph captures. It reads its inputs from the fixed memory `_graph_inputs`."""
         assert packed.decode_size is not None
         size = packed.decode_size
         tokens = packed.decode_size * packed.decode_queries
@@ -116,7 +131,10 @@ class PredictionDrafter(SampledDrafter):
         return partial(self._draw, packed, self._runner.graph_normed(tokens), inputs, drawn)
 
     def _draw(self, packed: PackedStep, normed: Tensor, inputs: ModuleInputs, drawn: bool) -> None:
-        """Draw the next drafts from the model's output `(1, tokens, hidden)`; with distributions if `drawn`."""
+        """Draw the drafts of the next step from the model's normed output `(1, tokens, hidden)`, and keep them by table row.
+
+        If `drawn`, tokens are drawn from the distributions, which are kept too; else the likeliest tokens are taken.
+        """
         step = self._inputs.resolve(packed)
         following = inputs.following
         rows = inputs.table_rows
@@ -144,7 +162,7 @@ class PredictionDrafter(SampledDrafter):
 
 
 def _module_inputs(packed: PackedStep, checked: CheckedStep) -> ModuleInputs:
-    """The first module's inputs, made on the device."""
+    """Make the inputs of the first module from a checked step, by operations on the device."""
     samples = torch.arange(len(checked.tokens), device=checked.tokens.device)
     places = samples if packed.mixed is None else packed.mixed.sampled
     places = places if packed.sampled_tokens is None else packed.sampled_tokens

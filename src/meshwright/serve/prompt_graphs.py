@@ -1,9 +1,11 @@
-"""The forward pass of steps with prompts as CUDA graphs, with attention launched between them.
+"""The forward pass of steps with prompts as a sequence of CUDA graphs, between which the host launches attention.
 
 The host launches about a dozen kernels for each layer. For a prompt of up to about 1,000 tokens of an 8B model this takes longer than the
-computation on an H200. The shapes of all operators but attention depend on the number of tokens only. So the pass is captured for some
-numbers of tokens, and a step is padded to the next of them. A graph ends where a layer attends, and the next graph begins after it. The
-attention between them is launched with the shapes of each step. (vLLM has piecewise graphs of compiled code.)
+computation on an H200.
+
+The shapes of all operators except attention depend only on the number of tokens of the step. So the forward pass is captured for some
+numbers of tokens, and a step is padded to the next larger of them. Each attention ends a graph, and the next graph begins after the
+attention. The host launches attention with the shapes of the current step. (vLLM has piecewise graphs of compiled code.)
 """
 
 from __future__ import annotations
@@ -22,44 +24,48 @@ from meshwright.serve.cached_attention import AttentionCall, CurrentStep
 from meshwright.serve.graphs import Graph
 
 MOST_TOKENS = 2560
-"""Tokens of the largest graphs: enough for a usual step of 2,048 prompt tokens and 256 decodes.
+"""Number of tokens of the largest graphs. It is enough for a usual step of 2,048 prompt tokens and 256 decodes.
 
-An H200 computes such a step of Llama-3-8B in about 60 ms. The host launches its kernels one by one in 28 to 48 ms, which is less. So larger
-steps need no graphs.
+For Llama-3-8B, an H200 computes a step of this size in about 60 ms, and the host needs only 28 to 48 ms to launch its kernels one by one.
+So larger steps would not be faster with graphs.
 """
 
 
 def prompt_graph_sizes(step_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens to capture, ascending: up to the first that is at least `step_tokens`, or up to `MOST_TOKENS`.
+    """Return the numbers of tokens for which graphs are captured, ascending: 64, 128, …, 320, 384, 512, 640, …, 2560.
 
-    - The smallest is 64: below it most of the time is that of reading the weights, so smaller graphs would not be faster.
-    - From 384 on they are multiples of 128, the width of the tiles into which the library divides matmuls: an H200 takes 15.7 ms for 448
-      tokens of Llama-3-8B, and 13.0 for 512.
-    - They are not farther apart, because padding costs: 1,024 tokens with 16 decodes took 34.8 ms padded to 1,280, and 29.7 without graphs.
+    The result ends with the first number that is at least `step_tokens`. The reasons, with times of Llama-3-8B on an H200:
+
+    - Graphs of fewer than 64 tokens would not be faster: reading the weights takes most of their time.
+    - From 384 on, all numbers are multiples of 128, the tile width of the matmuls. 448 tokens take 15.7 ms, but 512 tokens only 13.0 ms.
+    - With larger distances, padding would cost too much. 1,024 prompt tokens with 16 decodes took 34.8 ms padded to 1,280 tokens, and
+      29.7 ms without graphs.
     """
     sizes = (*range(64, 384, 64), *range(384, MOST_TOKENS + 1, 128))
     return sizes[: bisect_left(sizes, step_tokens) + 1]
 
 
 class GraphMaker(Protocol):
-    """Makes a graph of the operations between `begin` and `Graph.end`."""
+    """An object that captures graphs: `Graphs`, or `NoGraphs` for a run without capture."""
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Context of several captures."""
+        """Return a context in which graphs can be captured."""
 
     def begin(self) -> Graph:
-        """Begin to capture."""
+        """Begin a graph. It captures all operations until its `end` is called."""
 
 
 class PromptGraphs:
-    """Graphs of `compute`, which computes the normed outputs `(1, tokens, hidden)` of a step's tokens, positions and slots.
+    """The CUDA graphs of the forward pass of steps with prompts.
 
-    - `step`: the inputs that attention reads.
-    - `sizes`: numbers of tokens, ascending. If it is empty, no step has a graph.
-    - `groups`: number of groups of layers with slots of their own.
-    - `normed` `(1, most tokens, hidden)`: memory for the results.
+    - `step`: the object from which attention reads the inputs of the current step.
+    - `compute`: the forward pass. It returns the normed outputs `(1, tokens, hidden)` for the tokens, positions and slots of a step.
+    - `sizes`: numbers of tokens for which graphs are captured, ascending. If it is empty, there are no graphs.
+    - `groups`: number of groups of layers. Each group has its own slots.
+    - `normed`: `(1, largest number of tokens, hidden)`: memory for the results.
 
-    All layers must have the same heads and widths, because they share one buffer of queries and one of results of attention.
+    All layers must have queries of the same shape and attention results of the same shape, because all layers share one buffer for queries
+    and one buffer for attention results.
     """
 
     def __init__(
@@ -85,19 +91,21 @@ class PromptGraphs:
         self._passes: dict[int, _Pass] = {}
 
     def capture(self, graphs: GraphMaker) -> None:
-        """Capture the graphs of all sizes, the largest first: the others use its memory. Nothing is written into the cache."""
+        """Capture the graphs of all sizes. The largest comes first, so that the others can use its memory. The cache is not changed."""
         if not self._sizes:
             return
         assert self._step.absorbs, "graphs need latent attention in its absorbed form"
         with graphs.capturing():
             for size in reversed(self._sizes):
-                self._record(size, NoGraphs())  # loads and tunes kernels, which a capture cannot
+                # This run loads and tunes kernels, which is not possible during a capture.
+                self._record(size, NoGraphs())
                 self._passes[size] = self._record(size, graphs)
 
     def run(self, inputs: StepInputs) -> Tensor | None:
-        """The result of `compute` for a step, valid until the next one; None if the step has too many tokens for a graph.
+        """Compute a step with graphs. Returns the normed outputs `(1, tokens, hidden)`, which are valid until the next call.
 
-        All queries attend to the cache, also those of prompts that begin in this step.
+        Returns None if there is no graph with enough tokens. All queries read keys and values from the cache, also the queries of prompts
+        that begin in this step.
         """
         count = len(inputs.tokens)
         if not self._passes or count > self._sizes[-1]:
@@ -110,7 +118,8 @@ class PromptGraphs:
         ):
             memory[..., :count].copy_(values)
             memory[..., count:size].fill_(padding)
-        # Results of padding are not used. But a NaN of an earlier step would spread, by scales and router loads that all rows share.
+        # The results of padding are not used. But a NaN that an earlier step has left there could spread to all rows of the step, through
+        # the scales of rounding and the router loads.
         self._attended[count:size].zero_()
         self._step.inputs = inputs._replace(prompts=())
         queries = self._queries[:count]
@@ -123,7 +132,7 @@ class PromptGraphs:
         return self._normed[:, :count]
 
     def clear(self) -> None:
-        """Free the graphs; the buffers remain."""
+        """Free the graphs. The buffers keep their memory."""
         self._passes.clear()
 
     def _record(self, size: int, graphs: GraphMaker) -> _Pass:
@@ -137,7 +146,10 @@ class PromptGraphs:
         return recording.end()
 
     def _padding(self, size: int) -> StepInputs:
-        """The inputs of the captured pass: views of the memory that `run` fills. They have no sequence, as attention is not captured."""
+        """Return the inputs of a captured forward pass: views of the memory that `run` fills.
+
+        They have no sequences, because attention is not captured.
+        """
         empty = self._tokens[:0]
         return StepInputs(
             tokens=self._tokens[:size],
@@ -152,7 +164,10 @@ class PromptGraphs:
         )
 
     def _keep_queries(self, size: int, queries: Tensor, width: int) -> Tensor:
-        """Copy queries `(size, heads, …)` to the input of attention. Returns the memory of its results, `(size, heads, width)`."""
+        """Copy queries `(size, heads, …)` into the buffer that attention reads.
+
+        Returns the buffer into which attention writes its results, `(size, heads, width)`.
+        """
         if not self._queries.numel():
             most = self._sizes[-1]
             heads = queries.shape[1]
@@ -163,16 +178,16 @@ class PromptGraphs:
 
 
 class _Pass(NamedTuple):
-    """A forward pass in graphs. A graph reads tensors of the one before, so they must be replayed in this order (`serve.graphs`)."""
+    """The graphs of one forward pass. Each graph reads tensors of the graph before it, so they must be replayed in this order."""
 
     steps: list[tuple[Graph, AttentionCall]]
-    """Graphs that end with the queries of a layer, and the attention of that layer."""
+    """For each layer, the graph that ends with the layer's queries, and the function that computes the layer's attention."""
     last: Graph
-    """Graph from the last layer's attention to the end."""
+    """The graph from the attention of the last layer to the end of the forward pass."""
 
 
 class _Recording:
-    """A forward pass while it is captured: each attention ends a graph and begins the next one."""
+    """The capture of one forward pass. Each attention ends a graph and begins the next graph."""
 
     def __init__(self, graphs: GraphMaker, keep_queries: Callable[[Tensor, int], Tensor]) -> None:
         self._graphs = graphs
@@ -181,7 +196,10 @@ class _Recording:
         self._graph = graphs.begin()
 
     def split(self, queries: Tensor, width: int, attend: AttentionCall) -> Tensor:
-        """End the graph with these queries; returns the memory from which the next graph reads their attention."""
+        """End a graph at an attention, and begin the next graph. It is used as `CurrentStep.at_attention`.
+
+        Returns the buffer into which `attend` will write its result, `(tokens, heads, width)`. The next graph reads it from there.
+        """
         attended = self._keep_queries(queries, width)
         self._graph.end()
         self._steps.append((self._graph, attend))
@@ -194,7 +212,7 @@ class _Recording:
 
 
 class NoGraphs:
-    """Makes graphs that capture nothing: operations between begin and end are computed at once."""
+    """A `GraphMaker` that captures nothing: the operations between `begin` and `end` run immediately."""
 
     def capturing(self) -> AbstractContextManager[None]:
         return nullcontext()

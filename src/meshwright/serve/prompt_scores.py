@@ -1,4 +1,4 @@
-"""Computes log probabilities of the prompt's tokens in a step, some tokens at a time: `(tokens, vocabulary)` is never whole."""
+"""Computes the log probabilities of prompt tokens in a step. It computes the logits of some tokens at a time, to save memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from meshwright.serve.sampling import Sampler
 from meshwright.spec.exact_forward import ROWS
 
 MOST_LOGITS = 1 << 24
-"""Logits at a time at most, 64 MiB in fp32, unless `ROWS` tokens have more."""
+"""Largest number of logits that are computed at a time: 64 MiB in fp32. But `ROWS` tokens are always computed together."""
 
 
 class StepScores(NamedTuple):
-    """Log probabilities of the prompts' tokens in a step."""
+    """Log probabilities of the prompt tokens of a step."""
 
     counts: Sequence[tuple[int, int]]
-    """Number of each request, in the order of the tokens, and how many tokens are its own."""
+    """`(request number, number of its tokens)` pairs, in the order of the tokens."""
     values: tuple[Tensor, ...]
-    """Fields of `PromptLogprobs` for all tokens, on the device or, once copied, on the host."""
+    """The fields of `PromptLogprobs` for all tokens; on the device first, and on the host after the copy."""
 
     def by_request(self, most: dict[int, int]) -> list[tuple[int, PromptLogprobs]]:
-        """The log probabilities of each request, with so many likeliest tokens by its number; the values are on the host."""
+        """Return `(request number, log probabilities)` of each request. The values must be on the host.
+
+        `most` has, by request number, how many of the likeliest tokens each request gets.
+        """
         found = []
         start = 0
         for number, count in self.counts:
@@ -39,9 +42,9 @@ class StepScores(NamedTuple):
 
 
 def compute_scores(runner: ModelRunner, sampler: Sampler, scored: PackedScores, most: int) -> StepScores:
-    """The log probabilities of tokens after those that `scored` names, with the `most` likeliest each.
+    """Compute the log probabilities of the tokens `scored.targets`, and of the `most` likeliest tokens at their positions.
 
-    `runner` has just computed the step. NaN stands for a token whose logits are not finite.
+    `runner` must have computed the step just before. If the logits at a position are not finite, the log probability is NaN.
     """
     vocabulary = sampler.vocab
     rows = max(MOST_LOGITS // vocabulary // ROWS, 1) * ROWS
@@ -52,6 +55,7 @@ def compute_scores(runner: ModelRunner, sampler: Sampler, scored: PackedScores, 
         chosen, top_tokens, top = sampler.logprobs(logits, targets, most)
         of_targets = logits.gather(1, targets.long()[:, None])
         ranks = 1 + (logits > of_targets).sum(1, dtype=torch.int32)
-        chosen = torch.where(logits.amax(1) * 0 == 0, chosen, torch.nan)  # NaN and infinity times 0 are NaN
+        # NaN · 0 and ±infinity · 0 are NaN, which does not equal 0.
+        chosen = torch.where(logits.amax(1) * 0 == 0, chosen, torch.nan)
         parts.append((chosen, ranks, top_tokens.to(torch.int32), top))
     return StepScores(scored.counts, tuple(map(torch.cat, zip(*parts, strict=True))))

@@ -1,7 +1,8 @@
-"""Linear layers and routed experts with weights in 8 bits, in place of the trainer's modules.
+"""Linear layers and routed experts with 8-bit weights. The engine uses them in place of the trainer's modules.
 
-Activations are rounded with one scale per token, or one per 128 numbers of a token. Where possible the kernel that computes an activation
-also rounds it. `assign` writes new weights into the same memory, so CUDA graphs stay valid.
+The inputs of a layer are rounded to 8 bits too, with one scale per token, or one scale per 128 values of a token (format `fp8 blocks`).
+Where possible, the kernel that computes the inputs also rounds them. `assign` writes new weights into the same memory, so CUDA graphs stay
+valid.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ from meshwright.spec.weight_scheme import LayerFormat
 
 
 class QuantizedWeight(nn.Module):
-    """A weight `(…, out, in)` in 8 bits, with one scale per output, or, in the format `fp8 blocks`, per block of 128 × 128.
+    """A weight `(…, out, in)` in 8 bits. It has one scale per output; in the format `fp8 blocks`, one scale per block of 128 × 128 values.
 
-    If tensor ranks divide the inputs of the weight, `ranks` are these ranks: a scale is then computed over all of them, and creating and
-    assigning are collective. For a weight on the meta device it has no values yet. Raises BadInput for an int8 weight with so many inputs
-    that sums may exceed 32 bits.
+    `ranks` is the group of tensor ranks that each have some of the weight's inputs, or None. With such a group, a scale is computed over
+    the inputs of all ranks, so the constructor and `assign` are collective. A weight on the meta device has no values until `assign`.
+
+    Raises BadInput for an int8 weight that has so many inputs that the sum of their products may not fit into 32 bits.
     """
 
     values: Tensor
+    """`(…, out, in)`: the 8-bit values."""
     scale: Tensor
+    """fp32 `(…, out, 1)`, or one value for each block in the format `fp8 blocks` (`block_matmuls.scale_shape`)."""
 
     def __init__(self, weight: Tensor, number_format: LayerFormat, ranks: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -62,7 +66,10 @@ class QuantizedWeight(nn.Module):
 
     @torch.no_grad()
     def assign(self, weight: Tensor | RoundedMatrix) -> None:
-        """Copy or round another weight `(…, out, in)` into the memory of this one; a rounded one has this one's format."""
+        """Write another weight `(…, out, in)` into the memory of this one.
+
+        A `RoundedMatrix` must have the format of this weight and is copied; a tensor is rounded to the format.
+        """
         if self.number_format == "fp8 blocks":
             self._assign_blocks(
                 quantize_blocks(weight.to(self.values.device)) if isinstance(weight, Tensor) else weight
@@ -73,7 +80,7 @@ class QuantizedWeight(nn.Module):
             self.scale.copy_(weight.scale)
             return
         matrices = weight.flatten(0, -3) if weight.dim() > 2 else weight[None]
-        # One matrix at a time, because the experts of a layer in fp32 may not fit beside the model.
+        # One matrix at a time, because the memory may not be enough for all experts of a layer in fp32 in addition to the model.
         for matrix, values, scale in zip(
             matrices, self.values.view(matrices.shape), self.scale.view(*matrices.shape[:-1], 1), strict=True
         ):
@@ -92,17 +99,17 @@ class QuantizedWeight(nn.Module):
         self.values.copy_(weight.values)
         self.scale.zero_()[:, : weight.scale.shape[1]] = weight.scale
         if self.values.is_cuda:
-            library_agrees(self.values.device, *self.values.shape)  # now, while memory is free
+            library_agrees(self.values.device, *self.values.shape)  # The check needs memory, which is free now.
 
 
 class QuantizedLinear(QuantizedWeight):
-    """A linear layer with a `QuantizedWeight`; its inputs are rounded with one scale per token, or per 128 numbers of it.
+    """A linear layer with an 8-bit weight. Its inputs are rounded with one scale per token, or one scale per 128 values of a token.
 
-    Each tensor rank scales its part of a token by itself.
+    If tensor ranks divide the inputs, each rank computes the scales from its own part of a token.
     """
 
     scaling = None
-    """Read by `kernels.gated`: this layer is not one of the trainer's fp8 layers."""
+    """`kernels.gated` reads this attribute. None means that this is not one of the trainer's fp8 layers."""
 
     def __init__(
         self,
@@ -121,7 +128,7 @@ class QuantizedLinear(QuantizedWeight):
         self.plain = plain
 
     def forward(self, x: Tensor | RoundedMatrix) -> Tensor:
-        """`(…, out)` of x `(…, in)`, rounded here unless it is in this layer's format."""
+        """Compute `(…, out)` from x `(…, in)`. If x is a tensor, it is rounded here; otherwise it already has this layer's format."""
         if isinstance(x, Tensor):
             x = quantize_rows(x, self.number_format, plain=self.plain)
         if isinstance(x, Int8Matrix):
@@ -134,7 +141,10 @@ class QuantizedLinear(QuantizedWeight):
 
 
 class QuantizedGatedMLP(nn.Module):
-    """A gated network of two quantised layers of one format, whose activation is rounded by the kernel that computes it."""
+    """A gated feed-forward network with 8-bit weights. The kernel that computes the activation also rounds it for `down`.
+
+    Both layers have the same format. `gelu` says whether the activation is GELU, or else SiLU.
+    """
 
     def __init__(self, gate_up: QuantizedLinear, down: QuantizedLinear, *, gelu: bool, plain: bool) -> None:
         super().__init__()
@@ -149,7 +159,10 @@ class QuantizedGatedMLP(nn.Module):
 
 
 class QuantizedExperts(nn.Module):
-    """`models.moe.Experts` with weights in 8 bits. `ranks` are the tensor ranks that have the other columns of `down`, if any."""
+    """The routed experts of an MoE layer (`models.moe.Experts`) with 8-bit weights.
+
+    `ranks` is the group of tensor ranks that each have some inputs of `down`, or None.
+    """
 
     def __init__(self, experts: Experts, number_format: WeightFormat, ranks: dist.ProcessGroup | None = None) -> None:
         super().__init__()

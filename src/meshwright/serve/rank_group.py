@@ -1,10 +1,10 @@
-"""The inference engine on a group of ranks, each with a part of the model: what tensor and expert parallelism share.
+"""The inference engine on a group of ranks that each have a part of the model. It is the base of tensor and expert parallelism.
 
-Rank 0 is called by the user. Before a step it sends the other ranks one message, with its clock and the calls since the last step. All
-ranks then plan the same step.
+The user calls the engine of rank 0. Before each step, rank 0 sends one message to the other ranks. It has the time of rank 0's clock and
+the calls (submit, abort) since the last step. All ranks apply these calls.
 
-An error on one rank ends the whole group. That rank raises the error, and the others raise CommunicationFailure when they wait for it. All
-processes of the group should then end.
+An error on one rank ends the whole group. This rank raises the error; the other ranks raise CommunicationFailure when they wait for this
+rank. Then all processes of the group should end.
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankModel:
-    """A rank's part of a model: a part of each layer's width (tensor), or a part of the experts. `spec` describes the whole model."""
+    """A rank's part of a model: a part of each layer (tensor parallelism), or some experts of each MoE layer (expert parallelism)."""
 
     model: Decoder
+    """The rank's part."""
     spec: ModelSpec
+    """The dimensions of the whole model."""
     tensor: AxisPart = WHOLE
+    """Which part of each layer the rank has; `WHOLE` with expert parallelism."""
     experts: AxisPart = WHOLE
+    """Which part of the experts the rank has; `WHOLE` with tensor parallelism."""
 
     @classmethod
     def empty(
@@ -66,10 +70,11 @@ class RankModel:
         experts: ExpertRanks = ONE_RANK,
         prepare: Callable[[Decoder], None] | None = None,
     ) -> RankModel:
-        """This rank's part of a model, on the device of `world`, without values. Raises BadInput if the ranks cannot divide the model.
+        """Make this rank's part of a model on the device of `world`, with uninitialised weights.
 
-        If `experts.count` is above 1, each rank has some of the experts; else each rank has a part of every layer. `prepare` may replace
-        layers before the part takes memory.
+        If `experts.count` is above 1, each rank has some of the experts; else each rank has a part of every layer. `prepare` is called with
+        the part on the meta device, before its memory is allocated, and may replace layers. Raises BadInput if the model cannot be divided
+        by the number of ranks.
         """
         with torch.device("meta"):
             model = Decoder(spec)
@@ -93,10 +98,10 @@ class RankModel:
         experts: ExpertRanks = ONE_RANK,
         weights: WeightFormat | None = None,
     ) -> RankModel:
-        """This rank's part of the model in `folder`: a run, a checkpoint or a Hugging Face folder. Collective.
+        """Load this rank's part of the model in `folder`: a run, a checkpoint or a Hugging Face folder. Collective.
 
         `experts` is as in `empty`. Layers that the folder stores in 8 bits are computed in 8 bits, in the format `weights` if it is given.
-        Raises the same error on all ranks: BadInput if the ranks cannot divide the model, Damaged for damaged files.
+        All ranks raise the same error: BadInput if the model cannot be divided by the number of ranks, Damaged for damaged files.
         """
         loaded: list[RankModel] = []
 
@@ -111,14 +116,17 @@ class RankModel:
         return loaded[0]
 
     def copy_from(self, stored: StoredModel) -> None:
-        """Copy this rank's weights of a stored model."""
+        """Copy this rank's part of the weights of a stored model."""
         fill(self.model, stored, self.tensor, self.experts)
 
 
 def use_stored_weights(
     stored: StoredModel, world: World, dtype: torch.dtype, weights: WeightFormat | None, divided: bool, model: Decoder
 ) -> None:
-    """Replace layers of a part on the meta device by layers that compute as the folder stores them. The first rank prints which."""
+    """Replace layers of a rank's part by layers with the 8-bit weights that the folder stores. Rank 0 prints which are replaced.
+
+    `model` is the part on the meta device. `divided` says whether ranks have a part of each layer (tensor parallelism).
+    """
     if stored.quantised is None:
         return
     ranks = world_group() if divided and world.ranks > 1 else None
@@ -132,8 +140,9 @@ def use_stored_weights(
 class RankEngine(Engine):
     """The engine of one rank of a group.
 
-    It is created on all ranks at the same time (collective), with the same options and tokenizer. Rank 0 calls the methods of `Engine`, and
-    `close` at the end. The other ranks call `follow`, which returns after `close`. Raises BadInput for invariant results.
+    All ranks create it at the same time (collective), with the same options and tokenizer. On rank 0, the user calls the methods of
+    `Engine`, and `close` at the end. On the other ranks, the user calls `follow`, which returns after rank 0 has called `close`. Raises
+    BadInput if `options.invariant` is set.
     """
 
     def __init__(
@@ -157,15 +166,16 @@ class RankEngine(Engine):
         self.spec = part.spec
         self._messages = StepMessages()
         self._calls: list[dict[str, Any]] = []
-        """Calls on rank 0 that are not sent to the other ranks yet."""
+        """On rank 0: calls that are not sent to the other ranks yet."""
         self._checksum = 0
-        """Checksum of the last step's tokens, to compare it between the ranks."""
+        """Checksum of the tokens of the last step. Rank 0 sends it, and the other ranks compare it with theirs."""
         self._failure: str | None = None
+        """Message of the error that has ended the group; None if there was none."""
 
     def step(self) -> list[Update]:
-        """Compute one step on all ranks, as `Engine.step`.
+        """Compute one step on all ranks, as `Engine.step`. For rank 0.
 
-        An error ends the group. It is raised as a MeshwrightError; as CommunicationFailure if another rank has failed.
+        An error ends the group. It raises CommunicationFailure if another rank has failed, and else MeshwrightError.
         """
         with self._ending_on_error("a step"):
             self._now = time.monotonic()
@@ -173,19 +183,19 @@ class RankEngine(Engine):
             return self._compute_step()
 
     def load_weights(self, folder: Path) -> None:
-        """Use newer weights on all ranks from the next step on, as `Engine.load_weights`; all ranks raise the same errors."""
+        """Load new weights on all ranks, as `Engine.load_weights`. For rank 0. An error is raised on all ranks."""
         self._send(load=str(folder))
         self._load(folder)
 
     def close(self) -> None:
-        """Let `follow` return on the other ranks. Called on rank 0 after the last step. The engine cannot be used afterwards."""
+        """End `follow` on the other ranks. For rank 0, after the last step. The engine cannot be used afterwards."""
         if self._failure is None:
             self._send(end=True)
             self._messages.wait_for_acknowledgement()
         self._runner.release_graphs()
 
     def follow(self) -> None:
-        """Compute the steps of rank 0 until it calls `close`. For all other ranks.
+        """Take part in the steps of rank 0, until rank 0 calls `close`. For all other ranks.
 
         Raises MeshwrightError if a step fails, CommunicationFailure if another rank has failed.
         """
@@ -214,7 +224,7 @@ class RankEngine(Engine):
         self._calls = []
 
     def _apply(self, call: Mapping[str, Any]) -> int:
-        """Submit or abort a request on this rank; returns the number of the request."""
+        """Apply a call of submit or abort on this rank. Returns the number of the request."""
         self._now = call["now"]
         if "abort" in call:
             super().abort(call["abort"])
@@ -222,14 +232,14 @@ class RankEngine(Engine):
         return super()._queue(TextRequest.from_plain(call["submit"]))
 
     def _take_part(self, message: Mapping[str, Any]) -> None:
-        """Do this rank's part of a message from rank 0 that asks for something other than a step. A subclass has such messages."""
+        """Do this rank's part of a message that asks for something else than a step. Only subclasses have such messages."""
 
     def _compute_step(self) -> list[Update]:
-        """Compute a step on this rank; returns its updates."""
+        """Compute a step on this rank. Returns the updates of its requests."""
         return super().step()
 
     def _load_or_report(self, folder: Path) -> None:
-        """As `_load`, but ignore an error that all ranks have: rank 0 raises it to its caller, who decides what follows."""
+        """Load weights as `_load`, but ignore an error that all ranks have. Rank 0 raises this error to its caller, who handles it."""
         try:
             self._load(folder)
         except CommunicationFailure:
@@ -250,7 +260,7 @@ class RankEngine(Engine):
             self._ranks.run_on_all(activity, verify)
             self._policy.forget_cache()
             self._weights_whole = False
-            # Here tensor ranks agree on the scales of rounded weights. If a rank fails here, the others wait for it.
+            # During this call, tensor ranks exchange the scales of rounded weights. So if one rank fails here, the others wait for it.
             self._ranks.run_on_all(
                 activity,
                 lambda: self._assign(
@@ -264,11 +274,11 @@ class RankEngine(Engine):
             assign_parameter(self._model, name, value)
 
     def _tokens_have_come(self) -> bool:
-        """False on all ranks: devices end at different times, so the ranks would plan different steps."""
+        """Return false on all ranks. The devices complete a step at different times, so otherwise the ranks would plan different steps."""
         return False
 
     def _fail(self, step: EngineStep, error: Exception, updates: list[Update]) -> None:
-        """Raise the error, which ends the group: other ranks may have computed the step, so its requests cannot end on this rank only."""
+        """Raise the error, which ends the group. Other ranks may have completed the step, so its requests cannot end on this rank only."""
         raise error
 
     @contextmanager

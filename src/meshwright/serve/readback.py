@@ -1,4 +1,4 @@
-"""Reading the results of a step on the host, without waiting for the device when the step is launched."""
+"""`TokenReadback` copies the results of a step to the host. The copy is started with the step, and read when it is needed."""
 
 from __future__ import annotations
 
@@ -15,39 +15,42 @@ from meshwright.serve.prompt_scores import StepScores
 from meshwright.serve.sampling import TokenLogprobs
 
 BUFFERS = 3
-"""Steps whose tokens may be on their way to the host, and one more."""
+"""Number of pinned buffers for tokens, which steps use in turn. Two steps may be in flight, so the third buffer is always free."""
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step whose tokens have not been read."""
+    """A step that the device computes, and whose tokens the host has not read yet."""
 
     step: EngineStep
     parts: Sequence[RequestPart]
     """The parts that get a token."""
     tokens: Tensor
-    """Their tokens on the host, once `copied` has passed."""
+    """Memory of the host with the token of each sample, valid after the event `copied`.
+
+    In a step with drafts, the numbers of accepted drafts of the parts with drafts come after the tokens.
+    """
     logprobs: TokenLogprobs | None
-    """Log probabilities on the host, if a request wants them."""
+    """Log probabilities of the tokens, on the host, valid after `copied`. None if no request wants them."""
     copied: torch.cuda.Event | None
     """Event at the end of the copies to the host; None on a CPU."""
     scores: StepScores | None = None
-    """Log probabilities of prompts, on the host, if a request wants them."""
+    """Log probabilities of prompts, on the host, valid after `copied`. None if no request wants them."""
     draft_counts: Sequence[int] = ()
-    """Tokens of each part with drafts. These parts are the first; `tokens` ends with their numbers of accepted drafts."""
+    """Number of tokens of each part with drafts (1 + its drafts). These parts come first in `parts`."""
 
     def has_come(self) -> bool:
-        """Whether a device has computed the tokens while the host did something else; never on a CPU."""
+        """Return whether the tokens are on the host, so that `read` does not wait. Always false on a CPU."""
         return self.copied is not None and self.copied.query()
 
     def read(self) -> list[int]:
-        """The tokens; waits until the device has computed them."""
+        """Return `tokens` as a list. It waits until the device has computed them."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.tokens.tolist()
 
     def read_drafted(self) -> list[list[tuple[int, TokenLogprob | None]]]:
-        """The new tokens of each part, with log probabilities: the accepted drafts and one more."""
+        """Return the new tokens of each part, with log probabilities. A part gets its accepted drafts and one more token."""
         drafted = len(self.draft_counts)
         values = self.read()
         pairs = list(zip(values[: len(values) - drafted], self.token_logprobs(len(values) - drafted), strict=True))
@@ -59,7 +62,7 @@ class LaunchedStep:
         return new + [[pair] for pair in pairs[start:]]
 
     def token_logprobs(self, tokens: int) -> list[TokenLogprob | None]:
-        """The log probabilities of so many tokens, after `read`; None for each if no request wants them."""
+        """Return the log probabilities of the first `tokens` tokens; None for each token if no request wants them. Call `read` before."""
         if self.logprobs is None:
             return [None] * tokens
         if not self.logprobs.top.shape[1]:
@@ -71,7 +74,7 @@ class LaunchedStep:
 
 
 class TokenReadback:
-    """Copies tokens to pinned memory of the host."""
+    """Copies the results of steps to pinned memory of the host. `tokens` is the largest number of values that `start` copies for a step."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -89,9 +92,14 @@ class TokenReadback:
         scores: StepScores | None = None,
         accepted: Tensor | None = None,
     ) -> LaunchedStep:
-        """Start to copy the tokens `(samples,)` of a step, their log probabilities, and those of prompts.
+        """Start to copy the results of a step to the host.
 
-        `accepted` `(drafted,)` are the numbers of accepted drafts of a step with drafts.
+        - `tokens`: `(samples,)`: the new tokens.
+        - `logprobs`: log probabilities of the new tokens.
+        - `scores`: log probabilities of prompt tokens.
+        - `accepted`: `(drafted,)`: numbers of accepted drafts, in a step with drafts.
+
+        On a GPU, the third further call of `start` overwrites the tokens of the returned step.
         """
         counts = () if packed.drafts is None else packed.drafts.counts
         if accepted is not None:

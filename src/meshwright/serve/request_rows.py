@@ -1,4 +1,4 @@
-"""Assignment of requests to rows of the engine's tables: block tables, newest tokens, sampling options."""
+"""Assignment of requests to table rows. A row of the engine's tables has the block table, newest token and options of one request."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Container
 
 
 class RequestRows:
-    """Gives rows to requests that run, and takes them back."""
+    """Gives table rows to running requests."""
 
     def __init__(self, table_rows: int) -> None:
         self.row_of: dict[int, int] = {}
-        """The row of each request number."""
+        """The table row of each request, by request number."""
         self._free = list(range(table_rows - 1, -1, -1))
 
     def take(self, number: int, needed: Container[int]) -> int:
-        """A row for a request without one; if all are taken, that of a request which is not among the `needed` numbers.
+        """Give a row to request `number`, which has none, and return the row.
 
-        Such a request has lost its cache blocks; it gets another row when it is computed again.
+        If no row is free, it takes the row of a request that is not in `needed`. Such a request has lost its cache blocks, and gets another
+        row when it is computed again.
         """
         if not self._free:
             self.release(next(other for other in self.row_of if other not in needed))
@@ -24,7 +25,7 @@ class RequestRows:
         return row
 
     def release(self, number: int) -> int | None:
-        """Take back the row of a request; None if it has none."""
+        """Free the row of a request. Returns the row, or None if the request has none."""
         if (row := self.row_of.pop(number, None)) is not None:
             self._free.append(row)
         return row

@@ -22,28 +22,31 @@ __all__ = ["GREEDY", "Sampler", "SamplingOptions", "TokenLogprobs"]
 
 
 LEAST_LOGPROB = -9999.0
-"""Stands for the log probability of a token that the model excludes, as in OpenAI's API: JSON has no infinity."""
+"""Replaces the log probability -infinity of a token that the model excludes, as in OpenAI's API, because JSON has no infinity."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities of the model, before any sampling option applies."""
+    """Log probabilities of tokens by the model, before any sampling option is applied."""
 
     chosen: Tensor
-    """`(samples,)` fp32: those of the tokens that were taken."""
+    """`(samples,)` fp32: log probability of the token that was drawn."""
     top_tokens: Tensor
-    """`(samples, most)` int64: the likeliest tokens, in falling order; `most` is the largest number that a request asks for."""
+    """`(samples, most)` int64: the likeliest tokens, the likeliest first. `most` is the largest number that a request asks for."""
     top: Tensor
-    """`(samples, most)` fp32: their log probabilities."""
+    """`(samples, most)` fp32: the log probabilities of `top_tokens`."""
 
 
 class Sampler:
-    """Draws tokens for the requests of a batch; the options of each table row are on the device.
+    """Draws tokens for the requests of a batch. Each table row of the engine has the sampling options of one request, on the device.
 
-    A drawn token is a function of the request's logits, its seed and the token's position, so it does not depend on the batch.
+    A drawn token depends only on the request's logits, options and seed, and on the token's position. So it does not depend on the batch.
     """
 
     divides_in_scores = False
-    """Whether `scores` always divides by the temperature. If not, the kernel that draws does it where no other option applies."""
+    """Whether `sample` always divides by the temperature in `scores`.
+
+    If not, and no other option changes the scores, the kernel that draws the tokens divides by the temperature.
+    """
 
     def __init__(self, table_rows: int, device: torch.device, vocab: int) -> None:
         self._device = device
@@ -56,9 +59,9 @@ class Sampler:
         self._history = _TokenHistory(vocab, device)
         self._assigned: dict[int, SamplingOptions] = {}
         self._drawing = self._filtering = self._penalising = 0
-        """Numbers of assigned rows that draw, that filter, and that penalise."""
+        """Number of assigned table rows with `SamplingOptions.draws`, with `filters`, and with `penalises`."""
         self._logprobs: Counter[int] = Counter()
-        """For each number of top log probabilities: how many assigned rows want that number."""
+        """By value of `SamplingOptions.top_logprobs`: number of assigned rows that have it. Only rows that want log probabilities count."""
 
     @property
     def greedy(self) -> bool:
@@ -67,12 +70,12 @@ class Sampler:
 
     @property
     def _changes_scores(self) -> bool:
-        """Whether an option of a request may change which token is the likeliest."""
+        """Whether an option of a request (penalties, biases, excluded tokens) may change which token is the likeliest."""
         return bool(self._penalising or self._biases.rows or self._excluded)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether a request wants log probabilities."""
+        """Whether a request wants log probabilities of its new tokens."""
         return bool(self._logprobs)
 
     def assign(
@@ -83,9 +86,10 @@ class Sampler:
         prompt_tokens: int = 0,
         stop_ids: Collection[int] = (),
     ) -> None:
-        """Give a table row to a request. `tokens` is its text so far, of which the first `prompt_tokens` are the prompt.
+        """Give a table row to a request.
 
-        `stop_ids` are not drawn before `SamplingOptions.min_tokens`.
+        - `tokens`: all tokens of the request so far; the first `prompt_tokens` of them are the prompt.
+        - `stop_ids`: tokens that are not drawn before the request has `SamplingOptions.min_tokens` new tokens.
         """
         self.release(table_row)
         temperature = options.temperature if options.draws else 0.0
@@ -108,10 +112,13 @@ class Sampler:
         self._excluded.end(table_row)
 
     def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The next tokens `(samples,)` int32 of logits `(samples, vocab)`.
+        """Draw a token for each row of logits `(samples, vocab)`. Returns `(samples,)` int32.
 
-        `table_rows` and `positions` `(samples,)` are the rows of the options and the positions of the new tokens. `allowed` is None or
-        the bitmask of grammars (`logit_filters.keep_allowed`). The new tokens are counted for the penalties of later ones.
+        - `table_rows`: `(samples,)`: the table row with the options of each sample.
+        - `positions`: `(samples,)`: the position of each new token in its request.
+        - `allowed`: the bitmask of tokens that grammars allow (`logit_filters.keep_allowed`), or None.
+
+        The new tokens are counted for the penalties of later tokens.
         """
         if self.greedy:
             return (logits if allowed is None else keep_allowed(logits.float(), allowed)).argmax(1).to(torch.int32)
@@ -130,9 +137,10 @@ class Sampler:
         return tokens.to(torch.int32)
 
     def scores(self, logits: Tensor, table_rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Scores `(samples, vocab)` in fp32 whose softmax is the distribution that the options describe.
+        """Apply all sampling options to logits. Returns fp32 scores `(samples, vocab)`; tokens are drawn from their softmax.
 
-        The arguments are those of `sample`. A row at temperature 0 keeps the scale of its logits; its likeliest token is taken.
+        The arguments are those of `sample`. Scores of a row with temperature 0 are not divided by the temperature; the token with the
+        largest score is taken.
         """
         self.copy_options()
         temperature, top_p, min_p, repetition, presence, frequency = self._floats.here[:, table_rows]
@@ -153,28 +161,31 @@ class Sampler:
         return scores
 
     def draft_scores(self, logits: Tensor, table_rows: Tensor) -> Tensor:
-        """As `scores`, for drafts: without penalties, biases and excluded tokens, so that the operations are the same for all options."""
+        """Return the scores of drafts, `(samples, vocab)`: `scores` without penalties, biases and excluded tokens.
+
+        The operations are the same for all options, so that a CUDA graph can capture them.
+        """
         temperature, top_p, min_p, *_ = self._floats.here[:, table_rows]
         scores = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
         return keep_likeliest(scores, self._integers.here[0, table_rows], top_p, min_p)
 
     def draws(self, table_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """For table rows `(sequences,)`: whether they draw tokens or take the likeliest, and their seeds."""
+        """Return, for table rows `(sequences,)`, whether each draws its tokens at random, and its seed. Both are `(sequences,)`."""
         self.copy_options()
         return self._floats.here[0, table_rows] > 0, self._integers.here[1, table_rows]
 
     @property
     def most_logprobs(self) -> int:
-        """The largest number of likeliest tokens that a request wants for each new token."""
+        """The largest `SamplingOptions.top_logprobs` of the assigned requests."""
         return max(self._logprobs, default=0)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, most: int | None = None) -> TokenLogprobs:
-        """Log probabilities by logits `(samples, vocab)`: of `tokens` `(samples,)`, and of the `most` likeliest tokens.
+        """Compute log probabilities from logits `(samples, vocab)`: of `tokens` `(samples,)`, and of the `most` likeliest tokens.
 
-        Without a value, `most` is `most_logprobs`. A token that is in both results has the same bits in both.
+        `most` is `most_logprobs` by default. If a token is in both results, its log probability has the same bits in both.
         """
         most = min(self.most_logprobs if most is None else most, self.vocab)
-        if not most:  # one pass over the logits
+        if not most:  # Without the likeliest tokens, one pass over the logits is enough.
             chosen = log_probabilities_of_logits(logits, tokens.long())
             none = chosen.new_empty(len(chosen), 0)
             return TokenLogprobs(finite(chosen), none.long(), none)
@@ -184,7 +195,7 @@ class Sampler:
         return TokenLogprobs(finite(chosen), top_tokens, finite(top))
 
     def copy_options(self) -> None:
-        """Copy changed options to the device."""
+        """Copy the options of table rows that have changed to the device."""
         self._floats.copy()
         self._integers.copy()
 
@@ -194,41 +205,47 @@ class Sampler:
         self._penalising += change * options.penalises
         if options.logprobs:
             self._logprobs[options.top_logprobs] += change
-            self._logprobs += Counter()  # drops numbers that no row wants any more
+            self._logprobs += Counter()  # This removes entries whose count is 0.
 
 
 def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
-    """Tokens `(samples,)`, with -1 where the logits `(samples, vocab)` have NaN or +infinity, or exclude all tokens."""
+    """Return tokens `(samples,)`, with -1 where the row of logits `(samples, vocab)` has NaN or +infinity, or only -infinity."""
     largest = logits.amax(1)
-    return torch.where(largest * 0 == 0, tokens, -1)  # NaN and infinity times 0 are NaN
+    return torch.where(largest * 0 == 0, tokens, -1)  # NaN · 0 and ±infinity · 0 are NaN, which does not equal 0.
 
 
 def with_chosen(logprobs: TokenLogprobs, chosen: Tensor, tokens: Tensor) -> TokenLogprobs:
-    """Log probabilities with other values `chosen` of `tokens` `(samples,)`, also where these are among the likeliest."""
+    """Return `logprobs` with the log probabilities `chosen` for `tokens`, both `(samples,)`.
+
+    Where a token is also among the likeliest tokens of its sample, its value there is replaced too.
+    """
     top = torch.where(logprobs.top_tokens == tokens[:, None], chosen[:, None], logprobs.top)
     return logprobs._replace(chosen=chosen, top=top)
 
 
 def finite(logprobs: Tensor) -> Tensor:
-    """Log probabilities without NaN and infinity, which JSON lacks."""
+    """Return log probabilities with NaN and -infinity replaced by `LEAST_LOGPROB`, because JSON has neither."""
     return logprobs.nan_to_num(nan=LEAST_LOGPROB, neginf=LEAST_LOGPROB)
 
 
 class _TokenHistory:
-    """How often each token is in the prompt and the new text of requests with penalties.
+    """Counts of the tokens in the prompt and in the new text of requests with penalties.
 
-    Only these requests have a slot of `counts`, which grows with their number. All other requests share slot 0, which is never used.
+    `counts` has a slot for each of these requests, and grows with their number. All requests without penalties have slot 0, whose counts
+    have no effect.
     """
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self._device = device
         self.counts = torch.zeros(1, vocab, dtype=torch.int32, device=device)
-        """`(slots, vocab)`, as `logit_filters.penalise` reads it."""
+        """`(slots, vocab)` int32, in the form that `logit_filters.penalise` reads."""
         self._slot_of: dict[int, int] = {}
+        """By table row: the slot of its request."""
         self._free: list[int] = []
+        """Slots that no request has."""
 
     def begin(self, table_row: int, tokens: Sequence[int], prompt_tokens: int) -> int:
-        """Count the tokens of a request; returns its slot."""
+        """Give the request of a table row a slot, and count its tokens, of which `prompt_tokens` are the prompt. Returns the slot."""
         if not self._free:
             slots = len(self.counts)
             self.counts = functional.pad(self.counts, (0, 0, 0, max(slots, 4)))
@@ -249,6 +266,6 @@ class _TokenHistory:
             self._free.append(slot)
 
     def add(self, slots: Tensor, tokens: Tensor) -> None:
-        """Count new tokens `(samples,)` in slots `(samples,)`."""
+        """Count one new token in each of the slots. Both arguments are `(samples,)`."""
         new = torch.full_like(tokens, NEW_TOKEN, dtype=torch.int32)
         self.counts.index_put_((slots, tokens), new, accumulate=True)

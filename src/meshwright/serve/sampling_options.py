@@ -1,4 +1,4 @@
-"""Sampling options of a request, and their ranges."""
+"""The sampling options of a request, with checks of their ranges."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, TypeGuard
 from meshwright.spec.errors import BadInput
 
 LOWEST_TEMPERATURE = 1e-5
-"""Below it the likeliest token is taken."""
+"""At a temperature below this value, the likeliest token is taken."""
 MOST_BIASES = 1024
-"""Most tokens of one request that have a bias."""
+"""Largest number of tokens in `SamplingOptions.logit_bias`."""
 MOST_ALLOWED_TOKENS = 1024
-"""Most ids in `SamplingOptions.allowed_token_ids`."""
+"""Largest number of ids in `SamplingOptions.allowed_token_ids`."""
 MOST_BAD_WORDS = 128
-"""Most sequences in `SamplingOptions.bad_words`."""
+"""Largest number of words in `SamplingOptions.bad_words`."""
 LONGEST_BAD_WORD = 32
-"""Most tokens of one of these sequences."""
+"""Largest number of tokens of one word in `SamplingOptions.bad_words`."""
 MOST_LOGPROBS = 20
-"""Most likeliest tokens that are returned for one token."""
+"""Largest value of `top_logprobs` and `prompt_logprobs`."""
 _RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (0, 1),
@@ -42,44 +42,45 @@ _BIAS_RANGE = (-100, 100)
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Options by which the next token of a request is chosen from its logits.
+    """Options that decide how the next token of a request is chosen from the logits.
 
-    They apply in this order: repetition penalty, presence and frequency penalty, bias, excluded tokens, temperature, top-k, top-p of the
-    tokens that top-k leaves, min-p. Tokens are excluded by the request's grammar, then by `allowed_token_ids`, `bad_words` and
-    `min_tokens`. If one of these would exclude all tokens at a position, it does not apply there. Raises BadInput for a value out of
-    range.
+    They are applied in this order: repetition penalty, presence and frequency penalty, bias, excluded tokens, temperature, top-k, top-p
+    (among the tokens that top-k leaves), min-p. Tokens are excluded by the request's grammar, then by `allowed_token_ids`, `bad_words` and
+    `min_tokens`. If one of these three would exclude all tokens at a position, it is not applied there.
+
+    Raises BadInput for a value that is out of range.
     """
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """The logits are divided by it. With 0, the likeliest token is taken."""
     top_k: int = 0
-    """Number of likeliest tokens that may be drawn, and all tokens that are as likely as the last of them; 0 allows all."""
+    """Only the `top_k` likeliest tokens may be drawn, and tokens that are as likely as the last of them. 0 allows all tokens."""
     top_p: float = 1.0
-    """Only the likeliest tokens may be drawn: as many as are needed for this probability together; 1 allows all."""
+    """Only the likeliest tokens may be drawn: as few as have, added up, at least this probability. 1 allows all tokens."""
     min_p: float = 0.0
-    """Least probability of a token that may be drawn, as a fraction of the likeliest token's; 0 allows all."""
+    """Only tokens with at least `min_p` times the probability of the likeliest token may be drawn. 0 allows all tokens."""
     repetition_penalty: float = 1.0
-    """Divides positive logits of tokens in the prompt or the new text, and multiplies negative ones (arXiv 1909.05858)."""
+    """For tokens in the prompt or in the new text, positive logits are divided by it, and negative logits multiplied (arXiv 1909.05858)."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the new text."""
+    """It is subtracted from the logits of tokens that are in the new text."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token for each time that the new text has it."""
+    """It is subtracted from the logit of a token once for each time that the token is in the new text."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids."""
+    """By token id: a value that is added to the token's logit."""
     allowed_token_ids: Sequence[int] | None = None
-    """The only token ids that may be drawn; None allows all."""
+    """Only these token ids may be drawn. None allows all tokens."""
     bad_words: Sequence[Sequence[int]] = ()
-    """Sequences of token ids that may not be in the new text: the last id of one is not drawn after its other ids."""
+    """Words that may not be in the new text; each is a list of token ids. The last id is not drawn directly after the other ids."""
     min_tokens: int = 0
-    """Least number of new tokens: before it no stop id is drawn, and no stop string ends the text."""
+    """Until the request has this many new tokens, no stop id is drawn and no stop string ends the text."""
     seed: int = 0
-    """The draws of a request depend on its seed and the positions of its tokens alone."""
+    """Seed of the draws. A draw depends only on the seed, the position of the token, and the logits."""
     logprobs: bool = False
-    """Whether to return the log probability of each new token: the model's, before any option applies."""
+    """Whether to return the log probability of each new token, by the model before any option is applied."""
     top_logprobs: int = 0
-    """Number of likeliest tokens returned with log probabilities, for each new token; needs `logprobs`."""
+    """For each new token, return this many of the likeliest tokens with their log probabilities. Needs `logprobs`."""
     prompt_logprobs: int | None = None
-    """As `top_logprobs`, for each token of the prompt but the first. None: no log probabilities of the prompt."""
+    """As `top_logprobs`, for each token of the prompt except the first. None returns no log probabilities of the prompt."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -111,13 +112,13 @@ class SamplingOptions:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> SamplingOptions:
-        """Options from values of JSON, whose keys are texts."""
+        """Make options from JSON values. In JSON the keys of `logit_bias` are strings."""
         fields = dict(values)
         fields["logit_bias"] = {int(token): bias for token, bias in fields.pop("logit_bias", {}).items()}
         return cls(**fields)
 
     def check_tokens(self, vocab: int) -> None:
-        """Raises BadInput if an option names a token that a vocabulary of this size does not have."""
+        """Check that all token ids in the options are below `vocab`. Raises BadInput if one is not."""
         named: Mapping[str, Iterable[int]] = {
             "logit_bias": self.logit_bias,
             "allowed_token_ids": self.allowed_token_ids or (),
@@ -132,27 +133,30 @@ class SamplingOptions:
                     )
 
     def sample(self, index: int) -> SamplingOptions:
-        """The options of sample `index` of a prompt: the same with another seed. Only sample 0 has log probabilities of the prompt."""
+        """Return the options of sample number `index` of a prompt: the same options with another seed.
+
+        Only sample 0 returns log probabilities of the prompt.
+        """
         return self if index == 0 else replace(self, seed=_mixed_seed(self.seed, index), prompt_logprobs=None)
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn at random. If not, the likeliest is taken."""
+        """Whether tokens are drawn at random. If not, the likeliest token is taken."""
         return self.temperature >= LOWEST_TEMPERATURE
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are never drawn."""
+        """Whether top-k, top-p or min-p may remove tokens."""
         return self.draws and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens of the text have penalties."""
+        """Whether one of the three penalties has an effect."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def follows_text(self) -> bool:
-        """Whether an option (not only the model) makes a token's distribution depend on the tokens before it."""
+        """Whether penalties or bad words change the scores of a token depending on the tokens before it."""
         return self.penalises or any(len(word) > 1 for word in self.bad_words)
 
 
@@ -165,7 +169,7 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
 
 
 def _check_ids(name: str, ids: object, most: int) -> None:
-    """Raise BadInput for anything but a list of 1 to `most` integers."""
+    """Raise BadInput if `ids` is not a list of 1 to `most` integers."""
     if not _is_list(ids) or not 1 <= len(ids) <= most:
         raise BadInput(f"{name}: expected a list of 1 to {most} token ids, got {_shown(ids)}")
     for id in ids:
@@ -182,7 +186,7 @@ def _shown(value: object) -> str:
 
 
 def _mixed_seed(seed: int, index: int) -> int:
-    """A seed of 63 bits, by the finalizer of SplitMix64 (Steele et al. 2014)."""
+    """Return a seed of 63 bits for sample `index`, by the finalizer of SplitMix64 (Steele et al. 2014)."""
     mask = 2**64 - 1
     x = (seed + index * 0x9E3779B97F4A7C15) & mask
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask

@@ -1,10 +1,11 @@
 """Speculative decoding: a cheap method proposes draft tokens, and the model checks all of them in one step.
 
-There are two ways to check drafts. Neither changes the distribution of the text:
+There are two methods to check drafts. Neither changes the distribution of the generated tokens:
 
-- `accept_equal` accepts a draft if the model draws the same token at its position. A draw depends on seed and position only, so even the
-  text is the same as without drafts. If a draft has no distribution, as in prompt lookup, no method accepts more.
-- `accept_by_rejection` is the rejection sampling of Leviathan et al. (arXiv 2211.17192). It accepts more tokens of a draft model.
+- `accept_equal` accepts a draft if the model draws the same token at its position. The noise of a draw depends on seed and position only,
+  so even the generated tokens are the same as without drafts. For drafts without a distribution, as in prompt lookup, no method accepts
+  more drafts.
+- `accept_by_rejection` is the rejection sampling of Leviathan et al. (arXiv 2211.17192). It accepts more drafts of a draft model.
 """
 
 from __future__ import annotations
@@ -17,24 +18,27 @@ from torch import Tensor
 
 from meshwright.kernels.token_draw import gumbel_noise
 
-# XOR with these makes three seeds of a request's seed, so that the draws of drafts and of their check are independent.
+# XOR with these constants makes three more seeds from a request's seed: to draw drafts, to accept them, and to draw a token that replaces a
+# rejected draft. So these draws are independent.
 _DRAFT = 0x2545F4914F6CDD1D
 _ACCEPT = 0x61C8864680B583EB
 _REPLACE = 0x1F83D9ABFB41BD6B
 
 
 class PromptLookup:
-    """Proposes the tokens that followed an earlier occurrence of a text's last tokens. Memory and time are linear.
+    """Proposes the tokens that came after an earlier occurrence of a request's last tokens.
 
-    It looks for the last `longest` tokens, then for fewer, down to `shortest`; of several occurrences it takes the last. Example: after
-    "a b c d a b" it finds "a b" and proposes "c d".
+    It looks for an earlier occurrence of the last `longest` tokens. If there is none, it looks for the last `longest` - 1 tokens, and so on
+    down to `shortest`. If there are several occurrences, it uses the last. Example: after "a b c d a b" it finds "a b" and proposes "c d".
+
+    Memory and time are linear in the number of tokens.
     """
 
     def __init__(self, tokens: Iterable[int] = (), *, longest: int = 4, shortest: int = 2) -> None:
         self._tokens: list[int] = []
         self._lengths = range(longest, shortest - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}
-        """For each run of tokens: the position after its last occurrence, the one at the end of the text not counted."""
+        """For each sequence of `shortest` to `longest` tokens: the position after its last occurrence that does not end the text."""
         self.add(tokens)
 
     def __len__(self) -> int:
@@ -49,7 +53,7 @@ class PromptLookup:
             text.append(token)
 
     def propose(self, count: int) -> list[int]:
-        """At most `count` draft tokens; none if the last tokens are new to the text."""
+        """Return `count` draft tokens, or none if the last tokens have no earlier occurrence."""
         text = self._tokens
         end = len(self._tokens)
         runs = (tuple(text[end - length :]) for length in self._lengths if length <= end)
@@ -58,37 +62,39 @@ class PromptLookup:
         if start is None:
             return drafts
         for position in range(start, start + count):
-            # If the proposal reaches the end of the text, it goes on with its own tokens: the run is taken to repeat.
+            # After the end of the text, the draft repeats itself. Example: "a b a b" with 5 drafts gives "a b a b a".
             drafts.append(text[position] if position < end else drafts[position - end])
         return drafts
 
 
 class Drafts(NamedTuple):
-    """Draft tokens of a batch, and the distributions that they were drawn from."""
+    """Draft tokens of a batch, and the distributions from which they were drawn."""
 
     tokens: Tensor
-    """`(sequences, drafts)` int64."""
+    """`(sequences, drafts)` int64: the draft tokens."""
     probabilities: Tensor
-    """`(sequences, drafts, vocab)` fp32."""
+    """`(sequences, drafts, vocab)` fp32: the distribution of each draft token."""
 
 
 class Checked(NamedTuple):
-    """The outcome of a check."""
+    """The new tokens of a batch after the check of its drafts."""
 
     tokens: Tensor
-    """`(sequences, drafts + 1)` int64: the accepted drafts and one more token; then arbitrary ones."""
+    """`(sequences, drafts + 1)` int64: the accepted drafts of a sequence, then one more token; the values after these are arbitrary."""
     accepted: Tensor
-    """`(sequences,)` int64: number of accepted drafts."""
+    """`(sequences,)` int64: number of accepted drafts of each sequence."""
 
 
 def draft_tokens(
     next_scores: Callable[[Tensor], Tensor], count: int, draws: Tensor, seeds: Tensor, positions: Tensor
 ) -> Drafts:
-    """`count` draft tokens for each sequence, by a draft model.
+    """Draw `count` draft tokens for each sequence with a draft model.
 
-    `next_scores` returns the model's scores `(sequences, vocab)` after the drafts so far, whose shape is `(sequences, 0)` at first and
-    `(sequences, count - 1)` at last. For each sequence, `(sequences,)`: `draws` says whether it draws its tokens or takes the likeliest,
-    `seeds` is its seed, `positions` the position of its first draft.
+    - `next_scores`: called `count` times with the drafts so far: `(sequences, 0)` in the first call, `(sequences, count - 1)` in the last.
+      It returns the scores of the next token, `(sequences, vocab)`.
+    - `draws`: `(sequences,)` bool: whether a sequence draws its tokens. If not, it takes the likeliest token.
+    - `seeds`: `(sequences,)`: seed of each sequence.
+    - `positions`: `(sequences,)`: position of the first draft of each sequence.
     """
     tokens = torch.empty(len(seeds), 0, dtype=torch.int64, device=seeds.device)
     distributions = []
@@ -101,9 +107,9 @@ def draft_tokens(
 
 
 def likeliest_tokens(next_scores: Callable[[Tensor], Tensor], count: int, like: Tensor) -> Tensor:
-    """The likeliest `count` draft tokens of each sequence, `(sequences, count)` int64.
+    """Return `count` draft tokens for each sequence, each the likeliest next token. `(sequences, count)` int64.
 
-    `next_scores` is that of `draft_tokens`; `like` is any tensor `(sequences, …)` on the device.
+    `next_scores` is as in `draft_tokens`. `like` is any tensor `(sequences, …)`; it gives the number of sequences and the device.
     """
     tokens = like.new_empty(len(like), 0, dtype=torch.int64)
     for _ in range(count):
@@ -112,10 +118,13 @@ def likeliest_tokens(next_scores: Callable[[Tensor], Tensor], count: int, like: 
 
 
 def accept_equal(drafts: Tensor, lengths: Tensor, drawn: Tensor) -> Checked:
-    """Accept the leading drafts `(sequences, drafts)` that equal the tokens drawn by the model.
+    """Accept the drafts of each sequence up to the first draft that differs from the token that the model draws at its position.
 
-    `drawn` `(sequences, drafts + 1)` are the tokens that it draws after the text and after each draft. `lengths` `(sequences,)` are the
-    numbers of drafts.
+    - `drafts`: `(sequences, drafts)`.
+    - `lengths`: `(sequences,)`: number of drafts of each sequence.
+    - `drawn`: `(sequences, drafts + 1)`: the tokens that the model draws after the newest token and after each draft.
+
+    Example: drafts 7, 8, 9 and drawn tokens 7, 8, 5, 6 give 2 accepted drafts; the new tokens are 7, 8, 5.
     """
     equal = drafts == drawn[:, :-1]
     return Checked(drawn, _leading(equal, lengths))
@@ -124,11 +133,17 @@ def accept_equal(drafts: Tensor, lengths: Tensor, drawn: Tensor) -> Checked:
 def accept_by_rejection(
     drafts: Drafts, lengths: Tensor, scores: Tensor, draws: Tensor, seeds: Tensor, positions: Tensor
 ) -> Checked:
-    """Accept each draft with the probability min(1, p / q), then draw one more token; sequences keep the distribution
-    p.
+    """Accept each draft with the probability min(1, p / q) until one is rejected, then draw one more token.
 
-    p is the softmax of the model's `scores` `(sequences, drafts + 1, vocab)` after the text and after each draft; q is the distribution
-    of the draft. `lengths` `(sequences,)` are numbers of drafts; the other arguments are those of `draft_tokens`.
+    p is the probability of the draft by the model's distribution, q its probability by the drafter's distribution. If a draft is rejected,
+    the last token is drawn in proportion to max(0, p - q); else it is drawn from the model's distribution. So the new tokens have the
+    model's distribution.
+
+    - `drafts`: the drafts, with the drafter's distributions.
+    - `lengths`: `(sequences,)`: number of drafts of each sequence.
+    - `scores`: `(sequences, drafts + 1, vocab)`: scores of the model after the newest token and after each draft. The model's distribution
+      is their softmax.
+    - `draws`, `seeds`, `positions`: as in `draft_tokens`.
     """
     count = drafts.tokens.shape[1]
     target = _probabilities(scores, draws)
@@ -147,7 +162,7 @@ def accept_by_rejection(
         rejected = (accepted < lengths)[:, None]
         q_here = torch.where(rejected, drafts.probabilities.gather(1, here.clamp(max=count - 1))[:, 0], 0.0)
     excess = (p_here - q_here).clamp(min=0)
-    # Rounding may leave nothing where the two distributions are almost equal.
+    # If the two distributions are almost equal, all values may be 0 after rounding. Then the token is drawn from the model's distribution.
     excess = torch.where(excess.sum(1, keepdim=True) > 0, excess, p_here)
     last = _draw(excess, seeds ^ _REPLACE, positions + accepted)
     tokens = torch.cat((drafts.tokens, last[:, None]), 1)
@@ -155,17 +170,20 @@ def accept_by_rejection(
 
 
 def _probabilities(scores: Tensor, draws: Tensor) -> Tensor:
-    """The softmax of scores `(sequences, …, vocab)`, or 1 for the likeliest token in sequences that do not draw."""
+    """Return the softmax of scores `(sequences, …, vocab)`. A sequence that does not draw gets 1 for its likeliest token and else 0."""
     likeliest = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
     return torch.where(draws.view(-1, *[1] * (scores.ndim - 1)), scores.softmax(-1), likeliest)
 
 
 def _draw(weights: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Tokens `(sequences,)` drawn in proportion to weights `(sequences, vocab)`."""
+    """Draw a token for each sequence, in proportion to `weights` `(sequences, vocab)`. Returns `(sequences,)`."""
     return (weights.log() + gumbel_noise(seeds, positions, weights.shape[1])).argmax(1)
 
 
 def _leading(accepted: Tensor, lengths: Tensor) -> Tensor:
-    """For each row of `accepted` `(sequences, drafts)`: how many of its first `lengths` values are true before the first that is not."""
+    """Count the true values at the start of each row of `accepted` `(sequences, drafts)`, among the row's first `lengths` values.
+
+    Example: the row true, true, false, true gives 2 with length 4, and 1 with length 1.
+    """
     within = torch.arange(accepted.shape[1], device=accepted.device) < lengths[:, None]
     return (accepted & within).long().cumprod(1).sum(1)

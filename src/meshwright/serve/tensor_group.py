@@ -1,9 +1,9 @@
-"""The inference engine on a group of tensor ranks, each with a part of every layer and of the cache.
+"""The inference engine on a group of tensor ranks. Each rank has a part of every layer and of the cache.
 
-Every rank runs the same engine with the same policy, and gets the same calls and clock (`serve.rank_group`). So all ranks plan the same
-step. They draw the same tokens, because all have the same logits, bit for bit, and a draw depends on logits, seed and position alone;
-nothing is exchanged for it. To be sure, each message has a checksum of the tokens of the step before, with which the other ranks compare
-theirs.
+Every rank runs the same engine with the same policy, and gets the same calls and the same clock (`serve.rank_group`). So all ranks plan
+the same steps. All ranks have the same logits, bit for bit, and a draw depends only on logits, seed and position. So they draw the same
+tokens without exchanging them. As a check, each message of rank 0 has a checksum of the tokens of the last step, and the other ranks
+compare it with theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.serve.text_request import TextRequest
 
 
 class TensorEngine(RankEngine):
-    """The engine of a rank that has a part of each layer."""
+    """The engine of one tensor rank."""
 
     def _queue(self, request: TextRequest) -> int:
         call = {"now": time.monotonic(), "submit": request.to_plain()}
@@ -36,7 +36,7 @@ class TensorEngine(RankEngine):
         self._calls.append(call)
 
     def prefix_blocks(self) -> LeadingBlocks:
-        """The prefix cache of all ranks for other processes, as `Engine.prefix_blocks`."""
+        """Return the prefix cache of all ranks, for other processes, as `Engine.prefix_blocks`. For rank 0."""
 
         def record(change: Sequence[Any]) -> None:
             self._calls.append({"change": change})
@@ -46,7 +46,7 @@ class TensorEngine(RankEngine):
         )
 
     def _apply(self, call: Mapping[str, Any]) -> int:
-        """Submit or abort a request or change a pool of blocks on this rank; returns the number of a new request."""
+        """Apply a call on this rank: submit, abort, or a change of a pool of cache blocks. Returns the number of the request, or -1."""
         if "change" in call:
             repeat_change(self._policy.cache, call["change"])
             return -1

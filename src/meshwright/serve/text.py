@@ -1,4 +1,4 @@
-"""Incremental detokenisation: the text of a growing list of tokens, character by complete character."""
+"""Incremental detokenisation: it converts new tokens to text, as soon as their characters are complete."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from typing import Protocol
 from meshwright.data.token_bytes import TokenBytes
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Character for bytes that are no complete character."""
+"""The character with which decoders replace bytes that are not a complete character."""
 CONTEXT = 5
-"""Fewest earlier tokens that are decoded together with the new ones, if a token's text depends on the tokens before it."""
+"""If a token's text depends on earlier tokens, at least this many earlier tokens are decoded together with it."""
 MOST_CONTEXT = 20
-"""Most such tokens. As long as they stay the same, their text need not be decoded again."""
+"""When more tokens than this are decoded together, all but the last `CONTEXT` are removed. Until then no text is computed again."""
 LONGEST_CHARACTER = 4
-"""Most bytes of a character."""
+"""Largest number of bytes of a UTF-8 character."""
 MOST_INCOMPLETE = 8
-"""After so many tokens an incomplete character is returned as it is."""
+"""If a character is still incomplete after more than this many tokens, it is returned as it is."""
 
 
 class TextStream(Protocol):
-    """The text of new tokens as they come; a character that takes several tokens is returned with the last of them.
+    """Converts the new tokens of one sequence to text. If a character consists of several tokens, it is returned with the last of them.
 
-    The work for a token does not depend on how many came before.
+    The work for a token does not depend on the number of earlier tokens.
     """
 
     incomplete: bool
-    """Whether the newest tokens are the beginning of a character."""
+    """Whether the last tokens are the beginning of a character that is not complete."""
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Add tokens. Returns the characters that they complete."""
 
     def add_one(self, token: int) -> tuple[str, bytes]:
-        """The text that a token completes, and the bytes that it adds."""
+        """Add a token. Returns the characters that it completes, and the token's bytes."""
 
     def finish(self) -> str:
-        """The text of the last tokens, complete or not."""
+        """End the text. Returns the text of an incomplete character at its end, or an empty string."""
 
 
 def text_stream(prompt: Sequence[int], tokens: TokenBytes, *, special: bool = False) -> TextStream:
-    """The stream of a text that follows a prompt. `special`: the text has special tokens."""
+    """Make the stream for the new tokens after a prompt. `special` says whether special tokens give text too."""
     return (_DecodedStream if tokens.form is None else _ByteStream)(prompt, tokens, special=special)
 
 
 def continuation(prompt: Sequence[int], new: Sequence[int], tokens: TokenBytes) -> str:
-    """The text of all new tokens after a prompt."""
+    """Return the text of all new tokens `new` after a prompt."""
     stream = text_stream(prompt, tokens)
     return stream.add(new) + stream.finish()
 
 
 class _ByteStream:
-    """The stream where every token has bytes of its own: a decoder of UTF-8."""
+    """The stream for tokenizers in which the bytes of a token do not depend on other tokens. It decodes these bytes as UTF-8."""
 
     def __init__(self, prompt: Sequence[int], tokens: TokenBytes, *, special: bool) -> None:
         self._tokens = tokens
@@ -60,11 +60,11 @@ class _ByteStream:
         self._texts = self._bytes.texts
         before = b"".join([self._bytes[token] for token in prompt[-LONGEST_CHARACTER:]])
         self._held = before[utf_8_decode(before, "replace", False)[1] :]
-        """Bytes of an incomplete character; the prompt may end within one."""
+        """Bytes of an incomplete character. The prompt may end with such bytes."""
         self.incomplete = False
         form = tokens.form
         self._at_start = form is not None and form.changes_first and not any(map(self._bytes.__getitem__, prompt))
-        """Whether no text came before, so that the next token's may lack a space."""
+        """Whether there is no text yet, and the tokenizer changes the first token of a text, for example by removing its space."""
 
     def add(self, tokens: Sequence[int]) -> str:
         if not self._held and not self._at_start and len(tokens) == 1:
@@ -97,7 +97,7 @@ class _ByteStream:
 
 
 class _DecodedStream:
-    """The stream where a token's text depends on those before it: the tokenizer decodes the last few of them again."""
+    """The stream for tokenizers in which a token's text depends on earlier tokens. It decodes the last tokens again with each token."""
 
     def __init__(self, prompt: Sequence[int], tokens: TokenBytes, *, special: bool) -> None:
         self._decode = partial(tokens.tokenizer.decode, skip_special_tokens=not special)
@@ -105,9 +105,9 @@ class _DecodedStream:
         self._window = list(prompt[-CONTEXT:])
         """The last tokens, which are decoded together."""
         self._returned = len(self._window)
-        """Tokens of them whose text has been returned."""
+        """The text of the first `_returned` tokens of `_window` has been returned."""
         self._before = self._decode(self._window)
-        """The text of these."""
+        """The text of the first `_returned` tokens of `_window`."""
 
     def add(self, tokens: Sequence[int]) -> str:
         return "".join([self.add_one(token)[0] for token in tokens])

@@ -1,4 +1,4 @@
-"""Request for text, as the engine takes it."""
+"""The request that the engine's `submit` takes."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from meshwright.serve.sampling_options import GREEDY, SamplingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest:
-    """A request for at most `new_tokens` tokens after a prompt."""
+    """A request for at most `new_tokens` new tokens after a prompt."""
 
     prompt: Sequence[int]
-    """Token ids."""
+    """Token ids of the prompt."""
     new_tokens: int
+    """Largest number of new tokens."""
     sampling: SamplingOptions = GREEDY
+    """Options that decide how tokens are chosen."""
     stop_ids: Collection[int] = ()
-    """Tokens that end the text, with the reason "stop"."""
+    """A token among these ends the request, with the reason "stop"."""
     stop_strings: Sequence[str] = ()
-    """The text ends before the first of these, with the reason "stop"."""
+    """If the new text has one of these strings, the request ends with the reason "stop". The text then ends before the string."""
     priority: int = 0
-    """Requests of a larger number go first; a level is worth as many seconds as `BatchLimits.priority_seconds`."""
+    """Requests with a larger number go first. A difference of 1 counts as much as an earlier arrival by `BatchLimits.priority_seconds`."""
     salt: str = ""
-    """Only requests of equal salt share cached blocks."""
+    """Only requests with equal salt share cached blocks."""
     seconds: float | None = None
-    """Time from now after which it ends with the reason "deadline"."""
+    """The request ends after this time, counted from its submission, with the reason "deadline". None sets no limit."""
     samples_of: int | None = None
-    """Number of an earlier request with the same prompt, whose cache it shares."""
+    """Number of an earlier request with the same prompt. This request waits until that prompt is computed, and shares its cache blocks."""
     given: Sequence[int] = ()
-    """New tokens that are known already: the text goes on after them, and updates do not repeat them."""
+    """The first new tokens, if they are already known. The request goes on after them, and its updates do not have them."""
     continued_elsewhere: bool = False
-    """Whether another engine continues the text: the block with the end of the prompt is kept for it, even if it is not full."""
+    """Whether another engine goes on with the request. If so, the last block of the prompt is cached too, even if it is not full."""
     grammar: Grammar | None = None
-    """Grammar that the text follows; it ends at a token of `stop_ids` once the grammar allows one."""
+    """Grammar that the new text must follow. Where the grammar allows the end, a token of `stop_ids` may end the request."""
     reports_steps: bool = True
-    """Whether each step's tokens are reported. Otherwise one update has all of them, at the end: less work for the host."""
+    """Whether there is an update after each step. If not, there is one update at the end, which is less work for the host."""
 
     def to_plain(self) -> dict[str, Any]:
-        """The request in values of JSON."""
+        """Return the request as JSON values."""
         return {**asdict(self), "stop_ids": list(self.stop_ids)}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> TextRequest:
-        """The request of `to_plain`, also after JSON has made its keys text."""
+        """Make a request from the result of `to_plain`. It accepts the string keys that integer keys become in JSON."""
         fields = dict(values)
         sampling = SamplingOptions.from_plain(fields.pop("sampling"))
         grammar = fields.pop("grammar")

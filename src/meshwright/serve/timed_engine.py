@@ -1,4 +1,4 @@
-"""An engine that notes the shape and the times of its steps, for the cost model of deployments."""
+"""An engine that records the shape and the times of each step. The cost model of deployments is fitted to these records."""
 
 from __future__ import annotations
 
@@ -18,38 +18,42 @@ from meshwright.spec.serve_profile import ProfiledChunk
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step. All times are seconds of the engine's timer."""
+    """The record of one step. All times are seconds of the engine's timer."""
 
     decodes: int
+    """Number of decodes."""
     positions: int
-    """Positions that the decodes attend to in all, their own included."""
+    """Sum over all decodes of the number of positions to which the decode attends, its own position included."""
     longest: int
-    """The most positions of one decode."""
+    """Largest number of positions to which one decode attends."""
     chunks: tuple[ProfiledChunk, ...]
+    """The chunks of prompts."""
     launch_begin: float
     """Time when the host began to plan and launch the step."""
     launch_end: float
+    """Time when the host had launched the step."""
     device_begin: float
-    """Time when the device could begin: the launch had begun, and the step before had ended."""
+    """Time when the device could begin the step: the launch had begun, and the device had completed the step before."""
     device_end: float
+    """Time when the device had completed the step."""
     end: float
-    """Time when the host had the step's tokens."""
+    """Time when the host had read the step's tokens."""
 
 
 class TimedEngine(Engine):
-    """An engine with the list of its completed steps; `timer` gives seconds."""
+    """An engine that records its completed steps in `steps`. `timer` returns the time in seconds."""
 
     def __init__(self, model: Decoder, options: EngineOptions, timer: Callable[[], float]) -> None:
         self.steps: list[TimedStep] = []
         self._timer = timer
         self.launched = 0
-        """Steps that were launched."""
+        """Number of steps that were launched so far."""
         self._launches: dict[int, Callable[[], TimedStep]] = {}
         self._last_end = 0.0
         super().__init__(model, options=options)
         self._on_device = model.embed.weight.is_cuda
         self._origin: tuple[torch.cuda.Event, float] | None = None
-        """An event on the device and the time at which it happened; None on a CPU."""
+        """An event on the device, and the time of the event by the timer. None on a CPU."""
         self.forget_steps()
 
     @property
@@ -59,28 +63,28 @@ class TimedEngine(Engine):
 
     @property
     def times_device(self) -> bool:
-        """Whether the device computes what the host has launched, and its own times are taken."""
+        """Whether the times of steps are measured on the device. If not, they are measured on the host."""
         return self._origin is not None
 
     @property
     def whole_tokens(self) -> int:
-        """Tokens of a prompt from which on a kernel without the cache attends in it; 0 for none, and on a CPU."""
+        """On a GPU, `BatchInputs.prompt_unit`: the first chunk of a prompt attends without the cache from this size on. 0 on a CPU."""
         return self._inputs.prompt_unit if self._on_device else 0
 
     @property
     def prompt_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens to which steps with prompts are padded, ascending; larger steps are not."""
+        """Numbers of tokens to which steps with prompts are padded, ascending. Larger steps are not padded."""
         return self._runner.prompt_sizes
 
     @property
     def decode_programs(self) -> int:
-        """Programs into which the kernel of a device divides the attention of decodes; 0 on a CPU."""
+        """Number of programs into which the GPU's kernel divides the attention of decodes. 0 on a CPU."""
         if not self._on_device:
             return 0
         return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(self._inputs.device).multi_processor_count
 
     def forget_steps(self) -> None:
-        """Begin a new list of steps. The device's clock is compared with the timer, as both drift apart in minutes."""
+        """Begin a new list of steps. It also sets `_origin` again, because the device's clock and the timer drift apart within minutes."""
         self.steps = []
         if self._on_device:
             event = _recorded()

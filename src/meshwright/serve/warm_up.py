@@ -1,4 +1,4 @@
-"""Steps before the first request, so that no kernel is compiled while a request waits."""
+"""`warm_up` computes some steps before the first request, so that no request waits while a kernel is compiled."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from meshwright.serve.model_runner import ModelRunner
 from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions
 
 PROMPT_TOKENS = 17
-"""Tokens of a prompt, so many that its matmuls take the libraries' kernels and not those for few tokens."""
+"""Number of tokens of a prompt: enough that its matmuls use the libraries' kernels, and not the kernels for few tokens."""
 SAMPLING = GREEDY, SamplingOptions(temperature=0.5), SamplingOptions(temperature=0.5, top_p=0.5)
-"""Options that take all kernels by which tokens are drawn."""
+"""Options of the requests. Together they use all kernels that draw tokens."""
 
 
 @torch.inference_mode()
 def warm_up(
     runner: ModelRunner, inputs: BatchInputs, sampler: Sampler, groups: Sequence[CacheGroup], context: int
 ) -> None:
-    """Compute prompts, the later ones beside decodes, while there are no requests.
+    """Compute some prompts, without and with decodes in the same step. There must be no requests yet.
 
-    A kernel is compiled when it is first used, which takes about a second. A cache or a context too small for that is left as it is.
+    A kernel is compiled at its first use, which takes about a second. If the cache or the context is too small for these prompts, the part
+    with whole steps is left out.
     """
     if inputs.prompt_unit > 1:
         for tokens in range(inputs.prompt_unit, min(context, inputs.step_tokens) + 1, inputs.prompt_unit):

@@ -1,4 +1,7 @@
-"""Sums by which engines recognise equal weights, for any number of tensor ranks that divide the model."""
+"""Checksums of weights, by which engines find out whether they have equal weights.
+
+The checksums do not depend on the number of tensor ranks that divide the model.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,13 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weight_sums(model: Decoder, spec: ModelSpec, part: AxisPart) -> Tensor:
-    """Two sums of each parameter over the elements that no earlier rank has: `(parameters, 2)` int64 on the CPU.
+    """Return two checksums of each parameter, `(parameters, 2)` int64 on the CPU.
 
-    Elements are read as integers. `spec` has the dimensions of the whole model, `part` says which part of it `model` is.
-    Added over all ranks they are those of the whole model. The second sum is that of the scales of rounded weights, else 0.
+    The first is the sum of the parameter's elements, whose bytes are read as integers. The second is the same sum of the scales of an 8-bit
+    weight, and 0 for other parameters.
+
+    A rank only adds elements that no earlier rank has. So the results of all ranks, added up, are the checksums of the whole model. `spec`
+    has the dimensions of the whole model; `part` says which part of it `model` is.
     """
     device = model.embed.weight.device
     sums = []
@@ -44,7 +50,7 @@ def weight_sums(model: Decoder, spec: ModelSpec, part: AxisPart) -> Tensor:
             for piece, (block, scale) in zip(pieces, _slices(scales, blocks, 0), strict=True):
                 if piece not in earlier:
                     total[1] += _sum(scale[:, : block.sizes[1]])
-        elif rounded:  # a scale for each output, that is for each index of dimension 0
+        elif rounded:  # There is one scale for each output, which is an index of dimension 0.
             outputs = {_outputs(piece) for piece in earlier}
             for piece, scale in _slices(scales, pieces, 0):
                 if _outputs(piece) not in outputs:
@@ -56,7 +62,10 @@ def weight_sums(model: Decoder, spec: ModelSpec, part: AxisPart) -> Tensor:
 def _slices(
     tensor: Tensor | None, pieces: Sequence[ParameterBox], dimension: int
 ) -> Iterator[tuple[ParameterBox, Tensor]]:
-    """The part of a rank's tensor for each of its pieces, which follow one another along a dimension."""
+    """Yield each of a rank's `pieces` of a parameter, with its part of the rank's tensor.
+
+    In the tensor, the pieces come one after the other along `dimension`.
+    """
     first = 0
     for piece in pieces:
         assert tensor is not None, "a rank with pieces of a parameter has it"
@@ -65,7 +74,7 @@ def _slices(
 
 
 def _outputs(piece: ParameterBox) -> tuple[int, int]:
-    """The first output of a layer that a piece of its weight computes, and their number."""
+    """Return which outputs of a layer a piece of its weight computes: the first output, and the number of outputs."""
     return piece.offsets[0], piece.sizes[0]
 
 

@@ -1,4 +1,8 @@
-"""Blocks of the caches of engines in host memory, by name: the process of `meshwright cache`."""
+"""The process of `meshwright cache`: a store of cache blocks in host memory, which several engines share.
+
+Engines put blocks into the store under names, and get them back. The name is the identity of the engine's weights and a digest of the
+prompt up to the end of the block.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,16 @@ from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket
 from meshwright.server.staging import map_staging, memory_file
 
 COPY_SECONDS = 30.0
-"""An engine that has not copied its blocks after this time loses its connection."""
+"""If an engine has not copied blocks that it asked for within this time, in seconds, its connection is closed."""
 TICK_SECONDS = 1.0
+"""Longest time of one `StoreServer.step`, in seconds."""
 
 
 class BlockStore:
-    """Blocks of one size. A new block replaces the least recently used one of those that no engine reads."""
+    """A store of blocks of `block_bytes` bytes each, in memory of at most `most_bytes` (but at least one block).
+
+    If the store is full, a new block replaces the least recently used block that no engine is reading.
+    """
 
     def __init__(self, block_bytes: int, most_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -34,9 +42,11 @@ class BlockStore:
         self.descriptor, self._memory = memory_file(self.slots * block_bytes)
         self._free = list(range(self.slots - 1, -1, -1))
         self._blocks: OrderedDict[str, tuple[int, str]] = OrderedDict()
-        """Slot and checksum by name, the least recently used first."""
+        """`(slot, checksum)` of each block by name, the least recently used first."""
         self._names: dict[int, str] = {}
+        """Name of each block by slot."""
         self._readers = [0] * self.slots
+        """For each slot, the number of engines that are reading it."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -51,7 +61,10 @@ class BlockStore:
         return self._memory[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
     def begin_read(self, names: Sequence[str]) -> list[tuple[int, str]]:
-        """Return slots and checksums of `names` up to the first that is not stored; call `end_read` for each slot."""
+        """Return `(slot, checksum)` of the blocks `names`, up to the first block that is not stored.
+
+        These slots are not replaced until the caller has called `end_read` for each.
+        """
         found = []
         for name in names:
             if name not in self._blocks:
@@ -63,11 +76,11 @@ class BlockStore:
         return found
 
     def end_read(self, slot: int) -> None:
-        """Note that a slot was copied."""
+        """Note that an engine has copied a slot."""
         self._readers[slot] -= 1
 
     def put(self, name: str, content: memoryview, checksum: str) -> bool:
-        """Store a block. False if its checksum is wrong, or if engines are reading all slots."""
+        """Store a block. Returns false if its checksum is wrong, or if engines are reading all slots."""
         if name in self._blocks:
             self._blocks.move_to_end(name)
             return True
@@ -94,20 +107,21 @@ class BlockStore:
 
 
 class StoreConnection:
-    """The connection of an engine, and the slots that it is reading."""
+    """The connection of an engine, with the slots that the engine is reading."""
 
     def __init__(self, end: socket.socket) -> None:
         self.frames = FrameSocket(end)
         self.heard = time.monotonic()
         self.identity: str | None = None
-        """Identity of its weights and layout of blocks. None until it has shown the key."""
+        """`PrefixBlocks.identity` of the engine. None until the engine has proved the key."""
         self.memory: memoryview | None = None
-        """Staging memory of an engine on this host."""
+        """The engine's staging memory, if the engine is on this host; else None."""
         self.reading: list[int] = []
+        """Slots that the engine is reading."""
 
 
 class StoreServer:
-    """Serves one store to engines. The first engine decides the size of blocks."""
+    """Serves one store to engines. The store has the block size of the first engine that connects."""
 
     def __init__(self, listening: socket.socket, key: str, most_bytes: int) -> None:
         self._listening = listening
@@ -121,7 +135,7 @@ class StoreServer:
         self.connections: list[StoreConnection] = []
 
     def step(self, seconds: float = TICK_SECONDS) -> None:
-        """Process the messages of engines; wait at most so many seconds for one."""
+        """Wait at most `seconds` for messages or new connections, and process them. Also closes connections that are late."""
         for connection in self._table.late():
             self._close(connection)
         for connection in list(self.connections):
@@ -146,7 +160,7 @@ class StoreServer:
             self._selector.register(connection.frames, selectors.EVENT_READ, partial(self._serve, connection))
 
     def _serve(self, connection: StoreConnection, events: int) -> None:
-        if connection not in self.connections:  # closed to make room for another
+        if connection not in self.connections:  # It was closed in this step, to make room for another connection.
             return
         try:
             connection.frames.flush()
@@ -169,7 +183,7 @@ class StoreServer:
             self._put(connection, message, frame.payload)
 
     def _greet(self, connection: StoreConnection, hello: Mapping[str, Any]) -> None:
-        """Accept the connection of an engine that has shown the key."""
+        """Answer an engine that has proved the key, and map its staging memory if it is on this host."""
         self._table.keep(connection)
         size = hello["block_bytes"]
         frames = connection.frames
@@ -213,7 +227,7 @@ class StoreServer:
             self._opened_store.end_read(slot)
 
     def _put(self, connection: StoreConnection, message: Mapping[str, Any], payload: bytearray) -> None:
-        """Copy blocks of an engine up to the first that is damaged, and acknowledge them."""
+        """Store the blocks of a message, up to the first block that is damaged or has no room. Then acknowledge the message."""
         size = self._opened_store.block_bytes
         start, count = message["slots"]
         content = memoryview(payload)
@@ -254,7 +268,10 @@ class StoreServer:
 
 
 def run_store(address: str, key: str, most_bytes: int, say: Callable[[str], None]) -> None:
-    """Keep blocks until SIGTERM or Ctrl-C; `say` receives the address once engines can connect. Raises BadInput."""
+    """Run a store at `address` until SIGTERM or Ctrl-C.
+
+    `say` prints a line when engines can connect, and a line at the end. Raises BadInput if it is not possible to listen at the address.
+    """
     raise_file_limit()
     server = StoreServer(listen(address, "address"), key, most_bytes)
     stopped = []

@@ -1,4 +1,9 @@
-"""Reads a tool call after its opening mark, by the pattern of the model's notation, while the text arrives in pieces."""
+"""Reads tool calls from the text of an answer, while the text arrives in parts.
+
+`read_calls` reads one call, or a list of calls, by the pattern of the model's notation (`server.notations`). The readers are generators: a
+reader yields when it needs more text, and the caller sends it the next part. So `name = yield from source.name(...)` reads a name, however
+the text is divided into parts. A mark is a fixed text of the notation, such as `<tool_call>`.
+"""
 
 from __future__ import annotations
 
@@ -13,52 +18,53 @@ from meshwright.serve.stops import StringSearch
 from meshwright.server.notations import Notation, Parameters, Sequences
 
 Wait = Generator[None, str, Any]
-"""A reader that waits at each `yield` until the next piece of text is sent to it."""
+"""A reader: a generator that yields when it needs more text. The next part of the text is sent to it."""
 LONGEST_NAME = 256
-"""Most characters of a name, and of white space before a mark."""
+"""Largest number of characters of a name. Also the largest number of characters that are looked at to find marks after a value."""
 Types = Mapping[str, Mapping[str, Collection[str]]]
-"""JSON types of the parameters of each function, as its schema names them."""
+"""By function name and parameter name: the JSON types that the function's schema allows, such as "string" and "null"."""
 
 
 class NoCall(Exception):
-    """The text is not a call."""
+    """Raised if the text is not a call."""
 
 
 class ReadCall(NamedTuple):
-    """A call as it was written."""
+    """A call that was read from the text."""
 
     name: str
+    """Name of the function."""
     arguments: str
-    """Text of a JSON object."""
+    """The arguments: a JSON object as text."""
 
 
 class TextSource:
-    """The text of an answer that arrives in pieces. Each character is taken once."""
+    """The text of an answer, which arrives in parts. A reader takes characters from its beginning."""
 
     def __init__(self) -> None:
         self.rest = ""
-        """Text that has arrived and is not taken."""
+        """Text that has arrived and that no reader has taken yet."""
         self.final = False
-        """Whether no more text follows."""
+        """Whether all text has arrived."""
         self.held: list[str] = []
-        """Text that was taken for a call; if it turns out not to be one, it is text of the answer again."""
+        """The text that was taken so far for a call. If the text turns out not to be a call, it becomes text of the answer again."""
 
     def more(self) -> Wait:
-        """Wait for further text; returns False at the end of the answer."""
+        """Wait for the next part of the text. Returns false at the end of the answer."""
         if self.final:
             return False
         self.rest += yield
         return not self.final
 
     def any(self) -> Wait:
-        """Wait until there is text that is not taken; returns False at the end of the answer."""
+        """Wait until `rest` is not empty. Returns false if the answer ends before."""
         while not self.rest:
             if not (yield from self.more()):
                 return False
         return True
 
     def take(self, count: int) -> str:
-        """Take characters, and add them to `held`."""
+        """Take the first `count` characters of `rest`, and add them to `held`. Returns them."""
         text = self.rest[:count]
         self.rest = self.rest[count:]
         self.held.append(text)
@@ -73,7 +79,7 @@ class TextSource:
                 return
 
     def begins(self, marks: Sequence[str]) -> Wait:
-        """The first of these marks that comes next, without taking it; None if none comes next."""
+        """Return the first one of `marks` with which the remaining text begins, or None. No text is taken."""
         while True:
             for mark in marks:
                 if self.rest.startswith(mark):
@@ -85,14 +91,17 @@ class TextSource:
             yield from self.more()
 
     def mark(self, mark: str) -> Wait:
-        """Take a mark, with white space before it. Raises NoCall if it does not come next."""
+        """Take white space and then `mark`. Raises NoCall if the text goes on with something else."""
         yield from self.space()
         if (yield from self.begins((mark,))) is None:
             raise NoCall
         self.take(len(mark))
 
     def name(self, stops: Sequence[str]) -> Wait:
-        """Take the text before the first of these stops. Raises NoCall if it is long."""
+        """Take the text before the first occurrence of one of `stops`, and return it without white space around it.
+
+        Raises NoCall if there is none within `LONGEST_NAME` characters.
+        """
         while True:
             ends = [end for stop in stops if (end := self.rest.find(stop)) >= 0]
             if ends and min(ends) <= LONGEST_NAME:
@@ -101,7 +110,10 @@ class TextSource:
                 raise NoCall
 
     def continues(self, sequences: Sequences) -> Wait:
-        """Whether one of these sequences of marks comes next; takes nothing. The end of the answer may cut it after its first mark."""
+        """Return whether the text goes on with one of `sequences`, a sequence of marks with white space between them. No text is taken.
+
+        At the end of the answer, the first mark of a sequence is enough.
+        """
         while True:
             states = [_sequence_state(self.rest, sequence) for sequence in sequences]
             if any(state is True for state in states):
@@ -113,7 +125,11 @@ class TextSource:
                 return any(text.startswith(sequence[0]) for sequence in sequences)
 
     def value(self, search: StringSearch, following: Sequences) -> Wait:
-        """Take a value up to a closing mark that `search` finds, if one of `following` comes after it. Returns the value's text."""
+        """Take a value and its closing mark. Returns the value's text, without the mark.
+
+        `search` finds the closing mark. A closing mark ends the value only if one of the sequences `following` comes after it; otherwise it
+        belongs to the value. Raises NoCall if the answer ends before.
+        """
         pieces: list[str] = []
         state = 0
         while (yield from self.any()):
@@ -128,7 +144,10 @@ class TextSource:
         raise NoCall
 
     def bracketed(self, scanner: ObjectEnd, opening: str = "{") -> Wait:
-        """Take a value that begins with this bracket, up to the end that the scanner finds; returns its text. Raises NoCall."""
+        """Take a value that begins with the bracket `opening`, up to the end that `scanner` finds. Returns the text of the value.
+
+        Raises NoCall if the text does not begin with the bracket, if it is malformed, or if the answer ends before the value.
+        """
         yield from self.space()
         if not self.rest.startswith(opening):
             raise NoCall
@@ -144,7 +163,7 @@ class TextSource:
 
 
 def _sequence_state(text: str, marks: Sequence[str]) -> bool | None:
-    """Whether the text begins with these marks, apart from white space; None if more text is needed to know."""
+    """Return whether `text` begins with the sequence `marks`, with any white space before each mark. None if the text is too short."""
     for mark in marks:
         text = text.lstrip()
         if not text.startswith(mark):
@@ -154,12 +173,15 @@ def _sequence_state(text: str, marks: Sequence[str]) -> bool | None:
 
 
 class ObjectEnd:
-    """Search for the end of a bracketed value in a text that comes in pieces, the first of which begins with it."""
+    """Finds the end of a value in brackets, in a text that arrives in parts. The first part must begin with the opening bracket."""
 
     def __init__(self, strings: str, escape: str, inside: str, outside: str) -> None:
-        """`strings` are characters that begin and end texts in which brackets do not count and `escape` protects the next character.
+        """Describe the syntax of the value.
 
-        `inside` and `outside` are patterns for the characters that need attention in such texts and elsewhere.
+        - `strings`: the quotation marks of strings. Brackets in a string do not count.
+        - `escape`: the character that protects the next character in a string.
+        - `inside`: regular expression for the characters in a string that must be looked at.
+        - `outside`: regular expression for the characters outside of strings that must be looked at.
         """
         self._strings = strings
         self._escape = escape
@@ -171,16 +193,16 @@ class ObjectEnd:
 
     @classmethod
     def json(cls) -> ObjectEnd:
-        """The search for the end of a JSON value; outside of texts all but white space, numbers and words needs attention."""
+        """Make an object that finds the end of a JSON value. Control characters in strings, and unknown characters, are errors."""
         return cls('"', "\\", r'["\\\x00-\x1f]', r"[^ \t\n\r:,+\-.0-9Eaeflnrstu]")
 
     @classmethod
     def python(cls) -> ObjectEnd:
-        """The search for the end of a list in Python."""
+        """Make an object that finds the end of a Python list."""
         return cls("\"'", "\\", r"[\"'\\]", r"[\"'()\[\]{}]")
 
     def find(self, text: str) -> int | None:
-        """Where the value ends in this piece; None if it continues in the next piece, 0 if it is not such a value."""
+        """Search the next part of the text. Returns the index after the value's end, None if the value goes on, 0 for an error."""
         position = 0
         while True:
             if self._escaped and text[position:]:
@@ -217,7 +239,10 @@ _FIELD = re.compile(r"\{(\?[^}]*|[a-z]+)\}")
 
 @lru_cache(maxsize=256)
 def _items(pattern: str) -> Sequence[tuple[str, str]]:
-    """The parts of a pattern in order: ("text", TEXT), ("optional", TEXT) or (FIELD, "")."""
+    """Return the parts of a pattern of `Notation.patterns`, in order: ("text", TEXT), ("optional", TEXT) or (FIELD, "").
+
+    Example: "<f={name}>{?X}" has the parts ("text", "<f="), ("name", ""), ("text", ">") and ("optional", "X").
+    """
     items: list[tuple[str, str]] = []
     for index, part in enumerate(_FIELD.split(pattern)):
         if index % 2 and part.startswith("?"):
@@ -234,11 +259,14 @@ _WORD = re.compile(r"[\w.:/-]{0,256}")
 
 
 def read_calls(source: TextSource, notation: Notation, types: Types) -> Wait:
-    """Read one pattern; returns its calls, one or more. Marks before and after the pattern are not read. Raises NoCall."""
+    """Read the text of one pattern. Returns its calls, a list of one or more `ReadCall`. Raises NoCall if the text is not a call.
+
+    The marks before and after the pattern (`Notation.before` and `after`) are not read.
+    """
     pattern = notation.patterns.get(source.rest[:1], notation.patterns[""])
     parts = _items(pattern)
     if parts[0][0] == "name" and not source.held:
-        raise NoCall  # any word could be a name
+        raise NoCall  # Without a mark before the name, any word could be a name.
     name = ""
     arguments = "{}"
     for index, (kind, text) in enumerate(parts):
@@ -262,7 +290,7 @@ def read_calls(source: TextSource, notation: Notation, types: Types) -> Wait:
             arguments = yield from _parameters(source, notation.parameters, types.get(name, {}))
     if not _NAME.fullmatch(name):
         raise NoCall
-    if parts[-1][0] == "params":  # nothing else says that the last argument has come
+    if parts[-1][0] == "params":  # Only a mark of `Notation.after` shows that no further argument comes.
         yield from source.space()
         if (yield from source.begins(notation.after)) is None:
             raise NoCall
@@ -270,7 +298,7 @@ def read_calls(source: TextSource, notation: Notation, types: Types) -> Wait:
 
 
 def _name(source: TextSource, notation: Notation, after: Sequence[tuple[str, str]]) -> Wait:
-    """Take the name of a function, which ends where the next part of the pattern begins."""
+    """Take the name of a function. It ends where the next part of the pattern begins; `after` has the parts after the name."""
     yield from source.space()
     kind, text = after[0]
     if kind == "text":
@@ -283,7 +311,7 @@ def _name(source: TextSource, notation: Notation, after: Sequence[tuple[str, str
 
 
 def _optional(source: TextSource, mark: str) -> Wait:
-    """Take an optional mark, and the id after it if the mark has one."""
+    """Take `mark` if the text begins with it. After the mark `[CALL_ID]`, take the id too."""
     if (yield from source.begins((mark,))) is None:
         return
     source.take(len(mark))
@@ -292,7 +320,7 @@ def _optional(source: TextSource, mark: str) -> Wait:
 
 
 def _word(source: TextSource) -> Wait:
-    """Take letters, digits and the other characters of names."""
+    """Take the characters that match `_WORD`: letters, digits and some others. Raises NoCall if there are more than `LONGEST_NAME`."""
     while (match := _WORD.match(source.rest)) is not None and match.end() == len(source.rest):
         if len(source.rest) >= LONGEST_NAME or not (yield from source.more()):
             raise NoCall
@@ -301,7 +329,10 @@ def _word(source: TextSource) -> Wait:
 
 
 def _parameters(source: TextSource, parameters: Parameters, types: Mapping[str, Collection[str]]) -> Wait:
-    """Take arguments that are written one after the other. Returns them as the text of a JSON object."""
+    """Take arguments that are written one after the other, in the syntax `parameters`. Returns a JSON object as text.
+
+    `types` has the JSON types of each parameter.
+    """
     parts = _items(parameters.opening)
     search = _closing(parameters.closing)
     values: dict[str, Any] = {}
@@ -319,7 +350,7 @@ def _parameters(source: TextSource, parameters: Parameters, types: Mapping[str, 
         if parameters.newlines:
             value = value.removeprefix("\n").removesuffix("\n")
         known = types.get(fields["key"], ("string",))
-        if "string" in fields:  # the text itself says whether it is one
+        if "string" in fields:  # In this notation the text says of each value whether it is a string.
             known = ("string",) if fields["string"] == "true" else ("object",)
         values[fields["key"]] = typed_value(value, known)
 
@@ -330,7 +361,10 @@ def _closing(mark: str) -> StringSearch:
 
 
 def typed_value(text: str, types: Collection[str]) -> Any:
-    """The value of a parameter's text, by the JSON types that its schema allows; text that has none of these types stays text."""
+    """Convert the text of an argument to a value, by the JSON types that the parameter's schema allows.
+
+    If the text cannot be converted, the result is the text itself. Example: "5" is "5" if `types` has "string", and else the number 5.
+    """
     if "null" in types and text.strip() in ("null", "None"):
         return None
     if "string" in types:
@@ -358,14 +392,17 @@ def _decoded(text: str) -> Any:
 
 
 def object_text(text: str) -> str:
-    """The text unchanged. Raises NoCall if it is not a JSON object."""
+    """Return the text unchanged. Raises NoCall if it is not a JSON object."""
     if not isinstance(_decoded(text), dict):
         raise NoCall
     return text
 
 
 def _named_call(text: str) -> tuple[str, str]:
-    """Name and arguments of a call that is written as one JSON object. Raises NoCall if it is not one."""
+    """Return the name and the arguments of a call that is written as one JSON object, such as `{"name": "f", "arguments": {"a": 1}}`.
+
+    The key "parameters" is accepted in place of "arguments". Raises NoCall for another text.
+    """
     value = _decoded(text)
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         raise NoCall
@@ -385,8 +422,8 @@ _PYTHON_TEXT = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL
 
 
 def _python_calls(text: str) -> list[ReadCall]:
-    """The calls of a Python list such as `[f(a=1), g(b="x")]`. Raises NoCall for anything else."""
-    # Chat templates write newlines in strings unescaped.
+    """Return the calls of a Python list such as `[f(a=1), g(b="x")]`. Raises NoCall for any other text."""
+    # Chat templates write newlines in strings without an escape. So models do it too, but Python does not allow it.
     text = _PYTHON_TEXT.sub(lambda found: found[0].replace("\n", "\\n").replace("\r", "\\r"), text.strip())
     try:
         tree = ast.parse(text, mode="eval").body
@@ -410,7 +447,7 @@ def _python_call(call: ast.expr) -> ReadCall:
 
 
 def _python_value(value: ast.expr) -> Any:
-    """The value of a literal, in which `true`, `false` and `null` may stand as in JSON."""
+    """Return the value of a Python literal. It may contain `true`, `false` and `null` of JSON. Raises ValueError for other expressions."""
     if isinstance(value, ast.Name) and value.id in ("true", "false", "null"):
         return {"true": True, "false": False, "null": None}[value.id]
     if isinstance(value, ast.List):
@@ -430,7 +467,7 @@ _GEMMA_STRING = StringSearch((_QUOTE,))
 
 
 def _gemma_text(source: TextSource) -> Wait:
-    """Take an object of arguments in Gemma's syntax, whose texts are between `<|"|>`."""
+    """Take an object of arguments in Gemma's syntax, and return its text. In this syntax strings are between `<|"|>`."""
     yield from source.space()
     pieces: list[str] = []
     depth = state = 0
@@ -456,7 +493,7 @@ _GEMMA_PART = re.compile(r'\s*(?:<\|"\|>(?P<text>.*?)<\|"\|>|(?P<mark>[{}\[\],:]
 
 
 def _gemma_value(text: str) -> Any:
-    """The value of Gemma's syntax. Raises NoCall if it is none."""
+    """Return the object that a text in Gemma's syntax describes. Raises NoCall if it is not such an object."""
     parts = [
         (found.lastgroup or "", found[found.lastgroup or 0]) for found in _GEMMA_PART.finditer(text) if found.lastgroup
     ]
@@ -495,7 +532,10 @@ def _gemma_parsed(parts: list[tuple[str, str]]) -> Any:
 
 
 def _gemma_items(parts: list[tuple[str, str]], closing: str, read: Callable[[], None]) -> None:
-    """Read items with commas between them, up to the closing bracket."""
+    """Remove items with commas between them from the end of `parts` (which are in reverse order), and the bracket `closing` after them.
+
+    `read` removes and stores one item. Raises NoCall if there is anything else between the items.
+    """
     while parts[-1] != ("mark", closing):
         read()
         if parts[-1] == ("mark", ","):

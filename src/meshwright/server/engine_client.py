@@ -23,53 +23,63 @@ from meshwright.spec.errors import EXIT_COMMUNICATION, BadInput
 
 Reason = Literal["stop", "length", "abort", "deadline", "failed", "refused"]
 SEQUENCES_AT_ONCE = 4
-"""Sequences of a step that get their tokens in one turn of the event loop. New requests are read between two turns."""
+"""In one turn of the event loop, this many sequences of a step get their tokens. Between two turns, new requests are read."""
 
 NEWS_AT_ONCE = 64
-"""A reader of a whole answer is woken after so many news, so that the work for a long text is spread over the time of the text."""
+"""The reader of an answer that is not streamed is woken each time when this many news wait.
+
+So the work for a long text is done in parts while the text is generated, and not all at its end.
+"""
 
 
 class News(NamedTuple):
-    """Output of a step for one text of a request."""
+    """The output of one step for one sequence of a request."""
 
     index: int
-    """Number of the text within the request, from 0."""
+    """Index of the sequence within the request, from 0."""
     tokens: Sequence[int]
     """New tokens."""
     reason: Reason | None = None
-    """Reason why the text has ended; None while it goes on."""
+    """Reason why the sequence has ended; None if it has not ended."""
     error: str | None = None
     """Error message, with the reasons "failed" and "refused"."""
     code: str | None = None
     """Kind of the error, as in `server/errors.py`."""
     logprobs: Sequence[Any] = ()
-    """For each new token its log probability and `[[token, log probability], …]` of the likeliest."""
+    """For each new token: its log probability, and `[[token, log probability], …]` of the likeliest tokens."""
     stop_token: int | None = None
-    """The stop id that ended the text, with the reason "stop"; None if a stop string did."""
+    """The stop id that ended the sequence, with the reason "stop"; None if a stop string ended it."""
     score: float | None = None
-    """The score of the text, by a reward model."""
+    """The score of the sequence by a reward model."""
     prompt_logprobs: Sequence[str] | None = None
-    """Log probabilities of next tokens of the prompt, as `PromptLogprobs.packed`. All of them come before the first new token."""
+    """Log probabilities of the next prompt tokens, as `PromptLogprobs.packed` returns them. They come before the first new token."""
     cached_tokens: int = 0
-    """Tokens of the prompt that were taken from the prefix cache, in the first news of a sequence. The samples of a prompt share its
-    computation, so only the sequence with the smallest index says what was cached before the request."""
+    """In the first news of a sequence: number of prompt tokens that were taken from the prefix cache.
+
+    The samples of a prompt share its computation. So only the number of the sequence with the smallest index tells what was cached before
+    the request.
+    """
 
 
 class Subscription:
-    """The news of all sequences of one HTTP request, in order."""
+    """A queue with the news of all sequences of one HTTP request, in order. The task that answers the request reads it."""
 
     def __init__(self, *, whole: bool) -> None:
-        """With `whole` the reader is woken only when all sequences have ended, or when `NEWS_AT_ONCE` news wait."""
+        """Make an empty queue.
+
+        `whole` is for an answer that is not streamed: then the reader is woken only when all sequences have ended, or when `NEWS_AT_ONCE`
+        news wait.
+        """
         self._news: list[News] = []
         self._whole = whole
         self._waiter: asyncio.Future[None] | None = None
         self.unfinished = 0
-        """Sequences that have not ended."""
+        """Number of sequences that have not ended."""
         self.closed = False
-        """Whether the client has gone."""
+        """Whether the client has disconnected."""
 
     def add(self, news: News) -> None:
-        """Append news, and wake the reader."""
+        """Append news, and wake the reader if it should read now (see `__init__`)."""
         self._news.append(news)
         if not self._whole or self._readable:
             self.wake()
@@ -79,17 +89,17 @@ class Subscription:
         return bool(self._news) and (not self._whole or not self.unfinished or len(self._news) >= NEWS_AT_ONCE)
 
     def close(self) -> None:
-        """Give the reader no more news: the client has disconnected."""
+        """Note that the client has disconnected. From now on `next` returns no news."""
         self.closed = True
         self.wake()
 
     def wake(self) -> None:
-        """Let `next` return."""
+        """Let a waiting call of `next` return."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def next(self) -> list[News]:
-        """The news since the last call, once there are any; empty if the client has gone."""
+        """Wait for news, and return all news since the last call. The list is empty if the client has disconnected."""
         if self.closed:
             return []
         if not self._readable:
@@ -102,25 +112,32 @@ class Subscription:
 
 @dataclass(slots=True)
 class _Text:
-    """State of a text that the engine continues."""
+    """An unfinished sequence of the engine, as the HTTP process sees it."""
 
     subscription: Subscription
+    """The queue that gets its news."""
     index: int
+    """Index of the sequence within its request."""
     prompt_tokens: int
+    """Number of tokens of its prompt."""
     queued: float
+    """Time when the sequence was submitted."""
     last: float
-    """Time when it had its newest tokens, or was queued."""
+    """Time when its newest tokens arrived; before its first token, the time when it was submitted."""
     first: float = 0.0
-    """Time when it had its first token."""
+    """Time when its first token arrived."""
     tokens: int = 0
+    """Number of new tokens so far."""
 
 
 @dataclass(kw_only=True)
 class EngineRequest:
-    """Sequences with one prompt."""
+    """A request to the engine: one prompt, continued by one or more sequences."""
 
     tokens: Sequence[int]
+    """Token ids of the prompt."""
     new_tokens: int
+    """Largest number of new tokens of each sequence."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingOptions`."""
     stop_ids: Sequence[int] = ()
@@ -129,38 +146,40 @@ class EngineRequest:
     count: int = 1
     """Number of sequences."""
     priority: int = 0
-    """Requests with a larger number go first. In HTTP requests a lower number goes first, as in vLLM: the reader changes the sign."""
+    """Requests with a larger number go first. In HTTP requests a smaller number goes first, as in vLLM, so their reader negates it."""
     salt: str = ""
-    """`cache_salt`: only requests of equal salt share cached blocks, in all engines and in the store."""
+    """The field `cache_salt`: only requests with equal salt share cached blocks, in all engines and in the store."""
 
 
 class EngineClient(asyncio.Protocol):
-    """Connection to an engine. Its methods are called by the event loop's thread only."""
+    """The HTTP process's connection to the engine's process. Only the thread of the event loop may call its methods."""
 
     def __init__(
         self, metrics: ServerMetrics, clock: Callable[[], float] = time.perf_counter, *, exchanges: bool = False
     ) -> None:
-        """`exchanges`: whether the engine exchanges blocks with others."""
+        """`exchanges` says whether the engine exchanges cache blocks with other engines."""
         self.metrics = metrics
         self._clock = clock
         self.ready: Mapping[str, int] | None = None
-        """Context, vocabulary and sizes of the engine, once it is ready."""
+        """Sizes of the engine: "context", "vocab" and "sequences". None until the engine is ready."""
         self.weights: Mapping[str, Any] = {}
-        """The checkpoint that is served, and newer checkpoints that are damaged; empty if the folder is no run."""
+        """The checkpoint that is served, and newer checkpoints that are damaged. Empty if the folder is not a run."""
         self.warning: str | None = None
-        """What an operator must know about these weights."""
+        """A warning about the weights for the operator; None if there is none."""
         self.failure: tuple[str, int] | None = None
-        """Reason why the engine cannot continue, and the exit code."""
+        """Message and exit code of the failure after which the engine cannot go on; None if it has not failed."""
         self.failure_key: str | None = None
-        """Setting that caused the failure, if one did."""
+        """The setting that caused the failure, if a setting did."""
         self.paused = False
+        """Whether the engine computes no steps; see `pause`."""
         self.figures = EngineFigures()
+        """The load of the engine after the last step."""
         self.transfers = TransferFigures() if exchanges else None
-        """Figures of the blocks exchanged with other engines. None without such exchanges."""
+        """Figures of the exchange of blocks with other engines; None without such an exchange."""
         self.probe = EngineProbe(self)
-        """Tests whether the model works."""
+        """Checks whether the model still computes finite logits."""
         self.changed = asyncio.Event()
-        """Set when the engine becomes ready or fails."""
+        """An event that is set when the engine becomes ready or fails."""
         self._transport: asyncio.WriteTransport | None = None
         self._reader = ServerMessageReader()
         self._texts: dict[int, _Text] = {}
@@ -168,14 +187,15 @@ class EngineClient(asyncio.Protocol):
         self._loading: dict[str, asyncio.Future[str | None]] = {}
         self._closing = False
         self._entries: Iterator[Sequence[Any]] = iter(())
-        """Entries of the newest step that are still to be passed on."""
+        """Entries of the newest step that are not passed on to subscriptions yet."""
         self._step_arrived = 0.0
+        """Time when the message of the newest step arrived."""
         self._scheduled = False
-        """Whether the event loop will pass on further entries."""
+        """Whether a call of `_pass_on_some` is scheduled in the event loop."""
 
     @property
     def unfinished(self) -> int:
-        """Sequences that have not ended."""
+        """Number of sequences that have not ended."""
         return len(self._texts)
 
     @property
@@ -184,7 +204,10 @@ class EngineClient(asyncio.Protocol):
         return self.ready is not None and self.failure is None
 
     def submit(self, request: EngineRequest, subscription: Subscription, first_index: int) -> list[int]:
-        """Queue the sequences of a request. Returns their ids. Their news go to `subscription`, with indices from `first_index` on."""
+        """Send a request to the engine. Returns the ids of its sequences.
+
+        The news of the sequences are added to `subscription`, with the indices `first_index`, `first_index` + 1, and so on.
+        """
         now = self._clock()
         ids = list(itertools.islice(self._numbers, request.count))
         for offset, id in enumerate(ids):
@@ -207,13 +230,13 @@ class EngineClient(asyncio.Protocol):
         return ids
 
     async def first_token(self, prompt: Sequence[int]) -> str | None:
-        """Continue a prompt by one token; returns the code of the error if that fails."""
+        """Generate one token after a prompt. Returns None, or the code of the error if that fails."""
         subscription = Subscription(whole=True)
         self.submit(EngineRequest(tokens=prompt, new_tokens=1), subscription, 0)
         return (await subscription.next())[-1].code
 
     def abort(self, ids: Sequence[int], reason: str = "abort") -> None:
-        """End sequences; ids that have ended are ignored. No more news of them comes."""
+        """End sequences, of which no further news come. Ids of sequences that have already ended are ignored."""
         ended = [id for id in ids if id in self._texts]
         for id in ended:
             self._forget(id, reason)
@@ -227,16 +250,19 @@ class EngineClient(asyncio.Protocol):
             text.subscription.add(News(text.index, (), "abort"))
 
     def pause(self, paused: bool) -> None:
-        """Stop or continue steps; requests are queued meanwhile."""
+        """Let the engine stop computing steps, or go on if `paused` is false. Requests that are submitted during a pause wait."""
         self.paused = paused
         self._send({"pause": paused})
 
     def use_role(self, role: Role) -> None:
-        """Change the engine's role; it applies to new work."""
+        """Change the engine's role. It applies to requests that are submitted from now on."""
         self._send({"role": role})
 
     async def load(self, folder: Path) -> None:
-        """Use newer weights from the next step on. Raises BadInput with the engine's reason if it cannot."""
+        """Load new weights from `folder` into the engine, and wait until it has done so. The next step uses them.
+
+        Raises BadInput, with the engine's message, if the engine cannot load them.
+        """
         key = str(folder)
         if self.failure is not None:
             raise BadInput(self.failure[0])
@@ -255,7 +281,10 @@ class EngineClient(asyncio.Protocol):
             self._transport.close()
 
     def fail(self, message: str, code: int, key: str | None = None) -> None:
-        """End all sequences, because the engine cannot continue. `key` is the setting that caused it, if one did."""
+        """Note that the engine cannot go on, and end all sequences with the reason "failed".
+
+        `code` is the exit code of the server, `key` the setting that caused the failure, if a setting did.
+        """
         if self.failure is not None:
             return
         self._pass_on(self._entries)
@@ -287,14 +316,18 @@ class EngineClient(asyncio.Protocol):
                 self._take(message)
 
     def _take_step(self, entries: Sequence[Sequence[Any]]) -> None:
-        """Pass on the entries of a step. First tokens go first, because their clients have nothing yet."""
+        """Pass the entries of a step on to the subscriptions, in several turns of the event loop.
+
+        An entry is `[id, tokens]` or `[id, tokens, details]`. Sequences that get their first tokens come first, because their clients have
+        nothing to show yet.
+        """
         self._step_arrived = self._clock()
         texts = self._texts
         first = []
         others = []
         new_tokens = 0
         for entry in entries:
-            if (text := texts.get(entry[0])) is not None:  # else it was aborted
+            if (text := texts.get(entry[0])) is not None:  # A sequence that was aborted is not there any more.
                 (others if text.tokens else first).append(entry)
                 new_tokens += len(entry[1])
         self.metrics.count_step(new_tokens)
@@ -320,7 +353,7 @@ class EngineClient(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._pass_on_some)
 
     def _pass_on(self, entries: Iterable[Sequence[Any]]) -> None:
-        """Give sequences their tokens."""
+        """Add entries to the subscriptions of their sequences, and count their tokens in the metrics."""
         now = self._step_arrived
         texts = self._texts
         metrics = self.metrics
@@ -364,7 +397,7 @@ class EngineClient(asyncio.Protocol):
             future = self._loading.pop(message["loaded"])
             if not future.done():
                 future.set_result(message["error"])
-            if message["error"] is None:  # the new weights may give NaN
+            if message["error"] is None:  # The probe tests whether the new weights give NaN.
                 self.probe.start()
         elif "failed" in message:
             self.fail(message["failed"], message["code"], message["key"])
@@ -383,6 +416,6 @@ class EngineClient(asyncio.Protocol):
 
 
 async def connect(client: EngineClient, end: socket.socket) -> None:
-    """Connect `client` to the engine at the other end of a socket."""
+    """Connect `client` to the engine's process through the connected socket `end`."""
     end.setblocking(False)
     await asyncio.get_running_loop().connect_accepted_socket(lambda: client, end)

@@ -1,6 +1,7 @@
-"""The engine's process: takes requests from the HTTP process and sends new tokens, one message for each step.
+"""The engine's process: it receives requests from the HTTP process, and sends it the new tokens in one message for each step.
 
-The HTTP process starts it, with one process for each rank if the model is divided. It ends when the HTTP process closes the socket or dies.
+The HTTP process starts this process. If the model is divided over several devices, it starts one process for each rank. The processes end
+when the HTTP process closes the socket or dies.
 """
 
 from __future__ import annotations
@@ -49,26 +50,29 @@ if TYPE_CHECKING:
 
 _RECEIVE_BYTES = 1 << 20
 LOAD_SECONDS = 600
-"""Time that a rank waits for the others to read their weights."""
+"""While the weights are loaded, a rank waits at most this time for the other ranks, in seconds."""
 
 
 class EngineConnection:
-    """The engine's end of the socket."""
+    """The engine process's side of the connection to the HTTP process."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._reader = ServerMessageReader()
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
+        """Return the file descriptor of the socket, as `select` needs it."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Write a message."""
+        """Send a message to the HTTP process. It waits while the socket's buffer is full."""
         self._socket.sendall(encode(message))
 
     def receive(self, *, wait: bool) -> list[dict[str, Any]]:
-        """Messages that have arrived; with `wait` at least a part of one. Raises EOFError if the other process has closed."""
+        """Return the messages that have arrived completely. With `wait`, it first waits until any bytes arrive.
+
+        Raises EOFError if the HTTP process has closed the connection.
+        """
         flags = 0 if wait else socket.MSG_DONTWAIT
         try:
             data = self._socket.recv(_RECEIVE_BYTES, flags)
@@ -80,30 +84,39 @@ class EngineConnection:
 
 
 class EngineLoop:
-    """Runs an engine by the messages of the HTTP process."""
+    """The main loop of the process: it applies the messages of the HTTP process to the engine, and computes steps.
+
+    A sequence has an id, which the HTTP process chooses, and a number, which the engine chooses.
+    """
 
     def __init__(self, engine: Engine, connection: EngineConnection, transfer: TransferSetup | None = None) -> None:
-        """`transfer` has the settings of block exchange with other engines. Raises BadInput for an address that cannot be used."""
+        """`transfer` has the settings for the exchange of cache blocks with other engines, or is None.
+
+        Raises BadInput if an address in `transfer` cannot be used.
+        """
         self._engine = engine
         self._connection = connection
         self._grammars = GrammarJobs(engine)
         self._unwanted: set[int] = set()
         self._compiling: set[int] = set()
-        """Ids of requests whose grammar is being compiled; `_unwanted` are those of them that were aborted."""
+        """Ids of the sequences whose grammar is being compiled. `_unwanted` has the ids among these that were aborted."""
         self.transfers = (
             None if transfer is None else BlockTransfers(engine, transfer, self._submit_sequences, self._grammars)
         )
         self._numbers: dict[int, int] = {}
-        """The engine's number of each unfinished request by its id."""
+        """By id: the engine's number of each unfinished sequence."""
         self._ids: dict[int, int] = {}
+        """By number: the id of each unfinished sequence."""
         self._paused = False
         self._failed_steps = 0
+        """Number of failed steps in a row."""
         self._reported: tuple[TransferFigures, EngineFigures] | None = None
+        """The figures that were reported last."""
 
     def run(self) -> None:
-        """Take messages and compute steps until the HTTP process closes the socket.
+        """Process messages and compute steps until the HTTP process closes the socket.
 
-        Raises EngineLost if the device is unusable or steps fail one after the other.
+        Raises EngineLost after an error that makes the device unusable, and after `FAILED_STEPS` failed steps in a row.
         """
         with suppress(EOFError, ConnectionError):
             while True:
@@ -143,37 +156,40 @@ class EngineLoop:
         self._grammars.when_compiled(request["grammar"], partial(self._begin, request))
 
     def _begin(self, request: dict[str, Any]) -> None:
-        """Continue a request whose grammar is compiled."""
+        """Go on with a message `submit` after its grammar is compiled: let a peer compute the prompt, or submit it to the engine."""
         ids = set(request["ids"])
         aborted = ids & self._unwanted
         self._compiling -= ids
         self._unwanted -= ids
         if aborted == ids:
             return
-        # If the logits of a prompt are needed, it must be computed here: keys and values from elsewhere do not help.
+        # Log probabilities of a prompt need the logits of all its tokens, so this engine must compute the prompt itself.
         transfers = None if "prompt_logprobs" in request["sampling"] else self.transfers
         if transfers is None or not transfers.begin(request):
             self._submit_sequences(request, None)
         self._abort(list(aborted))
 
     def _submit_sequences(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None:
-        """Queue the sequences of a request, or refuse them; `firsts` has for each its first tokens, and the details of
-        a message `step`."""
+        """Submit the sequences of a request to the engine. If that fails, refuse the request.
+
+        `firsts` has, for each sequence, the tokens that another engine has computed, and a dictionary of details as in a message `step`. It
+        is None if no other engine has computed tokens.
+        """
         try:
             self._queue_sequences(request, firsts)
-        except (EOFError, OSError):  # the HTTP process has ended
+        except (EOFError, OSError):  # The HTTP process has ended, so `run` ends too.
             raise
         except BadInput as error:
             code = BadGrammar.code if isinstance(error, BadGrammar) else None
             self._refuse(request, str(error), code)
-        except Exception as error:  # a mistake in one request does not end the process
+        except Exception as error:  # An error in one request must not end the process, unless the device is unusable.
             if any(text in f"{type(error).__name__}: {error}" for text in DEVICE_ERRORS):
                 raise
             traceback.print_exc()
             self._refuse(request, *RequestFailure.of(error))
 
     def _refuse(self, request: Mapping[str, Any], message: str, code: str | None) -> None:
-        """Report that the sequences of a request are not continued."""
+        """Send the HTTP process that the sequences of a request are refused."""
         self._abort(request["ids"])
         self._connection.send({"refused": request["ids"], "error": message, "code": code})
 
@@ -205,8 +221,10 @@ class EngineLoop:
         sampling: SamplingOptions,
         options: Mapping[str, Any],
     ) -> tuple[list[int], list[int]]:
-        """Report first tokens from another engine and queue the sequences that go on; returns the ids and numbers of
-        these."""
+        """Report the first tokens, which another engine has computed, and submit the sequences that have not ended.
+
+        Returns the ids and the numbers of the submitted sequences.
+        """
         ids = []
         numbers = []
         entries = []
@@ -258,7 +276,7 @@ class EngineLoop:
         entries: list[list[Any]] = []
         for update in updates:
             if (id := self._ids.get(update.number)) is None:
-                continue  # it was refused while it was being queued
+                continue  # The request was refused after some of its sequences were submitted.
             if update.reason or update.logprobs or update.cached_tokens or update.prompt_logprobs:
                 entries.append([id, update.tokens, update.details])
             else:
@@ -268,16 +286,22 @@ class EngineLoop:
         self._connection.send({"step": entries, "figures": self._engine.figures()})
 
     def _report_figures(self, transfers: TransferFigures) -> None:
-        """Report changed figures. They also change between steps: blocks become free when another engine has copied them."""
+        """Send the figures to the HTTP process if they have changed.
+
+        They also change between steps: blocks become free when another engine has copied them.
+        """
         if self._busy() and self._reported is not None and transfers == self._reported[0]:
-            return  # the next step reports the engine's figures
+            return  # The message of the next step has the engine's figures.
         figures = transfers, self._engine.figures()
         if figures != self._reported:
             self._reported = figures
             self._connection.send({"transfers": transfers, "figures": figures[1]})
 
     def _count_failure(self, updates: Sequence[Update]) -> None:
-        """Count failed steps in a row, from the updates of each step. Raises EngineLost after `FAILED_STEPS`, or after a device error."""
+        """Count the failed steps in a row. `updates` are the updates of the last step.
+
+        Raises EngineLost after `FAILED_STEPS` failed steps in a row, and after an error that makes the device unusable.
+        """
         failure = next((update.error for update in reversed(updates) if update.code == ENGINE_FAILED), None)
         if failure is None:
             self._failed_steps = 0
@@ -290,16 +314,16 @@ class EngineLoop:
 
 
 def check_context(spec: ModelSpec, options: EngineOptions) -> None:
-    """Raise BadInput for a context that is longer than the model's."""
+    """Raise BadInput if `options.context` is longer than the context of the model."""
     if options.context is not None and options.context > spec.max_seq_len:
         expected = f"expected at most {spec.max_seq_len}, the model's context"
         raise BadInput(f"context: {expected}, got {options.context}", key="context")
 
 
 def load_engine(setup: EngineSetup, weights: Chosen | None = None) -> Engine:
-    """An engine on one device, on a GPU if there is one; its updates have no texts.
+    """Load an engine on one device: a GPU if there is one, else the CPU. Its updates have tokens and no text.
 
-    `weights` is the checkpoint to load, if it was chosen and verified already.
+    `weights` is the checkpoint to load, if the caller has already chosen and verified one. If it is None, `setup.folder` is loaded.
     """
     from meshwright.checkpoint.models.single_device import device_and_dtype, load_model
     from meshwright.serve.engine import Engine
@@ -317,7 +341,7 @@ def load_engine(setup: EngineSetup, weights: Chosen | None = None) -> Engine:
 
 
 def serve_on_ranks(setup: EngineSetup, connection: EngineConnection | None) -> None:
-    """Run this rank of an engine on several devices; rank 0 has the connection."""
+    """Run one rank of an engine on several devices until the engine ends. `connection` is None on all ranks but rank 0."""
     import torch
 
     from meshwright.parallel.world import join
@@ -358,8 +382,8 @@ def _options(setup: EngineSetup) -> EngineOptions:
 def serve_engine(
     engine: Engine, connection: EngineConnection, transfer: TransferSetup | None = None, weights: Chosen | None = None
 ) -> None:
-    """Report that the engine is ready with `weights`, then run it until the HTTP process closes the socket."""
-    with suppress(BadGrammar):  # requests with a grammar are refused for it
+    """Report that the engine is ready, then run it until the HTTP process closes the socket. `weights` is the loaded checkpoint."""
+    with suppress(BadGrammar):  # If the vocabulary does not support grammars, only requests with a grammar are refused.
         engine.grammars()
     loop = EngineLoop(engine, connection, transfer)
     ready = {"context": engine.context, "vocab": engine.spec.vocab_size, "sequences": engine.options.sequences}
@@ -369,13 +393,14 @@ def serve_engine(
 
 
 def main() -> int:
-    """Run the engine, or a rank of it; returns the exit code of docs/reference/exit-codes.md.
+    """Run the engine, or one rank of it. Returns an exit code of docs/reference/exit-codes.md.
 
-    The argument is the number of the inherited socket, or -1 for all ranks but the first. Standard input has the `EngineSetup` as JSON.
+    The command-line argument is the file descriptor of the inherited socket, or -1 on all ranks but rank 0. Standard input has the
+    `EngineSetup` as JSON.
     """
     end_with_parent()
     raise_file_limit()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would have keys and texts
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # No core files: they would contain keys and texts of requests.
     descriptor = int(sys.argv[1])
     setup = from_plain(EngineSetup, json.load(sys.stdin))
     connection = None if descriptor < 0 else EngineConnection(socket.socket(fileno=descriptor))

@@ -1,4 +1,7 @@
-"""Messages between the engines of a deployment: JSON and a payload of bytes, over a stream socket that never blocks."""
+"""Messages between the engines of a deployment, over non-blocking stream sockets.
+
+A message has a header of 8 bytes (the lengths of the JSON and of the payload), a JSON object, and a payload of bytes, which may be empty.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +22,37 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.listen_address import listen_address
 
 UNIX = "unix:"
-"""Prefix of a Unix socket's address."""
+"""Prefix of the address of a Unix socket: `unix:PATH`."""
 FIRST_BYTES = TRANSFERS.head_bytes
-"""Longest message of a peer that has not shown its key."""
+"""Largest number of bytes of JSON in a message from a peer that has not proved the key. Such a message has no payload."""
 MESSAGE_BYTES = 64 << 20
-"""Most bytes of a message's JSON, and most bytes of its payload."""
+"""Largest number of bytes of the JSON, and largest number of bytes of the payload, in a message from a peer that has proved the key."""
 LONGEST_SOCKET_PATH = 107
-"""Most bytes of a Unix socket's address on Linux (unix(7))."""
+"""Largest number of bytes of a Unix socket's path on Linux (unix(7))."""
 _HEADER = struct.Struct("!II")
-"""Number of bytes of the JSON, and of the payload."""
+"""Header of a message: the number of bytes of the JSON, and the number of bytes of the payload."""
 _RECEIVE_BYTES = 1 << 20
 
 
 class BadFrame(Exception):
-    """A message that no peer of this version sends; the connection must be closed after it."""
+    """A malformed or unexpected message. The connection must then be closed."""
 
 
 class Frame(NamedTuple):
-    """Message with its payload."""
+    """A message that was received."""
 
     message: Mapping[str, Any]
+    """The JSON object."""
     payload: bytearray
-    """Bytes after the JSON."""
+    """The bytes after the JSON."""
 
 
 class FrameSocket:
-    """A connection to another engine. Bytes that the system does not accept at once are sent by later calls of `flush`."""
+    """A connection to another engine. `send` never waits: later calls of `flush` send the bytes that the socket does not accept yet.
+
+    The connecting side calls `introduce`, `proves` and `say_hello`; the listening side calls `take_hello`. With these messages, each side
+    proves to the other that it knows the key (`connections/proof.py`).
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -57,31 +65,35 @@ class FrameSocket:
         self._challenge: Challenge | None = None
         self._session: ProofSession | None = None
         self.limit = FIRST_BYTES
-        """Longest message that is accepted; `MESSAGE_BYTES` once the peer has shown its key."""
+        """Largest number of bytes of JSON in a message. The owner sets it to `MESSAGE_BYTES` when the peer has proved the key."""
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
+        """Return the file descriptor of the socket, as a selector needs it."""
         return self._end.fileno()
 
     @property
     def local(self) -> bool:
-        """Whether the peer is on this host and can be given descriptors."""
+        """Whether the connection is a Unix socket: then the peer is on this host, and file descriptors can be sent to it."""
         return self._end.family == socket.AF_UNIX
 
     @property
     def sending(self) -> bool:
-        """Whether bytes are left that the system has not accepted yet."""
+        """Whether there are bytes that `flush` must still send."""
         return bool(self._outgoing)
 
     def send(
         self, message: Mapping[str, Any], payload: memoryview | None = None, descriptor: int | None = None
     ) -> None:
-        """Send a message. `payload` must not change until the peer has answered. Raises EOFError if the peer has closed."""
+        """Send a message, with a file descriptor if one is given. Raises EOFError if the peer has closed the connection.
+
+        `payload` is not copied, so it must not change until the peer has acknowledged the message.
+        """
         content = json.dumps(message, separators=(",", ":")).encode("ascii")
         size = 0 if payload is None else payload.nbytes
         data = memoryview(_HEADER.pack(len(content), size) + content)
         if descriptor is not None:
-            try:  # a short message on a new connection
+            try:
+                # Descriptors are sent only with a short message on a new connection, so the socket accepts some bytes immediately.
                 sent = socket.send_fds(self._end, [data], [descriptor])
             except OSError:
                 raise EOFError from None
@@ -92,7 +104,7 @@ class FrameSocket:
         self.flush()
 
     def flush(self) -> None:
-        """Send the remaining bytes. Raises EOFError if the peer has closed."""
+        """Send remaining bytes, as many as the socket accepts now. Raises EOFError if the peer has closed the connection."""
         try:
             while self._outgoing:
                 data = self._outgoing[0]
@@ -107,14 +119,14 @@ class FrameSocket:
             raise EOFError from None
 
     def introduce(self, key: str) -> None:
-        """Begin as the connecting side: the peer must prove that it knows the key (`connections/proof.py`)."""
+        """Send the first message of the connecting side, which asks the peer to prove that it knows the key."""
         self._challenge = Challenge(key)
         self.send({"nonce": self._challenge.nonce})
 
     def proves(self, message: Mapping[str, Any]) -> bool:
-        """Whether a message is the peer's proof. The caller then calls `say_hello`. False for all later messages.
+        """Check the peer's first message on the connecting side. Returns true for it, and false for all later messages.
 
-        Raises BadFrame if the first message has no valid proof.
+        After true, the caller calls `say_hello`. Raises BadFrame if the first message has no valid proof.
         """
         if self._session is not None:
             return False
@@ -126,14 +138,15 @@ class FrameSocket:
         return True
 
     def say_hello(self, values: Mapping[str, Any], descriptor: int | None = None) -> None:
-        """Send the connecting side's own proof and what the peer must know."""
+        """Send the second message of the connecting side, the hello: its own proof, and `values` that the peer must know."""
         assert self._session is not None, "the peer has proved that it knows the key"
         self.send({"hello": {**values, "proof": self._session.sign(_as_proved(values))}}, descriptor=descriptor)
 
     def take_hello(self, message: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-        """For the listening side. Answers a peer's first message and returns None; returns the second message, the hello.
+        """Process the first two messages of a peer on the listening side.
 
-        Raises BadFrame for a peer that does not prove that it knows the key.
+        The first call answers the peer's first message with a proof, and returns None. The second call returns the values of the hello.
+        Raises BadFrame if the peer does not prove that it knows the key.
         """
         if self._session is None:
             try:
@@ -148,7 +161,10 @@ class FrameSocket:
         return hello
 
     def receive(self) -> list[Frame]:
-        """Messages that have arrived. Raises EOFError if the peer has closed, BadFrame for a wrong message or descriptor."""
+        """Return the messages that have arrived completely.
+
+        Raises EOFError if the peer has closed the connection, BadFrame for a malformed message or an unexpected descriptor.
+        """
         try:
             data = self._receive()
         except BlockingIOError:
@@ -192,7 +208,7 @@ class FrameSocket:
         return frames
 
     def take_descriptor(self) -> int | None:
-        """A descriptor that the peer has given; the caller closes it."""
+        """Return the file descriptor that the peer has sent, or None. The caller must close it."""
         return self._descriptors.pop() if self._descriptors else None
 
     def close(self) -> None:
@@ -209,14 +225,15 @@ def _as_proved(values: Mapping[str, Any]) -> bytes:
 
 
 def is_list_of_ids(value: object) -> bool:
-    """Whether a value of a message is a list of token ids."""
+    """Return whether a value of a message is a list of token ids: integers from 0 on."""
     return isinstance(value, list) and all(type(entry) is int and entry >= 0 for entry in value)
 
 
 def listen(address: str, key: str = "transfer_address") -> socket.socket:
-    """A socket that listens at `unix:PATH`, for processes of this user, or at HOST:PORT.
+    """Return a socket that listens at `unix:PATH`, which only processes of this user can reach, or at `HOST:PORT`.
 
-    If a dead process has left a socket at the path, it is replaced. Raises BadInput for the setting `key` if it cannot listen.
+    A socket file that a dead process has left at the path is replaced. Raises BadInput, with the name of the setting `key`, if it is not
+    possible to listen there.
     """
     try:
         if address.startswith(UNIX):
@@ -240,7 +257,7 @@ def listen(address: str, key: str = "transfer_address") -> socket.socket:
 
 
 def _remove_old_socket(path: Path) -> None:
-    """Remove a socket at which nobody listens. Raises ValueError for another file, and for a socket that is in use."""
+    """Remove the socket file `path` if no process listens at it. Raises ValueError if a process does, and if it is another kind of file."""
     if not os.path.lexists(path):
         return
     if not path.is_socket():
@@ -249,7 +266,7 @@ def _remove_old_socket(path: Path) -> None:
         end.setblocking(False)
         try:
             end.connect(name)
-        except BlockingIOError:  # so many others wait for their connection
+        except BlockingIOError:  # The queue of the listening process is full, so a process does listen there.
             pass
         except ConnectionRefusedError:
             path.unlink()
@@ -258,7 +275,7 @@ def _remove_old_socket(path: Path) -> None:
 
 
 def start_connecting(address: str) -> socket.socket | None:
-    """Return a socket that is connected or still connecting to an address; None if nothing listens there."""
+    """Begin to connect to an address. Returns a socket that is connected or still connecting, or None if that fails immediately."""
     path = Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
     try:
         target: Any = None if path else listen_address(address)
@@ -273,7 +290,7 @@ def start_connecting(address: str) -> socket.socket | None:
         with _short_path(path) if path else nullcontext(target) as name:
             end.connect(name)
     except BlockingIOError:
-        if path:  # the queue of the listener is full
+        if path:  # For a Unix socket this means that the queue of the listening process is full.
             end.close()
             return None
     except OSError:
@@ -284,7 +301,10 @@ def start_connecting(address: str) -> socket.socket | None:
 
 @contextmanager
 def _short_path(path: Path) -> Iterator[str]:
-    """The path of a socket's file. If it is too long for a socket's address, a path through a descriptor of its folder."""
+    """Give a path of a socket file that is short enough for a socket's address.
+
+    A path that is too long is replaced by `/proc/self/fd/N/NAME`, where N is a file descriptor of the folder, for the time of the context.
+    """
     if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
         yield str(path)
         return

@@ -1,4 +1,4 @@
-"""The servers behind a router: their health and load, and which of them answers a request."""
+"""The servers to which a router sends requests: their health and their load, and the choice of a server for each request."""
 
 from __future__ import annotations
 
@@ -22,51 +22,57 @@ from meshwright.spec.errors import BadInput, attach_key, call_all
 
 log = logging.getLogger("meshwright.server")
 PREFIX_BYTES = 256
-"""Bytes of a block of a prompt's text. Blocks are compared to find the server that has computed the same prefix."""
+"""Bytes of a text block, for `prefix_hashes`. Blocks are compared to find a server that has computed the same prefix before."""
 MOST_PREFIX_BLOCKS = 128
+"""Only the first blocks of a request are compared, at most this number."""
 TOKEN_BYTES = 4
-"""Approximate bytes of a token of text."""
+"""Approximate number of bytes of a token in text."""
 _MOST_SEARCHED = 64 << 10
-"""Most bytes of a body in which the key of its prompt is looked for."""
+"""The beginning of the prompt (one of `_PROMPT_KEYS`) is searched for in this many bytes of the body."""
 _PROMPT_KEYS = (b'"messages"', b'"prompt"')
+"""JSON keys after which the prompt of a request begins."""
 
 
 class RouterConnection(Protocol):
-    """A connection to a server."""
+    """A connection from the router to a server, as this module needs it."""
 
     def abort(self) -> None:
-        """Close the connection; its request ends or is sent to another server."""
+        """Close the connection. Its request is sent to another server, or its answer ends with an error."""
         ...
 
 
 @dataclass(eq=False)
 class ServerInstance:
-    """Server to which the router sends requests."""
+    """A server to which the router sends requests."""
 
     host: str
+    """IP address of the server."""
     port: int
     clock: Callable[[], float] = time.monotonic
     healthy: bool = False
-    """Whether its last health check and its last connection were good, so that it gets new requests."""
+    """Whether the last health check and the last attempt to connect succeeded. Only healthy servers get new requests."""
     checks: ServerHealth = field(default_factory=ServerHealth)
+    """The state of the health checks."""
     listed: bool = True
-    """Whether its host name still has its address."""
+    """Whether the last look-up of the host name gave this address."""
     heard: float = 0.0
-    """Time of its last byte on any connection."""
+    """Time when the last byte arrived from the server, on any connection."""
     role: str = "both"
+    """Role of the server's engine, as the last health check reported it."""
     requests: int = 0
-    """Unfinished requests of this router."""
+    """Number of unfinished requests that this router has sent to the server."""
     answered: int = 0
+    """Number of answers that the server has begun."""
     idle: list[Any] = field(default_factory=list)
-    """Open connections without a request."""
+    """Open connections that have no request."""
     busy: set[RouterConnection] = field(default_factory=set)
-    """Connections with a request."""
+    """Connections that have a request."""
     logged: tuple[bool, str] | None = None
-    """Health and role that were logged last."""
+    """The values of `healthy` and `role` when the state was logged last."""
 
     @property
     def usable(self) -> bool:
-        """Whether it takes requests for text."""
+        """Whether the server accepts requests for generation. A server with the role "prefill" does not."""
         return self.healthy and self.listed and self.role != "prefill"
 
     @property
@@ -75,19 +81,19 @@ class ServerInstance:
         return f"{self.host}:{self.port}"
 
     def log(self, state: str) -> None:
-        """Log its state if its health or role has changed since the last time."""
+        """Log `state` if the server's health or role has changed since it was logged last."""
         if self.logged != (self.healthy, self.role):
             self.logged = self.healthy, self.role
             log.info("%s %s", self.name, state)
 
     def give_up(self) -> None:
-        """Close all connections; its requests end or are sent to another server."""
+        """Close all connections. Their requests are sent to other servers, or their answers end with an error."""
         self.close_idle()
         for connection in list(self.busy):
             connection.abort()
 
     def close_idle(self) -> None:
-        """Close the connections without a request."""
+        """Close the connections that have no request."""
         idle = self.idle
         self.idle = []
         for connection in idle:
@@ -95,7 +101,7 @@ class ServerInstance:
 
 
 class Instances:
-    """All servers of a router."""
+    """All servers of a router. A URL may name a host with several addresses; each address is a server."""
 
     def __init__(
         self,
@@ -106,7 +112,14 @@ class Instances:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises BadInput for URLs that are none."""
+        """Make the servers of `urls`.
+
+        - `most_requests`: largest number of unfinished requests that the router sends to one server.
+        - `health_seconds`: time between two health checks.
+        - `silent_seconds`: time limit of a health check. A server that sends nothing for this time may be lost (`health_after`).
+
+        Raises BadInput for malformed URLs.
+        """
         self._clock = clock
         self._targets = targets_of(urls)
         self._most = most_requests
@@ -114,20 +127,26 @@ class Instances:
         self._silent_seconds = silent_seconds
         self.all: dict[tuple[str, int], ServerInstance] = {}
         self._addresses: dict[tuple[str, int], set[tuple[str, int]]] = {}
-        """Addresses of each target, from the last successful look-up of its name."""
+        """For each `(host, port)` of the URLs: the addresses that the last successful look-up of the host name gave."""
         self._unknown: set[tuple[str, int]] = set()
-        """Targets that have had no address since the start, and were logged."""
+        """The `(host, port)` whose look-up has never succeeded. It is logged only once."""
         self._routing: RequestRouting[ServerInstance] = RequestRouting()
         self.known = asyncio.Event()
-        """Set once one server takes requests, or all were checked: the router does not wait for a server that hangs."""
+        """An event that is set when the first server is usable, or when all servers were checked once.
+
+        So at its start, the router does not wait for a server that hangs.
+        """
 
     @property
     def usable(self) -> list[ServerInstance]:
-        """Servers that take requests for text."""
+        """The servers that accept requests for generation."""
         return [instance for instance in self.all.values() if instance.usable]
 
     def choose(self, body: bytes, tried: Iterable[ServerInstance] = ()) -> ServerInstance | None:
-        """The server for a request, by its prefix and the load of the servers; None if all are full or tried."""
+        """Choose the server for a request, by the prefix of its prompt and by the load of the servers.
+
+        Returns None if each usable server is in `tried` or has its largest number of requests.
+        """
         left = set(tried)
         free = [each for each in self.usable if each.requests < self._most and each not in left]
         if not free:
@@ -135,13 +154,13 @@ class Instances:
         return self._routing.choose(free, prefix_hashes(body), PREFIX_BYTES / TOKEN_BYTES)
 
     async def watch(self) -> None:
-        """Look up addresses and check the servers' health until cancelled."""
+        """Look up addresses and check the health of all servers, again and again until the task is cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(self._health_seconds)
 
     async def look(self) -> None:
-        """Look up addresses and check the servers' health once."""
+        """Look up addresses and check the health of all servers once."""
         try:
             await self._refresh()
             await asyncio.gather(*(self._check(instance) for instance in list(self.all.values())))
@@ -149,11 +168,12 @@ class Instances:
             self.known.set()
 
     async def _refresh(self) -> None:
-        """Look up the addresses of all host names; a server whose address is gone gets no more requests."""
+        """Look up the addresses of all host names. A server whose address is no longer among them gets no more requests."""
         for host, port in self._targets:
             try:
                 infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError) as error:  # the name server may be away for a while
+            except (OSError, UnicodeError) as error:
+                # The name server may be unreachable for some time. The old addresses stay in use.
                 if (host, port) not in self._addresses and (host, port) not in self._unknown:
                     self._unknown.add((host, port))
                     log.info("%s:%d has no address: %s", host, port, getattr(error, "strerror", None) or error)
@@ -170,7 +190,7 @@ class Instances:
                 self.all.pop(address).give_up()
 
     async def _check(self, instance: ServerInstance) -> None:
-        """Check the health of a server; any error, also an answer of another form, is a missed check."""
+        """Check the health of a server. Any error counts as a missed check, also a malformed answer."""
         answer: HealthAnswer = "missed"
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._silent_seconds):
@@ -190,7 +210,7 @@ class Instances:
 
 
 async def _health(instance: ServerInstance) -> tuple[HealthAnswer, str]:
-    """A server's answer to a check, and its role. Raises an error for an answer of another form."""
+    """Send `GET /health` to a server. Returns its answer and its role. Raises an error for a malformed answer."""
     reader, writer = await asyncio.open_connection(instance.host, instance.port)
     try:
         writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
@@ -208,7 +228,10 @@ async def _health(instance: ServerInstance) -> tuple[HealthAnswer, str]:
 
 
 def prefix_hashes(body: bytes) -> list[int]:
-    """A chain of hashes over full blocks of the text of a request, from its prompt or messages on."""
+    """Return a chain of hashes over the text of a request, from its prompt or messages on, one for each full block of `PREFIX_BYTES`.
+
+    Each hash also depends on all blocks before its block. So if two requests have the same hash i, their blocks 0 to i are equal.
+    """
     start = next((at for key in _PROMPT_KEYS if (at := body.find(key, 0, _MOST_SEARCHED)) >= 0), 0)
     hashes = []
     previous = 0
@@ -220,7 +243,7 @@ def prefix_hashes(body: bytes) -> list[int]:
 
 
 def targets_of(urls: Sequence[str]) -> list[tuple[str, int]]:
-    """Host and port of each URL. Raises BadInput, with the number of each, for those of another form."""
+    """Return host and port of each URL. Raises BadInput for malformed URLs, with the setting `instances.INDEX` of each."""
 
     def target(index: int, url: str) -> tuple[str, int]:
         with attach_key(f"instances.{index}"):
@@ -230,7 +253,7 @@ def targets_of(urls: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def target_of(url: str) -> tuple[str, int]:
-    """Host and port of `http://HOST:PORT`. Raises BadInput for another form."""
+    """Return host and port of a URL `http://HOST:PORT`. Raises BadInput for any other URL."""
     problem = BadInput(f"expected http://HOST:PORT, got {url!r}")
     try:
         parts = urlsplit(url)

@@ -1,8 +1,11 @@
-"""Blocks that a receiver copies out of the sender's cache itself, where it can map that: both ends of one connection.
+"""Transfer of cache blocks through mapped memory: the receiver maps the sender's cache, and copies the blocks from it.
 
-The sender offers its cache in its welcome, and the receiver answers whether it could map it; until then, and without it, blocks go
-through staging memory. A message `mapped_blocks` names blocks, with their checksums; the sender keeps them unchanged until the receiver
-returns them, or the connection ends.
+`MappedSender` and `MappedReceiver` are the two sides of one connection:
+
+1. In its message `welcome`, the sender offers its cache. The receiver answers whether it could map the cache. Until then, and if it could
+   not, blocks go through staging memory.
+2. A message `mapped_blocks` has the numbers of blocks and their checksums. The sender does not change these blocks.
+3. The receiver copies the blocks and sends `returned`. Then, or when the connection ends, the sender releases them.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ log = logging.getLogger("meshwright.server")
 
 
 class MappedSender:
-    """The sender's end."""
+    """The sender's side: the blocks that the receiver may copy from this engine's cache."""
 
     def __init__(self, blocks: OwnBlocks, offer: Sequence[Mapping[str, Any]]) -> None:
         self._blocks = blocks
@@ -30,22 +33,23 @@ class MappedSender:
         self.mapped = False
         """Whether the receiver has mapped the cache."""
         self._unreturned: dict[int, UnsentBlocks] = {}
+        """By message number: the blocks of a message that the receiver has not returned yet."""
         self._numbers = itertools.count()
 
     @classmethod
     def for_peer(cls, blocks: OwnBlocks | None, host: object) -> MappedSender | None:
-        """The end for a receiver that maps memory on `host`; None if it cannot map this cache."""
+        """Make the sender's side for a receiver on the host `host`. Returns None if that receiver cannot map this cache."""
         if blocks is None or not host or host != blocks.host or (offer := blocks.offer()) is None:
             return None
         return cls(blocks, offer)
 
     @property
     def unreturned_blocks(self) -> int:
-        """Blocks that the receiver has not returned."""
+        """Number of blocks that the receiver has not returned."""
         return sum(map(len, self._unreturned.values()))
 
     def send(self, unsent: UnsentBlocks) -> dict[str, Any]:
-        """Keep all computed blocks of a prompt for the receiver: the fields of the message that names them."""
+        """Reference all computed blocks of a prompt that are not sent yet. Returns the fields of the message `mapped_blocks` for them."""
         index = unsent.next
         sent = unsent.split(len(unsent))
         number = next(self._numbers)
@@ -54,7 +58,7 @@ class MappedSender:
         return {"index": index, "number": number, "tables": tables, "sums": self._blocks.sums(tables).tobytes().hex()}
 
     def release(self, number: int) -> None:
-        """Release the blocks of a message. Raises KeyError for the number of no message, or of one that was returned."""
+        """Release the blocks of message `number`. Raises KeyError if there is no such message, or if its blocks were returned before."""
         self._unreturned.pop(number).release()
 
     def close(self) -> None:
@@ -64,7 +68,7 @@ class MappedSender:
 
 
 class MappedReceiver:
-    """The receiver's end."""
+    """The receiver's side: the mapped cache of the sender."""
 
     def __init__(self, blocks: OwnBlocks, source: MappedBlocks) -> None:
         self._blocks = blocks
@@ -72,7 +76,10 @@ class MappedReceiver:
 
     @classmethod
     def of_offer(cls, blocks: OwnBlocks | None, offer: Sequence[Mapping[str, Any]]) -> MappedReceiver | None:
-        """Return the receiver's end for a sender's offer; None if it cannot be mapped. Raises KeyError, TypeError or ValueError."""
+        """Map the cache that a sender offers. Returns None if that is not possible.
+
+        Raises KeyError, TypeError or ValueError for a malformed offer.
+        """
         from meshwright.parallel.mapped_memory import NotMappable
 
         try:
@@ -82,9 +89,10 @@ class MappedReceiver:
             return None
 
     def copy(self, message: Mapping[str, Any], reserved: ReservedBlocks) -> int:
-        """Copy the blocks of a message by one kernel, and enter them into the prefix cache up to the first that is damaged.
+        """Copy the blocks of a message with one kernel. Enter them into the prefix cache, up to the first block with a wrong checksum.
 
-        Returns the number of blocks entered. Raises BadFrame for blocks that were not requested, and the errors of a wrong message.
+        Returns the number of blocks that were entered. Raises BadFrame if the blocks were not requested or have too few checksums;
+        KeyError, TypeError or ValueError for a malformed message.
         """
         tables = message["tables"]
         index = message["index"]

@@ -1,9 +1,15 @@
-"""The sender of blocks: computes prompts for other engines, with the first token of each sequence, and sends their cache blocks.
+"""Remote prefill, on the side of the engine that sends cache blocks: it computes prompts for other engines (receivers).
 
-A prompt is a request of the engine with one new token. After each step the new blocks of prompts are held in the cache. If the receiver
-maps this engine's cache, it gets the numbers of the blocks. Else they are copied into staging memory, as far as there is room, and sent.
-The receiver acknowledges the blocks that it has copied. If a connection ends, or acknowledges nothing for too long, its prompts are aborted
-and their blocks freed.
+This engine computes each prompt as a request with one new token per sequence. After each step, it references the new blocks of prompts, so
+that the cache keeps them until they are copied. There are two ways to send blocks:
+
+- If the receiver maps this engine's cache, it gets the numbers of the blocks, and copies them itself.
+- Otherwise the blocks are copied into staging memory, as far as it has free slots, and sent from there.
+
+The receiver acknowledges the blocks that it has copied. At the end it gets the first token of each sequence. If a connection ends, or the
+receiver acknowledges nothing for too long, its prompts are aborted and their blocks are freed.
+
+`server.remote_prefill` is the side of the receiver.
 """
 
 from __future__ import annotations
@@ -34,28 +40,34 @@ if TYPE_CHECKING:
     from meshwright.serve.prefix_blocks import PrefixBlocks
 
 RUN_BYTES = 32 << 20
-"""Most bytes of blocks in one message."""
+"""Largest number of bytes of blocks that one message announces; but a message has at least one block."""
 MOST_SEQUENCES = 4096
-"""Most sequences of one prompt."""
+"""Largest number of sequences of one prompt."""
 _PEER_ERRORS = (EOFError, BadFrame, AttributeError, KeyError, OverflowError, TypeError, ValueError)
-"""Exceptions caused by a peer that leaves or sends a wrong message."""
+"""Exceptions that mean that a receiver has disconnected or sent a malformed message."""
 
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """The fields of a message `prefill`, checked."""
+    """The checked fields of a message `prefill`, with which a receiver asks for the computation of a prompt."""
 
     tokens: list[int]
+    """Token ids of the prompt."""
     salt: str
+    """Salt of the prompt's blocks (`policies.batch_request.Request.salt`)."""
     count: int
+    """Number of sequences of the prompt."""
     first_block: int
-    """Index of the first block that the receiver lacks."""
+    """Index of the first block that the receiver does not have."""
     options: Mapping[str, Any]
-    """Options of `Engine.submit_samples`."""
+    """Options for `Engine.submit_samples`."""
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> PrefillRequest:
-        """The checked fields. Raises BadInput for a value out of range; BadFrame, KeyError, TypeError or ValueError for a wrong message."""
+        """Check the fields of a message.
+
+        Raises BadInput for a value that is out of range; BadFrame, KeyError, TypeError or ValueError for a malformed message.
+        """
         from meshwright.serve.grammar import Grammar
         from meshwright.serve.sampling_options import SamplingOptions
 
@@ -89,59 +101,61 @@ class PrefillRequest:
 
 
 class PrefillJob:
-    """Computation of a prompt, and of the first token of each of its sequences."""
+    """A prompt that this engine computes for a receiver, with the first token of each of its sequences."""
 
     def __init__(self, number: int, prompt_tokens: int, unsent: UnsentBlocks, requests: Sequence[int]) -> None:
         self.number = number
-        """Number that the receiver gave the prompt."""
+        """Number of the prompt, chosen by the receiver."""
         self.prompt_tokens = prompt_tokens
+        """Number of tokens of the prompt."""
         self.unsent = unsent
+        """References on the computed blocks that are not sent yet."""
         self.requests = list(requests)
-        """The engine's numbers."""
+        """This engine's request number of each sequence."""
         self.firsts: dict[int, list[Any]] = {}
-        """By the engine's number: the first tokens of a sequence, and the details of a message `step`."""
+        """By request number: `[tokens, details]` of the sequence's last update. `tokens` has the first token, or nothing."""
         self.failed = False
-        """Whether a sequence has failed here. The receiver then computes the prompt itself."""
+        """Whether a sequence has failed on this engine. Then the receiver computes the prompt itself."""
 
     @property
     def computed(self) -> bool:
-        """Whether all sequences have their first token."""
+        """Whether all sequences have ended, with their first token."""
         return len(self.firsts) == len(self.requests)
 
 
 class PrefillConnection:
-    """The connection to a receiver: its prompts, and the blocks that are sent and not acknowledged."""
+    """The connection to a receiver, with its prompts and the blocks that it has not acknowledged yet."""
 
     def __init__(self, end: socket.socket, now: float) -> None:
         self.frames = FrameSocket(end)
         self.silent_since = now
-        """Time from which the receiver's silence counts."""
+        """Time of the receiver's last message; or, if later, the time when the first unacknowledged block was sent."""
         self.staging: Staging | None = None
-        """Staging memory for its blocks. None until it has shown the key."""
+        """Staging memory for the receiver's blocks. None until the receiver has proved that it knows the key."""
         self.mapped_sender: MappedSender | None = None
-        """Blocks that the receiver copies out of this engine's cache. None if it cannot map the cache."""
+        """The blocks that the receiver copies from this engine's cache. None if the receiver cannot map the cache."""
         self.jobs: dict[int, PrefillJob] = {}
-        """Jobs by the receiver's number, in the order of their arrival."""
+        """Unfinished jobs by the receiver's numbers, in the order of their arrival."""
         self.fetching: set[int] = set()
-        """Numbers of the prompts whose blocks are being looked up in the store."""
+        """Numbers of the prompts that are not submitted yet: a grammar is being compiled, or blocks are being fetched from the store."""
         self.load_due = False
-        """Whether a report of the load is due, once earlier messages are sent."""
+        """Whether a report of the load must be sent after the messages that are still being sent."""
 
     @property
     def unacknowledged_blocks(self) -> int:
-        """Blocks that the receiver has not copied yet."""
+        """Number of blocks that were sent and that the receiver has not acknowledged."""
         return (0 if self.staging is None else self.staging.used) + (
             0 if self.mapped_sender is None else self.mapped_sender.unreturned_blocks
         )
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the receiver's prompts that are not computed yet."""
+        """Number of tokens of the receiver's prompts that are not completely computed."""
         return sum(job.prompt_tokens for job in self.jobs.values() if not job.computed)
 
 
 class PrefillJobs:
-    """Computes prompts on an engine for the engines that connect to a listening socket."""
+    """Computes prompts on one engine, for the receivers that connect to a listening socket."""
 
     def __init__(
         self,
@@ -153,7 +167,12 @@ class PrefillJobs:
         store: StoreClient | None = None,
         grammars: GrammarJobs | None = None,
     ) -> None:
-        """`grammars` compiles the grammars of prompts in a thread, while the engine computes steps."""
+        """Serve receivers that know `key` on the socket `listening`.
+
+        - `lease_seconds`: longest time in which a receiver with unacknowledged blocks may send nothing.
+        - `store`: a store from which blocks of prompts are fetched, or None.
+        - `grammars`: compiles the grammars of prompts in a thread, while the engine computes steps.
+        """
         self._grammars = grammars
         self._engine = engine
         self._blocks = blocks
@@ -164,26 +183,28 @@ class PrefillJobs:
         self._table: ConnectionTable[PrefillConnection] = ConnectionTable(TRANSFERS)
         self.listening = listening
         self.accepting = True
-        """Whether new prompts are taken."""
+        """Whether new prompts are accepted."""
         self.connections: list[PrefillConnection] = []
         self._job_of_text: dict[int, PrefillJob | None] = {}
-        """The prompts of unfinished sequences by the engine's number; None for aborted ones."""
+        """By request number of each unfinished sequence: its job, or None if it was aborted."""
         self._identity = ""
+        """Identity of this engine's weights and blocks (`PrefixBlocks.identity`)."""
         self.sent_blocks = 0
+        """Number of blocks that were sent so far."""
 
     @property
     def unacknowledged_blocks(self) -> int:
-        """Blocks that receivers have not copied yet."""
+        """Number of blocks that were sent and that receivers have not acknowledged."""
         return sum(connection.unacknowledged_blocks for connection in self.connections)
 
     def use_identity(self, identity: str) -> None:
-        """From now on serve peers that have these weights. All present connections end."""
+        """Set a new identity, after the weights have changed, and close all connections. Only receivers with this identity are served."""
         for connection in list(self.connections):
             self._close(connection)
         self._identity = identity
 
     def accept(self, *, readable: bool) -> None:
-        """Take new connections, if the listening socket has any."""
+        """Accept new connections if the listening socket is `readable`."""
         for end in self._acceptor.accept() if readable else ():
             connection = PrefillConnection(end, time.monotonic())
             closed = self._table.add(connection, TRANSFERS.head_seconds)
@@ -195,7 +216,7 @@ class PrefillJobs:
             self.connections.append(connection)
 
     def serve(self, connection: PrefillConnection, *, readable: bool) -> None:
-        """Send the remaining bytes to a receiver and process its messages; a wrong message ends the connection."""
+        """Go on sending to a receiver, and process its messages if its socket is `readable`. A malformed message ends the connection."""
         if connection not in self.connections:
             return
         try:
@@ -226,14 +247,14 @@ class PrefillJobs:
             actions[key](connection, value)
 
     def _greet(self, connection: PrefillConnection, hello: Mapping[str, Any]) -> None:
-        """Accept the connection of a peer that has shown the key, if it has the same weights."""
+        """Answer a receiver that has proved that it knows the key. If it has another identity, the connection ends."""
         self._table.keep(connection)
         if hello["identity"] != self._identity:
             connection.frames.send({"refused": "other weights, formats or sizes of blocks"})
             raise EOFError
         try:
             staging = Staging(self._blocks.block_bytes)
-        except OSError:  # files or memory are exhausted
+        except OSError:  # There are too many open files, or there is not enough memory.
             raise EOFError from None
         connection.staging = staging
         connection.frames.limit = MESSAGE_BYTES
@@ -244,7 +265,7 @@ class PrefillJobs:
         self.report_load()
 
     def _begin(self, connection: PrefillConnection, request: Mapping[str, Any]) -> None:
-        """Take a prompt, and look up its beginning in the store if there is one."""
+        """Check a message `prefill`. Then compile its grammar, fetch blocks from the store, and queue the prompt, in this order."""
         number = int(request["job"])
         if number in connection.jobs or number in connection.fetching:
             raise BadFrame(f"another prompt has the number {number}")
@@ -265,7 +286,7 @@ class PrefillJobs:
             self._grammars.when_compiled(request["grammar"], begin)
 
     def _queue(self, connection: PrefillConnection, number: int, prompt: PrefillRequest) -> None:
-        """Submit a prompt unless it was cancelled. The store calls this outside of `serve`, so errors are handled here."""
+        """Submit a prompt to the engine, unless it was cancelled. It may be called outside of `serve`, so it handles errors itself."""
         if number not in connection.fetching or connection not in self.connections:
             return
         connection.fetching.remove(number)
@@ -278,7 +299,8 @@ class PrefillJobs:
         digests = self._blocks.digests(prompt.tokens, prompt.salt, tail=True)
         try:
             requests = self._engine.submit_samples(prompt.tokens, prompt.count, **prompt.options)
-        except Exception as error:  # of this prompt alone; its engine meets the same error and reports it
+        except Exception as error:
+            # It concerns this prompt only. The receiver submits the prompt itself, meets the error, and reports it.
             connection.frames.send({"failed": number, "error": str(error)})
             return
         unsent = self._blocks.unsent(digests, prompt.first_block)
@@ -293,7 +315,7 @@ class PrefillJobs:
         connection.staging.give_back(start, count)
 
     def _use_mapping(self, connection: PrefillConnection, mapped: bool) -> None:
-        """Note whether the receiver has mapped the cache and copies blocks itself from now on."""
+        """Note whether the receiver has mapped this engine's cache. If so, it copies the blocks itself from now on."""
         if connection.mapped_sender is None:
             raise BadFrame("the cache was not offered")
         connection.mapped_sender.mapped = mapped is True
@@ -309,7 +331,10 @@ class PrefillJobs:
             self._end(connection, job)
 
     def after_step(self, updates: Sequence[Update]) -> list[Update]:
-        """Note first tokens in a step's updates, and send the computed blocks; returns the updates of other requests."""
+        """Process the updates of a step: keep the first tokens, and send the blocks that were computed.
+
+        Returns the updates of requests that are not prompts of receivers.
+        """
         others = []
         for update in updates:
             if update.number not in self._job_of_text:
@@ -327,9 +352,12 @@ class PrefillJobs:
         return others
 
     def _send_blocks(self, connection: PrefillConnection) -> None:
-        """Send the computed blocks of all prompts as far as there is room, and the first tokens behind the last of them."""
+        """Send the computed blocks of all prompts, as far as there is room in the staging memory.
+
+        After the last block of a prompt, its first tokens are sent.
+        """
         for job in list(connection.jobs.values()):
-            if job.failed:  # its blocks may be wrong
+            if job.failed:  # Its blocks may be wrong, so they are not sent.
                 self._end(connection, job)
                 connection.frames.send({"failed": job.number, "error": "a text of the prompt failed"})
                 continue
@@ -342,12 +370,12 @@ class PrefillJobs:
                 connection.frames.send({"first": job.number, "texts": firsts})
 
     def _send_run(self, connection: PrefillConnection, job: PrefillJob) -> bool:
-        """Send some blocks of a prompt, or all to a receiver that maps them; returns whether there was room for any."""
+        """Send some blocks of a prompt; all of them if the receiver maps the cache. Returns false if the staging memory is full."""
         staging = connection.staging
         size = self._blocks.block_bytes
         assert staging is not None
         if not connection.unacknowledged_blocks:
-            connection.silent_since = time.monotonic()  # from now on the receiver has something to acknowledge
+            connection.silent_since = time.monotonic()  # From now on the receiver has blocks to acknowledge.
         if (sender := connection.mapped_sender) is not None and sender.mapped:
             count = len(job.unsent)
             connection.frames.send({"mapped_blocks": job.number, **sender.send(job.unsent)})
@@ -369,10 +397,13 @@ class PrefillJobs:
         return True
 
     def report_load(self) -> None:
-        """Send receivers the number of tokens of other prompts before theirs; this also shows that the engine is alive."""
+        """Send each receiver the number of tokens that this engine has still to compute for other receivers.
+
+        The report also shows that this engine is alive.
+        """
         total = sum(connection.prompt_tokens for connection in self.connections)
         for connection in list(self.connections):
-            connection.load_due = connection.frames.sending  # reports to a receiver that is stuck would pile up
+            connection.load_due = connection.frames.sending  # If the receiver does not read, reports must not pile up.
             if connection.staging is not None and not connection.load_due:
                 try:
                     others = total - connection.prompt_tokens
@@ -381,7 +412,7 @@ class PrefillJobs:
                     self._close(connection)
 
     def end_late(self, now: float) -> None:
-        """Close connections without a key, and those that do not acknowledge blocks, after their time."""
+        """Close connections that have not proved the key in time, and connections that have not acknowledged blocks in time."""
         for connection in self._table.late():
             self._close(connection)
         for connection in list(self.connections):
@@ -389,7 +420,7 @@ class PrefillJobs:
                 self._close(connection)
 
     def _end(self, connection: PrefillConnection, job: PrefillJob) -> None:
-        """Remove a prompt: its computed blocks stay in the prefix cache, the remainder is aborted."""
+        """Remove a prompt and abort its unfinished sequences. Its computed blocks stay in the prefix cache."""
         del connection.jobs[job.number]
         for number in job.requests:
             if number in self._job_of_text:

@@ -1,13 +1,16 @@
-"""The receiver of blocks: lets other engines compute prompts, and then continues the sequences here.
+"""Remote prefill, on the side of the engine that receives cache blocks. Other engines (peers) compute prompts; this engine decodes them.
 
-For each prompt, in order:
+For each prompt, `RemotePrefill` does these steps:
 
-1. reserve blocks of the cache;
-2. ask the peer that has the fewest tokens left to compute;
-3. copy the blocks that it sends;
-4. take the first tokens, release the reservation, and submit the sequences.
+1. reserve blocks of this engine's cache;
+2. send the prompt to the peer that has the fewest tokens left to compute;
+3. copy the blocks that the peer sends into the reserved blocks;
+4. receive the first token of each sequence from the peer, release the reservation, and submit the sequences to this engine.
 
-After any error the sequences are submitted at once. The engine finds the received blocks in the prefix cache, and computes the others.
+After an error in one of these steps, the sequences are submitted to this engine immediately. The engine finds the blocks that were received
+in its prefix cache, and computes the rest of the prompt.
+
+`server.prefill_jobs` is the side of the peer.
 """
 
 from __future__ import annotations
@@ -34,64 +37,80 @@ if TYPE_CHECKING:
 RETRY_SECONDS = 0.5
 """Time between two attempts to connect to a peer."""
 SHARED_KEYS = ("tokens", "sampling", "stop_ids", "grammar", "priority", "salt")
-"""Keys of a message `submit` that a peer gets too."""
+"""Keys of the message `submit` that are copied into the message `prefill` to a peer."""
 
 
 class Submit(Protocol):
-    """Submits the sequences of a request. `firsts` has for each its first tokens, and the details of a message `step`."""
+    """A function that submits the sequences of a request to this engine.
+
+    `request` is a message `submit`. `firsts` has, for each sequence, the tokens that a peer has computed, and a dictionary of `details` as
+    in a message `step`. It is None if no peer has computed the first tokens.
+    """
 
     def __call__(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None: ...
 
 
 @dataclass(eq=False)
 class RemotePrompt:
-    """A prompt that is not submitted here yet."""
+    """A prompt that is not submitted to this engine yet."""
 
     request: Mapping[str, Any]
-    """The message `submit` of the HTTP process."""
+    """The message `submit` from the HTTP process."""
     number: int
+    """Number of the prompt, which identifies it in messages to its peer."""
     digests: Sequence[bytes]
-    """Digests of the prompt's blocks, the last of which may not be full."""
+    """Digests of the prompt's blocks. The last block may not be full."""
     turn: float
-    """Its place among waiting prompts, by arrival and priority."""
+    """Order among the waiting prompts, from arrival and priority. The smallest goes first."""
     peer: Peer | None = None
-    """The peer that computes it. None while the prompt waits for cache blocks."""
+    """The peer that computes the prompt; None while the prompt waits for cache blocks."""
     reserved: ReservedBlocks | None = None
+    """The reserved blocks of this engine's cache; None while the prompt waits for them."""
     heard: float = 0.0
-    """Time of the last message from its peer."""
+    """Time of the last message from the peer."""
     intact: bool = True
-    """Whether all blocks had the right checksums. Blocks after a damaged one are not written, as no prefix leads to them."""
+    """Whether all blocks so far had the right checksums.
+
+    Blocks after a damaged block are not written: the prefix cache can use a block only together with all blocks before it.
+    """
     aborted: set[int] = field(default_factory=set)
-    """Ids of sequences that were aborted."""
+    """Ids of the sequences that were aborted."""
 
 
 class Peer:
-    """An engine that computes prompts."""
+    """Another engine that computes prompts for this one."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.frames: FrameSocket | None = None
+        """The connection to the peer; None if it is not connected."""
         self.memory: memoryview | None = None
-        """Staging memory of a peer on this host."""
+        """The peer's staging memory, if the peer is on this host; else None."""
         self.mapped_receiver: MappedReceiver | None = None
-        """The mapped cache of a peer on this host."""
+        """The peer's cache, if this process has mapped it; else None."""
         self.slots = 0
+        """Number of blocks in the peer's staging memory."""
         self.usable = False
-        """Whether it takes prompts."""
+        """Whether the peer accepts prompts."""
         self.load = 0
-        """Tokens of other engines' prompts that the peer has still to compute."""
+        """Number of tokens that the peer has still to compute for other engines."""
         self.prompts: dict[int, RemotePrompt] = {}
+        """Prompts that were sent to the peer and are not finished, by number."""
         self.retry = 0.0
-        """Time of the next attempt to connect."""
+        """Time from which on this engine may try to connect again."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of all prompts that the peer has still to compute."""
+        """Number of tokens that the peer has still to compute, for this engine (all tokens of its prompts) and for others."""
         return self.load + sum(len(prompt.request["tokens"]) for prompt in self.prompts.values())
 
 
 class RemotePrefill:
-    """The prompts of one engine that other engines compute."""
+    """Lets peers compute the prompts of one engine.
+
+    `submit` is called when the sequences of a prompt are to be submitted to this engine. `lease_seconds` is the longest time in which a
+    peer may send nothing about a prompt.
+    """
 
     def __init__(
         self, blocks: PrefixBlocks, addresses: Sequence[str], key: str, lease_seconds: float, submit: Submit
@@ -102,17 +121,18 @@ class RemotePrefill:
         self._submit = submit
         self.peers = [Peer(address) for address in addresses]
         self.enabled = False
-        """Whether prompts go to peers."""
+        """Whether prompts are sent to peers."""
         self._identity = ""
+        """Identity of this engine's weights and blocks (`PrefixBlocks.identity`)."""
         self._waiting: deque[RemotePrompt] = deque()
-        """Prompts that wait for cache blocks, in order."""
+        """Prompts that wait for cache blocks, in the order of `RemotePrompt.turn`."""
         self._numbers = itertools.count()
         self.received_blocks = self.damaged_blocks = self.lost_prompts = 0
         """Numbers of received blocks, of blocks with a wrong checksum, and of prompts that a peer did not finish."""
 
     @property
     def prompts(self) -> list[RemotePrompt]:
-        """Prompts that are not submitted here yet."""
+        """All prompts that are not submitted to this engine yet."""
         return [*(prompt for peer in self.peers for prompt in peer.prompts.values()), *self._waiting]
 
     @property
@@ -120,14 +140,18 @@ class RemotePrefill:
         return sum(len(peer.prompts) for peer in self.peers)
 
     def use_identity(self, identity: str) -> None:
-        """From now on take blocks of these weights only. Prompts that peers compute now are computed here."""
+        """Set a new identity, after the weights have changed. All connections are closed; this engine computes the present prompts."""
         for peer in self.peers:
             self.lose(peer, retry=0.0)
-        self.start()  # no peer is usable before it is connected with the new identity: what waits is computed here
+        # No peer is usable until it is connected with the new identity, so waiting prompts are submitted here.
+        self.start()
         self._identity = identity
 
     def begin(self, request: Mapping[str, Any]) -> bool:
-        """Take over a request. False if the caller should submit it, because its prompt is to be computed here."""
+        """Take over a request if a peer can compute its prompt, and return true. If it returns false, the caller submits the request.
+
+        It returns false if no peer is usable, if all full blocks of the prompt are cached, or if the cache is too small for the prompt.
+        """
         if not self.enabled or not any(peer.usable for peer in self.peers):
             return False
         tokens = request["tokens"]
@@ -156,7 +180,7 @@ class RemotePrefill:
                 return
             self._waiting.popleft()
             prompt.reserved = reserved
-            if not len(reserved):  # it was cached meanwhile
+            if not len(reserved):  # All blocks of the prompt have been cached while it waited.
                 self._submit_here(prompt)
                 continue
             self._ask(prompt, min(usable, key=lambda peer: peer.tokens))
@@ -175,7 +199,7 @@ class RemotePrefill:
             self.lose(peer)
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Forget sequences; a prompt without any is given up."""
+        """Abort the sequences `ids`. If all sequences of a prompt are aborted, the prompt is cancelled at its peer."""
         for prompt in self.prompts:
             prompt.aborted.update(set(ids) & set(prompt.request["ids"]))
             if len(prompt.aborted) < len(prompt.request["ids"]):
@@ -189,7 +213,7 @@ class RemotePrefill:
                     self.lose(peer)
 
     def connect(self, now: float) -> None:
-        """Connect to peers that are not connected, if there is a use for them."""
+        """Start to connect to all peers that are not connected, if `enabled` is set and the time of their next attempt has come."""
         for peer in self.peers:
             if not self.enabled or peer.frames is not None or now < peer.retry:
                 continue
@@ -263,18 +287,21 @@ class RemotePrefill:
                 raise BadFrame("staging memory is missing")
             try:
                 peer.memory = map_staging(descriptor, sizes["slots"] * sizes["block_bytes"])
-            except OSError:  # memory is exhausted
+            except OSError:  # There is not enough memory. The connection ends.
                 raise EOFError from None
 
     def _map(self, peer: Peer, offer: Sequence[Mapping[str, Any]]) -> None:
-        """Map the cache of a peer if that is possible, and tell the peer whether it is."""
+        """Try to map the cache of a peer, and send the peer whether it is mapped."""
         if peer.frames is None or peer.mapped_receiver is not None:
             raise BadFrame("the cache is offered again")
         peer.mapped_receiver = MappedReceiver.of_offer(self._blocks.own_blocks, offer)
         peer.frames.send({"mapped": peer.mapped_receiver is not None})
 
     def _copy(self, peer: Peer, message: Mapping[str, Any], payload: bytearray) -> None:
-        """Copy the blocks of a message into the cache, up to the first with a wrong checksum, and acknowledge them."""
+        """Copy the blocks of a message into the cache, up to the first block with a wrong checksum. Then acknowledge the message.
+
+        The content of the blocks is in the peer's staging memory if the peer is on this host, and else in `payload`.
+        """
         assert peer.frames is not None
         size = self._blocks.block_bytes
         start, count = message["slots"]
@@ -298,7 +325,7 @@ class RemotePrefill:
         peer.frames.send({"copied": [start, count]})
 
     def _copy_lent(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """Copy blocks out of the peer's cache into this one, and return them."""
+        """Copy blocks from the peer's mapped cache into this engine's cache. Then send the peer that it may free its blocks."""
         if peer.frames is None or peer.mapped_receiver is None:
             raise BadFrame("the cache is not mapped")
         if (prompt := peer.prompts.get(message["mapped_blocks"])) is not None and prompt.intact:
@@ -311,7 +338,7 @@ class RemotePrefill:
         peer.frames.send({"returned": message["number"]})
 
     def _write(self, prompt: RemotePrompt, index: int, content: memoryview, count: int) -> None:
-        """Copy the content of `count` blocks into those that are reserved from block `index` on, in one piece."""
+        """Write the content of `count` blocks into the reserved blocks, from block number `index` of the prompt on."""
         assert prompt.reserved is not None
         tables = prompt.reserved.tables(index, count)
         if tables is None:
@@ -321,7 +348,10 @@ class RemotePrefill:
         self.received_blocks += count
 
     def _finish(self, prompt: RemotePrompt, firsts: Sequence[Sequence[Any]]) -> None:
-        """Continue the sequences of a prompt after their first tokens."""
+        """Submit the sequences of a prompt to this engine, to go on after the first tokens that the peer has computed.
+
+        `firsts` has the tokens and the details of each sequence. If a sequence failed at the peer, this engine computes the prompt instead.
+        """
         if len(firsts) != len(prompt.request["ids"]):
             raise BadFrame("not all sequences have a first token")
         for tokens, details in firsts:
@@ -336,14 +366,14 @@ class RemotePrefill:
         self._submit_wanted(prompt, firsts)
 
     def _submit_here(self, prompt: RemotePrompt) -> None:
-        """Compute the missing part of a prompt, and its first tokens, on this engine."""
+        """Submit the sequences of a prompt without first tokens: this engine computes the missing blocks and the first tokens itself."""
         self._forget(prompt)
         self._submit_wanted(prompt, None)
 
     def _submit_wanted(self, prompt: RemotePrompt, firsts: Sequence[Sequence[Any]] | None) -> None:
         ids = prompt.request["ids"]
         if firsts is None and prompt.aborted:
-            # The seed of a sample follows from its place, so aborted samples are submitted too.
+            # The seed of a sample depends on its index among the samples, so aborted samples are submitted too and end immediately.
             firsts = [[(), {}] for _ in ids]
         if firsts is not None:
             firsts = [
@@ -353,7 +383,7 @@ class RemotePrefill:
         self._submit(prompt.request, firsts)
 
     def _forget(self, prompt: RemotePrompt) -> Peer | None:
-        """Release the reserved blocks of a prompt, and take it from its peer; returns the peer."""
+        """Release the reserved blocks of a prompt, and remove it from its peer. Returns the peer, or None if it had none."""
         peer = prompt.peer
         if peer is not None:
             del peer.prompts[prompt.number]
@@ -364,7 +394,10 @@ class RemotePrefill:
         return peer
 
     def lose(self, peer: Peer, retry: float | None = None) -> None:
-        """End the connection to a peer; its prompts are computed here. `retry`: time of the next attempt to connect."""
+        """Close the connection to a peer, and submit its prompts to this engine.
+
+        `retry` is the time of the next attempt to connect; by default in `RETRY_SECONDS`.
+        """
         if peer.frames is not None:
             peer.frames.close()
         if peer.mapped_receiver is not None:
@@ -380,7 +413,7 @@ class RemotePrefill:
             self._submit_here(prompt)
 
     def close(self) -> None:
-        """End all connections and forget all prompts."""
+        """Close all connections and forget all prompts, without submitting them."""
         for prompt in self.prompts:
             if prompt.peer is not None:
                 self._forget(prompt)

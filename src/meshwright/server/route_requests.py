@@ -1,6 +1,7 @@
-"""Requests as a router reads them: it checks the head and the length, and passes the bytes on unchanged.
+"""How the router reads HTTP requests: it checks the head and the length of the body, and passes both on almost unchanged.
 
-Only a body in chunks is changed: it is passed on as a body of known length, so that router and server cannot disagree about its end.
+A chunked body is passed on as a body with a content-length, so that router and server cannot disagree about its end. The header `expect` is
+left out, because the router itself answers it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from meshwright.server.errors import RequestError
 from meshwright.server.replies import kept_request_id
 
 MOST_HEAD_BYTES = ROUTE.head_bytes
+"""Largest number of bytes of a request's head."""
 MOST_HEADERS = 256
+"""Largest number of headers of a request."""
 _MOST_DIGITS = 19
-"""Most digits of a content-length; servers may cut or refuse longer ones."""
+"""Largest number of digits of a content-length. Servers might truncate or refuse a longer number."""
 _LONGEST_LINE = 1024
-"""Most bytes of a line between chunks, or after them."""
+"""Largest number of bytes of one framing line: a chunk's size, the end of a chunk, or a trailer."""
 _MOST_FRAMING_BYTES = 64 << 10
-"""Most bytes of such lines, in addition to as many bytes as the chunks have."""
+"""All framing lines of a body together may have this many bytes more than the content of its chunks."""
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
 
 
@@ -31,22 +34,25 @@ class RoutedRequest:
 
     method: bytes = b""
     path: bytes = b""
+    """Path without the query."""
     head: bytes = b""
-    """Head of the request, with the empty line after it."""
+    """The head as it is sent to servers, with the empty line at its end."""
     key: bytes = b""
-    """Key in the header `authorization`, after `Bearer`, or else in `x-api-key`."""
+    """The API key: from the header `authorization`, after `Bearer`, or else from `x-api-key`."""
     id: str | None = None
     """The client's `x-request-id`."""
     length: int = 0
+    """The content-length; 0 for a chunked body."""
     body: bytes = b""
+    """The body, after all of it has arrived."""
     chunks: ChunkedBody | None = None
-    """The body as it comes in chunks; None if its length is known."""
+    """Decoder of a chunked body that has not arrived completely; None for other bodies."""
     expects: bool = False
-    """Whether the client waits for 100 Continue before it sends the body."""
+    """Whether the client waits for the answer 100 Continue before it sends the body."""
     keeps_open: bool = True
-    """Whether the client may send another request on the connection."""
+    """Whether the client may send another request on the same connection."""
     tried: set[Any] = field(default_factory=set)
-    """Servers that could not answer it."""
+    """Servers that did not answer the request."""
     losses: int = 0
     """Number of connections that were lost after the request was written to them."""
 
@@ -61,7 +67,7 @@ class RouteRequestReader:
         """Number of received bytes that have been searched for the end of a head."""
 
     def __len__(self) -> int:
-        """Number of received bytes that are not taken as requests yet."""
+        """Number of received bytes that no request has taken yet."""
         return len(self._incoming)
 
     def add(self, data: bytes) -> None:
@@ -69,7 +75,10 @@ class RouteRequestReader:
         self._incoming += data
 
     def take_head(self) -> RoutedRequest | None:
-        """The next request, without its body; None while its head is incomplete. Raises RequestError like `read_head`."""
+        """Return the next request, without its body, or None if its head has not arrived completely.
+
+        Raises RequestError if the head is too long, and the errors of `read_head`.
+        """
         end = self._incoming.find(b"\r\n\r\n", max(self._searched - 3, 0), MOST_HEAD_BYTES)
         if end < 0:
             self._searched = len(self._incoming)
@@ -82,7 +91,10 @@ class RouteRequestReader:
         return read_head(head, self._most_body)
 
     def take_body(self, request: RoutedRequest) -> bool:
-        """Whether the body of the request has come; then it is in `request.body`. Raises RequestError for wrong chunks."""
+        """If the body of a request has arrived completely, move it to `request.body` and return true; else return false.
+
+        A chunked body then gets a content-length in `request.head`. Raises RequestError for malformed chunks.
+        """
         if request.chunks is not None:
             if not request.chunks.take(self._incoming):
                 return False
@@ -98,20 +110,24 @@ class RouteRequestReader:
 
 
 class ChunkedBody:
-    """Decodes a body that comes in chunks; trailers are left out."""
+    """Decodes a chunked body of at most `most` bytes. Trailers are ignored."""
 
     def __init__(self, most: int) -> None:
         self.content = bytearray()
+        """The decoded content so far."""
         self._most = most
         self._left = 0
-        """Bytes of the chunk that are still to come."""
+        """Number of bytes of the current chunk that have not arrived yet."""
         self._framing = 0
-        """Bytes of lines so far."""
+        """Number of bytes of framing lines so far."""
         self._after_chunk = self._trailers = False
-        """Whether the next line is the end of a chunk, or one of the trailers."""
+        """Whether the next line is the line break after a chunk; whether the next line is a trailer, or the empty line at the end."""
 
     def take(self, incoming: bytearray) -> bool:
-        """Take bytes of the body from the beginning of `incoming`; whether it has ended. Raises RequestError for wrong ones."""
+        """Remove bytes of the body from the beginning of `incoming` and decode them. Returns whether the body has ended.
+
+        Raises RequestError for malformed chunks, and for a body of more than `most` bytes.
+        """
         position = 0
         ended = False
         while not ended:
@@ -133,7 +149,7 @@ class ChunkedBody:
         return ended
 
     def _take_line(self, line: bytes) -> bool:
-        """Whether the body ends with the line."""
+        """Read a framing line. Returns whether the body ends with it."""
         self._framing += len(line) + 2
         if self._framing > _MOST_FRAMING_BYTES + len(self.content):
             raise RequestError(400, "the chunks of the body are too small")
@@ -158,9 +174,10 @@ class ChunkedBody:
 
 
 def read_head(head: bytes, most_body: int) -> RoutedRequest:
-    """The request with a head, which is given without the empty line behind it.
+    """Read the head of a request, given without the empty line at its end.
 
-    Raises RequestError for a head that servers may understand differently, and for bodies of no or too great length.
+    Raises RequestError for a head that a server might understand in another way than the router, for a wrong content-length, and for a body
+    that is longer than `most_body`.
     """
     lines = head.split(b"\r\n")
     if b"\0" in head or not len(lines) - 1 == head.count(b"\r") == head.count(b"\n"):
@@ -204,7 +221,10 @@ def read_head(head: bytes, most_body: int) -> RoutedRequest:
 
 
 def _split_header(line: bytes) -> tuple[bytes, bytes]:
-    """Name in small letters, and value; a line that goes on with the value of the one before has none, and is refused."""
+    """Return the name of a header, in small letters, and its value.
+
+    Raises RequestError for a malformed line. This includes a folded header: a line that continues the value of the line before it.
+    """
     name, colon, value = line.partition(b":")
     if not colon or not name or name != name.strip() or b"\r" in value or b"\n" in value:
         raise RequestError(400, "a header is wrong")

@@ -1,10 +1,12 @@
-"""Passes HTTP requests on to the servers of one model, and passes their answers back as raw bytes.
+"""The connections of the router: it passes HTTP requests on to the servers of one model, and passes the answers back as raw bytes.
 
-If a server cannot be reached, or answers 429 or 503, the request is sent to another server. This ends with the first byte of an answer that
-goes to the client. A later failure is an error for the client: an event in a stream, else the end of the connection.
+Retries: if a server cannot be reached, or answers 429 or 503, the router sends the request to another server. Once the first byte of an
+answer has gone to the client, the router does not send the request again. If the server fails later, the client gets an error event if the
+answer is a stream, and else the connection is closed.
 
-A request may be the cause of the loss of its server. After one loss it is sent to one other server only. If that one is lost too, the
-request is refused, with an error after which clients do not send it again. After the error `engine_failed` it is not sent again at all.
+Lost servers: a request may be the reason why its server was lost, for example by crashing it. So after a lost connection, the request is
+sent to one other server only. If that server is lost too, the router refuses the request with an error that tells clients not to retry. If
+a server answers with the error `engine_failed`, the client gets this answer, and the request is not sent to another server.
 """
 
 from __future__ import annotations
@@ -24,24 +26,26 @@ from meshwright.server.router_state import OWN_PATHS, RETRY_SECONDS, Router
 
 log = logging.getLogger("meshwright.server")
 BODY_SECONDS = ROUTE.head_seconds
-"""Longest time in which a client sends its request."""
+"""A client must send a request within this time, in seconds, after its first byte."""
 IDLE_SECONDS = ROUTE.idle_seconds
-"""Longest time of a connection without a request, or without reading its answer."""
+"""A client's connection is closed after this time without a request, or without reading its answer."""
 UNREAD_SECONDS = 5.0
-"""If all servers are full, a client that has not read its answer for this time is disconnected to make room for a request."""
+"""If all servers are full, the router disconnects a client that has not read its answer for this time, to make room for a request."""
 CONNECT_SECONDS = 2.0
-"""Longest time for a connection to a server."""
+"""The router must be able to connect to a server within this time."""
 MOST_IDLE = 256
-"""Open connections to one server that wait for a request."""
+"""The router keeps at most this many open connections to one server that have no request."""
 MOST_AHEAD_BYTES = MOST_HEAD_BYTES
-"""Most bytes that are read from a client after the request that is being answered."""
+"""While a request is being answered, the router stops reading from the client after this many bytes of further requests."""
 MOST_RETRIES_AFTER_LOSS = 1
+"""A request is sent again at most this many times after its server was lost."""
 _RETRIED = (429, 503)
+"""HTTP statuses after which a request is sent to another server."""
 _ENGINE_FAILED = b'"engine_failed"'
 _MOST_REFUSAL_BYTES = 64 << 10
-"""Most bytes of an answer 429 or 503 that are kept to find its error code."""
+"""The router waits for at most this many bytes of an answer with status 429 or 503, to find the error code in it."""
 _MOST_INTERIM_BYTES = 2 * MOST_HEAD_BYTES
-"""Most bytes of a head together with the interim answers (1xx) before it."""
+"""Largest number of bytes of an answer's head, together with the interim answers (1xx) before it."""
 _REASONS = {
     200: b"OK",
     400: b"Bad Request",
@@ -53,7 +57,7 @@ _REASONS = {
 
 
 class ClientConnection(asyncio.Protocol):
-    """The connection of a client. Its requests are answered one at a time, in the order in which they come."""
+    """The connection of a client. Its requests are answered one at a time, in the order of their arrival."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -61,18 +65,19 @@ class ClientConnection(asyncio.Protocol):
         self._reader = RouteRequestReader(router.spec.max_body_bytes)
         self._started = 0.0
         self.request: RoutedRequest | None = None
-        """The request that is being answered."""
+        """The request that is being answered; None between two requests."""
         self._pending: RoutedRequest | None = None
-        """A request whose body is still coming."""
+        """A request whose head is complete and whose body is not."""
         self.server: ServerConnection | None = None
-        """The connection to its server."""
+        """The connection to the server that answers `request`."""
         self.paused = False
-        """Whether the client must read before more is written to it."""
+        """Whether the client's write buffer is full: the client must read before the router writes more."""
         self._receiving = False
-        """Whether the running timer limits the time in which a request arrives."""
+        """Whether `_timer` limits the time in which the client sends a request."""
         self._timer: asyncio.TimerHandle | None = None
+        """The current time limit: for an idle connection, for sending a request, or for the first byte of the answer."""
         self._unread_timer: asyncio.TimerHandle | None = None
-        """Timer while the client must read before more is written."""
+        """The time limit for a client that must read before the router writes more; None if `paused` is false."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -100,7 +105,10 @@ class ClientConnection(asyncio.Protocol):
             self._update_reading()
 
     def _update_reading(self) -> None:
-        """Read from the client, unless it must read first, or has sent much after the request that is being answered."""
+        """Pause or resume reading from the client.
+
+        The router does not read while the client itself must read first, nor after `MOST_AHEAD_BYTES` of further requests.
+        """
         if self.paused or (self.request is not None and len(self._reader) > MOST_AHEAD_BYTES):
             self.transport.pause_reading()
         elif not self.transport.is_closing():
@@ -123,13 +131,13 @@ class ClientConnection(asyncio.Protocol):
         self._loop.call_soon(self._read_next)
 
     def _read_request(self) -> None:
-        """Answer the next request once it is complete and the client reads."""
+        """Take the next request from the received bytes. Once it is complete, answer it or send it to a server."""
         if self.paused or not self._reader:
             return
         try:
             if self._pending is None and (head := self._reader.take_head()) is not None:
                 self._pending = head
-                self._router.admit(head)  # before its body takes memory
+                self._router.admit(head)  # A refused request is refused here, before its body takes memory.
             request = self._pending
             if request is None or not self._reader.take_body(request):
                 if request is not None and request.expects:
@@ -148,9 +156,10 @@ class ClientConnection(asyncio.Protocol):
             if (own := self._router.own_answer(request)) is not None:
                 self._answer(*own)
                 return
-            self._router.check(request)  # it may be stopping by now
+            self._router.check(request)  # The router may have begun to stop while the body arrived.
         except RequestError as error:
-            if self.request is None:  # what follows is not read
+            if self.request is None:
+                # The request was not read to its end, so the connection is closed after the answer.
                 self.request = self._pending or RoutedRequest()
                 self._pending = None
                 self.request.keeps_open = False
@@ -160,7 +169,7 @@ class ClientConnection(asyncio.Protocol):
         self.forward()
 
     def forward(self) -> None:
-        """Send the request to a server that has not been tried, or refuse it."""
+        """Send the request to a server that has not been tried for it. If there is none, refuse the request."""
         assert self.request is not None
         instances = self._router.instances
         instance = instances.choose(self.request.body, self.request.tried)
@@ -179,7 +188,11 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(error)
 
     def retry(self, instance: ServerInstance, *, same: bool = False, lost: bool = False) -> None:
-        """Send the request to another server; with `same` to the same one on another connection. Refuse it after the second loss."""
+        """Send the request again, after `instance` did not answer it.
+
+        - `same`: whether to send it to the same server on a new connection; otherwise it goes to another server.
+        - `lost`: whether the server was lost with the request. After the second loss the request is refused.
+        """
         self.server = None
         if self.request is None:
             return
@@ -188,7 +201,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(_lost())
             return
         if same:
-            instance.close_idle()  # the server may have closed them as well
+            instance.close_idle()  # The server has closed an idle connection, so it may have closed the others too.
         else:
             self.request.tried.add(instance)
         self._router.retries += 1
@@ -196,17 +209,20 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def has_lost(self) -> bool:
-        """Whether a server was lost with the request."""
+        """Whether a server was lost while it had the request."""
         return self.request is not None and self.request.losses > 0
 
     def can_retry(self, instance: ServerInstance) -> bool:
-        """Whether another server than `instance` could answer the request."""
+        """Return whether there is a usable server, other than `instance`, that has not been tried for the request."""
         request = self.request
         usable = self._router.instances.usable
         return request is not None and any(other is not instance and other not in request.tried for other in usable)
 
     def begin_answer(self, status: int) -> None:
-        """Note that the first bytes of the answer go to the client. From now on the request is not sent to another server."""
+        """Count the answer and free the request's body. This is called before the first bytes of the answer go to the client.
+
+        From then on the request is not sent to another server.
+        """
         self._stop_timer()
         if self.request is not None:
             self.request.body = b""
@@ -214,7 +230,7 @@ class ClientConnection(asyncio.Protocol):
         self._router.first_byte.observe(self._loop.time() - self._started)
 
     def finish(self, *, keeps_open: bool) -> None:
-        """End the request, and begin the client's next one."""
+        """End the request. If the connection stays open, begin the client's next request."""
         self.server = None
         request = self.request
         self.request = None
@@ -227,7 +243,7 @@ class ClientConnection(asyncio.Protocol):
             self._loop.call_soon(self._read_next)
 
     def drop(self) -> None:
-        """Disconnect the client at once, so that its server can take another request."""
+        """Disconnect the client immediately, so that the server can take another request."""
         self.connection_lost(None)
         self.transport.abort()
 
@@ -236,7 +252,10 @@ class ClientConnection(asyncio.Protocol):
             self._read_request()
 
     def break_off(self, *, between_chunks: bool) -> None:
-        """End an answer that its server has not finished: by an error event, if the answer is a stream between two chunks."""
+        """End an answer after its server was lost, and close the connection to the client.
+
+        `between_chunks` says whether the answer is a stream that was lost after a complete chunk. Then an error event is written first.
+        """
         self._router.broken += 1
         self._log(self._id(), "the server was lost in the answer")
         if between_chunks:
@@ -262,7 +281,7 @@ class ClientConnection(asyncio.Protocol):
     def _answer(
         self, status: int, type: bytes, content: bytes, headers: list[tuple[bytes, bytes]] | None = None
     ) -> None:
-        """Answer the request without a server."""
+        """Write an answer of the router itself."""
         self.begin_answer(status)
         id = self._id()
         if status >= 500 and self.request is not None and self.request.path not in OWN_PATHS:
@@ -279,17 +298,17 @@ class ClientConnection(asyncio.Protocol):
         self.finish(keeps_open=keeps_open)
 
     def _id(self) -> str:
-        """The request's id, of the client or of this router."""
+        """Return the request's id: the client's `x-request-id`, or else a new id of this router."""
         own = f"r{next(self._router.numbers)}"
         return own if self.request is None else self.request.id or own
 
     def _log(self, id: str, end: str) -> None:
-        """Log how the request has ended."""
+        """Log the path of the request, and `end`, which says how the request has ended."""
         if self.request is not None:
             log.info("request %s: %s: %s", id, shown_path(self.request.path.decode("latin-1")), end)
 
     def _start_timer(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call `action` after a time, in place of the action before."""
+        """Call `action` after `seconds`. This replaces the timer that was started before."""
         self._stop_timer()
         self._timer = self._loop.call_later(seconds, action)
 
@@ -306,7 +325,7 @@ class ClientConnection(asyncio.Protocol):
 
 
 class ServerConnection(asyncio.Protocol):
-    """A connection to a server: one request at a time."""
+    """A connection from the router to a server. It carries one request at a time."""
 
     transport: asyncio.Transport
 
@@ -317,10 +336,10 @@ class ServerConnection(asyncio.Protocol):
         self._request: RoutedRequest | None = None
         self._connected = self._used = self._begun = False
         self._first = b""
-        """Bytes of the answer before its head is complete."""
+        """Bytes of the answer that are not passed on yet, because it is not decided whether the request goes to another server."""
 
     def start(self, client: ClientConnection, request: RoutedRequest) -> None:
-        """Send a request; its answer goes to `client`."""
+        """Send a request to the server, and pass the answer on to `client`."""
         self._client = client
         self._request = request
         self._frames = ResponseFrames(request.method)
@@ -338,13 +357,14 @@ class ServerConnection(asyncio.Protocol):
             async with asyncio.timeout(CONNECT_SECONDS):
                 await loop.create_connection(lambda: self, self._instance.host, self._instance.port)
         except (OSError, TimeoutError):
-            self._instance.healthy = False  # until it tells its health again
+            self._instance.healthy = False  # It is healthy again after the next successful health check.
             self.connection_lost(None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._connected = True
-        if self._request is None or self._client is None:  # the client left while it was opened
+        if self._request is None or self._client is None:
+            # The client has disconnected while this connection was being opened.
             self.transport.abort()
         else:
             self._send(self._client, self._request)
@@ -355,12 +375,12 @@ class ServerConnection(asyncio.Protocol):
         self.transport.write(request.head + request.body)
 
     def pause(self) -> None:
-        """Stop reading the answer. A connection that is still being opened asks its client when it is open."""
+        """Stop reading the answer. While the connection is still being opened, `_send` does this later (see `ClientConnection.paused`)."""
         if self._connected:
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Read the answer again."""
+        """Go on reading the answer."""
         if self._connected:
             self.transport.resume_reading()
 
@@ -386,7 +406,11 @@ class ServerConnection(asyncio.Protocol):
             client.finish(keeps_open=frames.keeps_open)
 
     def _begin(self, client: ClientConnection, data: bytes) -> bool:
-        """Pass on the beginning of an answer. Not if its head is incomplete, or if the request goes to another server."""
+        """Pass the beginning of an answer on to the client, and return true.
+
+        Returns false, and passes nothing on, if the head of the answer is incomplete, if more bytes are needed to find the error code, or
+        if the request is sent to another server.
+        """
         status = self._frames.status
         refused = status in _RETRIED and (client.has_lost or client.can_retry(self._instance))
         if not status or (refused and not self._frames.complete and len(data) <= _MOST_REFUSAL_BYTES):
@@ -418,7 +442,8 @@ class ServerConnection(asyncio.Protocol):
         if client is None:
             return
         if not begun:
-            # A server may close an idle connection just when a request is sent on it.
+            # A server may close an idle connection just when the router sends a request on it. So if a connection was used before, its loss
+            # does not mean that the server is lost: the request is sent to the same server again.
             client.retry(self._instance, same=connected and used and self._instance.healthy, lost=connected)
         elif frames.ends_with_connection:
             client.finish(keeps_open=False)
@@ -426,16 +451,19 @@ class ServerConnection(asyncio.Protocol):
             client.break_off(between_chunks=frames.between_chunks)
 
     def cancel(self) -> None:
-        """The client has left: close the connection, so that the server stops the request."""
+        """Close the connection after the client has disconnected, so that the server stops the request."""
         self._release(keeps_open=False)
 
     def abort(self) -> None:
-        """Close the connection; its request ends or is sent to another server."""
+        """Close the connection as if the server were lost. Its request goes to another server, or its answer ends with an error."""
         if self._connected:
             self.transport.abort()
 
     def _release(self, *, keeps_open: bool) -> None:
-        """End the request; the connection is used again or closed."""
+        """Detach the connection from its client. Keep it for other requests, or close it.
+
+        It is kept if `keeps_open`, if the server is healthy, and if there are fewer than `MOST_IDLE` such connections.
+        """
         if self._client is not None:
             self._instance.requests -= 1
             self._instance.busy.discard(self)
@@ -451,10 +479,10 @@ class ServerConnection(asyncio.Protocol):
 
 
 def _lost() -> RequestError:
-    """The error for a request that is not sent again after its server was lost."""
+    """Return the error for a request whose servers were lost twice, so that it is not sent again."""
     text = "the server was lost before its answer; the request may be the cause and is not sent again"
     return RequestError(503, text, code="server_lost", headers=[NO_RETRY])
 
 
 _LOST = RequestError(503, "the server was lost; try again", code="server_lost")
-"""The error of a stream whose server was lost."""
+"""The error event in a stream whose server was lost after the beginning of the answer."""

@@ -1,7 +1,7 @@
-"""Memory in which an engine leaves blocks for another one of the same host, until that has copied them.
+"""Staging memory: an engine copies cache blocks into it, and another engine on the same host copies them from it.
 
-The sender owns it. Its descriptor goes to the receiver over their Unix socket, so it has no name, and the system frees it when both
-processes have ended, however they end.
+The sender creates the memory, and sends its file descriptor to the receiver over a Unix socket. The memory has no name, so the operating
+system frees it when both processes have ended, even if they crash.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import mmap
 import os
 
 STAGING_BYTES = 256 << 20
-"""Memory for the blocks that are on their way over one connection. The system provides only the part that is used."""
+"""Bytes of staging memory for one connection. The operating system provides only the part that is used."""
 MOST_SLOTS = 4096
+"""Largest number of slots of a staging memory."""
 _SEAL_FUTURE_WRITE = 0x10
-"""F_SEAL_FUTURE_WRITE of Linux: no later mapping can change the content."""
+"""Linux's F_SEAL_FUTURE_WRITE: mappings that are made later cannot change the content."""
 
 
 class Staging:
-    """Slots of one block each, of the sender."""
+    """The sender's staging memory. It is divided into slots of one block each."""
 
     def __init__(self, block_bytes: int, most_bytes: int = STAGING_BYTES) -> None:
         self.block_bytes = block_bytes
@@ -28,11 +29,14 @@ class Staging:
 
     @property
     def used(self) -> int:
-        """Slots that the receiver has not given back."""
+        """Number of slots that were taken and not given back."""
         return sum(self._used)
 
     def take(self, most: int) -> tuple[int, int]:
-        """Take the first run of free slots, at most `most`; returns its first slot and their number, which may be 0."""
+        """Take up to `most` free slots that are next to each other. Returns the first slot and the number of slots, which may be 0.
+
+        It begins at the first free slot, and may take fewer slots than are free elsewhere.
+        """
         if False not in self._used:
             return 0, 0
         start = self._used.index(False)
@@ -43,22 +47,25 @@ class Staging:
         return start, end - start
 
     def give_back(self, start: int, count: int) -> None:
-        """Free slots. Raises ValueError for slots that are not in use."""
+        """Free `count` slots from slot `start` on. Raises ValueError if one of them is not in use."""
         if not 0 <= start <= start + count <= self.slots or not all(self._used[start : start + count]):
             raise ValueError(f"slots {start} to {start + count}: not in use")
         self._used[start : start + count] = [False] * count
 
     def content(self, start: int, count: int) -> memoryview:
-        """The memory of slots."""
+        """Return the memory of `count` slots from slot `start` on."""
         return self._memory[start * self.block_bytes : (start + count) * self.block_bytes]
 
     def close(self) -> None:
-        """Close the descriptor; the memory is freed once nothing refers to it."""
+        """Close the file descriptor. The memory is freed when no process maps it."""
         os.close(self.descriptor)
 
 
 def memory_file(size: int) -> tuple[int, memoryview]:
-    """Memory without a name, and its descriptor, with which other processes can read it. The caller closes the descriptor."""
+    """Create memory without a name. Returns its file descriptor, with which other processes can read it, and the memory.
+
+    The caller must close the descriptor.
+    """
     descriptor = os.memfd_create("meshwright-blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
@@ -71,9 +78,9 @@ def memory_file(size: int) -> tuple[int, memoryview]:
 
 
 def map_staging(descriptor: int, size: int) -> memoryview:
-    """The memory of another process's `Staging`, in which that process goes on writing. Closes the descriptor.
+    """Map the memory of another process's `Staging`, and close the descriptor. Later writes of the other process are visible in it.
 
-    Raises ValueError if it is smaller than `size` bytes.
+    Raises ValueError if the memory is smaller than `size` bytes.
     """
     try:
         if os.fstat(descriptor).st_size < size:

@@ -1,8 +1,8 @@
-"""Client of a store of cache blocks: fetches the beginnings of prompts, and publishes the blocks that the engine
-computes.
+"""The engine's client of a store of cache blocks (`server.block_store`).
 
-Nothing waits for the store longer than `FETCH_SECONDS`; blocks that it does not have are computed. A computed block is not sent to the
-store if staging memory has no room for it, or if the store does not answer then.
+It fetches the blocks at the beginning of prompts from the store, and sends the prompt blocks that the engine computes to the store. A
+prompt waits for the store for at most `FETCH_SECONDS`; the engine computes the blocks that the store does not have. A computed block is
+not sent if the staging memory has no room for it, or if there is no connection to the store.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ if TYPE_CHECKING:
     from meshwright.serve.prefix_blocks import PrefixBlocks
 
 FETCH_SECONDS = 2.0
-"""Longest time that a prompt waits for the store."""
+"""If the store has not answered a fetch after this time, in seconds, the connection to it is closed."""
 RETRY_SECONDS = 0.5
+"""Time between two attempts to connect to the store, in seconds."""
 
 
 @dataclass(eq=False)
 class Fetch:
-    """A prompt whose first blocks are requested from the store."""
+    """A prompt whose blocks were requested from the store."""
 
     digests: Sequence[bytes]
+    """Digests of the full blocks of the prompt."""
     first: int
-    """Index of the first requested block."""
+    """Index of the first block that was requested; the blocks before it are cached."""
     done: Callable[[], None]
-    """Called once the stored blocks are in the cache, or cannot be fetched."""
+    """It is called when the stored blocks are in the cache, or cannot be fetched."""
     since: float
+    """Time of the request."""
 
 
 class StoreClient:
-    """Connection of an engine to a store of blocks."""
+    """The connection of one engine to a store of blocks."""
 
     def __init__(self, blocks: PrefixBlocks, address: str, key: str) -> None:
         self._blocks = blocks
@@ -51,29 +54,32 @@ class StoreClient:
         self.frames: FrameSocket | None = None
         self._staging: Staging | None = None
         self._memory: memoryview | None = None
-        """Memory of a store on this host."""
+        """The store's memory, if the store is on this host; else None."""
         self.usable = False
         self._identity = ""
         self._retry = 0.0
         self._fetches: dict[int, Fetch] = {}
         self._numbers = itertools.count()
         self._computing: dict[int, tuple[UnsentBlocks, list[str]]] = {}
-        """Blocks to be published, and the names of all blocks, of prompts that are computed, by the engine's number."""
+        """By request number, for prompts that the engine computes: the blocks to send to the store, and the names of all its blocks."""
         self.fetched_blocks = self.damaged_blocks = self.stored_blocks = 0
 
     @property
     def unacknowledged_blocks(self) -> int:
-        """Blocks in staging memory that the store has not copied yet."""
+        """Number of blocks in the staging memory that the store has not acknowledged yet."""
         return 0 if self._staging is None else self._staging.used
 
     def use_identity(self, identity: str) -> None:
-        """Exchange blocks of these weights from now on."""
+        """Set a new identity, after the weights have changed, and close the connection. Only blocks of this identity are exchanged."""
         self._lose(retry=0.0)
         self._forget()
         self._identity = identity
 
     def fetch(self, prompt: Sequence[int], salt: str, done: Callable[[], None]) -> None:
-        """Copy the stored blocks of a prompt into the cache, then call `done`; at once if there is nothing to fetch."""
+        """Copy the blocks of a prompt from the store into the cache, then call `done`.
+
+        `done` is called immediately if all blocks are cached, or if the store is not connected.
+        """
         digests = self._blocks.digests(prompt, salt)
         missing = self._blocks.missing(digests)
         if not self.usable or not missing or self.frames is None:
@@ -88,18 +94,20 @@ class StoreClient:
             self._lose()
 
     def publish(self, number: int, prompt: Sequence[int], salt: str) -> None:
-        """Publish the blocks of a prompt that are not cached yet, once the request `number` of the engine has computed
-        them."""
+        """Send the blocks of a prompt to the store after the engine's request `number` has computed them.
+
+        Blocks that are cached already are not sent.
+        """
         digests = self._blocks.digests(prompt, salt)
         missing = self._blocks.missing(digests)
-        if missing:  # also without a store: it may answer by then
+        if missing:  # If the store is not connected now, it may be connected when the blocks are computed.
             unsent = self._blocks.unsent(digests, len(digests) - missing)
             self._computing[number] = unsent, [key.hex() for key in self._blocks.keys(prompt, salt)]
 
     def after_step(self, updates: Sequence[Update]) -> None:
-        """Send the blocks of prompts that have their first token, as far as staging memory has room.
+        """Send the blocks of the prompts that got their first token in a step, as far as the staging memory has room.
 
-        They are not sent earlier: if the logits turn out not to be finite, the blocks must not reach other engines.
+        They are not sent earlier, because blocks of a prompt whose logits are not finite must not reach other engines.
         """
         for update in updates:
             if (computing := self._computing.pop(update.number, None)) is None or update.reason == "failed":
@@ -111,10 +119,10 @@ class StoreClient:
                     pass
             except EOFError:
                 self._lose()
-            unsent.release()  # what staging memory has no room for
+            unsent.release()  # The staging memory had no room for these blocks, so they are not sent.
 
     def _send_run(self, unsent: UnsentBlocks, names: Sequence[str]) -> bool:
-        """Send some blocks; returns whether there was room for any."""
+        """Send some blocks. Returns false if the staging memory is full, or if the store is not connected."""
         staging = self._staging
         frames = self.frames
         size = self._blocks.block_bytes
@@ -134,7 +142,7 @@ class StoreClient:
         return True
 
     def tick(self, now: float) -> None:
-        """Connect if there is no connection, and close one to a store that does not answer."""
+        """Close the connection if a fetch has waited for more than `FETCH_SECONDS`. Connect if there is no connection."""
         if any(now > fetch.since + FETCH_SECONDS for fetch in self._fetches.values()):
             self._lose()
         if self.frames is not None or now < self._retry:
@@ -146,11 +154,12 @@ class StoreClient:
         try:
             self._staging = Staging(self._blocks.block_bytes)
             self.frames.introduce(self._key)
-        except (EOFError, OSError):  # the store has closed, or files or memory are exhausted
+        except (EOFError, OSError):
+            # The store has closed the connection, or there are too many open files, or not enough memory.
             self._lose()
 
     def serve(self, *, readable: bool) -> None:
-        """Send the remaining bytes and process the store's messages; a wrong message ends the connection."""
+        """Go on sending, and process the store's messages if the socket is `readable`. A malformed message ends the connection."""
         if self.frames is None:
             return
         try:
@@ -182,12 +191,12 @@ class StoreClient:
                     raise BadFrame("the store's memory is missing")
                 try:
                     self._memory = map_staging(descriptor, slots * self._blocks.block_bytes)
-                except OSError:  # memory is exhausted
+                except OSError:  # There is not enough memory.
                     raise EOFError from None
             self.usable = True
 
     def _copy(self, frames: FrameSocket, message: Mapping[str, Any], payload: bytearray) -> None:
-        """Copy the blocks that the store has into the cache, up to the first with a wrong checksum."""
+        """Process the answer to a fetch: copy its blocks into the cache, up to the first block with a wrong checksum."""
         fetch = self._fetches.pop(message["found"], None)
         slots = message["slots"]
         try:
@@ -198,12 +207,15 @@ class StoreClient:
                 self._enter(fetch, memory, starts, message["checksums"])
             if frames.local:
                 frames.send({"copied": slots})
-        finally:  # the store may have ended, or sent something wrong
+        finally:  # `done` is called even if the store has closed the connection, or has sent a malformed message.
             if fetch is not None:
                 fetch.done()
 
     def _enter(self, fetch: Fetch, memory: memoryview, slots: Sequence[int], checksums: Sequence[str]) -> None:
-        """Copy blocks in `slots` of a memory into the cache, if it has room, up to the first with a wrong checksum."""
+        """Copy the blocks in `slots` of `memory` into the cache, up to the first block with a wrong checksum.
+
+        Nothing is copied if the cache has no room for them.
+        """
         size = self._blocks.block_bytes
         reserved = self._blocks.reserve(fetch.digests[: fetch.first + len(slots)], 0)
         if reserved is None:
@@ -215,7 +227,7 @@ class StoreClient:
                 if xxhash.xxh3_64_hexdigest(content) != checksum:
                     self.damaged_blocks += 1
                     break
-                if table is not None:  # else it was computed meanwhile
+                if table is not None:  # Otherwise the block has been computed in the meantime.
                     self._blocks.write([table], content)
                     reserved.enter(index)
                     self.fetched_blocks += 1
@@ -223,13 +235,13 @@ class StoreClient:
             reserved.release()
 
     def close(self) -> None:
-        """End the connection; prompts that wait for it, and blocks to be published, are forgotten."""
+        """Close the connection. Prompts that wait for the store, and blocks to be sent to it, are forgotten."""
         self._fetches.clear()
         self._lose()
         self._forget()
 
     def _lose(self, retry: float | None = None) -> None:
-        """End the connection; prompts that wait for it go on."""
+        """Close the connection, and call `done` of all prompts that wait for the store. `retry` is the time of the next attempt."""
         if self.frames is not None:
             self.frames.close()
         if self._staging is not None:
@@ -241,12 +253,12 @@ class StoreClient:
         self._retry = time.monotonic() + RETRY_SECONDS if retry is None else retry
         fetches = list(self._fetches.values())
         self._fetches = {}
-        with ExitStack() as stack:  # calls all, in order, even if one raises
+        with ExitStack() as stack:  # It calls all functions `done`, in order, even if one of them raises.
             for fetch in reversed(fetches):
                 stack.callback(fetch.done)
 
     def _forget(self) -> None:
-        """Publish nothing of the prompts that are computed now."""
+        """Forget the blocks of prompts that are being computed, so that they are not sent to the store."""
         for unsent, _ in self._computing.values():
             unsent.release()
         self._computing.clear()

@@ -1,4 +1,8 @@
-"""The HTTP process's text processes: which process reads a body, and what a request gets whose body takes too long."""
+"""The text processes: the HTTP process lets them read request bodies, within a time limit.
+
+They render chat templates and encode text, so that an endless template or a very long text does not block the HTTP process. There is one
+process for short bodies and one for long bodies. If a body takes too long, its request is refused and the process is replaced.
+"""
 
 from __future__ import annotations
 
@@ -29,28 +33,29 @@ from meshwright.spec.serve import ServeSpec
 T = TypeVar("T")
 log = logging.getLogger("meshwright.server")
 SHORT_BODY = 64 << 10
-"""A body of more bytes goes to the process for long bodies."""
+"""Bodies of more bytes than this are read by the process for long bodies."""
 SHORT_SECONDS = 5.0
-"""Longest time to read a short body. Without an endless template it takes a few milliseconds."""
+"""Time limit to read a short body, in seconds. Usually it takes a few milliseconds, unless the chat template never ends."""
 LONG_SECONDS = 20.0
-"""Longest time to read a long body."""
+"""Time limit to read a long body, in seconds."""
 LONG_NICE = 5
-"""Nice value of the process for long bodies: the system prefers the HTTP process and the engine."""
+"""Nice value of the process for long bodies, so that the operating system prefers the HTTP process and the engine."""
 WAITING_BYTES = 64 << 20
-"""Most bytes of bodies that wait for one process."""
+"""Largest number of bytes of the bodies that wait for one process."""
 SHORT_SENT = 4
-"""Short bodies that a process has at a time, so that it can begin the next one while an answer is on its way."""
+"""Number of short bodies that the process has at a time, so that it can begin the next one while its answer is being sent."""
 START_SECONDS = 120.0
-"""Longest time that a process may take to load the tokenizer."""
+"""Time limit for a process to load the tokenizer, in seconds."""
 FIRST_PAUSE = 0.1
-"""Seconds before a process that could not load is started again. They double each time."""
+"""Pause after a first failed start, before the process is started again, in seconds. Each further failure doubles the pause."""
 LONGEST_PAUSE = 10.0
-"""Longest of these pauses, seconds."""
+"""Longest pause between two starts, in seconds."""
 FAILED_STARTS = 3
-"""After so many failed starts in a row requests are refused instead of waiting for the next start."""
+"""After this many failed starts in a row, requests are refused; before, they wait for the next start."""
 END_SECONDS = 5.0
-"""Longest time that a process may take to end once it has closed its connection."""
+"""Time limit for a process to end after it has closed its connection, in seconds."""
 RETRY_SECONDS = 1
+"""A client whose request was refused because too many requests wait is told to retry after this time, in seconds."""
 ENVIRONMENT = (
     "PATH",
     "HOME",
@@ -69,7 +74,7 @@ ENVIRONMENT = (
     "PYTHONDONTWRITEBYTECODE",
     "PYTHONPYCACHEPREFIX",
 )
-"""Variables that a text process inherits: where Python finds its packages, the language and the time zone."""
+"""Environment variables that a text process inherits: search paths of Python and libraries, language and time zone."""
 
 
 @dataclass(frozen=True)
@@ -77,33 +82,38 @@ class Sizes:
     """Sizes of the engine's model."""
 
     context: int
+    """Largest number of tokens of a sequence."""
     vocab: int
+    """Number of tokens in the vocabulary."""
 
 
 class TextWorkers:
-    """Reads requests in processes of their own: one for short bodies, one for long ones.
+    """Reads request bodies in two text processes: one for short bodies, one for long bodies.
 
-    An endless template or a long text delays only requests for the same process, and these only until the time limit.
+    A body that takes long delays only requests for the same process, and only until its time limit.
     """
 
     def __init__(self, spec: ServeSpec, model: str, files: ModelFiles) -> None:
-        """Processes start at their first use, or by `start`."""
+        """Prepare both processes. Each starts at its first use; `start` can start the first one earlier."""
         packed = files.pack()
         self._short = _Lane("short", Setup.of(spec, model, 0), packed, SHORT_SECONDS, SHORT_SENT)
         self._long = _Lane("long", Setup.of(spec, model, LONG_NICE), packed, LONG_SECONDS, 1)
 
     def start(self) -> None:
-        """Start the process for short bodies; the event loop runs."""
+        """Start the process for short bodies. The event loop must be running."""
         self._short.start()
 
     async def read(self, work: Callable[[RequestReader, bytes], T], body: bytes, sizes: Sizes) -> T:
-        """The result of `work`, one of `WORK`, for a body. Raises RequestError. If it is cancelled before its turn, it is not begun."""
+        """Let a text process call the function `work` on a body, and return the result. Raises RequestError.
+
+        `work` is one of `text_process.WORK`. If the task is cancelled while the body still waits, the body is not read.
+        """
         lane = self._short if len(body) <= SHORT_BODY else self._long
         return cast(T, await lane.read(cast("Work", work), body, sizes))
 
     @property
     def unfinished(self) -> int:
-        """Requests that are being read or wait."""
+        """Number of requests whose bodies are being read or wait to be read."""
         return self._short.unfinished + self._long.unfinished
 
     def close(self) -> None:
@@ -113,7 +123,7 @@ class TextWorkers:
 
 
 class _Job:
-    """A body to be read, and the answer to it."""
+    """A body that a text process is to read, and the future of the result."""
 
     def __init__(self, work: Work, body: bytes, sizes: Sizes) -> None:
         self.work = work
@@ -122,30 +132,36 @@ class _Job:
         self.answer: asyncio.Future[CheckedTextRequest | bytes] = asyncio.get_running_loop().create_future()
 
     def refuse(self, error: RequestError) -> None:
-        """Answer by an error; nothing happens if nobody waits any more."""
+        """Set an error as the result, unless the future is done or cancelled."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
     def finish(self, frame: TextFrame) -> None:
-        """Answer by a message of the process."""
+        """Set the result from a message of the text process."""
         message, payload = frame
         if "error" in message:
             self.refuse(RequestError(**message["error"]))
         elif not self.answer.done():
             values = message.get("request")
-            # The bytes of a whole answer are sent as they are.
+            # Without a `request`, the payload is a complete HTTP answer, which is sent unchanged.
             self.answer.set_result(
                 cast(bytes, payload) if values is None else CheckedTextRequest.unpack(values, payload)
             )
 
 
 class _Lane:
-    """A text process, which is replaced when it ends, and the jobs for it, in order of arrival."""
+    """A text process with a queue of jobs. If the process ends, another one replaces it."""
 
     def __init__(
         self, name: str, setup: Setup, files: tuple[Mapping[str, Any], bytes], seconds: float, most_sent: int
     ) -> None:
-        """`files` are packed; `seconds` is the longest time of a job, `most_sent` the number that the process has at a time."""
+        """Make a lane without a process.
+
+        - `name`: "short" or "long", for log messages.
+        - `files`: the model's files, as `ModelFiles.pack` returns them.
+        - `seconds`: time limit of a job.
+        - `most_sent`: largest number of jobs that the process has at a time.
+        """
         self._name = name
         self._setup = setup
         self._files = files
@@ -154,16 +170,17 @@ class _Lane:
         self._waiting: deque[_Job] = deque()
         self._waiting_bytes = 0
         self._sent: deque[_Job] = deque()
-        """Jobs that the process has; it works on the first."""
+        """Jobs that were sent to the process and not answered yet. The process works on the first of them."""
         self._process: _TextProcess | None = None
         self._timer: asyncio.TimerHandle | None = None
-        """Ends the process if it works too long on the first job that was sent, or on its start."""
+        """The time limit of the first job in `_sent`, or of the start of the process."""
         self._failed_starts = 0
+        """Number of failed starts in a row."""
         self._closed = False
 
     @property
     def unfinished(self) -> int:
-        """Number of jobs that wait or run, cancelled ones included."""
+        """Number of jobs that wait or were sent. Cancelled jobs that were sent count too."""
         return len(self._waiting) + len(self._sent)
 
     def start(self) -> None:
@@ -171,7 +188,7 @@ class _Lane:
         if self._process is None and not self._closed:
             try:
                 self._process = _TextProcess(self._take, self._lost)
-            except OSError as error:  # no file, memory or process is left
+            except OSError as error:  # There are too many open files or processes, or there is not enough memory.
                 log.warning("a text process (%s bodies) cannot be started: %s", self._name, error)
                 self._start_later()
                 return
@@ -180,7 +197,7 @@ class _Lane:
             self._time(START_SECONDS, self._process.end)
 
     async def read(self, work: Work, body: bytes, sizes: Sizes) -> CheckedTextRequest | bytes:
-        """Return what `work` makes of a body. Raises RequestError."""
+        """Queue a body and return the result of `work`. Raises RequestError, also if too many bodies wait."""
         if self._closed:
             raise _stopping()
         if self._failed_starts >= FAILED_STARTS:
@@ -197,14 +214,14 @@ class _Lane:
         self._send()
         try:
             return await job.answer
-        except asyncio.CancelledError:  # the client has gone
+        except asyncio.CancelledError:  # The client has disconnected.
             if job in self._waiting:
                 self._waiting.remove(job)
                 self._waiting_bytes -= len(body)
             raise
 
     def close(self) -> None:
-        """End the process; refuse all jobs."""
+        """End the process and refuse all jobs."""
         self._closed = True
         self._stop_timer()
         if self._process is not None:
@@ -216,7 +233,7 @@ class _Lane:
         self._refuse_waiting(_stopping())
 
     def _send(self) -> None:
-        """Send jobs to the process while it can take some."""
+        """Send waiting jobs to the process until it has `most_sent` jobs."""
         process = self._process
         while process is not None and process.loaded and self._waiting and len(self._sent) < self._most_sent:
             job = self._waiting.popleft()
@@ -228,7 +245,7 @@ class _Lane:
                 self._time(self._seconds, self._end_slow)
 
     def _take(self, frame: TextFrame) -> None:
-        """Take a message of the process."""
+        """Process a message of the text process. The first says that it has loaded; each further one is the result of a job."""
         process = self._process
         assert process is not None
         self._stop_timer()
@@ -242,7 +259,7 @@ class _Lane:
         self._send()
 
     def _end_slow(self) -> None:
-        """The job takes too long: refuse it, and end the process."""
+        """Refuse the first sent job, which takes too long, and replace the process."""
         process = self._process
         job = self._sent.popleft()
         assert process is not None
@@ -259,9 +276,9 @@ class _Lane:
         return RequestError(422, message, code="text_timeout")
 
     def _lost(self, process: _TextProcess, status: int) -> None:
-        """The process has ended by itself, with this status of `Popen`: start another one.
+        """Replace a process that has ended by itself. `status` is the exit status as `Popen` gives it.
 
-        The job that it worked on is refused. It may be the cause, and would then end the next process too.
+        The job on which the process worked is refused: it may be the reason why the process ended, and might end the next process too.
         """
         if process is not self._process or self._closed:
             return
@@ -276,7 +293,7 @@ class _Lane:
         self._start_later()
 
     def _start_later(self) -> None:
-        """Start again after a pause, which grows with each failed start."""
+        """Start the process again after a pause, which doubles with each failed start in a row."""
         pause = min(FIRST_PAUSE * 2**self._failed_starts, LONGEST_PAUSE)
         self._failed_starts += 1
         if self._failed_starts >= FAILED_STARTS:
@@ -284,7 +301,7 @@ class _Lane:
         asyncio.get_running_loop().call_later(pause, self.start)
 
     def _restart(self) -> None:
-        """Start another process, and give it the jobs that the last one had not begun."""
+        """Start another process. First it gets the jobs that were sent to the last process and are neither answered nor cancelled."""
         again = [job for job in self._sent if not job.answer.done()]
         self._waiting.extendleft(reversed(again))
         self._waiting_bytes += sum(len(job.body) for job in again)
@@ -309,10 +326,10 @@ class _Lane:
 
 
 class _TextProcess(asyncio.Protocol):
-    """A process and the connection to it."""
+    """A text process, and the connection to it."""
 
     def __init__(self, take: Callable[[TextFrame], None], lost: Callable[[_TextProcess, int], None]) -> None:
-        """Start it. `take` gets its messages; `lost` is called once it has ended, with its status."""
+        """Start the process. `take` is called with each of its messages; `lost` when it has ended, with its exit status."""
         self._take_frame = take
         self._lost = lost
         self._reader = TextFrameReader()
@@ -320,7 +337,7 @@ class _TextProcess(asyncio.Protocol):
         self._unsent: list[bytes] = []
         self._killed = False
         self.loaded = False
-        """Whether it takes jobs."""
+        """Whether the process has loaded the tokenizer, so that jobs can be sent to it."""
         ours, theirs = socket.socketpair()
         with theirs, ExitStack() as unless_started:
             unless_started.callback(ours.close)
@@ -333,7 +350,7 @@ class _TextProcess(asyncio.Protocol):
                 },
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the HTTP process, which drains
+                start_new_session=True,  # Ctrl-C must reach only the HTTP process, which then finishes its requests.
             )
             unless_started.pop_all()
         ours.setblocking(False)
@@ -342,11 +359,11 @@ class _TextProcess(asyncio.Protocol):
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def send(self, message: Mapping[str, Any], payload: bytes) -> None:
-        """Send a message."""
+        """Send a message, or queue it until the connection is made."""
         parts = [frame_head(message, len(payload)), payload]
         if self._transport is None:
             self._unsent += parts
@@ -354,18 +371,18 @@ class _TextProcess(asyncio.Protocol):
             self._transport.writelines(parts)
 
     def end(self) -> None:
-        """End the process; `lost` is called."""
+        """Kill the process. `lost` is called when it has ended."""
         self._process.kill()
 
     def kill(self) -> None:
-        """End the process, without any further call."""
+        """Kill the process and close the connection. `take` and `lost` are not called any more."""
         self._process.kill()
         self._killed = True
         if self._transport is not None:
             self._transport.abort()
 
     def wait(self) -> None:
-        """Wait until the process, which has been killed, has ended."""
+        """Wait until the process has ended, after `kill`."""
         self._process.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -1,4 +1,8 @@
-"""The role of an engine's process, and its connections to the engines of other roles."""
+"""The exchange of cache blocks between engines: `BlockTransfers` has all connections of one engine to other engines and to the store.
+
+The role of an engine decides which prompts it computes: "prefill" and "both" compute prompts for other engines, "decode" sends its own
+prompts to other engines.
+"""
 
 from __future__ import annotations
 
@@ -21,65 +25,70 @@ if TYPE_CHECKING:
     from meshwright.serve.generation import Update
 
 TICK_SECONDS = 0.25
-"""Longest time between two looks at leases and lost peers."""
+"""Time between two checks for late connections and for peers to connect to, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferSetup:
-    """The role of an engine and its peers."""
+    """Settings for the exchange of blocks."""
 
     role: Role = "both"
+    """The engine's role at its start."""
     address: str | None = None
-    """Address at which other engines ask for prompts. None if they cannot."""
+    """Address at which this engine accepts prompts of other engines. None if it accepts none."""
     peers: tuple[str, ...] = ()
-    """Addresses of the engines that compute prompts."""
+    """Addresses of the engines that compute prompts for this engine."""
     store: str | None = None
-    """Address of a store of blocks; None: there is none."""
+    """Address of a store of blocks (`server.block_store`). None if there is no store."""
     key: str = ""
-    """Key that peers must show."""
+    """Key that both sides of a connection must know."""
     seconds: float = 30.0
-    """Longest time without news from the other side."""
+    """If the other side of a connection sends nothing for this time while it should, the connection is closed."""
 
 
 class TransferFigures(NamedTuple):
-    """Counts of blocks and prompts exchanged with other engines."""
+    """Numbers of blocks and prompts that were exchanged with other engines and the store."""
 
     sent_blocks: int = 0
+    """Blocks that were sent to other engines."""
     received_blocks: int = 0
+    """Blocks that were received from other engines."""
     damaged_blocks: int = 0
-    """Blocks with a wrong checksum, which were computed again."""
+    """Number of times that a block had a wrong checksum. Such a block is computed by this engine."""
     lost_prompts: int = 0
     """Prompts that a peer did not finish."""
     waiting_prompts: int = 0
-    """Prompts that are at a peer, or wait for room in the cache."""
+    """Prompts that a peer computes now, or that wait for room in this engine's cache."""
     usable_peers: int = 0
-    """Peers that take prompts of this engine now."""
+    """Peers that accept prompts of this engine now."""
     stored_blocks: int = 0
-    """Blocks published to the store."""
+    """Blocks that were sent to the store."""
     fetched_blocks: int = 0
-    """Blocks that came from the store."""
+    """Blocks that were received from the store."""
     unacknowledged_blocks: int = 0
-    """Blocks that were sent and that the other side has not copied yet."""
+    """Blocks that were sent, to engines or to the store, and are not acknowledged yet."""
     store_connected: bool = False
-    """Whether the store answers."""
+    """Whether there is a usable connection to the store."""
 
 
 class BlockTransfers:
-    """The blocks that one engine exchanges with others, by its role. Not for several threads at once."""
+    """All connections over which one engine exchanges cache blocks. Only one thread may use it at a time."""
 
     def __init__(
         self, engine: Engine, setup: TransferSetup, submit: Submit, grammars: GrammarJobs | None = None
     ) -> None:
-        """`submit` queues the sequences of a request on the engine; `grammars` compiles those of others' prompts.
+        """Listen at `setup.address`, and connect to the store and to peers later.
 
-        Raises BadInput if `setup.address` cannot be used."""
+        `submit` submits the sequences of a request to the engine. `grammars` compiles the grammars of prompts of other engines. Raises
+        BadInput if it is not possible to listen at `setup.address`.
+        """
         self._blocks = blocks = engine.prefix_blocks()
         self._store = None if setup.store is None else StoreClient(blocks, setup.store, setup.key)
         self._submit = submit
         self._fetching = set[int]()
-        """Ids of requests whose prompts are looked up in the store."""
+        """Ids of the sequences whose prompts are being fetched from the store."""
         self._unwanted = set[int]()
-        """Those of them that were aborted."""
+        """The ids in `_fetching` whose sequences were aborted."""
         self._sender = None
         if setup.address is not None:
             listening = listen(setup.address)
@@ -88,7 +97,7 @@ class BlockTransfers:
         self._receiver = RemotePrefill(blocks, peers, setup.key, setup.seconds, submit)
         self._selector = selectors.DefaultSelector()
         self._watched: dict[int, tuple[FrameSocket, int]] = {}
-        """Connections in the selector by descriptor, with their events."""
+        """By file descriptor: the connections that are registered in the selector, and the events for which they are."""
         self._next_tick = 0.0
         if self._sender is not None:
             self._selector.register(self._sender.listening, selectors.EVENT_READ, self._sender.accept)
@@ -96,7 +105,7 @@ class BlockTransfers:
         self.use_role(setup.role)
 
     def use_role(self, role: Role) -> None:
-        """Take new work by this role; running work continues."""
+        """Set the role. It applies to new prompts; prompts that are being computed are finished."""
         if self._sender is not None:
             self._sender.accepting = role != "decode"
             self._sender.report_load()
@@ -104,7 +113,7 @@ class BlockTransfers:
         self._receiver.connect(time.monotonic())
 
     def use_new_weights(self) -> None:
-        """End all connections, because their blocks are of the old weights. Prompts at peers are computed here."""
+        """Close all connections, because their blocks belong to the old weights. This engine computes the prompts that peers had."""
         identity = self._blocks.identity()
         if self._sender is not None:
             self._sender.use_identity(identity)
@@ -114,7 +123,7 @@ class BlockTransfers:
 
     @property
     def figures(self) -> TransferFigures:
-        """Counts of blocks and prompts exchanged so far."""
+        """The numbers of blocks and prompts that were exchanged so far."""
         receiver = self._receiver
         store = self._store
         sent = 0 if self._sender is None else self._sender.sent_blocks
@@ -133,7 +142,10 @@ class BlockTransfers:
         )
 
     def begin(self, request: Mapping[str, Any]) -> bool:
-        """Let another engine compute the prompt of a request, or look it up in the store. False if the caller should submit it here."""
+        """Fetch the prompt of a request from the store, or let a peer compute it, and return true.
+
+        If it returns false, the caller must submit the request to the engine.
+        """
         if self._store is None:
             return self._receiver.begin(request)
         self._fetching.update(request["ids"])
@@ -141,7 +153,7 @@ class BlockTransfers:
         return True
 
     def _begin_fetched(self, request: Mapping[str, Any]) -> None:
-        """Continue a request after the look-up of its prompt."""
+        """Go on with a request after its prompt was fetched: let a peer compute the rest, or submit the request to the engine."""
         ids = set(request["ids"])
         wanted = not ids <= self._unwanted
         self._fetching -= ids
@@ -150,17 +162,20 @@ class BlockTransfers:
             self._submit(request, None)
 
     def publish(self, number: int, request: Mapping[str, Any]) -> None:
-        """Hand the blocks that the engine computes for the prompt of its request `number` to the store."""
+        """Send the prompt blocks of the engine's request `number` to the store, as they are computed."""
         if self._store is not None:
             self._store.publish(number, request["tokens"], request["salt"])
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Forget sequences whose prompts are elsewhere."""
+        """Abort sequences whose prompts are being fetched from the store or computed by peers."""
         self._unwanted.update(self._fetching.intersection(ids))
         self._receiver.abort(ids)
 
     def after_step(self, updates: Sequence[Update]) -> Sequence[Update]:
-        """Send the blocks that a step has computed for other engines; returns the updates of other requests."""
+        """Send the blocks that a step has computed to the store and to other engines.
+
+        Returns the updates of the requests that are not prompts of other engines.
+        """
         if self._store is not None:
             self._store.after_step(updates)
         if self._sender is not None:
@@ -168,7 +183,10 @@ class BlockTransfers:
         return updates
 
     def wait(self, own: Sequence[int], busy: Callable[[], bool]) -> None:
-        """Process the messages of peers; unless the engine is `busy`, wait for one, or for data at a descriptor of `own`."""
+        """Process the messages of peers, other engines and the store.
+
+        If the engine is not `busy`, wait first, at most `TICK_SECONDS`, for a message or for data at one of the file descriptors `own`.
+        """
         self._receiver.start()
         self._watch()
         for descriptor in own:
@@ -182,7 +200,10 @@ class BlockTransfers:
             self._tick(now)
 
     def _tick(self, now: float) -> None:
-        """Close connections that are late, once arrived messages were read, and connect to peers without a connection."""
+        """Close connections that are late, and connect to peers that are not connected.
+
+        It is called after the messages that have arrived were processed.
+        """
         self._receiver.end_late(now)
         self._receiver.connect(now)
         if self._store is not None:
@@ -191,7 +212,7 @@ class BlockTransfers:
             self._sender.end_late(now)
 
     def _watch(self) -> None:
-        """Keep the selector up to date with the connections."""
+        """Register new connections in the selector, remove closed ones, and update the events of the others."""
         current = {frames.fileno(): (frames, serve) for frames, serve in self._connections()}
         for descriptor, (frames, _) in list(self._watched.items()):
             if descriptor not in current or current[descriptor][0] is not frames:
