@@ -1,11 +1,11 @@
 """Asynchronous variants of the operators in `linear_exchanges`: matmuls that overlap with the transfer of their tokens.
 
 An all-gather followed by a matmul is divided into pieces; a piece has the tokens of one or a few ranks. The matmul of this rank's own
-tokens comes first, while the tokens of other ranks are copied. A matmul followed by a reduce-scatter runs in the opposite order: this rank's own
-tokens come last, while finished pieces are copied to the ranks that add them (Wang et al. 2023, "Overlap Communication with Dependent
-Computation via Decomposition"; PyTorch's asynchronous tensor parallelism). The backward of an all-gather followed by a matmul needs no
-pieces: the all-gather overlaps with the matmul for the input gradient, and the reduce-scatter of this gradient overlaps with the matmul for
-the weight gradient.
+tokens comes first, while the tokens of other ranks are copied. A matmul followed by a reduce-scatter runs in the opposite order: this
+rank's own tokens come last, while finished pieces are copied to the ranks that add them (Wang et al. 2023, "Overlap Communication with
+Dependent Computation via Decomposition"; PyTorch's asynchronous tensor parallelism). The backward of an all-gather followed by a matmul
+needs no pieces: the all-gather overlaps with the matmul for the input gradient, and the reduce-scatter of this gradient overlaps with the
+matmul for the weight gradient.
 
 The parts of the ranks are added in rank order, in fp32 or wider, and rounded once. Shapes and names are those of `linear_exchanges`.
 `Peers` (`parallel.peers`) copy the tokens.

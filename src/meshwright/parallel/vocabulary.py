@@ -146,7 +146,7 @@ class DividedScoreHead(ScoreHead):
         tied: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | LossSums:
-        """As `ScoreHead.forward`, for hidden `(batch, seq / ranks, hidden)`; scores and `weights` `(batch, seq)` are of all ranks' tokens."""
+        """As `ScoreHead.forward`: hidden is `(batch, seq / ranks, hidden)`, scores and `weights` `(batch, seq)` are of all ranks."""
         if targets is None:
             return self.values(hidden)[..., None]
         assert weights is not None, "an objective has a factor for each score"
