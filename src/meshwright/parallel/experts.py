@@ -71,8 +71,9 @@ def distribute_experts(model: Decoder, mesh: Mesh, plan: ExpertPlan | None = Non
 def count_expert_loads_over_whole_sequences(model: Decoder, mesh: Mesh) -> None:
     """Make the balance loss use the loads of whole sequences, summed over the context and tensor ranks that divide a sequence.
 
-    A load is the number of tokens that chose an expert. The balance loss multiplies loads, so it needs the loads of the whole sequence.
-    The balance losses that the ranks compute for their parts of a sequence then add up to the loss of the sequence.
+    A load is the number of tokens that chose an expert. The balance loss of a sequence multiplies the load of each expert in the sequence
+    by its mean probability. If each rank uses the loads of the whole sequence and the probabilities of its own tokens, the ranks' balance
+    losses add up to the loss of the sequence.
     """
     if model.spec.routed_layers and (group := mesh.group_over((*CONTEXT_AXES, "tensor"))) is not None:
         for moe in _moe_layers(model):
