@@ -39,7 +39,7 @@ MOST_ANSWERS = 100
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Result of a run: its last validation and the comparison with the prediction; None if there is none."""
+    """Result of a run: its last validation, and the comparison with the prediction; each is None if there was none."""
 
     validation: Evaluation | None
     prediction_check: PredictionCheck | None
@@ -280,7 +280,7 @@ def _read(
     saver: Saver,
     check: StateCheck | None,
 ) -> None:
-    """Wait for the device, so that every launched step is reported."""
+    """Wait for the device and report every step that was launched."""
     session.recorder.wait()
     for record in figures.drain():
         _report(session, prediction_checks, saver, check, record)

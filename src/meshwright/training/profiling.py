@@ -33,7 +33,7 @@ ENVIRONMENT_KEYS = ("meshwright", "commit", "python", "torch", "cuda", "rocm", "
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileJob:
-    """Input of every rank: its cluster, how long to measure (None: the default of `profile`), and the run to measure for."""
+    """Input of every rank. `seconds` is the time for the measurement; None: the default of `profile`."""
 
     cluster: ClusterSpec
     seconds: float | None = None
