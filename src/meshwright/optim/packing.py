@@ -39,9 +39,10 @@ _MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class ChunkPacking:
-    """The fields of a chunk's record in host memory. `master`: the remainder of fp32 master weights is one of them.
+    """The format of a chunk's record in host memory.
 
-    Without `master` and with fp32 moments the record has the moments in `stored` dtype as they are.
+    With `master` the record has the remainders of fp32 master weights. Without `master` and with fp32 moments it has the unchanged moments,
+    in the dtype `stored`.
     """
 
     master: bool
@@ -55,7 +56,7 @@ class ChunkPacking:
 
     @property
     def tie_bits(self) -> bool:
-        """Whether the second moment has the bit for ties. With 8-bit moments it has not, and ties rounded down lose the master's last bit."""
+        """Whether the second moment has the bit for ties. In 8 bits it has not, and a tie rounded down loses the master's last bit."""
         return self.master and self.moments != "int8"
 
     @property

@@ -156,7 +156,7 @@ def build_engine(
     initialise_shards(model, seed, division, stored_fp8)
     on_phase_end("weights")
     tied = _tied_sum(model, table, mesh)
-        # A box is a rectangular region of a parameter. A rank's part of a fused weight may consist of several boxes.
+    # A box is a rectangular region of a parameter. A rank's part of a fused weight may consist of several boxes.
     boxes_by_parameter = {name: parts.boxes for name, parts in local_weights(model, division).items()}
     copies = TensorCopySums(model, boxes_by_parameter, mesh) if division.tensor.count > 1 else None
     sharded = list(dict.fromkeys(unit.sharded for stage_units in units for unit in stage_units))

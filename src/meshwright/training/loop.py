@@ -187,7 +187,8 @@ def _loader(session: TrainingSession) -> Iterator[Loader]:
         start_sample=session.next_sample,
         skipped=session.numerics.skip_samples,
         device=session.world.device,
-        **({} if session.rollouts is None else {"prefetch": 0}),  # the answers of a step are sampled with the weights of the step before
+        # The answers of a step are sampled with the weights of the previous step, so they cannot be read ahead.
+        **({} if session.rollouts is None else {"prefetch": 0}),
     )
     with loader:
         yield loader

@@ -78,7 +78,8 @@ def _from_memory(session: TrainingSession, at_most: int | None) -> tuple[dict[st
     try:
         if (at_most is not None and snapshot.step > at_most) or snapshot.step < (stored or 0):
             return None
-        if stored is None:  # verified first, because a failed load would overwrite initial weights that no checkpoint could replace
+        # Without a stored checkpoint, a failed load would overwrite initial weights that nothing could replace, so verify first.
+        if stored is None:
             snapshot.verify(ranks)
         return snapshot.load(ranks, session.state(), session.recorder, session.world.device_group), snapshot.tier
     except Damaged as error:

@@ -118,7 +118,8 @@ class Saver:
             if spec.mirror is not None and session.world.leads
             else None
         )
-        if self._mirror is not None and session.step:  # an earlier start may have ended before it copied this checkpoint
+        # An earlier start may have ended before it copied this checkpoint.
+        if self._mirror is not None and session.step:
             self._mirror.offer(session.store.folder / step_name(session.step))
 
     @classmethod
