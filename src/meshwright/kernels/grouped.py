@@ -49,7 +49,8 @@ def order_by_expert(chosen: Tensor, load: Tensor) -> ExpertOrder:
 
         return ExpertOrder(*sort_by_expert(chosen, load.shape[0]))
     offsets = load.cumsum(0).to(torch.int32)
-    order = chosen.flatten().to(torch.int16).argsort(stable=True)  # 16 bits: a radix sort makes a pass per byte of the key
+    # With keys of 16 bits, because a radix sort makes a pass over the keys for each of their bytes.
+    order = chosen.flatten().to(torch.int16).argsort(stable=True)
     indices = torch.arange(order.numel(), device=order.device)
     positions = torch.empty_like(order).scatter(0, order, indices)
     return ExpertOrder(order, positions.view_as(chosen), offsets)
