@@ -170,7 +170,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 add_matmul(weight_grad, logits_grad.t(), h)
             elif ctx.needs_input_grad[1]:
                 weight_grad = matmul(logits_grad.t(), h, wide)
-            del logits, logits_grad, derivative  # otherwise the logits of two chunks would be in memory during the next matmul
+            # Otherwise the logits of two chunks would be in memory during the next matmul.
+            del logits, logits_grad, derivative
         ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad[:vocab])
         ctx.mark_non_differentiable(squares)
         return loss, squares
