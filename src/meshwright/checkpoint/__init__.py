@@ -1,1 +1,1 @@
-"""Durable state: written, committed, verified, read back in any layout; and Hugging Face folders. Loads no torch."""
+"""Durable state of a run: it is written, committed, verified, and read back in any layout; also Hugging Face folders. Loads no torch."""

@@ -20,9 +20,10 @@ _PLAN_LIMIT = 64 << 20
 
 
 def choose_checkpoint(folder: Path, step: int | None) -> Path:
-    """The checkpoint of `step`, or the newest committed one when `step` is None.
+    """Return the checkpoint of `step`, or the newest committed checkpoint if `step` is None.
 
-    `folder` is a run's folder, its `checkpoints` folder or a checkpoint's own. Raises BadInput when there is none, naming those that exist.
+    `folder` is a run's folder, its `checkpoints` folder or the folder of one checkpoint. Raises BadInput if there is no such checkpoint;
+    the message names the checkpoints that exist.
     """
     paths = find_checkpoints(folder)
     chosen = [
@@ -38,10 +39,10 @@ def choose_checkpoint(folder: Path, step: int | None) -> Path:
 
 
 def describe_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint's step, whether it is committed, its Plan, versions, files with sizes, and seconds of the save by phase.
+    """Return what is known about a checkpoint: step, whether it is committed, Plan, versions, files with sizes, seconds of each save phase.
 
-    A checkpoint without a commit has no manifest: plan, versions and seconds are None. Raises Damaged when manifest or Plan is not what was
-    written.
+    A checkpoint without a commit has no manifest; its plan, versions and seconds are None. Raises Damaged if the manifest or the Plan is
+    not what was written.
     """
     if not has_commit(path):
         files = [{"name": file.name, "bytes": file.stat().st_size} for file in sorted(path.iterdir()) if file.is_file()]
@@ -73,7 +74,7 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PruneResult:
-    """The checkpoints that `prune_checkpoints` deleted, and those that it kept."""
+    """The checkpoints that `prune_checkpoints` deleted, and those that remain."""
 
     deleted: tuple[Path, ...]
     kept: tuple[Path, ...]
@@ -82,8 +83,9 @@ class PruneResult:
 def prune_checkpoints(folder: Path, keep: int) -> PruneResult:
     """Delete a run's committed checkpoints except the newest `keep`, and the files of interrupted saves.
 
-    The newest undamaged checkpoint of this run stays, even when `keep` newer ones are damaged or another run's. Raises BadInput when
-    `keep` is not positive, when `folder` is a single checkpoint or none at all, and while a job works in the run's folder.
+    The newest undamaged checkpoint of this run always stays, also if `keep` newer ones exist that are damaged or belong to another run.
+    Raises BadInput if `keep` is not positive, if `folder` is a single checkpoint or has no checkpoints, and while a job works in the run's
+    folder.
     """
     if find_checkpoints(folder) == [folder]:
         raise BadInput(f"{folder}: expected a run's folder or its checkpoints folder")

@@ -1,6 +1,6 @@
-"""A rank's parts of tensors: which boxes it has of each, and whether they can be stored.
+"""A rank's parts of tensors: which boxes of each tensor the rank has, and whether a checkpoint can store them.
 
-A box is a rectangular part of a tensor: the index of its first element and its size in each dimension.
+A box is a rectangular part of a tensor, given by the index of its first element and its size in each dimension.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.state.parts import StateParts
 
 LocalTensor = Tensor | StateParts
-"""A rank's part of a tensor: a DTensor, a plain tensor that is the whole, or StateParts."""
+"""What a rank has of a tensor: a DTensor, a plain tensor (then it is the whole tensor), or StateParts."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -39,14 +39,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Safetensors' name of a dtype; raises BadInput for a dtype that it cannot store."""
+    """Return the name that safetensors has for a dtype. Raises BadInput if safetensors cannot store it."""
     if dtype not in _NAMES:
         raise BadInput(f"{dtype} cannot be stored in a checkpoint; expected one of {', '.join(map(str, _NAMES))}")
     return _NAMES[dtype]
 
 
 def local_boxes(tensor: LocalTensor) -> Iterable[tuple[tuple[int, ...], Tensor]]:
-    """(offsets in the whole tensor, elements) of each box that this rank has of a tensor, detached from autograd."""
+    """Return each box that this rank has of a tensor: its offsets in the whole tensor, and its elements, detached from autograd."""
     if isinstance(tensor, StateParts):
         return ((box.offsets, elements.detach()) for box, elements in tensor.pieces())
     if not isinstance(tensor, DTensor):
@@ -58,16 +58,16 @@ def local_boxes(tensor: LocalTensor) -> Iterable[tuple[tuple[int, ...], Tensor]]
 
 
 def device_of(tensors: Mapping[str, LocalTensor]) -> torch.device:
-    """This rank's GPU if any of the tensors is on it, else the CPU."""
+    """Return this rank's GPU if any of the tensors is on it, otherwise the CPU."""
     devices = (tensor.device for tensor in tensors.values())
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
 
 def check_storable(tensors: Mapping[str, LocalTensor]) -> None:
-    """Raise BadInput unless all values are materialised tensors of a dtype that safetensors knows.
+    """Raise BadInput unless every value is a tensor with memory and with a dtype that safetensors can store.
 
-    A `StateParts` is this rank's pieces of a tensor that the engine itself shards, such as optimizer state; a user's
-    sharded tensor is a DTensor.
+    StateParts are this rank's boxes of a tensor that the engine itself shards, such as optimizer state. A sharded tensor of a user is a
+    DTensor.
     """
     for name, tensor in tensors.items():
         if not isinstance(tensor, (Tensor, StateParts)):

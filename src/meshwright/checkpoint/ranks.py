@@ -1,8 +1,7 @@
-"""Runs a function on all ranks or on the first rank, and gives all ranks the results or the same error.
+"""Runs a function on all ranks or on one rank, and gives all ranks the results, or the same error.
 
-Saving and loading use it so that a failure on one rank becomes the same error on all; otherwise the other ranks would
-wait for it in a collective. Messages go through the object collectives of `torch.distributed`: pass a Gloo group on
-GPU jobs.
+Saving and loading use it so that a failure on one rank becomes the same error on all ranks. Otherwise the other ranks would wait for the
+failed rank in a collective. Messages are sent by the object collectives of `torch.distributed`; on GPU jobs pass a Gloo group.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error of one rank as it is sent to the others; `exit_code` identifies its class."""
+    """An error of one rank, in the form in which it is sent to the others. `exit_code` identifies the class of the error."""
 
     exit_code: int
     message: str
 
 
 class _Failures(dict[int, _Failure]):
-    """The errors of the ranks that failed, by rank."""
+    """The errors of the ranks that failed, by rank. A class of its own, so that a result can be told from failures."""
 
 
 def _failures(outcomes: Sequence[Any]) -> _Failures:
@@ -40,9 +39,9 @@ def _failures(outcomes: Sequence[Any]) -> _Failures:
 
 
 class RankGroup:
-    """The ranks of `group`, or of the default group if it is None; this process alone without `torch.distributed`.
+    """The ranks of `group`; of the default group if it is None; only this process if `torch.distributed` is not initialised.
 
-    `activity` is the phrase that begins an error's message, such as "saving step 100".
+    In the methods, `activity` is a phrase such as "saving step 100", with which an error's message begins.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -62,10 +61,10 @@ class RankGroup:
         return self.rank == 0
 
     def run_on_all(self, activity: str, function: Callable[[], T]) -> list[T]:
-        """Call `function`, which must not communicate, on every rank; return the results of all ranks in rank order.
+        """Call `function` on every rank and return the results of all ranks, in rank order. `function` must not communicate.
 
-        If it fails on some ranks, all ranks raise the same error. It has the class and message of the lowest failing
-        rank's error, and the number of other ranks that failed.
+        If it fails on some ranks, all ranks raise the same error. The error has the class and the message of the lowest failing rank's
+        error, and says how many other ranks failed.
         """
         outcome, cause = self._call(activity, function)
         outcomes = self._gather(activity, outcome) if not self.is_single else [outcome]
@@ -74,11 +73,11 @@ class RankGroup:
         return outcomes
 
     def run_on_first(self, activity: str, function: Callable[[], T]) -> T:
-        """Call `function` on the first rank; return its result on all ranks, or raise its error on all."""
+        """Call `function` on the first rank. All ranks return its result or raise its error."""
         return self.run_on(0, activity, function)
 
     def run_on(self, rank: int, activity: str, function: Callable[[], T]) -> T:
-        """Call `function` on `rank`; return its result on all ranks, or raise its error on all."""
+        """Call `function` on `rank`. All ranks return its result or raise its error."""
         outcome, cause = self._call(activity, function) if self.rank == rank else (None, None)
         outcome = self._broadcast(activity, outcome, rank) if not self.is_single else outcome
         if isinstance(outcome, _Failure):
@@ -86,9 +85,10 @@ class RankGroup:
         return cast(T, outcome)
 
     def assign(self, activity: str, describe: Callable[[], T], assign: Callable[[list[T]], list[R]]) -> R:
-        """Call `describe` on every rank and then, on the first rank, `assign` with all results in rank order.
+        """Call `describe` on every rank, then call `assign` on the first rank with the results of all ranks, in rank order.
 
-        Each rank gets its entry of what `assign` returns. A failure is raised on all ranks as by `run_on_all`.
+        `assign` returns a list with an entry for each rank, and each rank returns its entry. A failure is raised on all ranks, as by
+        `run_on_all`.
         """
         outcome, cause = self._call(activity, describe)
         outcomes = [outcome] if self.is_single else self._gather_on_first(activity, outcome)
@@ -107,8 +107,8 @@ class RankGroup:
     def run_communication(self, activity: str, function: Callable[[], T]) -> T:
         """Call `function`, which communicates with other ranks, and convert its RuntimeError.
 
-        torch reports a lost peer as a RuntimeError; that becomes a CommunicationFailure. Other RuntimeErrors become the
-        class that `as_meshwright_error` gives them. The error is raised on this rank only.
+        torch reports a lost peer as a RuntimeError; it becomes a CommunicationFailure. Any other RuntimeError becomes the class that
+        `as_meshwright_error` selects. The error is raised on this rank only.
         """
         try:
             return function()
@@ -119,14 +119,14 @@ class RankGroup:
             raise self._error({self.rank: failure}) from error
 
     def _call(self, activity: str, function: Callable[[], T]) -> tuple[Any, BaseException | None]:
-        """(result, None), or (_Failure, exception) if `function` raises."""
+        """Return (result of `function`, None), or (_Failure, exception) if `function` raises."""
         try:
             return function(), None
         except Exception as error:
             return _failure_of(error, activity), error
 
     def _error(self, failures: dict[int, _Failure]) -> MeshwrightError:
-        """The error that all ranks raise for `failures` by rank."""
+        """Return the error that all ranks raise for the `failures` of some ranks."""
         rank, failure = next(iter(failures.items()))
         message = failure.message
         if not self.is_single:
@@ -145,7 +145,7 @@ class RankGroup:
         return values or []
 
     def _scatter(self, activity: str, values: list[Any]) -> Any:
-        """This rank's entry of the first rank's `values`."""
+        """Return this rank's entry of the `values` that the first rank passes."""
         own: list[Any] = [None]
         self.run_communication(
             activity, lambda: dist.scatter_object_list(own, values or None, group=self.group, group_src=0)
@@ -159,7 +159,7 @@ class RankGroup:
 
 
 def _failure_of(error: BaseException, activity: str) -> _Failure:
-    """Convert an exception into its exit code and message; log the traceback of an internal error."""
+    """Convert an exception into its exit code and message. Logs the traceback of an internal error."""
     converted = as_meshwright_error(error, activity)
     if converted.exit_code == MeshwrightError.exit_code:
         log.error("%s failed", activity, exc_info=error)

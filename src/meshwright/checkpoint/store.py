@@ -1,6 +1,6 @@
 """`CheckpointStore`: saves, finds, loads and deletes the checkpoints of one run.
 
-A checkpoint is loaded in any layout of ranks, whatever layout wrote it. The trainer uses this interface only.
+A checkpoint can be loaded in any layout of ranks, whatever layout wrote it. The trainer accesses checkpoints only through this class.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """The checkpoint that `save` wrote; `written` is false if an undamaged one of the step existed and was kept."""
+    """The checkpoint of a save. `written` is False if an undamaged checkpoint of the step existed and was kept instead."""
 
     path: Path
     bytes: int
@@ -65,17 +65,17 @@ class SaveOutcome:
 class CheckpointStore:
     """The checkpoints in one folder, normally `RUN/checkpoints`.
 
-    Every method is collective: all ranks of `group` call it with the same arguments, except tensors, and all return the
-    same or raise the same error. `group` is by default the default group, or this process alone without
-    `torch.distributed`; on GPU jobs pass a Gloo group, and as `device_group` the NCCL group of the same ranks: loads
-    send through it what several ranks need. `lease` is the file that names the start (launch) that owns the run's folder, the parent of
-    `folder`; with it, saving and deleting raise BadInput once another start has taken the folder. A checkpoint of another
-    run than the lease in that folder names is refused.
+    Every method is collective: all ranks of `group` call it with the same arguments (except tensors), and all return the same result or
+    raise the same error.
 
-    Each rank passes the tensors of which it holds a part, possibly none. A name means the same tensor on all ranks. A
-    DTensor may have a mesh of any of the ranks. If several ranks hold the same elements (replicas, or an embedding that
-    two pipeline stages share), they must hold equal values in the same boxes. A checkpoint is good if it is committed
-    and every byte matches its digest.
+    - `group`: None means the default group, or this process alone without `torch.distributed`. On GPU jobs pass a Gloo group.
+    - `device_group`: the NCCL group of the same ranks. When a checkpoint is loaded, values that several ranks need are sent through it.
+    - `lease`: names the start (launch) that owns the run's folder, which is the parent of `folder`. If another start has taken the folder,
+      saving and deleting raise BadInput. A checkpoint that belongs to another run than this folder's lease is refused.
+
+    Each rank passes the tensors of which it has a part, possibly none. A name means the same tensor on all ranks. A DTensor may have a mesh
+    of any of the ranks. If several ranks have the same elements (replicas, or an embedding that two pipeline stages share), they must have
+    equal values in the same boxes. A checkpoint is good if it is committed and every byte matches its digest.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CheckpointStore:
         self._device_group = device_group
         self._recorder = recorder or NullRecorder()
         self._verified: set[Path] = set()
-        """Checkpoints that this store wrote or verified; `retain` does not read them again."""
+        """Checkpoints that this store has written or verified. `retain` does not read them again."""
         self._reported: set[Path] = set()
 
     def save(
@@ -108,13 +108,15 @@ class CheckpointStore:
         parent: int | None = None,
         finite: bool | None = None,
     ) -> SaveOutcome:
-        """Write the checkpoint of `step` and make it visible, whole and durable, or raise and leave nothing visible.
+        """Write the checkpoint of `step` so that it is complete and durable when it becomes visible. On an error nothing becomes visible.
 
-        `state` has plain values (JSON). `texts` has further files by name, such as the resolved configuration. Both are
-        taken from the first rank. `parent` and `finite` go into the manifest (`checkpoint.format.manifest.CheckpointManifest`). A good
-        checkpoint of the step is kept unless `overwrite`. Raises OutOfResources when the disk is or becomes full
-        (earlier checkpoints stay), BadInput for values that cannot be stored and for a tensor whose pieces on the ranks
-        overlap without being the same or leave elements out, and CommunicationFailure when a rank is lost.
+        - `state`: plain values (JSON), taken from the first rank.
+        - `texts`: further files by name, such as the resolved configuration, taken from the first rank.
+        - `overwrite`: replace a good checkpoint of this step; otherwise it is kept and nothing is written.
+        - `parent`, `finite`: fields of the manifest (`checkpoint.format.manifest.CheckpointManifest`).
+
+        Raises OutOfResources if the disk is full or becomes full (earlier checkpoints stay), CommunicationFailure if a rank is lost, and
+        BadInput for values that cannot be stored, or if the ranks' boxes of a tensor overlap without being the same or do not cover it.
         """
         started = time.perf_counter()
         activity = f"saving step {step}"
@@ -151,10 +153,10 @@ class CheckpointStore:
         return SaveOutcome(attempt.target, size, time.perf_counter() - started)
 
     def newest_good(self) -> Path | None:
-        """The newest good checkpoint, or None.
+        """Return the newest good checkpoint, or None.
 
-        Each rank verifies a share of the blocks. A checkpoint that is damaged or not committed is reported once, with
-        the files concerned, and the next older one is tried.
+        Each rank verifies a share of the blocks. If a checkpoint is damaged or not committed, one warning names the files concerned, and
+        the next older checkpoint is tried.
         """
         activity = f"looking for checkpoints in {self.folder}"
         names = self._ranks.run_on_first(activity, lambda: [path.name for path in candidates(self.folder)])
@@ -170,12 +172,12 @@ class CheckpointStore:
     def load(
         self, path: Path, tensors: Mapping[str, LocalTensor], *, prefix: str = "", convert: bool = False
     ) -> dict[str, Any]:
-        """Fill `tensors` in place from the checkpoint at `path`, which any layout may have written; return its state.
+        """Fill `tensors` in place from the checkpoint at `path` and return its state. Any layout may have written the checkpoint.
 
-        The names that all ranks pass must be those in the checkpoint that start with `prefix`: `prefix="model."` loads
-        the weights only. Shapes must agree, and dtypes too unless `convert`. Raises Damaged when a block differs from
-        what was written (some tensors may be filled by then) or it is of another run than its folder, BadInput
-        when names, shapes or dtypes do not fit.
+        The names that all ranks together pass must be the names in the checkpoint that start with `prefix`: `prefix="model."` loads only
+        the weights. Shapes must agree; dtypes must agree too unless `convert`. Raises BadInput if names, shapes or dtypes do not fit.
+        Raises Damaged if a block differs from what was written (some tensors may be filled by then), or if the checkpoint belongs to
+        another run than its folder.
         """
         activity = f"loading {path}"
         run_id = self._run_id if path.parent == self.folder else run_id_of(path)
@@ -184,7 +186,7 @@ class CheckpointStore:
         return opened.state
 
     def newest_step(self, at_most: int | None = None) -> int | None:
-        """The step of the newest checkpoint folder of at most that step, whether or not it is good; None without any."""
+        """Return the step of the newest checkpoint folder whose step is not beyond `at_most`, good or not; None if there is none."""
         looking = f"looking for checkpoints in {self.folder}"
         steps = self._ranks.run_on_first(
             looking, lambda: [candidate_step(path) or 0 for path in candidates(self.folder)]
@@ -194,11 +196,11 @@ class CheckpointStore:
     def load_newest(
         self, tensors: Mapping[str, LocalTensor], at_most: int | None = None
     ) -> tuple[Path, dict[str, Any]] | None:
-        """Fill `tensors` from the newest good checkpoint; return its path and state, or None when there is no checkpoint at all.
+        """Fill `tensors` from the newest good checkpoint whose step is not beyond `at_most`. Returns its path and state.
 
-        Skips checkpoints of steps beyond `at_most`. Every byte is read once and verified. On damage all ranks continue
-        with the next older checkpoint, after one warning with file and byte offset. Returns None also when all are
-        damaged; the tensors' values are then undefined.
+        Every byte is read once and verified. If a checkpoint is damaged, one warning names file and byte offset, and all ranks continue
+        with the next older checkpoint. Returns None if there is no checkpoint, and also if all are damaged; the values of the tensors are
+        then undefined.
         """
         looking = f"looking for checkpoints in {self.folder}"
         names = self._ranks.run_on_first(looking, lambda: _names_up_to(at_most, candidates(self.folder)))
@@ -218,9 +220,9 @@ class CheckpointStore:
         return None
 
     def retain(self, keep: int) -> list[Path]:
-        """Delete and return the committed checkpoints older than the newest `keep`; clear up after dead attempts.
+        """Delete the committed checkpoints older than the newest `keep` and return their paths. Also removes what failed saves left.
 
-        The newest good one is never deleted, even when `keep` newer ones turn out to be damaged.
+        The newest good checkpoint is never deleted, even if all `keep` newer ones turn out to be damaged.
         """
         deleted = self._ranks.run_on_first(f"deleting old checkpoints in {self.folder}", lambda: self._retain(keep))
         self._verified.difference_update(deleted)
@@ -241,7 +243,7 @@ class CheckpointStore:
         )
 
     def _existing_checkpoint(self, activity: str, step: int) -> Path | None:
-        """The checkpoint of `step` if there is a good one."""
+        """Return the path of the checkpoint of `step` if it is good, else None."""
         target = self.folder / step_name(step)
 
         def look() -> bool:
@@ -256,7 +258,7 @@ class CheckpointStore:
             check_lease(self.folder.parent, self._lease)
 
     def _begin(self, step: int, tensor_bytes: int) -> SaveAttempt:
-        """Create the folder of an attempt. Raises OutOfResources when the disk has no space for `tensor_bytes`."""
+        """Create the folder for a save. Raises OutOfResources if the disk has no space for `tensor_bytes`."""
         attempt = SaveAttempt(self.folder, step, new_attempt(self._lease), self._lease)
         attempt.check_owner()
         recover(self.folder)
@@ -268,7 +270,7 @@ class CheckpointStore:
         return attempt
 
     def _write(self, attempt: SaveAttempt, layout: FileLayout, device: torch.device) -> dict[str, FileRecord]:
-        """Write this rank's file, durable on return; no file without tensors."""
+        """Write this rank's file, which is durable on return. A rank without tensors writes no file."""
         if not layout.pieces:
             return {}
         name = tensor_file(self._ranks.rank)
@@ -280,7 +282,7 @@ class CheckpointStore:
             raise
 
     def _damage(self, activity: str, path: Path) -> list[Damage]:
-        """The damage of a checkpoint: every rank checks names and sizes, and reads its share of the blocks."""
+        """Return the damage of a checkpoint. Every rank checks the names and sizes of all files, and reads its share of the blocks."""
 
         def check() -> tuple[str, list[Damage]]:
             if not path.is_dir():

@@ -1,9 +1,9 @@
 """Low-rank adapters of one linear layer: y = xWᵀ + s · (xAᵀ)Bᵀ, where W is frozen (`spec.blocks.adapter`).
 
-A fused layer has an adapter for each of its parts, as folders have one layer for each. All A are applied as one matmul; the B form a
-block-diagonal matrix, so that one matmul adds to the layer's output.
+A fused layer has an adapter for each of its parts, because folders of adapters store the parts as separate layers. All A are applied in one
+matmul. The B form a block-diagonal matrix, so that one matmul adds to the layer's output.
 
-Shapes: x `(…, in)`, y `(…, out)`; A `(rank, in)`, B `(outputs of the part, rank)`; h = xAᵀ of all parts `(…, ranks)`.
+Shapes: x `(…, in)`, y `(…, out)`; A `(rank, in)`, B `(outputs of the part, rank)`; h = xAᵀ of all parts together `(…, ranks)`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.spec.blocks.table import AdapterPart
 
 
 class ExpertAdapter(nn.Module):
-    """The adapters of all routed experts: of each linear layer by its name, those of its fused parts.
+    """The adapters of all routed experts, for each linear layer by name, with an adapter for each part of a fused layer.
 
     A is `(experts, rank, in)` and B `(experts, outputs of the part, rank)`.
     """
@@ -38,12 +38,12 @@ class ExpertAdapter(nn.Module):
                 self.register_parameter(f"{layer}_{part.parameter('b')}", nn.Parameter(b))
 
     def forward(self, layer: str, rows: Tensor, y: Tensor, offsets: Tensor, *, plain: bool) -> Tensor:
-        """y `(rows, out)` plus what the adapters of a layer add for its input `rows` `(rows, in)`, sorted by expert."""
+        """Return y `(rows, out)` plus what a layer's adapters add for its input `rows` `(rows, in)`; rows are sorted by expert."""
         a, b = (self._of(layer, name) for name in "ab")
         if len(a) == 1:
             reduce = a[0]
             expand = b[0]
-        else:  # B of both parts as one block-diagonal matrix of each expert
+        else:  # the B of both parts form one block-diagonal matrix for each expert
             rank = a[0].shape[1]
             reduce = torch.cat(a, dim=1)
             expand = torch.cat([F.pad(b[0], (0, rank)), F.pad(b[1], (rank, 0))], dim=1)
@@ -55,7 +55,7 @@ class ExpertAdapter(nn.Module):
 
 
 class Adapter(nn.Module):
-    """The adapters of a linear layer; `fused` are its parts with their outputs, in order, or one for the whole layer."""
+    """The adapters of a linear layer. `fused` has the name and outputs of each part of the layer, in order."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Adapter(nn.Module):
         self.scale = scale
         self.magnitudes = magnitudes
         self.rows = {part.part: part.outputs for part in parts} if parts[0].part == "" else dict(fused)
-        """Outputs of each part of the layer on this rank, also of parts without an adapter."""
+        """Number of outputs on this rank for each part of the layer, including parts without an adapter."""
         for part in parts:
             self.register_parameter(part.parameter("a"), nn.Parameter(torch.empty(part.rank, inputs)))
             self.register_parameter(part.parameter("b"), nn.Parameter(torch.zeros(part.outputs, part.rank)))
@@ -79,17 +79,17 @@ class Adapter(nn.Module):
                 self.register_parameter(part.parameter("magnitude"), nn.Parameter(torch.ones(part.outputs)))
 
     def reduced(self, x: Tensor) -> Tensor:
-        """h of x."""
+        """Return h = xAᵀ."""
         return F.linear(x, self._stacked("a"))
 
     def add_to(self, y: Tensor, h: Tensor) -> Tensor:
-        """y + s · h · Bᵀ."""
+        """Return y + s · h · Bᵀ."""
         expansion = self._expansion()
         total = torch.addmm(y.flatten(0, -2), h.flatten(0, -2), expansion.t(), alpha=self.scale)
         return total.view(y.shape)
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """The layer's output without its bias, of that of the frozen `weight`, `y`."""
+        """Return the layer's output without its bias; y is the output of the frozen `weight` for x."""
         total = self.add_to(y, self.reduced(x))
         return total * self._row_factors(weight).to(total.dtype) if self.magnitudes else total
 
@@ -98,7 +98,7 @@ class Adapter(nn.Module):
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def _expansion(self) -> Tensor:
-        """The B of all parts as one matrix `(out, ranks)`, each beside zeros."""
+        """Return the block-diagonal matrix of the B of all parts, `(out, ranks)`."""
         if len(self.rows) == 1:
             return self.get_parameter(self.parts[0].parameter("b"))
         ranks = sum(part.rank for part in self.parts)
@@ -117,9 +117,9 @@ class Adapter(nn.Module):
         return torch.cat(blocks)
 
     def _row_factors(self, weight: Tensor) -> Tensor:
-        """DoRA's factor of each output `(out)`: its magnitude over the length of its row of W + s · BA, which has no gradient.
+        """Return DoRA's factor of each output, `(out,)`: its magnitude divided by the norm of its row of W + s · BA.
 
-        The length follows from matmuls of rank size; W + s · BA itself never exists.
+        The norm has no gradient. It is computed from matmuls with A and B, without W + s · BA itself.
         """
         wide = torch.promote_types(weight.dtype, torch.float32)
         with torch.no_grad():

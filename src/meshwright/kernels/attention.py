@@ -39,11 +39,13 @@ BACKENDS = [
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Mask of the keys that each query attends to, if not simply all earlier ones. One of the first three fields is set.
+    """Tells which keys each query attends to, if not simply all earlier ones. Exactly one of the first three fields is set.
 
-    `dense` broadcasts to `(batch, heads, seq, seq)`, true where a query attends to a key; `blocks` is the same for flex attention, `flash`
-    for FlashAttention. `cap` is that of the scores (`AttentionSpec.score_cap`). `documents` `(batch, seq)` has the numbers of documents
-    from which the mask was made, if tokens attend to their own only.
+    - `dense`: booleans that broadcast to `(batch, heads, seq, seq)`, true where a query attends to a key.
+    - `blocks`: the same for flex attention.
+    - `flash`: the same for FlashAttention.
+    - `cap`: the cap of scores (`AttentionSpec.score_cap`).
+    - `documents` `(batch, seq)`: the document numbers that the mask was made from, if tokens attend to their own document only.
     """
 
     dense: Tensor | None = None
@@ -64,11 +66,15 @@ def attention(
 ) -> Tensor:
     """Causal attention of q `(batch, seq, heads, head_dim)` over k and v `(batch, seq, kv_heads, head_dim)`.
 
-    The result is shaped like q, with the width of v, which may be narrower. `kv_heads` divides `heads`; consecutive query
-    heads share a key/value head. Scores are scaled by 1/√head_dim. With `plain` the mask must be made with `plain=True`. With
-    a mask for some `queries` only, q has these queries, and k and v have the whole sequence. `sinks` `(heads,)` are scores
-    that take part in the softmax of each head (`kernels.sinks`). With a dense mask and sinks, or a cap, scores are computed
-    explicitly.
+    The result is shaped like q, with the width of v, which may be narrower. `heads` is a multiple of `kv_heads`; consecutive query heads
+    share a key/value head. Scores are scaled by 1/√head_dim.
+
+    - `mask`: None means that each query attends to all earlier keys. If the mask was made for some `queries` only, q has only these
+      queries; k and v have the whole sequence.
+    - `sinks` `(heads,)`: a further score in the softmax of each head (`kernels.sinks`).
+    - `plain`: use torch's basic operators; the mask must then be made with `plain=True`.
+
+    With a dense mask and sinks, or with a cap on such a mask, all scores are computed explicitly.
     """
     if mask is not None and mask.flash is not None:
         return window_attention.window_attention(q, k, v, mask.flash, sinks)
@@ -103,14 +109,16 @@ def make_mask(
     document_sizes: tuple[int, int] | None = None,
     plain: bool = False,
 ) -> AttentionMask | None:
-    """The mask of `seq` tokens, or None if every query attends to all earlier tokens and there is no `cap` of scores.
+    """Return the mask for `seq` tokens, or None if every query attends to all earlier tokens and scores have no `cap`.
 
-    `documents` `(batch, seq)` has the document number of each token; a token attends to its own document only, whose tokens
-    are consecutive. `document_sizes` are the number of documents and the tokens of the longest; without them the host waits
-    for the device where FlashAttention needs them. `window` is the number of tokens that a token attends to, itself
-    included. `queries` `(n,)` are the ascending positions of the queries; None means all. `head_dim` and `dtype` are those
-    of queries, keys and values; FlashAttention is only chosen with both. `plain` selects the dense form on every device (for
-    plain attention, and for fp64, which flex attention lacks).
+    - `documents` `(batch, seq)`: document number of each token. A token attends to its own document only; the tokens of a document are
+      consecutive.
+    - `window`: number of tokens that a token attends to, including itself.
+    - `queries` `(n,)`: ascending positions of the queries; None: all.
+    - `head_dim`, `dtype`: of queries, keys and values. FlashAttention is chosen only if both are given.
+    - `document_sizes`: number of documents, and tokens of the longest. If FlashAttention needs them and they are None, the host waits for
+      the device.
+    - `plain`: make the dense form on every device, for plain attention and for fp64, which flex attention lacks.
     """
     if window is not None and window >= seq:
         window = None
@@ -141,10 +149,10 @@ def make_mask(
 def block_mask(
     documents: Tensor | None, window: int | None, seq: int, device: torch.device, queries: Tensor | None = None
 ) -> BlockMask:
-    """The block mask of flex attention, from the lowest and highest values per block, without a (seq, seq) tensor.
+    """Return flex attention's block mask. It is computed from the lowest and highest values per block, without a (seq, seq) tensor.
 
-    Flex attention skips a block if these bounds exclude every pair, computes it without a mask if they allow every pair,
-    and applies the mask function otherwise. So document numbers may have any order; ascending numbers skip the most blocks.
+    If these bounds exclude all pairs of a block, flex attention skips the block. If they allow all pairs, it computes the block without a
+    mask. Otherwise it applies the mask function. So document numbers may have any order; with ascending numbers most blocks are skipped.
     """
     first, last = _block_ends(torch.arange(seq, device=device))
     query_first, query_last = (first, last) if queries is None else _block_ends(queries)
@@ -176,7 +184,7 @@ def block_mask(
 
 
 def _mask_function(documents: Tensor | None, window: int | None, queries: Tensor | None) -> MaskFunction:
-    """Mask function: whether a query attends to a key; its arguments are index tensors that broadcast together."""
+    """Return a function that tells whether a query attends to a key. Its arguments are index tensors that broadcast together."""
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         position = query if queries is None else queries[query]
@@ -191,14 +199,14 @@ def _mask_function(documents: Tensor | None, window: int | None, queries: Tensor
 
 
 def _block_ends(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last of the ascending positions `(n,)` in each block."""
+    """Return the first and the last position in each block, for ascending positions `(n,)`."""
     return positions[::MASK_BLOCK], torch.cat((positions[MASK_BLOCK - 1 :: MASK_BLOCK], positions[-1:]))[
         : -(-len(positions) // MASK_BLOCK)
     ]
 
 
 def _extremes(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Lowest and highest document number per block, `(batch, 1, blocks)`; the last token's number pads the last block."""
+    """Return the lowest and highest document number of each block, `(batch, 1, blocks)`. The last number pads the last block."""
     seq = documents.shape[1]
     blocks = -(-seq // MASK_BLOCK)
     filler = documents[:, -1:].expand(-1, blocks * MASK_BLOCK - seq)
@@ -207,7 +215,7 @@ def _extremes(documents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block_lists(selected: Tensor) -> tuple[Tensor, Tensor]:
-    """Count of the selected blocks in each row, and all block indices with the selected ones first, as flex attention expects."""
+    """Return what flex attention expects: the number of selected blocks per row, and all block indices with the selected ones first."""
     order = torch.argsort(selected.to(torch.int32), dim=-1, descending=True, stable=True)
     return selected.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -217,14 +225,14 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if torch.are_deterministic_algorithms_enabled() and fixed_order_attention.supports(q, v):
         return fixed_order_attention.fixed_order_attention(q, k, v, True)[0]
-    # torch's cuDNN has no fixed order; the others follow its switch.
+    # torch's cuDNN attention has no fixed order; the other backends obey torch's switch for deterministic algorithms.
     backends = BACKENDS[1:] if torch.are_deterministic_algorithms_enabled() else BACKENDS
     with sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None) -> Tensor:
-    """Flex attention with a cap of the scores, or sinks that join its result; it has a gradient of the log-sum-exp too."""
+    """Flex attention with a cap of scores, or with sinks joined to its result. The log-sum-exp also has a gradient here."""
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     grouped = q.shape[2] != k.shape[2]
     score_mod = None if mask.cap is None else _capping(mask.cap)
@@ -238,7 +246,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks:
 
 @cache
 def _capping(cap: float) -> Callable[..., Tensor]:
-    """The function of a score that caps it, as flex attention takes it; one for each cap, so that it is compiled once."""
+    """Return flex attention's function that caps a score. There is one function for each cap, so that it is compiled only once."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -247,7 +255,7 @@ def _capping(cap: float) -> Callable[..., Tensor]:
 
 
 def _flex() -> Callable[..., Tensor]:
-    """Flex attention, compiled as part of the caller's graph or by itself; in eager mode it would materialise all scores."""
+    """Return flex attention: compiled in the caller's graph, or else compiled by itself. In eager mode it would materialise all scores."""
     return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
 
 

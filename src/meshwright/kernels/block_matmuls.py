@@ -1,13 +1,12 @@
-"""Matmuls in fp8 of weights with a scale for each block of 128 × 128, which folders store so (DeepSeek-V3, arXiv
-2412.19437).
+"""Matmuls in fp8 with weights that have a scale for each block of 128 × 128, as in DeepSeek-V3 (arXiv 2412.19437).
 
-An input is rounded with a scale for each token and 128 numbers. So 128 inputs and 128 outputs share one pair of scales: the product of 128
-fp8 numbers is multiplied by both in fp32 before it is added to the sum. Stored numbers and scales are used as they are. Scales of inputs
-are powers of two (`fp8_matmuls.scale_of`), those of weights any fp32 numbers.
+An input is rounded with a scale for each token and each 128 elements. So 128 inputs and 128 outputs share one pair of scales: the dot
+product of 128 fp8 numbers is multiplied by both scales in fp32 before it is added to the result. Stored numbers and scales are used as they
+are. Scales of inputs are powers of two (`fp8_matmuls.scale_of`); scales of weights may be any fp32 numbers.
 
-On CUDA, `torch.nn.functional.scaled_mm` multiplies where it has such scales (Hopper with CUDA 12.9 or later) and agrees with the Triton
-kernel of `fixed_matmul`, else that kernel, whose order of additions is fixed. On an H200 the library takes 0.5 to 1.0
-of the kernel's time for 16 to 8,192 tokens of the shapes of Llama-3-8B. Elsewhere the values are multiplied in fp32.
+On CUDA, `torch.nn.functional.scaled_mm` is used if it supports such scales (Hopper with CUDA 12.9 or later) and agrees with the Triton
+kernel of `fixed_matmul`. Otherwise that kernel is used, whose order of additions is fixed. On an H200 the library takes 0.5 to 1.0 of the
+kernel's time for 16 to 8,192 tokens and the shapes of Llama-3-8B. On other devices the values are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -23,19 +22,20 @@ from meshwright.kernels.fp8_matmuls import E4M3, round_with_scale, scale_of
 from meshwright.spec.weight_scheme import FP8_BLOCK
 
 TESTED_ROWS = 67
-"""Tokens with which the library is tried: no multiple of ROW_MULTIPLE."""
+"""Number of tokens with which the library is tried; it is not a multiple of ROW_MULTIPLE."""
 ROW_MULTIPLE = GROUP_MULTIPLE = 4
-"""The library needs multiples of these: tokens, and groups of inputs in the scales of a weight."""
+"""The number of tokens, and the number of groups of inputs in a weight's scales, must be multiples of this for the library."""
 TESTED_OUTPUTS = 1024
-"""Outputs, and those behind the last whole block, of the weight with which the library is tried."""
+"""The library is tried with a weight of at most this many outputs, plus the outputs after the last whole block."""
 TOLERANCE = 0.01
-"""Most difference of the library's matmuls and the kernel's, by norm, relative to the matmuls: bf16 rounds by 0.002."""
+"""Largest accepted difference between library and kernel: norm of the difference over norm of the result. bf16 rounds by 0.002."""
 
 
 class Fp8Groups(NamedTuple):
-    """Tokens in e4m3 with a scale for each 128 numbers: `values` `(…, inner)`.
+    """Tokens in e4m3, `values` `(…, inner)`, with a scale for each 128 elements.
 
-    `scale` is `(groups, rows)` in fp32, with `rows` the number of tokens rounded up to ROW_MULTIPLE; those behind the last are arbitrary.
+    `scale` is `(groups, rows)` in fp32, where `rows` is the number of tokens rounded up to ROW_MULTIPLE. Scales after the last token are
+    arbitrary.
     """
 
     values: Tensor
@@ -43,29 +43,29 @@ class Fp8Groups(NamedTuple):
 
 
 class Fp8Blocks(NamedTuple):
-    """A weight in e4m3 with a scale for each block of 128 × 128: `values` `(out, in)`, `scale` `(⌈out / 128⌉, ≥ ⌈in / 128⌉)` in fp32."""
+    """A weight in e4m3, `values` `(out, in)`, with a scale for each block: `scale` `(⌈out / 128⌉, ≥ ⌈in / 128⌉)` in fp32."""
 
     values: Tensor
     scale: Tensor
 
 
 def groups_of(inner: int) -> int:
-    """Groups of 128 of so many numbers; the last may be smaller."""
+    """Return the number of groups of 128 elements in `inner` elements; the last group may be smaller."""
     return -(-inner // FP8_BLOCK)
 
 
 def scale_rows(rows: int) -> int:
-    """Rows of the scales of so many tokens."""
+    """Return the number of rows that the scales of `rows` tokens have."""
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def scale_shape(outer: int, inner: int) -> tuple[int, int]:
-    """Shape of the scales of a weight `(outer, inner)` as the library reads them."""
+    """Return the shape of the scales of a weight `(outer, inner)`, as the library expects it."""
     return groups_of(outer), -(-groups_of(inner) // GROUP_MULTIPLE) * GROUP_MULTIPLE
 
 
 def quantize_groups(x: Tensor) -> Fp8Groups:
-    """x `(…, inner)` in e4m3: each 128 numbers are divided by the smallest power of two that brings them into the range of e4m3."""
+    """Round x `(…, inner)` to e4m3. Each 128 elements are divided by the smallest power of two that brings them into e4m3's range."""
     rows = x.flatten(0, -2)
     inner = x.shape[-1]
     grouped = _padded(rows, 1, FP8_BLOCK).unflatten(1, (-1, FP8_BLOCK))
@@ -77,7 +77,7 @@ def quantize_groups(x: Tensor) -> Fp8Groups:
 
 
 def quantize_blocks(weight: Tensor) -> Fp8Blocks:
-    """A weight `(out, in)` in e4m3 with a power of two for each block."""
+    """Round a weight `(out, in)` to e4m3, with a power of two as the scale of each block."""
     outer, inner = weight.shape
     blocks = _padded(weight, FP8_BLOCK, FP8_BLOCK).unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
     scale = scale_of(blocks.abs().amax((1, 3)), E4M3)
@@ -86,7 +86,7 @@ def quantize_blocks(weight: Tensor) -> Fp8Blocks:
 
 
 def group_values(x: Fp8Groups) -> Tensor:
-    """The numbers of x in fp32, exactly."""
+    """Return the numbers that x stands for, in fp32, exactly."""
     rows = x.values.flatten(0, -2)
     inner = x.values.shape[-1]
     scale = x.scale[:, : len(rows)].t().repeat_interleave(FP8_BLOCK, 1)[:, :inner]
@@ -94,7 +94,7 @@ def group_values(x: Fp8Groups) -> Tensor:
 
 
 def block_values(weight: Fp8Blocks) -> Tensor:
-    """The numbers of a weight in fp32."""
+    """Return the numbers that a weight stands for, in fp32."""
     outer, inner = weight.values.shape
     scale = weight.scale.repeat_interleave(FP8_BLOCK, 0)[:outer].repeat_interleave(FP8_BLOCK, 1)[:, :inner]
     return weight.values.float() * scale
@@ -103,9 +103,9 @@ def block_values(weight: Fp8Blocks) -> Tensor:
 def block_linear(
     x: Fp8Groups, weight: Fp8Blocks, bias: Tensor | None, dtype: torch.dtype, *, invariant: bool = False
 ) -> Tensor:
-    """x · weightᵀ + bias `(…, out)` in `dtype`, of x `(…, in)` and weight `(out, in)`.
+    """Return x · weightᵀ + bias `(…, out)` in `dtype`, for x `(…, in)` and weight `(out, in)`.
 
-    With `invariant` the bits of a token's result do not depend on the other tokens, on CUDA.
+    With `invariant` on CUDA, the bits of a token's result do not depend on the other tokens.
     """
     outer, inner = weight.values.shape
     shape = x.values.shape[:-1]
@@ -122,7 +122,7 @@ def block_linear(
 
 
 def library_matmul(x: Fp8Groups, weight: Fp8Blocks) -> Tensor:
-    """x · weightᵀ `(tokens, out)` in bf16, by torch. Raises what torch raises where it has no such matmuls."""
+    """Return x · weightᵀ `(tokens, out)` in bf16, computed by torch. Raises torch's error if torch has no such matmuls."""
     rows = x.scale.shape[1]
     out = F.scaled_mm(
         _with_rows(x.values, rows),
@@ -138,9 +138,9 @@ def library_matmul(x: Fp8Groups, weight: Fp8Blocks) -> Tensor:
 
 @cache
 def library_agrees(device: torch.device, outer: int, inner: int) -> bool:
-    """Whether the library multiplies by weights of this kind, and gives what the Triton kernel gives; `device` computes both once.
+    """Whether the library can multiply by weights of this kind and agrees with the Triton kernel. `device` computes both once.
 
-    The weight of the trial has all inputs and at most some of the outputs, so that it needs little memory.
+    The weight for the trial has all inputs but only some of the outputs, so that it needs little memory.
     """
     from meshwright.kernels.fixed_matmul_triton import block_matmul
 
@@ -161,16 +161,16 @@ def library_agrees(device: torch.device, outer: int, inner: int) -> bool:
 
 
 def _padded(matrix: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
-    """A matrix with rows and columns of zeros behind it, up to these multiples."""
+    """Append rows and columns of zeros to a matrix, up to multiples of these numbers."""
     rows, columns = matrix.shape
     missing = (0, -columns % column_multiple, 0, -rows % row_multiple)
     return F.pad(matrix, missing) if any(missing) else matrix
 
 
 def _with_rows(values: Tensor, rows: int) -> Tensor:
-    """A contiguous matrix with so many rows; the last are arbitrary.
+    """Return a contiguous matrix with `rows` rows, of which the last may be arbitrary.
 
-    The kernels of `row_quantize` leave memory for them, which makes this a view.
+    The kernels of `row_quantize` leave memory for these rows, so that the result is usually a view.
     """
     inner = values.shape[1]
     if len(values) == rows:

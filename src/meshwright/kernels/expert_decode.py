@@ -1,6 +1,6 @@
-"""MoE layers of few tokens in inference: three kernels on CUDA choose the experts and compute them.
+"""MoE layers for few tokens in inference: three kernels on CUDA choose experts and compute them.
 
-`models.moe` has the same computation by grouped matmuls, for training, for other devices and for more tokens.
+`models.moe` computes the same with grouped matmuls, for training, for other devices and for more tokens.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.spec.serving_limits import MOST_COPIES, MOST_EXPERTS
 
 MOST_TOKENS = 512
-"""Most tokens: a program looks through all of them for the rows of its expert."""
+"""The most tokens: each program looks through all tokens to find the rows of its expert."""
 MOST_ROWS = 32
-"""Most rows of an expert on average. Up to this number most experts have one tile of rows, so they read their weights once."""
+"""The most rows per expert on average. Up to this number most experts have one tile of rows, so their weights are read once."""
 
 
 class Routing(NamedTuple):
     """How a token chooses its experts."""
 
     copies: int
-    """Experts of a token (top-k)."""
+    """Number of experts per token (top-k)."""
     sigmoid: bool
-    """Whether scores are sigmoids of the logits, or else their softmax."""
+    """Whether scores are sigmoids of the logits; otherwise they are the softmax of the logits."""
     normalised: bool
     """Whether the scores of a token's experts are divided by their sum."""
     scale: float
-    """Factor of the weights after that."""
+    """Factor by which the weights are multiplied after that."""
     groups: int = 1
-    """Groups of experts."""
+    """Number of groups into which experts are divided."""
     kept_groups: int = 1
-    """A token chooses among the experts of so many groups, those with the best scores."""
+    """Number of groups, those with the best scores, from which a token chooses its experts."""
 
 
 class Choices(NamedTuple):
@@ -43,11 +43,11 @@ class Choices(NamedTuple):
     """
 
     chosen: Tensor
-    """`(tokens, copies)` int32: the experts."""
+    """`(tokens, copies)` int32: the chosen experts."""
     weights: Tensor
-    """`(tokens, copies)` fp32: the factors of their outputs."""
+    """`(tokens, copies)` fp32: the factors of the experts' outputs."""
     places: Tensor
-    """`(experts, tokens)` int8: which copy of the token the expert computes; −1 if none."""
+    """`(experts, tokens)` int8: which copy of the token the expert computes; -1 if none."""
 
 
 def runs_kernels(x: Tensor, experts: int, copies: int) -> bool:
@@ -63,14 +63,14 @@ def has_kernels(dtype: torch.dtype, experts: int, copies: int) -> bool:
 
 
 def most_tokens(experts: int, copies: int) -> int:
-    """The most tokens that the kernels compute at a time. With 128 experts and 8 copies: min(512, 32 · 128 / 8) = 512."""
+    """Return the most tokens that the kernels compute at a time. With 128 experts and 8 copies: min(512, 32 · 128 / 8) = 512."""
     return max(1, min(MOST_TOKENS, MOST_ROWS * experts // copies))
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Choices:
-    """The choices of rows x `(tokens, hidden)` by a router `weight` `(experts, hidden)`.
+    """Return the experts that a router `weight` `(experts, hidden)` chooses for rows x `(tokens, hidden)`.
 
-    `bias` `(experts,)` is added to scores for the choice only; see `models.moe`.
+    `bias` `(experts,)` is added to scores only to choose experts; see `models.moe`.
     """
     from meshwright.kernels import expert_decode_triton
 
@@ -78,9 +78,9 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> C
 
 
 def expert_outputs(x: Tensor, gate_up: Tensor, down: Tensor, choices: Choices) -> Tensor:
-    """The weighted outputs `(tokens, copies, hidden)` of the experts of rows x `(tokens, hidden)`.
+    """Return the weighted outputs `(tokens, copies, hidden)` of the chosen experts for rows x `(tokens, hidden)`.
 
-    `gate_up` is `(experts, 2 · width, hidden)` with the gates first, `down` `(experts, hidden, width)`.
+    `gate_up` is `(experts, 2 · width, hidden)` with the gates first; `down` is `(experts, hidden, width)`.
     """
     from meshwright.kernels import expert_decode_triton as kernels
 
@@ -89,7 +89,7 @@ def expert_outputs(x: Tensor, gate_up: Tensor, down: Tensor, choices: Choices) -
 
 
 def rounded_expert_outputs(x: Tensor, gate_up: RoundedMatrix, down: RoundedMatrix, choices: Choices) -> Tensor:
-    """`expert_outputs` of experts in 8 bits; rows and activations are rounded to their format, with a scale for each row."""
+    """As `expert_outputs`, for experts in 8 bits. Rows and activations are rounded to the experts' format, with a scale for each row."""
     from meshwright.kernels import expert_decode_triton as kernels
     from meshwright.kernels.row_quantize_triton import round_rows
 

@@ -1,8 +1,8 @@
 """Grouped matmuls for MoE models: rows are sorted by expert, multiplied by group, and sorted back.
 
-The rows of one expert are contiguous after the sort; `offsets` has the end of each group. The fast path does not read
-group sizes on the host, so the host runs ahead of the device. Groups may have any size, also 0; no token is dropped or
-padded (MegaBlocks, Gale et al. 2023).
+The rows of one expert are contiguous after the sort; `offsets` has the end of each group. The fast path does not read group sizes on the
+host, so the host can run ahead of the device. Groups may have any size, also 0; no token is dropped or padded (MegaBlocks, Gale et al.
+2023).
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from meshwright.spec.errors import BadInput
 
 LEAST_WIDTH = 64
 MOST_WIDTH = 16384
-"""Numbers of a row that one program of `grouped_copies_triton` moves.
-
-At least a cache line of bf16, at most what the registers hold.
-"""
+"""Least and most elements of a row that one program of `grouped_copies_triton` moves: a cache line of bf16, and what registers can hold."""
 
 
 class ExpertOrder(NamedTuple):
-    """The order of token copies sorted by expert; copies for the same expert keep the order of their tokens.
+    """The order of token copies sorted by expert. Copies for the same expert keep the order of their tokens.
 
-    `sorted` `(tokens · copies,)`: the copy at each sorted position; `positions` `(tokens, copies)`: the sorted position of each copy;
-    `offsets` `(experts,)`: the end of each expert's rows, int32.
+    - `sorted` `(tokens · copies,)`: the number of the copy at each sorted position.
+    - `positions` `(tokens, copies)`: the sorted position of each copy.
+    - `offsets` `(experts,)`: the end of each expert's rows, int32.
+
+    Example with 2 tokens and 2 copies each: token 0 chose experts 1 and 0, token 1 experts 1 and 2. `sorted` is [1, 0, 2, 3], `positions`
+    [[1, 0], [2, 3]], `offsets` [1, 3, 4].
     """
 
     sorted: Tensor
@@ -39,23 +40,24 @@ class ExpertOrder(NamedTuple):
 
 
 def order_by_expert(chosen: Tensor, load: Tensor) -> ExpertOrder:
-    """The order of copies whose experts are `chosen` `(tokens, copies)`; `load` `(experts,)` counts them.
+    """Sort token copies by expert. `chosen` `(tokens, copies)` has their experts; `load` `(experts,)` has the number of copies per expert.
 
-    A token's experts differ.
+    The experts of a token must differ.
     """
     if has_kernel(chosen, load.shape[0]):
         from meshwright.kernels.router_triton import sort_by_expert
 
         return ExpertOrder(*sort_by_expert(chosen, load.shape[0]))
     offsets = load.cumsum(0).to(torch.int32)
-    order = chosen.flatten().to(torch.int16).argsort(stable=True)  # a radix sort passes over the bytes of a key
+    # With keys of 16 bits, because a radix sort makes a pass over the keys for each of their bytes.
+    order = chosen.flatten().to(torch.int16).argsort(stable=True)
     indices = torch.arange(order.numel(), device=order.device)
     positions = torch.empty_like(order).scatter(0, order, indices)
     return ExpertOrder(order, positions.view_as(chosen), offsets)
 
 
 def order_of(chosen: Tensor, experts: int) -> ExpertOrder:
-    """`order_by_expert` of copies that nobody has counted."""
+    """As `order_by_expert`, if the copies per expert have not been counted."""
     if has_kernel(chosen, experts):
         from meshwright.kernels.router_triton import sort_by_expert
 
@@ -65,19 +67,19 @@ def order_of(chosen: Tensor, experts: int) -> ExpertOrder:
 
 
 def to_groups(tokens: Tensor, order: ExpertOrder) -> Tensor:
-    """Rows `(tokens · copies, width)` of tokens `(tokens, width)`, sorted by expert."""
+    """Return a row for each copy of tokens `(tokens, width)`, sorted by expert: `(tokens · copies, width)`."""
     return _ToGroups.apply(tokens, order.sorted, order.positions)
 
 
 def from_groups(sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
-    """The copies `(tokens, copies, width)` of sorted rows `(tokens · copies, width)`."""
+    """Return sorted rows `(tokens · copies, width)` in the order of tokens and copies: `(tokens, copies, width)`."""
     return _FromGroups.apply(sorted_rows, order.sorted, order.positions)
 
 
 def sum_copies(sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
-    """The sum of each token's copies `(tokens, width)` of sorted rows `(tokens · copies, width)`.
+    """Return the sum of each token's copies `(tokens, width)`, given sorted rows `(tokens · copies, width)`.
 
-    Without gradients a kernel adds them; compiled, torch's operators are one kernel too.
+    Without gradients our kernel adds the copies. In compiled code torch's operators are one kernel too.
     """
     if not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and sorted_rows.requires_grad):
         return _gather_sum(sorted_rows, order.positions)
@@ -85,22 +87,22 @@ def sum_copies(sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
 
 
 def sorted_weights(weights: Tensor, order: ExpertOrder) -> Tensor:
-    """Weights `(tokens, copies)` by sorted position, `(tokens · copies,)`."""
+    """Return weights `(tokens, copies)` in sorted order, `(tokens · copies,)`."""
     return _ToGroups.apply(weights.reshape(-1, 1), order.sorted, order.positions.view(-1, 1)).squeeze(1)
 
 
 def group_rows(vectors: Tensor, offsets: Tensor, rows: int) -> Tensor:
-    """Of vectors `(groups, width)` the one of each row's group, `(rows, width)`; `offsets` as in `grouped_linear`.
+    """Return for each row the vector of its group, `(rows, width)`, out of vectors `(groups, width)`; `offsets` as in `grouped_linear`.
 
-    Rows behind the last offset, as a received buffer may have, get zeros.
+    Rows after the last offset, which the buffer of received rows may have, get zeros.
     """
     return _GroupRows.apply(vectors, offsets, rows)
 
 
 class _GroupRows(torch.autograd.Function):
-    """`group_rows`. The backward adds each group's rows by a matmul with the table of members.
+    """`group_rows`. Backward adds the rows of each group by a matmul with a table that tells which rows each group has.
 
-    torch's own backward of a lookup adds one row after another to few vectors: 4.9 ms a layer for 131,072 rows of gpt-oss-20b on an H200.
+    torch's own backward of a lookup adds one row after another to few vectors: 4.9 ms per layer for 131,072 rows of gpt-oss-20b on an H200.
     """
 
     @staticmethod
@@ -120,12 +122,12 @@ class _GroupRows(torch.autograd.Function):
 
 
 def add_weighted_rows(rows: Tensor, vectors: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    """`rows` `(rows, width)` plus the vector of each row's group times the row's element of `weights` `(rows,)`; others as `group_rows`."""
+    """Add to each of `rows` `(rows, width)` the vector of its group multiplied by its weight; otherwise as `group_rows`."""
     return _AddWeightedRows.apply(rows, vectors, offsets, weights)
 
 
 class _AddWeightedRows(torch.autograd.Function):
-    """`add_weighted_rows`. The backward reads the vectors themselves: one for each row would take as much memory as the rows."""
+    """`add_weighted_rows`. Only the vectors are saved for backward: one vector per row would take as much memory as the rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, vectors: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
@@ -148,21 +150,21 @@ class _AddWeightedRows(torch.autograd.Function):
 
 
 def _group_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """The group of each row, `(rows,)`; rows behind the last offset have the number of groups."""
+    """Return the group of each row, `(rows,)`. Rows after the last offset get the number of groups."""
     return torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype, device=offsets.device), right=True)
 
 
 def sizes_stay_on_device(x: Tensor) -> bool:
-    """Whether grouped matmuls of `x` need no sizes of groups on the host."""
+    """Whether grouped matmuls of `x` do not need the sizes of groups on the host."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
-    """Each row of x `(rows, in)` times its group's matrix, transposed: `(rows, out)`, with weight `(groups, out, in)`.
+    """Multiply each row of x `(rows, in)` by the transposed matrix of its group. weight is `(groups, out, in)`, the result `(rows, out)`.
 
-    Group g has the rows from `offsets[g - 1]` to `offsets[g]`; the last offset is the number of rows. On CUDA in bf16
-    one grouped matmul; elsewhere, and with `plain`, a loop over the groups, for which the host reads their sizes.
-    Raises BadInput if the fast path gets widths that are not multiples of 8.
+    Group g has the rows from `offsets[g - 1]` to `offsets[g]`; the last offset is the number of rows. For bf16 on CUDA it is one grouped
+    matmul. Otherwise, and with `plain`, it is a loop over groups, and the host reads the groups' sizes. Raises BadInput if the fast path
+    gets widths that are not multiples of 8.
     """
     plain = plain or not sizes_stay_on_device(x)
     if not plain and (weight.shape[1] % 8 or weight.shape[2] % 8):
@@ -191,14 +193,14 @@ def _grouped_linear_backward(
 
 
 def grouped_gradients(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight from that of the output `(rows, out)`, contiguous, by two grouped matmuls."""
+    """Return the gradients of x and weight, given the gradient of the output `(rows, out)`, contiguous; two grouped matmuls."""
     return F.grouped_mm(grad, weight, offs=offsets), _fast_weight_gradient(grad, x, offsets)
 
 
 def grouped_weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
-    """The gradient of weight `(groups, out, in)` from that of the output `(rows, out)`, contiguous, and x `(rows, in)`.
+    """Return the gradient of weight `(groups, out, in)`, in the dtype of x.
 
-    In the dtype of x; fast on the same conditions as `grouped_linear`.
+    `grad` is the gradient of the output `(rows, out)`, contiguous; x is `(rows, in)`. It is fast under the conditions of `grouped_linear`.
     """
     if plain or not x.is_cuda or x.dtype != torch.bfloat16 or not x.shape[0]:
         return _weight_gradient_loop(grad, x, weight, offsets)
@@ -244,7 +246,7 @@ def _weight_gradient_loop(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tens
 
 
 def groups_of(offsets: Tensor) -> list[slice]:
-    """The rows of each group; the host waits for the device."""
+    """Return the range of rows of each group. The host waits for the device."""
     ends = offsets.tolist()
     return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
 

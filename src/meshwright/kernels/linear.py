@@ -1,14 +1,13 @@
-"""A linear layer with a split backward: gradients of the inputs immediately, gradients of the weights later.
+"""A linear layer with a split backward: gradients of inputs are computed at once, gradients of weights may be computed later.
 
-A split backward has two uses. Zero-bubble pipelines (Qi et al. 2024) fill idle time with weight gradients. And where the gradients of
-several micro-batches are summed, the matmul of a weight gradient can add to the sum directly, without rounding and
-without a separate pass (gradient accumulation fusion in Megatron-LM). Both need the factors of that matmul: the layer's
-input X and the gradient dY of its output.
+A split backward has two uses. Zero-bubble pipelines (Qi et al. 2024) fill idle time with weight gradients. And if the gradients of several
+micro-batches are summed, the matmul of a weight gradient can add to the sum directly, without rounding and without a separate pass
+(gradient accumulation fusion in Megatron-LM). Both need the factors of that matmul: the layer's input X and the gradient dY of its output.
 
 The layer returns the factors as the gradients of two extra inputs, the taps. So a compiled backward has no side effect: X and dY are among
-its outputs, which the compiler may neither overwrite nor reuse. (An operator that stored them from inside the graph would return memory
-that Inductor regards as free and overwrites.) The layer's `gradient_sink` receives the factors. With fp8 matmuls the
-factors are dYᵀ and Xᵀ in fp8 with their scales, which is half the bytes.
+its outputs, which the compiler may neither overwrite nor reuse. (An operator that stored X and dY from inside the graph would keep memory
+that Inductor regards as free and overwrites.) The layer's `gradient_sink` receives the factors. With fp8 matmuls the factors are dYᵀ and Xᵀ
+in fp8 with their scales, which are half as many bytes.
 """
 
 from __future__ import annotations
@@ -28,21 +27,20 @@ from meshwright.kernels.fixed_matmul import few_linear, fixed_linear, is_few
 
 
 class Linear(nn.Linear):
-    """x · weightᵀ + bias, computed by torch as in nn.Linear until `split_backward` is called for the block around it."""
+    """x · weightᵀ + bias. It is computed as in nn.Linear, unless the layer has taps, an adapter, fp8 scaling or a fixed order."""
 
     scaling: fp8.Scaling | None = None
-    """How operands are scaled for matmuls in fp8; None multiplies in the dtype of the weight."""
+    """How operands are scaled for fp8 matmuls; None: the layer multiplies in the dtype of the weight."""
     fp8_weight: fp8.Fp8Matrix | None = None
-    """The weight in fp8, where it is gathered in fp8 (`parallel.fp8_weights`); `weight` then only receives the gradient."""
+    """The weight in fp8, if it is gathered in fp8 (`parallel.fp8_weights`); `weight` then only receives the gradient."""
     gradient_sink: WeightGradientSink | None = None
-    """Receives the weight gradient's factors after `split_backward`; None adds the gradient to `weight.grad`."""
+    """Receives the factors of the weight gradient if the layer has taps. None: the gradient is added to `weight.grad`."""
     taps: tuple[Tensor, ...] | None = None
-    """Extra inputs (expanded scalars, so without memory) whose gradients are the factors of the weight gradient: dY and X."""
+    """Extra inputs whose gradients are the factors of the weight gradient, dY and X. They are expanded scalars and need no memory."""
     fixed_order: bool = False
-    """Whether matmuls without gradients have, on CUDA, bits that do not depend on the other tokens
-    (`kernels.fixed_matmul`)."""
+    """Whether matmuls without gradients on CUDA give bits that do not depend on the other tokens (`kernels.fixed_matmul`)."""
     tokens_per_input_token: int = 1
-    """Tokens in this layer's input per token of the block's input; above 1 with sequence parallelism
+    """How many tokens this layer's input has per token of the block's input; above 1 with sequence parallelism
     (`parallel.linear_exchanges`)."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
@@ -51,14 +49,14 @@ class Linear(nn.Linear):
 
     # pyrefly: ignore [bad-override-param-name]  # every block here calls its input x
     def forward(self, x: Tensor) -> Tensor:
-        """`(…, out_features)` of x `(…, in_features)`."""
+        """Return the output `(…, out_features)` for x `(…, in_features)`."""
         if self.adapter is None:
             return self._matmul(x)
         y = self.adapter(x, self._matmul(x, biased=False), self.weight)
         return y if self.bias is None else y + self.bias
 
     def _matmul(self, x: Tensor, *, biased: bool = True) -> Tensor:
-        """x · weightᵀ, plus the bias if there is one and `biased`."""
+        """Return x · weightᵀ, plus the bias if there is one and `biased`."""
         # Tested while tracing, so that a block without a split backward compiles to the graph of nn.Linear.
         taps = self.taps if torch.is_grad_enabled() else None
         if self.scaling is not None:
@@ -76,11 +74,11 @@ class Linear(nn.Linear):
 
 
 def with_taps(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
-    """Return `forward` with a split backward: it passes the weight gradients of every Linear in `modules` to its `gradient_sink`.
+    """Return `forward` with a split backward: the weight gradients of every Linear in `modules` go to its `gradient_sink`.
 
-    `forward` may be compiled. Its first tensor is x `(…, tokens, features)`. Every Linear runs once, on inputs with the same leading
-    dimensions, whose last is multiplied by `tokens_per_input_token`. Weight gradients no longer pass through autograd's accumulation, so
-    hooks on them do not run.
+    `forward` may be compiled. Its first tensor must be x `(…, tokens, features)`. Every Linear must run once, on an input with the leading
+    dimensions of x, where the number of tokens is multiplied by `tokens_per_input_token`. Weight gradients do not pass through autograd's
+    accumulation any more, so hooks on them do not run.
     """
     linears = [module for root in modules for module in root.modules() if isinstance(module, Linear)]
 
@@ -97,7 +95,7 @@ def with_taps(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> Call
 
 
 AddMatmul = Callable[[Tensor, Tensor, Tensor], None]
-"""Adds a @ b to the gradient of a weight: called with weight, a, b."""
+"""A function add(weight, a, b) that adds a @ b to the gradient of the weight."""
 
 
 def add_to_gradient(weight: Tensor, a: Tensor, b: Tensor) -> None:
@@ -109,20 +107,20 @@ def add_to_gradient(weight: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class GradientFactors(NamedTuple):
-    """The two factors of one weight gradient, computed by one backward of one layer."""
+    """The two factors of one weight gradient, from one backward of one layer."""
 
-    # Under FSDP2 the weight is the unsharded parameter: one object, however often its storage is freed and filled again.
+    # Under FSDP2 the weight is the unsharded parameter. It is one object, however often its memory is freed and filled again.
     weight: Tensor
     tensors: tuple[Tensor, ...]
-    """dY `(…, out)` and X `(…, in)`; in fp8 dYᵀ, its scale, Xᵀ, its scale."""
+    """dY `(…, out)` and X `(…, in)`; with fp8: dYᵀ, its scale, Xᵀ, its scale."""
     versions: tuple[int, ...]
-    """The tensors' version counters, to detect that an in-place operator overwrote one."""
+    """Version counters of the tensors, by which it is detected if an in-place operator overwrites one."""
 
     @torch.no_grad()
     def add_matmul(self, add: AddMatmul) -> None:
-        """Compute dYᵀ · X and add it to the weight's gradient by `add`; fp8 factors are added to `weight.grad`.
+        """Compute dYᵀ · X and add it to the weight's gradient by `add`. With fp8 factors it is added to `weight.grad` instead.
 
-        Raises RuntimeError if an in-place operator has written to a factor since. A collective that writes into a factor is not detected.
+        Raises RuntimeError if an in-place operator has written to a factor meanwhile. A collective that writes to a factor is not detected.
         """
         if tuple(tensor._version for tensor in self.tensors) != self.versions:
             raise RuntimeError(
@@ -138,14 +136,14 @@ class GradientFactors(NamedTuple):
 
 
 class WeightQueue:
-    """Deferred weight gradients of one backward, as factors. The executor has a queue per unit and micro-batch in flight."""
+    """The deferred weight gradients of one backward, as factors. The executor has one queue per unit and micro-batch in flight."""
 
     def __init__(self) -> None:
         self._deferred: deque[GradientFactors] = deque()
 
     @property
     def pending(self) -> int:
-        """Number of deferred gradients. (Not `__len__`: an empty queue would be false.)"""
+        """Number of deferred gradients. (It is not `__len__`, because an empty queue would then be false.)"""
         return len(self._deferred)
 
     def append(self, factors: GradientFactors) -> None:
@@ -156,10 +154,10 @@ class WeightQueue:
     ) -> None:
         """Compute the deferred gradients, oldest first, add each by `add`, and free the factors.
 
-        `parameters` are the weights that the gradients may belong to, any when None. Under FSDP2 these are the unit's unsharded
-        parameters; they need not be gathered, as their values are not read. A gradient of another weight raises RuntimeError before
-        anything is computed; with `partial` it remains in the queue. Raises RuntimeError as
-        `GradientFactors.add_matmul` does, too.
+        `parameters` are the weights whose gradients are computed; None: all. Under FSDP2 these are the unit's unsharded parameters. They
+        need not be gathered, because their values are not read. If the queue has a gradient of another weight, RuntimeError is raised
+        before anything is computed; with `partial` this gradient stays in the queue instead. Also raises RuntimeError as
+        `GradientFactors.add_matmul` does.
         """
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         others = [factors for factors in self._deferred if wanted is not None and id(factors.weight) not in wanted]
@@ -177,9 +175,9 @@ class WeightQueue:
 
 
 class WeightGradientSink:
-    """Receives the factors of weight gradients. It adds their product by `add` at once; within `defer_to` it stores the factors.
+    """Receives the factors of weight gradients. It adds their matmul by `add` at once; inside `defer_to` it stores the factors.
 
-    Autograd runs the backward of CUDA tensors on a thread of its own, so the mode is an attribute, not a context variable.
+    The mode is an attribute and not a context variable, because autograd runs the backward of CUDA tensors on a thread of its own.
     """
 
     def __init__(self, add: AddMatmul = add_to_gradient) -> None:
@@ -196,7 +194,7 @@ class WeightGradientSink:
     def defer_to(self, queue: WeightQueue) -> Iterator[None]:
         """Context in which every backward defers its weight gradients to `queue`.
 
-        RuntimeError if the queue holds gradients that were never drained, or if another queue is active.
+        Raises RuntimeError if the queue has gradients that were never drained, or if another queue is active.
         """
         if queue.pending:
             raise RuntimeError(
@@ -212,7 +210,7 @@ class WeightGradientSink:
 
 
 class _Matmul(torch.autograd.Function):
-    """F.linear whose backward returns dY and X as the gradients of the taps instead of the weight's gradient."""
+    """F.linear whose backward does not compute the weight's gradient, but returns dY and X as the gradients of the taps."""
 
     @staticmethod
     def forward(
@@ -232,7 +230,7 @@ class _Matmul(torch.autograd.Function):
 
 
 class _Taps(torch.autograd.Function):
-    """Creates the taps of a layer; its backward hands their gradients, the factors, to the layer's sink."""
+    """Creates the taps of a layer. Its backward passes their gradients, the factors, to the layer's sink."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, sink: WeightGradientSink, shapes: _Shapes) -> tuple[Tensor, ...]:
@@ -243,7 +241,7 @@ class _Taps(torch.autograd.Function):
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, *factors: Tensor) -> tuple[None, None, None]:
-        # Detached, because an eager x would keep its whole graph.
+        # Detached, because an eager x would keep its whole autograd graph in memory.
         tensors = tuple(factor.detach() for factor in factors)
         ctx.sink.receive(GradientFactors(ctx.weight, tensors, tuple(factor._version for factor in factors)))
         return None, None, None

@@ -1,16 +1,16 @@
-"""The output projection and its cross-entropy in one function, by chunks of tokens, so that full logits never exist.
+"""The output projection and its cross-entropy in one function, computed by chunks of tokens, so that the logits of all tokens never exist.
 
-The forward computes the loss of each chunk, and both gradients while the chunk's logits are in memory. The backward only
-multiplies these by the incoming gradient. So each chunk needs three matmuls, and none is computed twice.
+The forward computes the loss of each chunk, and both gradients while the chunk's logits are in memory. The backward only multiplies these
+gradients by the incoming gradient. So each chunk needs three matmuls, and none is computed twice.
 
-With a vocabulary that is not a multiple of 8 (GPT-2's 50,257) rows do not begin at multiples of 16 bytes, and a GPU has
-only slow matmuls for them. The weight is then padded once per call. Logits beyond the vocabulary are minus infinity, so
-that they change neither the softmax nor a gradient.
+If the vocabulary is not a multiple of 8 (GPT-2 has 50,257), rows do not begin at multiples of 16 bytes, and a GPU has only slow matmuls for
+them. The weight is then padded once per call. Logits beyond the vocabulary are minus infinity, so they change neither the softmax nor a
+gradient.
 
-The z-loss (Chowdhery et al. 2022, §5) is a weight times the mean of squared log-sum-exps. It adds one factor per token to
-the gradient: d(z · lse²) = 2 · z · lse · softmax.
+The z-loss (Chowdhery et al. 2022, §5) is a weight times the mean of squared log-sum-exps. It adds one factor per token to the gradient:
+d(z · lse²) = 2 · z · lse · softmax.
 
-Logits z with a cap c are c · tanh(z / c) (Gemma 2), whose derivative is 1 - (logit / c)².
+Logits z with a cap c are c · tanh(z / c) (Gemma 2). The derivative of this is 1 - (logit / c)², where logit is the capped value.
 
 If a loss is a function of all log-probabilities of a sequence, the factor of each token is known only after the last chunk. Then
 `token_log_probabilities` computes the log-probabilities first, and `linear_cross_entropy` gets the factors as `weights`. This needs one
@@ -31,16 +31,17 @@ from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sums import add_matmul, matmul, scale
 
 ALIGNED = 8
-"""Elements of two bytes in 16 bytes, the alignment of rows that fast matmuls require."""
+"""Rows must be aligned to 16 bytes for fast matmuls, which is this many elements of two bytes."""
 TILE = 64
-"""An unaligned vocabulary is padded to a multiple of this; whole tiles cost no more time than a multiple of 8."""
+"""An unaligned vocabulary is padded to a multiple of this. Whole tiles take no more time than a multiple of 8."""
 
 
 class LossSums(NamedTuple):
-    """Sums over a head's trained tokens, scalars in fp32 (fp64 for fp64 input).
+    """Sums over the tokens that a head is trained on, scalars in fp32 (fp64 for fp64 input).
 
-    `loss`: cross-entropies, each times the weight of its token. Its gradient also contains that of the z-loss. `squares`: squared
-    log-sum-exps, without gradient; 0 if the z-loss has no weight.
+    - `loss`: the cross-entropies, each multiplied by the weight of its token. The gradient of `loss` also contains the gradient of the
+      z-loss.
+    - `squares`: squared log-sum-exps, without gradient; 0 if the z-loss has no weight.
     """
 
     loss: Tensor
@@ -58,14 +59,15 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     plain: bool = False,
 ) -> LossSums:
-    """The sums of the tokens' losses; negative targets are ignored.
+    """Return the summed losses of the tokens; negative targets are ignored.
 
     - hidden `(tokens, hidden)` and weight `(vocab, hidden)`: in the dtype in which they are multiplied.
     - targets `(tokens,)`.
-    - `chunk`: the logits of at most so many tokens exist at a time.
-    - `weights` `(tokens,)`: factors of the cross-entropies, not of the z-losses. They may be negative, and have no gradient. None: all 1.
-    - `cap`: bound of the logits; `z_loss`: weight of the z-loss.
-    - `plain`: computes torch's cross-entropy over all logits.
+    - `chunk`: number of tokens whose logits exist at a time.
+    - `weights` `(tokens,)`: factors of the cross-entropies, not of the z-losses. They may be negative and have no gradient. None: all are
+      1.
+    - `cap`: bound of the logits. `z_loss`: weight of the z-loss.
+    - `plain`: compute torch's cross-entropy over all logits at once.
     """
     if weights is not None:
         weights = weights.to(accumulate_dtype(hidden.dtype))
@@ -91,10 +93,10 @@ def token_log_probabilities(
     fixed_order: bool = False,
     plain: bool = False,
 ) -> Tensor:
-    """The log-probability of each target `(tokens,)`, fp32 (fp64 for fp64 input), without gradient; 0 where the target is negative.
+    """Return the log-probability of each target `(tokens,)`, without gradient; 0 where the target is negative.
 
-    Arguments are those of `linear_cross_entropy`. With `fixed_order` the bits of a token's result on CUDA do not depend on the other
-    tokens: those of an invariant engine.
+    The dtype is fp32 (fp64 for fp64 input). The arguments are as in `linear_cross_entropy`. With `fixed_order` on CUDA, the bits of a
+    token's result do not depend on the other tokens, and are those that an invariant engine gives.
     """
     if plain:
         logits = capped(F.linear(hidden, weight).to(accumulate_dtype(hidden.dtype)), cap)
@@ -108,12 +110,12 @@ def token_log_probabilities(
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap · tanh(logits / cap), or the logits themselves without a cap."""
+    """Return cap · tanh(logits / cap), or the logits unchanged if there is no cap."""
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def cap_in_place(logits: Tensor, cap: float | None) -> Tensor | None:
-    """Replace logits by `capped` ones; returns the derivative, shaped like them, or None without a cap."""
+    """Replace logits by capped logits. Returns the derivative, shaped like the logits, or None without a cap."""
     if cap is None:
         return None
     share = logits.div_(cap).tanh_()
@@ -130,7 +132,7 @@ def _plain_sums(logits: Tensor, targets: Tensor, weights: Tensor | None, z_loss:
     if not z_loss:
         return LossSums(loss, torch.zeros_like(loss))
     squares = torch.where(targets >= 0, logits.logsumexp(-1).square(), 0.0).sum()
-    # The difference is 0, so that it adds to the gradient only.
+    # The difference in brackets is 0, so the z-loss changes the gradient only.
     return LossSums(loss + z_loss * (squares - squares.detach()), squares.detach())
 
 
@@ -168,7 +170,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 add_matmul(weight_grad, logits_grad.t(), h)
             elif ctx.needs_input_grad[1]:
                 weight_grad = matmul(logits_grad.t(), h, wide)
-            del logits, logits_grad, derivative  # so that only one chunk's logits are in memory during the next matmul
+            # Otherwise the logits of two chunks would be in memory during the next matmul.
+            del logits, logits_grad, derivative
         ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad[:vocab])
         ctx.mark_non_differentiable(squares)
         return loss, squares
@@ -185,7 +188,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def pad_vocabulary(weight: Tensor) -> Tensor:
-    """`weight` `(vocab, hidden)` itself if its rows are aligned, else a copy padded with rows of zeros."""
+    """Return `weight` `(vocab, hidden)` unchanged if its rows are aligned, otherwise a copy padded with rows of zeros."""
     vocab = weight.shape[0]
     return weight if vocab % ALIGNED == 0 else F.pad(weight, (0, 0, 0, -vocab % TILE))
 

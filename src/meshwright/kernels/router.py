@@ -1,6 +1,6 @@
-"""The choice of tokens' experts by a kernel: experts, weights, probabilities and loads in one pass over the logits.
+"""The choice of experts for tokens by one kernel, which computes experts, weights, probabilities and loads in one pass over the logits.
 
-`models.moe` has the same computation in torch's operators, for other devices, for groups of experts and for replayed loads.
+`models.moe` computes the same with torch's operators, for other devices, for groups of experts and for replayed loads.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ class ExpertChoice(NamedTuple):
 
 
 def has_kernel(x: Tensor, experts: int) -> bool:
-    """Whether the kernels can compute x, the logits or the chosen experts, with so many experts."""
+    """Whether the kernels support x (the logits or the chosen experts) with this number of experts."""
     return x.is_cuda and experts <= MOST_EXPERTS and (not x.is_floating_point() or x.element_size() <= 4)
 
 
 def choose(
     logits: Tensor, bias: Tensor | None, *, sigmoid: bool, copies: int, normalised: bool, scale: float
 ) -> ExpertChoice:
-    """The `copies` experts of the highest score of each token.
+    """Return for each token the `copies` experts with the highest scores.
 
-    `logits` `(batch, seq, experts)` are a router's output for which `has_kernel` is true. Scores are a softmax or sigmoids. A `bias`
-    `(experts,)` is added to the scores for the choice only. Of equal scores the expert with the lower number is chosen. Weights are the
-    scores times `scale`; if `normalised`, a token's scores are first divided by their sum, which is at least `LEAST_SUM` for a softmax with
-    a bias.
+    - `logits` `(batch, seq, experts)`: the output of a router, for which `has_kernel` is true.
+    - `sigmoid`: scores are sigmoids of the logits; otherwise their softmax.
+    - `bias` `(experts,)`: added to the scores, but only to choose experts. Of equal scores the expert with the lower number is chosen.
+    - `scale`: weights are scores multiplied by it.
+    - `normalised`: before that, the scores of a token's experts are divided by their sum. For a softmax with a bias the sum is at least
+      `LEAST_SUM`.
     """
     return ExpertChoice(*_choose_experts(logits, bias, sigmoid, copies, normalised, scale))
 
@@ -49,7 +51,7 @@ def choose(
 def pick(
     logits: Tensor, bias: Tensor | None, *, sigmoid: bool, copies: int, normalised: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`weights` and `chosen` of `choose`, without gradients: all that inference needs."""
+    """Return only `weights` and `chosen` of `choose`, without gradients, for inference."""
     from meshwright.kernels import router_triton
 
     return router_triton.pick(logits, bias, sigmoid, copies, normalised, scale)

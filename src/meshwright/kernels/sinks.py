@@ -1,8 +1,9 @@
-"""Attention sinks: each head has a score that takes part in its softmax and has no value (Xiao et al. 2023; gpt-oss, 2025).
+"""Attention sinks: each head has one more score that takes part in its softmax but has no value (Xiao et al. 2023; gpt-oss, 2025).
 
-A sink joins a result that was computed without it: with the log-sum-exp l of the other scores and the sink s, the result is multiplied by
-σ(l - s), and its log-sum-exp becomes log(eˡ + eˢ). The ordinary backward of attention, given the joined pair, returns the gradients of q,
-k and v, since it computes weights as e^(score - log-sum-exp). Only the sink's own gradient is further work.
+A sink can be joined to a result that was computed without it. Let l be the log-sum-exp of the other scores and s the sink. The result is
+multiplied by σ(l - s), and its log-sum-exp becomes log(eˡ + eˢ). The ordinary backward of attention computes weights as
+e^(score - log-sum-exp). So with the joined result and log-sum-exp it returns the right gradients of q, k and v. Only the gradient of the
+sink itself must be computed in addition.
 
 Shapes: out and its gradient `(batch, seq, heads, head_dim)`, log-sum-exps `(batch, heads, seq)`, sinks `(heads,)`.
 """
@@ -19,23 +20,23 @@ from meshwright.kernels.partial import partial_attention, partial_gradients
 
 
 def join_sinks(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The result of attention and its log-sum-exp with the sinks, of those without them."""
+    """Join sinks to an attention result and its log-sum-exp that were computed without them; returns both."""
     column = sinks.to(logsumexp.dtype)[:, None]
     joined = out * torch.sigmoid(logsumexp - column).transpose(1, 2)[..., None]
-    # No conversion to the dtype that it has: torch 2.11 compiles an autograd function that returns one to gradients of 0.
+    # `to` is not called if the dtype is right already: torch 2.11 compiles an autograd function that returns such a result to gradients 0.
     joined = joined if joined.dtype == out.dtype else joined.to(out.dtype)
     return joined, torch.logaddexp(logsumexp, column.expand_as(logsumexp))
 
 
 def sink_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of the sinks, where `grad` is that of the joined result `out`."""
+    """Return the gradient of the sinks. `grad` is the gradient of the joined result `out`."""
     products = (grad.to(logsumexp.dtype) * out.to(logsumexp.dtype)).sum(-1).transpose(1, 2)
     weights = torch.exp(sinks.to(logsumexp.dtype)[:, None] - logsumexp)
     return -(weights * products).sum((0, 2)).to(sinks.dtype)
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights of scores `(…, keys)`, whose sum with the weight of the sinks `(…)`, if there are any, is 1."""
+    """Return the softmax weights of scores `(…, keys)`. With sinks `(…)` they add up to less than 1; the rest is the sink's weight."""
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     column = sinks.to(scores.dtype)[..., None].expand(*scores.shape[:-1], 1)
@@ -44,9 +45,9 @@ def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("meshwright::sink_attention", mutates_args=())
 def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention with sinks, and the log-sum-exps of its scores.
+    """Return causal attention with sinks, and the log-sum-exps of its scores.
 
-    q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)`. Scores are scaled by 1/√head_dim.
+    q is `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)`. Scores are scaled by 1/√head_dim.
     """
     out, logsumexp = join_sinks(*partial_attention(q, k, v, True), sinks)
     return out.contiguous(), logsumexp.contiguous()

@@ -1,10 +1,11 @@
 """A feed-forward network computed in tiles of tokens, so that its wide activations never exist for all tokens.
 
-Only the input is saved. The backward computes each tile's activations again, and its gradients directly after. Gradients of the weights are
-summed over tiles in fp32, or in fp64. Forward and backward are one custom operator each, so a compiled block stays one graph, and a
-recompute of the block does not run the forward again, as nothing needs its output. Method: Bekman et al. 2025 (arXiv 2506.13996).
+Only the input is saved. The backward computes the activations of a tile again, and directly after that the gradients of the tile. Gradients
+of the weights are summed over tiles in fp32 (fp64 for fp64). Forward and backward are one custom operator each, so a compiled block stays
+one graph. If the block is recomputed, this forward does not run again, because the backward does not need its output. Method: Bekman et al.
+2025 (arXiv 2506.13996).
 
-Shapes: x `(…, tokens, hidden)`; `first` `(width, hidden)`, or `(2 · width, hidden)` of gates and up; `second` `(hidden, width)`.
+Shapes: x `(…, tokens, hidden)`; `first` `(width, hidden)`, or `(2 · width, hidden)` for gates and up; `second` `(hidden, width)`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from meshwright.spec.blocks.feed_forward import Activation
 
 
 def tiled_mlp(x: Tensor, first: Linear, second: Linear, tile: int, *, activation: Activation, plain: bool) -> Tensor:
-    """second(activation(first(x))), for `tile` tokens at a time; `plain` uses torch's own operators for gated activations."""
+    """Return second(activation(first(x))), computed for `tile` tokens at a time. `plain` uses torch's operators for gated activations."""
     assert first.scaling is None and second.scaling is None, "matmuls in fp8 are not tiled"
     arguments = (x, first.weight, first.bias, second.weight, second.bias, tile, activation, plain)
     return _Tiled.apply(*arguments) if torch.is_grad_enabled() else tiled_forward(*arguments)
@@ -73,7 +74,7 @@ def tiled_forward(
     activation: str,
     plain: bool,
 ) -> Tensor:
-    """The output, shaped like x."""
+    """Return the network's output, shaped like x."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for tokens, part in _tiles(x, tile):
         activated = _activated(F.linear(part, first, first_bias), activation, plain)
@@ -106,7 +107,7 @@ def tiled_backward(
     activation: str,
     plain: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, `first`, its bias, `second` and its bias; of biases also where there are none."""
+    """Return the gradients of x, `first`, its bias, `second` and its bias. Gradients of biases are returned even if there are none."""
     x_grad = torch.empty_like(x, memory_format=torch.contiguous_format)
     sums = _Sums(x)
     grads = grad.flatten(0, -2)
@@ -146,7 +147,7 @@ def _(
 
 
 class _Sums:
-    """Sums over tiles, in the accumulation dtype of `like`; a single tile's are not converted."""
+    """Sums over tiles, in the accumulation dtype of `like`. If there is only one tile, its values are not converted."""
 
     def __init__(self, like: Tensor) -> None:
         self.dtype = accumulate_dtype(like.dtype)
@@ -166,7 +167,7 @@ class _Sums:
 
 
 def _tiles(x: Tensor, tile: int) -> Iterator[tuple[slice, Tensor]]:
-    """Ranges of tokens, and these tokens of x."""
+    """Yield ranges of tokens, each with these tokens of x."""
     tokens = x.flatten(0, -2)
     for start in range(0, len(tokens), tile):
         yield slice(start, start + tile), tokens[start : start + tile]
@@ -179,7 +180,7 @@ def _activated(projected: Tensor, activation: str, plain: bool) -> Tensor:
 
 
 def _activation_grad(projected: Tensor, grad: Tensor, activation: str, plain: bool) -> Tensor:
-    """Gradient of `projected` from that of its activation."""
+    """Return the gradient of `projected`, given the gradient of its activation."""
     if activation == "gelu":
         return torch.ops.aten.gelu_backward(grad, projected, approximate="tanh")
     gelu = activation == "geglu"

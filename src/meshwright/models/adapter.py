@@ -13,7 +13,7 @@ from meshwright.spec.model import ModelSpec, parameters
 
 
 def add_adapters(model: nn.Module, spec: ModelSpec) -> None:
-    """Add the adapters that `spec.adapter` describes to a decoder's linear layers; only they are trained then."""
+    """Add the adapters that `spec.adapter` describes to a decoder's linear layers. Then only the adapters are trained."""
     if spec.adapter is None:
         return
     for layer in range(spec.layers):

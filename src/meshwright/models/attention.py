@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def norm_all_heads(attention: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q `(batch, seq, heads, head_dim)` and k with `kv_heads`, each normed over all its heads together."""
+    """Norm q `(batch, seq, heads, head_dim)` over all its heads together, and k (with `kv_heads`) in the same way."""
     return attention.q_norm(q.flatten(-2)).view_as(q), attention.k_norm(k.flatten(-2)).view_as(k)
 
 
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         return self.out(self.attend_heads(self.qkv(x), rope, mask))
 
     def attend_heads(self, qkv: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-        """Attention output `(batch, seq, heads · head_dim)` of the projected queries, keys and values `qkv`."""
+        """Return the attention output `(batch, seq, heads · head_dim)` of `qkv`, the projected queries, keys and values side by side."""
         heads = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.qk_norm and self.whole_norm:

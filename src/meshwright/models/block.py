@@ -24,9 +24,12 @@ from meshwright.spec.blocks.positions import RotarySpec
 
 
 class AttentionKind(NamedTuple):
-    """What decides the mask and the rotary tables of a block: how it rotates, how many tokens a token attends to, the cap of scores.
+    """What decides the mask and the rotary tables of a block; blocks of the same kind share them.
 
-    `head_dim` is the size of heads, None if values have another than keys.
+    - `rotary`: how queries and keys are rotated; None without rotation.
+    - `window`: to how many tokens a token attends; None: to all earlier ones.
+    - `cap`: the cap of attention scores, or None.
+    - `head_dim`: the size of heads; None if values have another size than keys.
     """
 
     rotary: RotarySpec | None
@@ -36,13 +39,14 @@ class AttentionKind(NamedTuple):
 
 
 class Block(nn.Module):
-    """Norm and attention, then norm and feed-forward network, each with a residual; a parallel block has one norm for both.
+    """Norm and attention, then norm and feed-forward network, each with a residual connection.
 
-    Where the description has norms of outputs, an output is normed before it is added, and so it may have a factor; a parallel block has
-    neither. Without norms of inputs a body reads the residual stream itself.
+    A parallel block has one norm, and adds both outputs to its input together. The description may have norms of outputs: then an output is
+    normed before it is added, and so it may have a factor. A parallel block has neither. Without a norm of the input, attention or the
+    feed-forward network reads the residual stream itself.
 
-    A `routed` block has an MoE layer as its feed-forward network and returns a RoutedOutput. `parallel` and `serve`
-    replace functions of `hooks`.
+    A `routed` block has an MoE layer as its feed-forward network and returns a RoutedOutput. `parallel` and `serve` replace functions of
+    `hooks`.
     """
 
     def __init__(self, spec: BlockSpec, plain: bool) -> None:
@@ -71,16 +75,16 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
     ) -> Tensor | RoutedOutput:
-        """The block's output for x `(batch, seq, hidden)`.
+        """Return the block's output for x `(batch, seq, hidden)`.
 
-        `rope`, `mask` and `counted` (the tokens that routers count) are those of `models.decoder.SharedInputs`.
+        `rope`, `mask` and `counted` (the tokens that routers count) come from `models.decoder.SharedInputs`.
         """
         return self.hooks.run(self, x, rope, mask, counted)
 
     def compute(
         self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
     ) -> Tensor | RoutedOutput:
-        """As `forward`, on one device and without recompute."""
+        """As `forward`, without what `hooks.run` adds (recompute, compilation)."""
         if self.parallel and not self.routed:
             return x + self.hooks.add_branches(self, _normed(x, self.attention_norm), rope, mask)
         x, normed = self.add_attention(x, rope, mask)
@@ -91,17 +95,17 @@ class Block(nn.Module):
         return RoutedOutput(x + self.added_output(routed.x), routed.balance, routed.load, routed.squares)
 
     def add_attention(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> tuple[Tensor, Tensor]:
-        """x with the attention's output added, and the input of the feed-forward network."""
+        """Return x plus the attention's output, and the input of the feed-forward network."""
         normed = _normed(x, self.attention_norm)
         x = x + self.attended(normed, rope, mask)
         return x, normed if self.parallel else _normed(x, self.mlp_norm)
 
     def attended(self, normed: Tensor | RoundedMatrix, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-        """The attention's output as it is added to the residual stream."""
+        """Return the attention's output in the form in which it is added to the residual stream: normed and multiplied by its factor."""
         return self._added(self.attention(normed, rope, mask), self.attention_output_norm)
 
     def added_output(self, y: Tensor) -> Tensor:
-        """An output of the feed-forward network, or of the experts, as it is added to the residual stream."""
+        """Return the output y of the feed-forward network or experts in the form in which it is added to the residual stream."""
         return self._added(y, self.mlp_output_norm)
 
     def _added(self, y: Tensor, norm: Norm | None) -> Tensor:
@@ -118,14 +122,14 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def attention_kind(block: BlockSpec) -> AttentionKind:
-    """What decides the mask and the rotary tables of a block."""
+    """Return the kind of a block's attention."""
     mixer = block.mixer
     head_dim = None if isinstance(mixer, LatentAttentionSpec) else mixer.head_dim
     return AttentionKind(mixer.rotary, mixer.window, mixer.score_cap, head_dim)
 
 
 def tables_of(rotary: RotarySpec | None, positions: Tensor, dtype: torch.dtype, length: int) -> RotaryTables | None:
-    """The rotary tables of `positions` in sequences of `length` tokens, for activations of `dtype`; None without rotation."""
+    """Return rotary tables for tokens at `positions` in sequences of `length` tokens, in `dtype`; None if the block does not rotate."""
     if rotary is None:
         return None
     tables = rotary_tables(positions, rotary.width, rotary.base, rotary.scaling, dtype, length=length)

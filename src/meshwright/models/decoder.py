@@ -1,8 +1,7 @@
 """The decoder-only transformer that a ModelSpec describes: GPT-2/3, Llama 2/3.x, Qwen3, Mixtral, DeepSeek, MegaScale's.
 
-The code is single-device PyTorch; `parallel` adds sharding, recompute and compilation. The parameters are exactly those
-of `spec.model.parameters`. Projections with the same input are fused into one matrix: queries, keys and values; gate
-and up.
+The code is single-device PyTorch; `parallel` adds sharding, recompute and compilation. The parameters are exactly those that
+`spec.model.parameters` lists. Projections with the same input are fused into one matrix: queries, keys and values; gate and up.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ from meshwright.spec.model import ModelSpec
 
 
 class SharedInputs(NamedTuple):
-    """Inputs that blocks of one micro-batch share: token positions, and rotary tables and mask for each kind of attention.
+    """Inputs that the blocks of one micro-batch share.
 
-    `counted` tells which tokens routers of experts count; None: all.
+    `positions` are the tokens' positions. `by_kind` has the rotary tables and the mask for each kind of attention. `counted` are the tokens
+    that routers count; None means all.
     """
 
     positions: Tensor
@@ -51,10 +51,11 @@ class SharedInputs(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Sums of the training loss as differentiable scalars.
+    """Sums of the training losses, as differentiable scalars.
 
-    `tokens`: losses of the next tokens; `balance`: balance losses over all sequences and layers with experts; `further`: losses of the
-    tokens that prediction modules predict, over all modules.
+    - `tokens`: losses of the next tokens.
+    - `balance`: balance losses over all sequences and all layers with experts.
+    - `further`: losses of the further tokens that the prediction modules predict, over all modules.
     """
 
     tokens: Tensor
@@ -63,13 +64,16 @@ class Losses(NamedTuple):
 
 
 OfLogProbabilities = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Maps the log-probabilities `(batch, seq)` of the targets to the sum of a loss, a scalar, and the factors `(batch, seq)` by which the
-gradients of the tokens' cross-entropies are multiplied: the negative derivatives of the loss by the log-probabilities.
+"""Function by which an objective replaces the cross-entropy. It maps the log-probabilities `(batch, seq)` of the targets to:
+
+- the loss, a scalar sum over the micro-batch;
+- a factor `(batch, seq)` for each token, by which the gradient of the token's cross-entropy is multiplied. It is the negative derivative of
+  the loss with respect to the token's log-probability.
 """
 
 
 class HeadLosses(NamedTuple):
-    """The losses of the head with prediction modules: of next tokens, `further` as in Losses, and the modules' routers."""
+    """The losses of the head with prediction modules: `tokens` of the next tokens, `further` as in Losses, `routed` of modules' routers."""
 
     tokens: LossSums
     further: Tensor
@@ -79,9 +83,12 @@ class HeadLosses(NamedTuple):
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm, head, prediction modules.
 
-    `plain` selects the reference implementation of all kernels, which uses PyTorch operators only; `loss_chunk` is the number of tokens
-    whose logits are in memory at a time in training, `z_loss` the weight of the z-loss in gradients. Create it under
-    `torch.device("meta")` and allocate its memory with `to_empty`; it has no buffers. Raises BadInput for dimensions that do not match.
+    - `plain`: use the reference implementation of all kernels, which has PyTorch operators only.
+    - `loss_chunk`: number of tokens whose logits are in memory at a time in training.
+    - `z_loss`: weight of the z-loss in the gradients.
+
+    Create it under `torch.device("meta")` and allocate its memory with `to_empty`; it has no buffers. Raises BadInput for dimensions that
+    do not fit each other.
     """
 
     def __init__(self, spec: ModelSpec, *, plain: bool = False, loss_chunk: int = 4096, z_loss: float = 0.0) -> None:
@@ -119,12 +126,14 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Logits `(batch, seq, vocab)` of tokens `(batch, seq)`, or with targets the sum of their losses.
+        """Return logits `(batch, seq, vocab)` for tokens `(batch, seq)`, or with targets the sum of their losses.
 
-        The sum is fp32 (fp64 in fp64). `targets` `(batch, seq)`: the token to predict at each position; negative targets are
-        ignored. `weights` `(batch, seq)` multiply the losses; None: all 1. `positions` `(batch, seq)`: from 0 in each sequence if
-        None. `documents` `(batch, seq)`: document numbers; a token attends only to its own document; None means one document per
-        sequence.
+        The sum is fp32 (fp64 in fp64). The other arguments are `(batch, seq)` too:
+
+        - `targets`: the token to predict at each position; negative targets are ignored.
+        - `weights`: factors of the losses; None: all are 1.
+        - `positions`: positions of the tokens; None: counted from 0 in each sequence.
+        - `documents`: document numbers; a token attends only to its own document. None: each sequence is one document.
         """
         return _value(self.logits_or_loss(self._run_blocks(tokens, positions, documents)[0], targets, weights))
 
@@ -137,7 +146,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Losses:
-        """The sums of the training loss; arguments and token losses are as in `forward`."""
+        """Return the sums of the training losses; the arguments have the meaning that they have in `forward`."""
         x, balance = self._run_blocks(tokens, positions, documents)
         if not self.predictions:
             return Losses(_value(self.logits_or_loss(x, targets, weights)), balance, torch.zeros_like(balance))
@@ -147,7 +156,7 @@ class Decoder(nn.Module):
         return Losses(losses.tokens.loss, sum((routed.balance for routed in losses.routed), balance), losses.further)
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """The normed output of the last block `(batch, seq, hidden)`, which the head reads; arguments as in `forward`."""
+        """Return the normed output of the last block `(batch, seq, hidden)`, the head's input; arguments as in `forward`."""
         return self.norm(self._run_blocks(tokens, positions, documents)[0])
 
     def _run_blocks(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -169,9 +178,9 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         document_sizes: tuple[int, int] | None = None,
     ) -> SharedInputs:
-        """The inputs that all blocks of one micro-batch share, for activations of `dtype`.
+        """Return the inputs that all blocks of one micro-batch share, for activations of `dtype`.
 
-        `document_sizes` are those of `kernels.attention.make_mask`.
+        `document_sizes` is passed to `kernels.attention.make_mask`.
         """
         seq = tokens.shape[1]
         self._check_length(seq)
@@ -182,7 +191,7 @@ class Decoder(nn.Module):
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """The distinct kinds of attention of the model's blocks."""
+        """The different kinds of attention that occur in the model's blocks."""
         return tuple(dict.fromkeys(attention_kind(block) for block in self.spec.block_kinds))
 
     def attention_inputs(
@@ -195,9 +204,10 @@ class Decoder(nn.Module):
         queries: Tensor | None = None,
         document_sizes: tuple[int, int] | None = None,
     ) -> dict[AttentionKind, tuple[RotaryTables | None, AttentionMask | None]]:
-        """`SharedInputs.by_kind` for sequences of `seq` tokens, whose tokens here have `positions`.
+        """Return `SharedInputs.by_kind` for sequences of `seq` tokens.
 
-        Masks are those of the queries at the positions `queries` in the sequence (None: all).
+        `positions` are the positions of the tokens on this rank. `queries` are the indices in the sequence of the tokens that the masks
+        have rows for; None means all.
         """
         kinds = self.attention_kinds
         dense = self.plain or dtype == torch.float64
@@ -220,12 +230,12 @@ class Decoder(nn.Module):
         return {kind: (ropes[kind.rotary], masks[kind.window, kind.cap]) for kind in kinds}
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """The first block's input `(batch, seq, hidden)`."""
+        """Return the first block's input `(batch, seq, hidden)`: token embeddings, plus position embeddings if they are learned."""
         x = self.scaled_embedding(tokens)
         return x if self.positions is None else x + self.positions(positions)
 
     def scaled_embedding(self, tokens: Tensor) -> Tensor:
-        """The embedding of tokens times `embedding_scale`, which is rounded to its dtype."""
+        """Return the embeddings of tokens, multiplied by `embedding_scale` rounded to their dtype."""
         x = self.embed(tokens)
         return x if self.spec.embedding_scale == 1 else x * rounded_factor(self.spec.embedding_scale, x.dtype)
 
@@ -236,7 +246,7 @@ class Decoder(nn.Module):
         weights: Tensor | None = None,
         objective: OfLogProbabilities | None = None,
     ) -> Tensor | LossSums:
-        """Logits of the last block's output, or with targets the sums of its losses; of an `objective` the losses that it computes."""
+        """Return the logits of the last block's output x, or with targets its summed losses; `objective` replaces the cross-entropy."""
         hidden = self.norm(x)
         tied = self._tied_weight()
         if targets is None:
@@ -252,7 +262,7 @@ class Decoder(nn.Module):
         weights: Tensor | None = None,
         objective: OfLogProbabilities | None = None,
     ) -> HeadLosses:
-        """The losses of the last block's output: of the next tokens, and of further tokens by the prediction modules."""
+        """Return the losses of the last block's output x: of the next tokens, and of further tokens by the prediction modules."""
         hidden = self.norm(x)
         tied = self._tied_weight()
         sums = self._sums(hidden, targets, tied, weights, objective)
@@ -260,7 +270,8 @@ class Decoder(nn.Module):
         routed = []
         for depth, module in enumerate(self.predictions):
             assert isinstance(module, PredictionModule)
-            # As in `parallel.stages`, no module hooks run. The embedding of a token has no position, its hidden state has.
+            # `block.forward` and not `block(...)`, so that no module hooks run (as in `parallel.stages`). Only the token's embedding is
+            # used, not its learned position: the hidden state already contains a position.
             y = module.block.forward(
                 module.join(hidden, self.scaled_embedding(further.inputs[..., depth])),
                 *shared.of(module.block.attention_kind),
@@ -282,7 +293,11 @@ class Decoder(nn.Module):
         weights: Tensor | None,
         objective: OfLogProbabilities | None,
     ) -> LossSums:
-        """The sums of the losses of the normed output. An objective gets the log-probabilities first, then the head computes gradients."""
+        """Return the summed losses of the normed output.
+
+        With an objective the head runs twice: first for the log-probabilities, from which the objective computes loss and factors, then
+        for the gradients.
+        """
         if objective is None:
             sums = self.head(hidden, targets, tied, weights)
             assert isinstance(sums, LossSums)
@@ -292,7 +307,7 @@ class Decoder(nn.Module):
             return LossSums(loss, torch.zeros_like(loss))
         sums = self.head(hidden, targets, tied, weights)
         assert isinstance(sums, LossSums)
-        # The difference is 0, so that it adds the gradient only.
+        # The difference in brackets is 0: the loss has the objective's value and the head's gradient.
         return LossSums(loss + (sums.loss - sums.loss.detach()), sums.squares)
 
     def _tied_weight(self) -> Tensor | None:
@@ -307,26 +322,26 @@ class Decoder(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Table of vectors: one per token of the vocabulary, or per position."""
+    """A table with a vector for each token of the vocabulary, or for each position."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
 
     def forward(self, indices: Tensor) -> Tensor:
-        """Vectors `(…, hidden)` of indices `(…)`."""
+        """Return the vectors `(…, hidden)` of indices `(…)`."""
         return F.embedding(indices, self.weight)
 
 
 class Head(nn.Module):
-    """Output projection and, with targets, the loss: one module, so that hooks on it cover both.
+    """Output projection and, with targets, the loss. It is one module, so that module hooks cover both.
 
-    `weight` is None for a tied head; `factor` multiplies its input, and so the logits; `cap` is that of the logits
+    `weight` is None for a tied head. `factor` multiplies the head's input, and so the logits. `cap` limits the logits
     (`ModelSpec.logit_cap`).
     """
 
     fixed_order = False
-    """Whether `log_probabilities` has the bits of an invariant engine on a GPU (`kernels.fixed_matmul`)."""
+    """Whether `log_probabilities` gives exactly the bits that an invariant engine gives on a GPU (`kernels.fixed_matmul`)."""
 
     def __init__(
         self,
@@ -353,9 +368,9 @@ class Head(nn.Module):
         tied: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | LossSums:
-        """Logits of hidden `(batch, seq, hidden)`, or with targets the sums of the losses, each times that of `weights` `(batch, seq)`.
+        """Return logits for hidden `(batch, seq, hidden)`, or with targets the summed losses.
 
-        `tied` is the embedding's weight if the head has no weight.
+        `weights` `(batch, seq)` multiply the losses of the tokens. `tied` is the embedding's weight if the head has no weight.
         """
         weight = self.matrix(tied)
         hidden = self.scaled(hidden)
@@ -367,27 +382,30 @@ class Head(nn.Module):
         return linear_cross_entropy(rows, weight, targets.flatten(), self.loss_chunk, weights=of_tokens, **losses)
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
-        """The log-probability of each target `(batch, seq)`, fp32 (fp64 in fp64), without gradient; 0 where the target is negative."""
+        """Return the log-probability of each target `(batch, seq)`, without gradient; 0 where the target is negative.
+
+        The dtype is fp32 (fp64 in fp64).
+        """
         rows = self.scaled(hidden).flatten(0, 1)
         losses = {"cap": self.cap, "fixed_order": self.fixed_order, "plain": self.plain}
         found = token_log_probabilities(rows, self.matrix(tied), targets.flatten(), self.loss_chunk, **losses)
         return found.view_as(targets)
 
     def matrix(self, tied: Tensor | None) -> Tensor:
-        """The head's weight, or that of the embedding if the head has none."""
+        """Return the head's weight, or the embedding's weight if the head is tied."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head needs the embedding's weight"
         return weight
 
     def scaled(self, hidden: Tensor) -> Tensor:
-        """The input times `factor`."""
+        """Return hidden multiplied by `factor`."""
         return hidden if self.factor == 1 else hidden * self.factor
 
 
 class ScoreHead(Head):
-    """A reward model's head: one number for each token, the score of the text up to it, in place of logits.
+    """The head of a reward model: it returns one number for each token, the score of the text up to this token, instead of logits.
 
-    Objectives call a token's score its log-probability. A score is computed and summed in fp32 (fp64 in fp64).
+    Where objectives expect the log-probability of a token, they get its score. Scores are computed and summed in fp32 (fp64 in fp64).
     """
 
     def __init__(self, score: nn.Parameter) -> None:
@@ -401,7 +419,7 @@ class ScoreHead(Head):
         tied: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | LossSums:
-        """The scores `(batch, seq, 1)` of hidden `(batch, seq, hidden)`, or with targets minus their sum, each times that of `weights`."""
+        """Return the scores `(batch, seq, 1)` of hidden `(batch, seq, hidden)`; with targets, minus the sum of score · `weights`."""
         if targets is None:
             return self.values(hidden)[..., None]
         assert weights is not None, "an objective has a factor for each score"
@@ -409,22 +427,22 @@ class ScoreHead(Head):
         return LossSums(loss, torch.zeros_like(loss))
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
-        """The scores `(batch, seq)`, without gradient, whatever the targets."""
+        """Return the scores `(batch, seq)`, without gradient; the values of the targets do not matter."""
         return self.values(hidden)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """The scores `(batch, seq)` of hidden `(batch, seq, hidden)`, without gradient."""
+        """Return the scores `(batch, seq)` of hidden `(batch, seq, hidden)`, without gradient."""
         return scores(hidden, self.score)
 
 
 @lru_cache(maxsize=64)
 def rounded_factor(factor: float, dtype: torch.dtype) -> float:
-    """A factor as a tensor of `dtype` holds it; transformers rounds it to fp32 before."""
+    """Return the factor rounded to fp32 (fp64 for fp64) and then to `dtype`, as transformers rounds it."""
     return float(torch.tensor(factor, dtype=accumulate_dtype(dtype), device="cpu").to(dtype))
 
 
 def _value(output: Tensor | LossSums) -> Tensor:
-    """Logits, or the summed cross-entropy."""
+    """Return logits unchanged, and of summed losses the cross-entropy."""
     return output.loss if isinstance(output, LossSums) else output
 
 

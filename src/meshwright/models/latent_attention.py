@@ -1,10 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024, §2.1): keys and values are expanded from a latent for each head.
+"""Multi-head latent attention (DeepSeek-V2, 2024, §2.1): the keys and values of all heads are expanded from one narrow vector per token.
 
-A narrow latent of the token gives all heads' keys and values, another one the queries. Only a part of each query and key is rotated, and
-all heads share the rotated part of the key. Values are narrower than keys.
+This vector is the latent of the token. The queries have a latent of their own. Only a part of each query and key is rotated, and all heads
+share the rotated part of the key. Values are narrower than keys.
 
-The absorbed form expands no keys and values: a query is multiplied by its head's key matrix and attends to the latents themselves, and
-the sum of latents is multiplied by the head's value matrix. A cache then has one latent and one rotated key for each token.
+In the absorbed form keys and values are not expanded. Each query is multiplied by the key matrix of its head and attends to the latents
+themselves; the weighted sum of latents is then multiplied by the value matrix of the head. A cache then has only one latent and one rotated
+key for each token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention with latents for queries (unless `spec.q_rank` is 0) and for keys and values."""
+    """Causal self-attention with a latent for keys and values, and a latent for queries unless `spec.q_rank` is 0."""
 
     def __init__(self, spec: LatentAttentionSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
         super().__init__()
@@ -54,19 +55,19 @@ class LatentAttention(nn.Module):
         self.score_scale = scaling.score_scale if isinstance(scaling, YarnScaling) else 1.0
 
     def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-        """The attention output for x `(batch, seq, hidden)`."""
+        """Return the attention output for x `(batch, seq, hidden)`."""
         q, latent, shared_key = self._project(x)
         return self.out(self.hooks.attend_latents(self, q, self.kv_norm(latent), shared_key, rope, mask))
 
     def split_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The parts of each head's query that are not rotated, and that are, of q `(…, heads · head_dim)`."""
+        """Split each head's query into the part that is not rotated and the part that is. q is `(…, heads · head_dim)`."""
         plain, rotary = q.unflatten(-1, (self.heads, -1)).split((self.head_dim - self.rotated, self.rotated), dim=-1)
         return plain, rotary
 
     def expand(
         self, q_plain: Tensor, q_rotated: Tensor, latent: Tensor, rotated_key: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of each head, `(…, heads, ·)`, from the split queries, the latent and the shared key."""
+        """Return queries, keys and values of each head, `(…, heads, ·)`, from the split queries, the latent and the rotated key."""
         sizes = (self.head_dim - self.rotated, self.value_head_dim)
         k_plain, v = self.kv_up(latent).unflatten(-1, (self.heads, -1)).split(sizes, dim=-1)
         q = torch.cat((q_plain, q_rotated), dim=-1)
@@ -75,23 +76,23 @@ class LatentAttention(nn.Module):
         return q, torch.cat((k_plain, rotated_key[..., None, :].expand(*k_plain.shape[:-1], -1)), dim=-1), v
 
     def absorb(self, q_plain: Tensor) -> Tensor:
-        """Queries for latents `(tokens, heads, kv_rank)` of the unrotated queries `(tokens, heads, head_dim - rotated)`."""
+        """Return queries for latents `(tokens, heads, kv_rank)`, from the unrotated queries `(tokens, heads, head_dim - rotated)`."""
         return torch.bmm(q_plain.transpose(0, 1), self._head_matrices()[0]).transpose(0, 1)
 
     def expand_values(self, attended: Tensor) -> Tensor:
-        """Attention output `(tokens, heads · value_head_dim)` of sums of latents `(tokens, heads, kv_rank)`."""
+        """Return the attention output `(tokens, heads · value_head_dim)`, from weighted sums of latents `(tokens, heads, kv_rank)`."""
         out = attended.new_empty(*attended.shape[:2], self.value_head_dim)
         torch.bmm(attended.transpose(0, 1), self._head_matrices()[1].transpose(1, 2), out=out.transpose(0, 1))
         return out.flatten(1)
 
     def _head_matrices(self) -> tuple[Tensor, Tensor]:
-        """Each head's matrices of keys and of values, `(heads, ·, kv_rank)`: views of the weight of `kv_up`."""
+        """Return the key matrix and the value matrix of each head, `(heads, ·, kv_rank)`, as views of the weight of `kv_up`."""
         matrices = self.kv_up.weight.unflatten(0, (self.heads, -1))
         keys, values = matrices.split((self.head_dim - self.rotated, self.value_head_dim), dim=1)
         return keys, values
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `(batch, seq, heads · head_dim)`, the latent of keys and values, and the keys' shared part, not rotated yet."""
+        """Return queries `(batch, seq, heads · head_dim)`, the latent of keys and values, and the keys' shared part before rotation."""
         if not self.q_rank:
             latent, shared_key = self.kv_down(x).split((self.kv_rank, self.rotated), dim=-1)
             return self.q(x), latent, self.hooks.gather_tokens(shared_key)
@@ -107,10 +108,10 @@ def expand_and_attend(
     rope: RotaryTables | None,
     mask: AttentionMask | None,
 ) -> Tensor:
-    """The training form: attention output `(batch, seq, heads · value_head_dim)` with keys and values of each head.
+    """Compute attention in the form for training, with expanded keys and values. Returns `(batch, seq, heads · value_head_dim)`.
 
-    q is `(batch, seq, heads · head_dim)`, `latent` `(batch, seq, kv_rank)` after its norm, `shared_key` `(batch, seq, rotated)`; q and key
-    are rotated here.
+    q is `(batch, seq, heads · head_dim)`, `latent` `(batch, seq, kv_rank)` after its norm, `shared_key` `(batch, seq, rotated)`. Queries
+    and the shared key are rotated here.
     """
     assert rope is not None, "latent attention has rotary positions"
     q_plain, q_rotary = attention.split_queries(q)

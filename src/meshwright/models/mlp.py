@@ -16,7 +16,7 @@ class GatedMLP(nn.Module):
     """SwiGLU: down(silu(gate) · up), or GeGLU: down(gelu(gate) · up)."""
 
     tile: int = 0
-    """Tokens that are computed at a time, in training; 0 computes all."""
+    """Number of tokens that are computed at a time in training; 0: all together."""
 
     def __init__(self, spec: FeedForwardSpec, hidden: int, plain: bool) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class GatedMLP(nn.Module):
         return gated_mlp(x, self.gate_up, self.down, gelu=self.gelu, plain=self.plain)
 
     def activate(self, projected: Tensor) -> Tensor:
-        """The gated activation of the output of `gate_up`."""
+        """Return the gated activation of `projected`, the output of `gate_up`."""
         return gated_activation(projected, gelu=self.gelu, plain=self.plain)
 
 
@@ -40,7 +40,7 @@ class MLP(nn.Module):
     """down(gelu(up)), with GPT-2's tanh approximation."""
 
     tile: int = 0
-    """Tokens that are computed at a time, in training; 0 computes all."""
+    """Number of tokens that are computed at a time in training; 0: all together."""
 
     def __init__(self, spec: FeedForwardSpec, hidden: int) -> None:
         super().__init__()
@@ -53,10 +53,10 @@ class MLP(nn.Module):
         return self.down(self.activate(self.up(x)))
 
     def activate(self, projected: Tensor) -> Tensor:
-        """gelu of the output of `up`."""
+        """Return gelu of `projected`, the output of `up`."""
         return F.gelu(projected, approximate="tanh")
 
 
 def feed_forward_of(spec: FeedForwardSpec, hidden: int, plain: bool) -> GatedMLP | MLP:
-    """The feed-forward network that a description selects, in a residual stream of width `hidden`."""
+    """Return the feed-forward network that `spec` describes, for a residual stream of width `hidden`."""
     return GatedMLP(spec, hidden, plain) if spec.gated else MLP(spec, hidden)

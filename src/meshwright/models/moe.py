@@ -1,7 +1,7 @@
 """An MoE layer in place of a feed-forward network: Mixtral (Jiang et al. 2024), Qwen3-MoE, DeepSeek-V2/V3.
 
-A router sends each token to the experts of the highest score. No token is dropped, however uneven the experts' loads are. The host
-does not wait for the device.
+A router sends each token to the experts with the highest scores. No token is dropped, however uneven the experts' loads are. The host does
+not wait for the device.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CountedTokens:
-    """The tokens of a micro-batch of samples that count in the losses and loads of routers."""
+    """The tokens of a micro-batch that count in the losses and loads of routers, and the sample of each token."""
 
     sample: Tensor
-    """Number of each token's sample in the micro-batch `(batch, seq)`; −1 for a token that does not count."""
+    """Number of each token's sample in the micro-batch `(batch, seq)`; -1 for a token that does not count."""
     samples: int
-    """All numbers are below it."""
+    """Number of samples in the micro-batch; the sample numbers are below it."""
 
     @property
     def mask(self) -> Tensor:
@@ -54,19 +54,23 @@ class CountedTokens:
         return self.sample >= 0
 
     def loads(self, chosen: Tensor, experts: int) -> Tensor:
-        """How often tokens of each sample chose each expert, `(samples, experts)`, of `chosen` `(batch, seq, copies)`."""
+        """Return how often tokens of each sample chose each expert, `(samples, experts)`. `chosen` is `(batch, seq, copies)`."""
         entries = (self.sample[..., None] * experts + chosen).masked_fill(~self.mask[..., None], self.samples * experts)
-        counts = entries.new_zeros(self.samples * experts + 1)  # the last one is that of tokens that do not count
+        counts = entries.new_zeros(self.samples * experts + 1)  # the last counter is for tokens that do not count
         counts = counts.scatter_add(0, entries.flatten(), torch.ones_like(entries).flatten())
         return counts[:-1].view(self.samples, experts)
 
 
 class RoutedOutput(NamedTuple):
-    """An output `x` `(batch, seq, hidden)`, the losses and the load of its router.
+    """The output of an MoE layer or block, with the losses and loads of its router.
 
-    `balance`: the sum of the sequences' balance losses, or with counted tokens that of the samples', each times the number of its counted
-    tokens; `load` `(experts,)`: tokens sent to each expert; `squares`: the sum of the tokens' squared log-sum-exps of router logits, 0
-    without a router z-loss. Both sums are differentiable scalars.
+    - `x` `(batch, seq, hidden)`: the output.
+    - `balance`: the sum of the balance losses of all sequences. If only some tokens count, it is the sum over samples, each multiplied by
+      its number of counted tokens.
+    - `load` `(experts,)`: the number of tokens that are sent to each expert.
+    - `squares`: the sum over tokens of the squared log-sum-exp of the router logits; 0 without a router z-loss.
+
+    `balance` and `squares` are differentiable scalars.
     """
 
     x: Tensor
@@ -76,9 +80,12 @@ class RoutedOutput(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """Tokens for the experts: `sorted_rows` `(tokens · copies, hidden)`, sorted by expert, and their `weights`.
+    """The tokens of a micro-batch, sorted by expert.
 
-    `order` is that sort. The others are those of RoutedOutput.
+    - `sorted_rows` `(tokens · copies, hidden)`: a row for each expert that a token chose.
+    - `order`: the sort by expert.
+    - `weights`: the router's weight of each row.
+    - `balance`, `load`, `squares`: as in `RoutedOutput`.
     """
 
     sorted_rows: Tensor
@@ -90,12 +97,12 @@ class RoutedTokens(NamedTuple):
 
 
 class MoELayer(nn.Module):
-    """Router, routed experts and, if there is one, a shared expert for all tokens.
+    """Router, routed experts and, if the description has one, a shared expert for all tokens.
 
-    `z_loss` says whether `RoutedOutput.squares` is computed, for the
-    router z-loss of ST-MoE (Zoph et al. 2022, equation 5). `replayed` `(batch · seq, experts)`, if any, has the scores by which each
-    token's experts are chosen instead of the router's (`parallel.replayed_routing`). With `invariant` the bits of a token's output
-    do not depend on the other tokens, in inference on CUDA.
+    - `z_loss`: whether `RoutedOutput.squares` is computed, for the router z-loss of ST-MoE (Zoph et al. 2022, equation 5).
+    - `replayed` `(batch · seq, experts)`: if set, these scores choose each token's experts instead of the router's
+      (`parallel.replayed_routing`).
+    - `invariant`: in inference on CUDA, the bits of a token's output do not depend on the other tokens.
     """
 
     def __init__(self, spec: MoESpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
@@ -122,9 +129,10 @@ class MoELayer(nn.Module):
         self.invariant = False
 
     def forward(self, x: Tensor, counted: CountedTokens | None = None, *, losses: bool = True) -> RoutedOutput | Tensor:
-        """Route and process x `(batch, seq, hidden)`; losses and load are those of the `counted` tokens, or of all.
+        """Compute the layer's output for x `(batch, seq, hidden)`, and its losses and loads.
 
-        Without `losses`, for inference, only the output.
+        Losses and loads are those of the `counted` tokens, or of all tokens if it is None. Without `losses` (inference) only the output is
+        computed and returned.
         """
         if not losses:
             return self._output(x)
@@ -133,7 +141,7 @@ class MoELayer(nn.Module):
         return RoutedOutput(y, tokens.balance, tokens.load, tokens.squares)
 
     def _output(self, x: Tensor) -> Tensor:
-        """The output for x `(batch, seq, hidden)`, without gradients, losses and loads."""
+        """Compute only the output for x `(batch, seq, hidden)`, without gradients, losses and loads."""
         if (copies := self.copy_outputs(x)) is not None:
             return self.with_shared(copies.sum(1).view_as(x), x)
         weights, chosen = self._pick(self.router(x))
@@ -142,9 +150,9 @@ class MoELayer(nn.Module):
         return self.combine(self.experts(sorted_rows, order, sorted_weights(weights.flatten(0, 1), order)), order, x)
 
     def copy_outputs(self, x: Tensor) -> Tensor | None:
-        """The weighted outputs `(batch · seq, copies, hidden)` of the routed experts for x `(batch, seq, hidden)`, without gradients.
+        """Return the weighted outputs of the routed experts, one for each expert that a token chose, without gradients.
 
-        None where the kernels for few tokens do not run.
+        x is `(batch, seq, hidden)`, the result `(batch · seq, copies, hidden)`. Returns None if the kernels for few tokens cannot be used.
         """
         rows = x.flatten(0, 1)
         parts = rows.split(most_tokens(self.count, self.per_token)) if self.invariant and len(rows) else (rows,)
@@ -158,7 +166,7 @@ class MoELayer(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _pick(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and indices of each token's experts `(batch, seq, copies)`, without gradients."""
+        """Return the weights and the indices of each token's experts, `(batch, seq, copies)` each, without gradients."""
         particular = self.groups_per_token != self.groups or self.replayed is not None
         if self.plain or particular or not has_kernel(logits, self.count):
             return self._route(logits)[1:]
@@ -172,7 +180,7 @@ class MoELayer(nn.Module):
         )
 
     def route(self, x: Tensor, counted: CountedTokens | None = None) -> RoutedTokens:
-        """Choose the experts of x `(batch, seq, hidden)` and sort its copies by expert; `counted` as in `forward`."""
+        """Choose experts for the tokens x `(batch, seq, hidden)` and sort the copies of the tokens by expert; `counted` as in `forward`."""
         logits = self.router(x)
         choice = self.choose_experts(logits, counted)
         load = choice.loads.sum(0)
@@ -194,24 +202,25 @@ class MoELayer(nn.Module):
         return RoutedTokens(sorted_rows, order, weights, balance, load, squares)
 
     def combine(self, sorted_rows: Tensor, order: ExpertOrder, x: Tensor) -> Tensor:
-        """The output for x `(batch, seq, hidden)`: the sum of a token's weighted expert outputs and its shared expert's."""
+        """Return the layer's output for x: each token's weighted expert outputs added, plus the output of the shared expert."""
         return self.with_shared(sum_copies(sorted_rows, order).view_as(x), x)
 
     def with_shared(self, y: Tensor, x: Tensor) -> Tensor:
-        """The output `y` of the routed experts for x, with the shared expert's added."""
+        """Add the output of the shared expert for x, if there is one, to the output `y` of the routed experts."""
         shared = self.shared_output(x)
         return y if shared is None else y + shared
 
     def shared_output(self, x: Tensor) -> Tensor | None:
-        """The shared expert's output for x, times its gate if it has one; None without a shared expert."""
+        """Return the output of the shared expert for x, multiplied by its gate if it has one; None without a shared expert."""
         if self.shared is None or self.shared_gate is None:
             return None if self.shared is None else self.shared(x)
         return torch.sigmoid(self.shared_gate(x)) * self.shared(x)
 
     def choose_experts(self, logits: Tensor, counted: CountedTokens | None = None) -> ExpertChoice:
-        """The experts of each token, by a kernel where there is one.
+        """Return the experts of each token, by a kernel if there is one for this router.
 
-        With `counted`, `probability_sums` has each token's probabilities `(batch · seq, experts)`, 0 for tokens that do not count.
+        Without `counted`, the `probability_sums` of the result are summed over each sequence. With `counted` they are not summed: they have
+        each token's probabilities `(batch · seq, experts)`, which are 0 for tokens that do not count.
         """
         particular = self.groups_per_token != self.groups or self.replayed is not None or counted is not None
         if self.plain or particular or not has_kernel(logits, self.count):
@@ -228,10 +237,11 @@ class MoELayer(nn.Module):
         )
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Probabilities `(batch, seq, experts)`, and weights and indices of the chosen experts, of the router's output.
+        """Return probabilities `(batch, seq, experts)`, and the weights and indices of the chosen experts, from the router's logits.
 
-        A sigmoid's scores are not probabilities: their share in the token's sum is (DeepSeek-V3, equation 18). Scores choose experts with
-        `choice_bias` added, if there is one; the weights do not contain it.
+        The scores of a sigmoid are not probabilities; the probability of an expert is its share in the sum of the token's scores
+        (DeepSeek-V3, equation 18). If there is a `choice_bias`, it is added to the scores that choose experts; the weights do not contain
+        it.
         """
         wide = accumulate_dtype(logits.dtype)
         if not self.sigmoid:
@@ -253,9 +263,10 @@ class MoELayer(nn.Module):
         return probabilities, weights if self.scale == 1 else weights * self.scale, chosen
 
     def _replay(self, replayed: Tensor, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and indices of the experts of the highest `replayed` scores.
+        """Return the weights and indices of the experts with the highest `replayed` scores.
 
-        Normalised weights are a softmax over the chosen experts, which is finite where the router gives all of them no probability.
+        Normalised weights are computed as a softmax over the chosen experts. It is finite even if the router gives all of them the
+        probability 0.
         """
         chosen = replayed.view_as(logits).topk(self.per_token, dim=-1).indices
         if not self.normalised:
@@ -264,9 +275,10 @@ class MoELayer(nn.Module):
         return torch.softmax(logarithms.gather(-1, chosen), dim=-1), chosen
 
     def _within_groups(self, scores: Tensor) -> Tensor:
-        """Scores `(…, experts)`, minus infinity outside the best groups of a token.
+        """Replace the scores `(…, experts)` outside a token's best groups of experts by minus infinity.
 
-        A group's score is that of its best expert (DeepSeek-V2, §2.2), or with biased scores the sum of its two best (DeepSeek-V3).
+        The score of a group is the score of its best expert (DeepSeek-V2, §2.2); with a choice bias it is the sum of its two best experts
+        (DeepSeek-V3).
         """
         if self.groups_per_token == self.groups:
             return scores
@@ -278,21 +290,21 @@ class MoELayer(nn.Module):
 
 
 class Experts(nn.Module):
-    """The feed-forward networks of all routed experts, stacked along dimension 0."""
+    """The feed-forward networks of all routed experts. Their weights are stacked along dimension 0."""
 
     gate_up: nn.Parameter
     up: nn.Parameter
     down: nn.Parameter
     fp8: bool = False
-    """Whether rows and their gradients are multiplied in fp8, with one scale per row (`kernels.grouped_fp8`)."""
+    """Whether rows, and the gradients of rows, are multiplied in fp8 with one scale per row (`kernels.grouped_fp8`)."""
 
     @property
     def takes_few_rows(self) -> bool:
-        """Whether `of_choices` has kernels for these experts."""
+        """Whether `of_choices` can be called: its kernels exist only for these experts' activation and dtype, and without biases."""
         return self.activation == "swiglu" and not self.fp8 and not self.biased
 
     def of_choices(self, x: Tensor, choices: Choices) -> Tensor:
-        """The weighted outputs `(tokens, copies, hidden)` of the chosen experts for x `(tokens, hidden)`, without gradients."""
+        """Return the weighted outputs `(tokens, copies, hidden)` of the chosen experts for x `(tokens, hidden)`, without gradients."""
         return expert_outputs(x, self.gate_up, self.down, choices)
 
     def __init__(self, spec: MoESpec, hidden: int, plain: bool) -> None:
@@ -309,9 +321,10 @@ class Experts(nn.Module):
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(spec.experts, outputs)))
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
-        """The expert outputs of rows `(rows, hidden)` sorted by expert, each times its element of `weights` `(rows,)` if given.
+        """Return the expert outputs for rows `(rows, hidden)` that are sorted by expert, multiplied by `weights` `(rows,)` if given.
 
-        The weights multiply the activation: then the backward needs no expert's output (SonicMoE, Guo et al. 2025).
+        The weights multiply the activation between the two linear layers, not the output. The backward then does not need the experts'
+        outputs (SonicMoE, Guo et al. 2025).
         """
         name = "gate_up" if self.gated else "up"
         linear = grouped_linear_fp8 if self.fp8 else grouped_linear
@@ -331,13 +344,13 @@ class Experts(nn.Module):
         return self._add_bias(outputs, "down", order, weights)
 
     def _adapted(self, name: str, rows: Tensor, y: Tensor, order: ExpertOrder) -> Tensor:
-        """The output y of a layer with what its adapters add."""
+        """Add what the experts' adapters compute to the output y of the layer `name`."""
         return y if self.adapter is None else self.adapter(name, rows, y, order.offsets, plain=self.plain)
 
     def _add_bias(self, rows: Tensor, name: str, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
-        """Rows `(rows, out)` of a layer plus the biases of their experts, each times its element of `weights` `(rows,)` if given."""
+        """Add the biases of the rows' experts to the output rows `(rows, out)` of a layer; `weights` `(rows,)` multiply the biases."""
         biases = getattr(self, f"{name}_bias") if self.biased else None
-        if biases is None:  # or another tensor rank has them
+        if biases is None:  # there are none, or another tensor rank has them
             return rows
         if weights is not None:
             return add_weighted_rows(rows, biases, order.offsets, weights)
@@ -345,22 +358,24 @@ class Experts(nn.Module):
 
 
 def _loads(chosen: Tensor, experts: int) -> Tensor:
-    """How often each sequence chose each expert, `(batch, experts)`, of `chosen` `(batch, seq, copies)`.
+    """Return how often each sequence chose each expert, `(batch, experts)`. `chosen` is `(batch, seq, copies)`.
 
-    torch.compile fuses this comparison into one pass. A scatter would use atomics, and many tokens would update the same few counters.
+    torch.compile fuses this comparison into one pass. A scatter would need atomics, and many tokens would update the same few counters.
     """
     expert_indices = torch.arange(experts, device=chosen.device)
     return (chosen.flatten(1)[..., None] == expert_indices).sum(1)
 
 
 def _balance(probability_sums: Tensor, loads: Tensor, copies: int, *, by_token: bool) -> Tensor:
-    """Balance loss: Σ over sequences of experts · Σₑ fₑ·pₑ, with the load share fₑ and the mean probability pₑ of expert e.
+    """Return the balance loss: the sum over sequences of (number of experts) · Σₑ fₑ · pₑ.
 
-    A sequence's loss is 1 if all experts have equal load, and at most the number of experts (one expert has all tokens). `loads` are those
-    of whole sequences; for a part of their tokens the result is the contribution of these tokens to the sum. The loss is that of Switch
-    (Fedus et al. 2022, equations 4–6), computed per sequence as in DeepSeek-V2 (2024): it does not depend on the division of a batch.
-    With `by_token` the loss of each sample is multiplied by its counted tokens: then both arguments have an entry for each token, the loads
-    those of its sample.
+    fₑ is the share of expert e in the loads of the sequence, and pₑ the mean probability of expert e. The loss of a sequence is 1 if all
+    experts have equal loads. It is at most the number of experts, if one expert has all tokens. This is the loss of Switch (Fedus et al.
+    2022, equations 4-6), computed per sequence as in DeepSeek-V2 (2024), so it does not depend on how a batch is divided.
+
+    `loads` are those of whole sequences. If `probability_sums` has only a part of their tokens, the result is what these tokens add to the
+    sum. With `by_token` the loss of each sample is multiplied by its counted tokens; both arguments then have a row for each token, and the
+    row of `loads` has the loads of the token's sample.
     """
     choices = loads.sum(1, keepdim=True).clamp_min(1)  # 0 where no token counts
     share = loads.to(probability_sums.dtype) / choices

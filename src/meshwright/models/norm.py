@@ -10,10 +10,10 @@ from meshwright.spec.blocks.norm import NormSpec
 
 
 class Norm(nn.Module):
-    """RMSNorm, whose weights may be stored minus one, or LayerNorm with a bias."""
+    """RMSNorm, or LayerNorm with a bias. With `plus_one` the stored weight is the factor of RMSNorm minus one."""
 
     kernel: bool = True
-    """Whether our kernel may compute rows without gradients, as in `kernels.norm.rms_norm`."""
+    """Whether our kernel may be used for rows without gradients; passed to `kernels.norm.rms_norm`."""
 
     def __init__(self, spec: NormSpec, width: int, plain: bool) -> None:
         super().__init__()

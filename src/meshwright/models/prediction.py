@@ -1,7 +1,7 @@
 """Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, §2.2): modules that predict further tokens.
 
-They follow the last block. Module k, from 1, predicts token i + 1 + k at position i. It reads the normed output of the model or of module
-k - 1 at position i and the embedding of token i + k. Embedding and head are the model's.
+The modules follow the last block. Module k (k = 1, 2, …) predicts token i + 1 + k at position i. Its inputs are the embedding of token i +
+k and, at position i, the normed output of the model (for k = 1) or of module k - 1. The modules use the model's embedding and head.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from meshwright.spec.model import ModelSpec
 
 
 class FurtherTokens(NamedTuple):
-    """Tokens that the modules read and predict at each position, `(batch, seq, depth)`; a target of -1 is ignored.
+    """What prediction modules read and predict at each position, `(batch, seq, depth)` each; entry k - 1 is for module k.
 
-    `weights` multiply the losses of the targets; None: all are 1.
+    - `inputs`: tokens whose embeddings the modules read.
+    - `targets`: tokens to predict; -1 is ignored.
+    - `weights`: factors of the losses; None: all are 1.
     """
 
     inputs: Tensor
@@ -30,13 +32,13 @@ class FurtherTokens(NamedTuple):
     weights: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> FurtherTokens:
-        """A copy with `change` applied to each tensor."""
+        """Return a copy in which `change` is applied to each tensor."""
         weights = None if self.weights is None else change(self.weights)
         return FurtherTokens(change(self.inputs), change(self.targets), weights)
 
 
 class PredictionModule(nn.Module):
-    """Norms of both inputs, a projection of their concatenation, one block, and the norm before the head."""
+    """Norms of both inputs, a projection of the two inputs together, one block, and the norm before the head."""
 
     def __init__(self, spec: ModelSpec, plain: bool, block: Block) -> None:
         super().__init__()
@@ -47,17 +49,18 @@ class PredictionModule(nn.Module):
         self.norm = Norm(spec.residual_norm, spec.hidden, plain)
 
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """The block's input of the earlier output and the embedded tokens, all `(batch, seq, hidden)`."""
+        """Return the block's input, from `hidden` (the earlier output) and the `embedded` tokens; all are `(batch, seq, hidden)`."""
         return self.project(torch.cat([self.token_norm(embedded), self.hidden_norm(hidden)], dim=-1))
 
 
 def further_tokens(
     tokens: Tensor, targets: Tensor, documents: Tensor | None, depth: int, weights: Tensor | None = None
 ) -> FurtherTokens:
-    """The further tokens of whole sequences: tokens, targets, weights and documents `(batch, seq)` as in `Decoder.forward`.
+    """Return the further tokens of whole sequences. The arguments are `(batch, seq)` as in `Decoder.forward`.
 
-    A target counts if it is trained on and in the document of its position. Where a sequence has no token to read, its first ones are read:
-    there the target does not count, and no position before them attends to it.
+    A target counts if it is trained on and belongs to the same document as its position. At the end of a sequence there is no token to
+    read, so the sequence's first tokens are read instead. This is harmless: the target there does not count, and no earlier position
+    attends to these positions.
     """
     inputs = []
     shifted = []

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019) as an update rule: one launch per group and weight decay on CUDA."""
+"""AdamW (Loshchilov & Hutter 2019) as an update rule. On CUDA a group of parameters needs one kernel launch per weight decay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.optim.rule import RuleTensors
 
 
 class AdamWRule:
-    """The update of `names`; every element depends on its own gradient only."""
+    """The update of the parameters `names`. The update of an element depends only on the element's own gradient."""
 
     collective = False
 
@@ -21,13 +21,13 @@ class AdamWRule:
         self._names = list(names)
 
     def bundles(self) -> Sequence[Sequence[str]]:
-        """See `UpdateRule`: each parameter alone."""
+        """See `UpdateRule`. Each parameter is a bundle of its own."""
         return [[name] for name in self._names]
 
     def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: UpdateInputs) -> None:
         """See `UpdateRule`."""
         names = [name for name in names if name in gradients]
-        if not names:  # all state may be in host memory
+        if not names:  # for example because all state is in host memory
             return
         tensors = self._tensors
         by_name = (tensors.weights, gradients, *(tensors.states[moment] for moment in MOMENTS), tensors.counts)

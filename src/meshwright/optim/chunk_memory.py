@@ -1,7 +1,7 @@
-"""Records of packed chunks in host memory or, for the first chunks, on the device; and access to their state by element.
+"""Memory of the records of packed chunks (in host memory, or on the device for the first chunks), and access to their state by element.
 
-A position counts the elements of all chunks. Part of a state tensor is identified by a tensor on the meta device whose storage offset
-is (index of the state) x (number of positions) + position (`state.parts.EncodedState`).
+The elements of all chunks are numbered; the number of an element is its position. A part of a state tensor is identified by a tensor on the
+meta device (`state.parts.EncodedState`). Its storage offset is (index of the state) × (number of positions) + position.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from meshwright.optim.packing import (
 from meshwright.spec.optimizers import MOMENTS
 
 RecordOf = Callable[[int], Tensor]
-"""Returns the record of a chunk as uint8, on any device."""
+"""A function that returns the record of a chunk as uint8, on any device."""
 RoundedOf = Callable[[int, int], Tensor]
-"""Returns the bf16 weights of a range of positions inside one parameter, on any device."""
+"""A function that returns the bf16 weights of a range (start, count) of positions inside one parameter, on any device."""
 
 
 class ChunkMemory:
-    """The records of `chunks`. The first `on_device` are on the device and are neither copied in nor out.
+    """The records of `chunks`. The records of the first `on_device` chunks are on the device and are never copied.
 
-    Raises OutOfResources when host memory cannot be pinned.
+    Raises OutOfResources if host memory cannot be pinned.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ChunkMemory:
         self.positions = sum(chunk.size for chunk in chunks)
         self._starts = [chunk.start for chunk in chunks]
         self.slices: list[slice] = []
-        """Bytes of each record in its buffer."""
+        """For each record, its range of bytes in `device_records` or `host_records`."""
         for number, size in enumerate(sizes):
             start = self.slices[-1].stop if self.slices and number != on_device else 0
             self.slices.append(slice(start, start + size))
@@ -68,26 +68,26 @@ class ChunkMemory:
         self.host_records = self.allocate(self.host_bytes, "the optimizer")
 
     def allocate(self, size: int, purpose: str, *, in_parts: bool = False) -> Tensor:
-        """`size` zero bytes in host memory, pinned for a GPU."""
+        """Return `size` zero bytes in host memory, which are pinned if the device is a GPU."""
         if self._device.type != "cuda":
             return torch.zeros(size, dtype=torch.uint8)
         return allocate_pinned(self._owner, size, purpose, in_parts=in_parts)
 
     def record(self, number: int) -> Tensor:
-        """The record of a chunk where it is."""
+        """Return the record of a chunk where it is kept, on the device or in host memory."""
         return (self.device_records if number < self.on_device else self.host_records)[self.slices[number]]
 
     def handle(self, dtype: torch.dtype) -> Tensor:
-        """The tensor on the meta device that identifies all state: `(states, positions)`."""
+        """Return the tensor on the meta device that stands for all state, `(states, positions)`."""
         return torch.empty(len(self.packing.states), self.positions, dtype=dtype, device="meta")
 
     def locate(self, offset: int) -> tuple[str, int]:
-        """The state and position of an element of the `handle`."""
+        """Return the name of the state and the position that belong to an element of the `handle`, given its storage offset."""
         state, position = divmod(offset, max(1, self.positions))
         return self.packing.states[min(state, len(self.packing.states) - 1)], position
 
     def overlaps(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """The chunk, and first and last position in it, of each piece of a range of positions."""
+        """Divide a range of positions by chunks. Yields the number of the chunk, and the first and last index of the range in it."""
         end = start + count
         number = bisect_right(self._starts, start) - 1
         while start < end:
@@ -98,7 +98,7 @@ class ChunkMemory:
             number = number + 1
 
     def fields(self, number: int, record: Tensor, first: int, last: int) -> dict[str, Tensor]:
-        """Views of elements `first` to `last` of a record by field; whole blocks if moments have 8 bits."""
+        """Return views of elements [first, last) of a record, by field. Scales of 8-bit moments are given for whole blocks."""
         views = self.packing.fields(record, self.chunks[number].size)
         return {
             name: view[first // BLOCK : -(-last // BLOCK)]
@@ -108,7 +108,7 @@ class ChunkMemory:
         }
 
     def read(self, state: str, start: int, count: int, record_of: RecordOf, rounded_of: RoundedOf) -> Tensor:
-        """The values of a state at `count` positions of one parameter, in host memory."""
+        """Return the values of a state at `count` positions of one parameter, in host memory."""
         values = []
         for number, first, last in self.overlaps(start, count):
             begin, end = self._whole_blocks(state, first, last)
@@ -122,7 +122,7 @@ class ChunkMemory:
         return torch.cat(values) if values else torch.empty(0)
 
     def write(self, state: str, start: int, values: Tensor, rounded_of: RoundedOf) -> None:
-        """Overwrite a state at positions of one parameter; narrow moments are rounded to nearest."""
+        """Overwrite a state at positions of one parameter. Narrow moments are rounded to the nearest value."""
         done = 0
         for number, first, last in self.overlaps(start, values.numel()):
             begin, end = self._whole_blocks(state, first, last)
@@ -155,6 +155,6 @@ class ChunkMemory:
 
 
 def _on_host(fields: Mapping[str, Tensor], state: str) -> dict[str, Tensor]:
-    """The fields that a state is read from, in host memory."""
+    """Return the fields that are needed to read a state, in host memory."""
     needed = (MASTER, MOMENTS[1]) if state == MASTER else (state, state + SCALE)
     return {name: field.cpu() for name, field in fields.items() if name in needed}

@@ -1,4 +1,4 @@
-"""Chunks of an optimizer's state: elements that are copied and updated together, in the order of the next forward."""
+"""Chunks of an optimizer's state. The elements of a chunk are copied and updated together; chunks are in the order of the next forward."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from meshwright.optim.packing import BLOCK
 
 ALIGNED = BLOCK
-"""Alignment of segments in elements: kernels load vectors from the start of each, and no 8-bit block crosses two."""
+"""Alignment of segments, in elements. Kernels load vectors from a segment's start, and no block of 8-bit moments is in two segments."""
 
 
 @dataclass(frozen=True)
 class ChunkSegment:
-    """`count` elements of the parameter `name`, from its element `first` on, at `offset` in their chunk."""
+    """A range of a parameter inside a chunk: elements [first, first + count) of the parameter `name`, at index `offset` of the chunk."""
 
     name: str
     first: int
@@ -23,7 +23,7 @@ class ChunkSegment:
 
 @dataclass(frozen=True)
 class OptimizerChunk:
-    """`size` elements from position `start` on, all with one weight decay."""
+    """The elements at positions [start, start + size). All of them have the same weight decay."""
 
     start: int
     size: int
@@ -32,7 +32,10 @@ class OptimizerChunk:
 
 
 def plan_chunks(groups: Sequence[tuple[float, Mapping[str, int]]], max_elements: int) -> list[OptimizerChunk]:
-    """Chunks of at most `max_elements` elements, each with one weight decay; a parameter has one contiguous range in them."""
+    """Divide parameters into chunks of at most `max_elements` elements and one weight decay each.
+
+    `groups` has pairs of a weight decay and the sizes of its parameters. The elements of a parameter are at consecutive positions.
+    """
     assert max_elements % ALIGNED == 0
     chunks: list[OptimizerChunk] = []
     for weight_decay, sizes in groups:
@@ -55,7 +58,7 @@ def plan_chunks(groups: Sequence[tuple[float, Mapping[str, int]]], max_elements:
 
 
 def groups_in_order(sizes: Mapping[str, int], decays: Mapping[str, float]) -> list[tuple[float, dict[str, int]]]:
-    """The parameters by unit of the model in the order given, and inside a unit by weight decay, for `plan_chunks`."""
+    """Group parameters for `plan_chunks`: by unit of the model, in the order of `sizes`, and inside a unit by weight decay."""
     units: dict[str, dict[float, dict[str, int]]] = {}
     for name, size in sizes.items():
         module, _, suffix = name.partition(".")

@@ -1,14 +1,14 @@
-"""The streams that copy an optimizer's chunks between host and device and update them, and their synchronisation.
+"""The streams that copy an optimizer's chunks between host and device and update them, and how these streams wait for each other.
 
 | stream | work | waits for |
 |---|---|---|
-| in | copies to a staging buffer | the copies to the host from that buffer |
-| update | updates of chunks | the copies of the chunk to the device; at the begin of an update the compute stream |
+| in | copies to a staging buffer | earlier copies from that buffer to the host |
+| update | updates of chunks | the copies of the chunk to the device; at the beginning of an update also the compute stream |
 | out | copies to the host | the update of the chunk |
 | compute | everything else | the updates of the weights that it reads next |
 
-Updates have a stream of their own: on the compute stream those of later chunks would queue behind the forward of earlier units, and the
-link would idle.
+Updates have a stream of their own. On the compute stream the updates of later chunks would be queued behind the forward of earlier units,
+and the link between host and device would be idle.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 import torch
 
 QUEUED_COPIES = 128
-"""Copies that may be queued in both directions together before further ones are only launched when they are needed.
+"""Number of copies, in both directions together, that may be queued. Beyond it copies are only launched when they are needed.
 
-A stream's launch queue holds about a thousand operations, a copy takes three to five of them, and the host waits where a queue is full.
-With 128 copies of a chunk, half of them each way, the link is busy for more than 0.1 s.
+The launch queue of a stream holds about a thousand operations, a copy consists of three to five, and the host waits if a queue is full.
+With 128 queued copies, half of them in each direction, the link is busy for more than 0.1 s.
 """
 
 
 class CopyStreams:
-    """The streams, and the events that synchronise them per staging buffer.
+    """The streams, and for each staging buffer the events by which they wait for each other.
 
-    `runtime` has the interface of `torch.cuda`; None: a CPU, where all operations run in order, without streams.
+    `runtime` has the interface of `torch.cuda`. None on a CPU: all operations then run in order, without streams.
     """
 
     def __init__(self, device: torch.device, buffers: int, runtime: Any = None) -> None:
@@ -40,7 +40,7 @@ class CopyStreams:
         self._in_events: list[Any] = [None] * buffers
         self._out_events: list[Any] = [None] * buffers
         self._queued: deque[Any] = deque()
-        """Ends of copies that had not ended when `crowded` looked last, in the order of their launch."""
+        """Events at the ends of copies that had not ended when `crowded` last looked, in the order of launch."""
         self._latest_update: Any = None
         if self._runtime is not None:
             self._in, self._update, self._out = (self._runtime.Stream(device) for _ in range(3))
@@ -51,9 +51,9 @@ class CopyStreams:
         return self._runtime.current_stream(self._device)
 
     def copy_in(self, buffer: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
-        """Context of the copies to the staging buffer, after the copies to the host from it.
+        """Context of copies to a staging buffer. They wait for the copies from this buffer to the host.
 
-        The event is that of the newest copy out of the buffer, which is not before the copy out of the chunk that is fetched.
+        The event is that of the newest copy from the buffer. So the copies also wait for the earlier result of the chunk that is fetched.
         """
         if self._runtime is None:
             return _in_span(span)
@@ -64,25 +64,25 @@ class CopyStreams:
     def copy_out(
         self, buffer: int, update: Any, span: AbstractContextManager[None] | None
     ) -> AbstractContextManager[Any]:
-        """Context of the copies from a staging buffer to the host, after the event `update`, see `latest_update`."""
+        """Context of copies from a staging buffer to the host. They wait for the event `update` (see `latest_update`)."""
         if self._runtime is None:
             return _in_span(span)
         self._out.wait_event(update)
         return self._on(self._out, span, self._out_events, buffer)
 
     def crowded(self) -> bool:
-        """Whether `QUEUED_COPIES` copies or more have not ended. On a CPU they have."""
+        """Whether at least `QUEUED_COPIES` copies have not ended yet; False on a CPU."""
         while self._queued and self._queued[0].query():
             self._queued.popleft()
         return len(self._queued) >= QUEUED_COPIES
 
     def begin_updates(self) -> None:
-        """Make the update stream wait for the work queued on the compute stream so far: gradients and their factor."""
+        """Make the update stream wait for the compute work queued so far, which produces the gradients and their factor."""
         if self._runtime is not None:
             self._update.wait_stream(self._compute)
 
     def update(self) -> AbstractContextManager[Any]:
-        """Context of a chunk's update."""
+        """Context in which a chunk's update is launched."""
         stack = ExitStack()
         if self._runtime is not None:
             stack.enter_context(self._runtime.stream(self._update))
@@ -91,7 +91,7 @@ class CopyStreams:
 
     @property
     def latest_update(self) -> Any:
-        """The event at the end of the update that was launched last; None on a CPU."""
+        """The event at the end of the update launched last; None on a CPU."""
         return self._latest_update
 
     def _record_update(self) -> None:
@@ -108,25 +108,25 @@ class CopyStreams:
             self._update.wait_stream(self._out)
 
     def wait_for_update(self, event: Any) -> None:
-        """Make the compute stream wait for the end of an update and of all before it, see `latest_update`."""
+        """Make the compute stream wait for the event of an update (see `latest_update`), and so for all earlier updates."""
         if self._runtime is not None:
             self._compute.wait_event(event)
 
     def snapshot(self) -> AbstractContextManager[Any]:
-        """Context of copies to the host outside of an update, after the work queued on the compute stream so far."""
+        """Context of copies to the host that are not part of an update. They wait for the compute work queued so far."""
         if self._runtime is None:
             return ExitStack()
         self._out.wait_stream(self._compute)
         return self._runtime.stream(self._out)
 
     def record_end(self) -> Callable[[], object]:
-        """Return a function that waits until the copies to the host that were started so far have ended."""
+        """Return a function that waits until the copies to the host launched so far have ended."""
         if self._runtime is None:
             return lambda: None
         return self._out.record_event(self._runtime.Event(blocking=True)).synchronize
 
     def finish(self) -> None:
-        """Wait until every copy in both directions has ended."""
+        """Wait until all copies in both directions have ended."""
         if self._runtime is not None:
             self._in.synchronize()
             self._out.synchronize()
@@ -135,7 +135,7 @@ class CopyStreams:
     def _on(
         self, stream: Any, span: AbstractContextManager[None] | None, events: list[Any], buffer: int
     ) -> AbstractContextManager[Any]:
-        """Run copies on `stream` inside `span`, and record an event after them in `events`."""
+        """Context in which copies run on `stream` inside `span`. At its end an event is recorded in `events`."""
         stack = ExitStack()
         stack.enter_context(self._runtime.stream(stream))
 

@@ -1,6 +1,6 @@
-"""AdamW's update (Loshchilov & Hutter 2019), one call for many tensors of one dtype and device.
+"""AdamW's update (Loshchilov & Hutter 2019), one call for many tensors with the same dtype and device.
 
-All updates use it: state on the device, and state that is copied from host memory in chunks, so both give the same bits.
+It is used for state on the device and for state that is copied from host memory in chunks, so both give the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.spec.optimizers import MOMENTS as MOMENTS
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Coefficients that are the same for all parameters and steps."""
+    """Coefficients of AdamW that are the same for all parameters and steps."""
 
     betas: tuple[float, float]
     epsilon: float
@@ -36,13 +36,13 @@ class UpdateInputs:
 
 
 def new_count(device: torch.device) -> Tensor:
-    """A counter of a parameter's updates on the device, at 0."""
+    """Return a counter of a parameter's updates, on the device, with the value 0."""
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
 @contextmanager
 def count_updates(counts: list[Tensor], skip: Tensor) -> Iterator[None]:
-    """Context of one update: adds 1 to the update counters `counts` of its parameters, unless the update is skipped."""
+    """Context of one update. It adds 1 to the counters `counts`, and takes the 1 back at the end if the update is skipped."""
     if counts:
         torch._foreach_add_(counts, 1)
     yield
@@ -61,10 +61,10 @@ def update(
     weight_decay: float,
     inputs: UpdateInputs,
 ) -> None:
-    """Update contiguous tensors in place; to be called inside `count_updates`.
+    """Update contiguous tensors in place. Call it inside `count_updates`.
 
-    Gradients may have a narrower dtype than the other tensors; their values are overwritten. On CUDA in fp32 one launch of a Triton kernel
-    clips and updates all tensors; elsewhere torch's fused kernel runs after clipping.
+    Gradients may have a narrower dtype than the other tensors; they are overwritten. For fp32 on CUDA, one launch of a Triton kernel clips
+    and updates all tensors. Otherwise gradients are clipped first, and then torch's fused kernel updates the tensors.
     """
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         indices = [index for index, gradient in enumerate(gradients) if gradient.dtype == dtype]
@@ -74,7 +74,7 @@ def update(
 
 
 def corrected_rates(counts: list[Tensor], coefficients: Coefficients, inputs: UpdateInputs) -> Tensor:
-    """(2, tensors): the learning rate over the first bias correction, and the inverse root of the second, in fp32."""
+    """Return `(2, tensors)`, fp32: the learning rate divided by the first bias correction, and the inverse root of the second."""
     beta1, beta2 = coefficients.betas
     steps = torch.stack(counts).double()
     return torch.stack([inputs.learning_rate / (1 - beta1**steps), (1 - beta2**steps).rsqrt()]).float()

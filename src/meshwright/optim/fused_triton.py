@@ -1,7 +1,7 @@
-"""The Triton kernel of `fused.update`; imported only with a CUDA device, as CPU builds of torch lack Triton.
+"""The Triton kernel of `fused.update`. It is imported only with a CUDA device, because CPU builds of torch lack Triton.
 
-One launch updates tensors of any number and size: a table on the device holds their addresses, and persistent programs
-process their blocks, so that many small tensors cost no launches and leave no multiprocessor idle.
+One launch updates tensors of any number and size. A table on the device has the addresses of the tensors, and persistent programs process
+the tensors' blocks. So many small tensors need only one launch and leave no multiprocessor idle.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ WARPS = 8
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """As many programs as fit on a multiprocessor.
 
-Twice as many of half the size are slower: 5.27 instead of 4.63 ms for the parameters of one layer of Qwen3-30B-A3B on an H200.
+Twice as many programs with half the block size are slower: 5.27 instead of 4.63 ms for the parameters of one layer of Qwen3-30B-A3B on an
+H200.
 """
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 """Triton's dtype of each dtype that gradients may have."""
 VECTOR = 16
-"""Bytes of the widest load of one lane, from an aligned address."""
+"""Bytes of the widest load of one lane, which needs an aligned address."""
 
 
 def fused_update(
@@ -39,10 +40,9 @@ def fused_update(
     epsilon: float,
     decay_factor: float,
 ) -> None:
-    """See `fused.update`. All tensors are contiguous, all gradients have one dtype, all others are fp32.
+    """Compute `fused.update`. All tensors are contiguous; all gradients have one dtype, all other tensors are fp32.
 
-    `rates` (2, tensors) holds the learning rate over the first bias correction, and the inverse root of the second.
-    `decay_factor` is the factor of a weight under weight decay.
+    `rates` `(2, tensors)` is from `fused.corrected_rates`. `decay_factor` is what weight decay multiplies a weight by.
     """
     device = rates.device
     blocks = [triton.cdiv(weight.numel(), BLOCK) for weight in weights]
@@ -80,7 +80,7 @@ def fused_update(
     )
 
 
-# One variant for any number of tensors: the update in groups beside a snapshot must not wait for the compiler.
+# One compiled variant for any number of tensors, because an update in groups during a snapshot must not wait for the compiler.
 @triton.jit(do_not_specialize=["entries", "programs"])
 def _adamw(
     table,
@@ -123,7 +123,7 @@ def _adamw(
         start = (tl.program_id(0) + tl.load(entry + 5)) % programs * block
         for begin in range(start, size, programs * block):
             index = begin + lanes
-            # Only whole blocks are loaded without a mask, in vectors.
+            # Only whole blocks can be loaded without a mask, as vectors.
             if begin + block <= size:
                 _update_lanes(
                     weights + index,
@@ -213,9 +213,10 @@ def updated(
     epsilon,
     decay_factor,
 ) -> tl.tuple:
-    """AdamW's weight and moments after an update: the arithmetic of every kernel that updates, so that all give the same bits.
+    """Return AdamW's weight and moments after an update. All kernels use this function, so that all give the same bits.
 
-    Sums of products are written as fused operations: of two products the compiler may fuse either, and it chooses differently by kernel.
+    Sums of products are written as fused multiply-adds. Otherwise the compiler may fuse either of two products, and chooses differently
+    from kernel to kernel.
     """
     gradient = gradient.to(tl.float32) * scale
     mean = tl.fma(gradient, one_minus_beta1, beta1 * mean)

@@ -1,26 +1,26 @@
 """AdamW with its state in host memory: packed chunks are copied to the device, updated there, and copied back.
 
-A *chunk* is a range of at most a fixed number of elements of the parameters, in the order of the next forward (`chunks`). Its *record* has
-the packed state that is not in the device's parameters: moments, and a remainder of the master weights where weights are gathered in bf16
-(`packing`). With `fraction` below 1 the records of the first chunks stay on the device; the other chunks are streamed. In each step a
-streamed chunk passes through:
+A *chunk* is a range of at most a fixed number of elements of the parameters; chunks are in the order of the next forward (`chunks`). The
+*record* of a chunk has the packed state that is not in the device's parameters: the moments and, if weights are gathered in bf16, a
+remainder of the master weights (`packing`). With `fraction` below 1 the records of the first chunks stay on the device. The other chunks
+are streamed. In each step a streamed chunk passes through:
 
 1. Fetch: its record is copied from host memory to the next staging buffer of a ring.
 2. Update: a kernel updates the record in its buffer, and the weights, once the gradients' factor is known.
 3. Send: the record is copied from its buffer to host memory; the buffer is free again.
 
-Streams of their own fetch, update and send, so both directions of the link are busy and no forward delays an update (`copy_streams`). A
-chunk is fetched as soon as its buffer is free: the first chunks of a step, as many as there are buffers, during the forward and backward
-before their update. Copies are launched throughout the step by `launch_copies`, a few at a time, and all that are left before the host
-launches updates that wait for the gradients' norm.
+Fetch, update and send have streams of their own, so both directions of the link are busy and no forward delays an update (`copy_streams`).
+A chunk is fetched as soon as a buffer is free. The first chunks of a step, as many as there are buffers, are therefore fetched during the
+forward and backward before their update. `launch_copies` launches a few copies at a time throughout the step. All remaining copies are
+launched before the host launches updates that wait for the gradients' norm.
 
-Over all steps, sent <= updated <= fetched <= sent + buffers. As there are at most as many buffers as streamed chunks, a chunk's result of
-one step is on its way to the host before the chunk is fetched for the next step.
+Over all steps, sent <= updated <= fetched <= sent + buffers. There are at most as many buffers as streamed chunks. So the send of a chunk
+in one step is launched before the chunk is fetched for the next step.
 
-`complete_updates` makes the compute stream wait for the updates of the unit that is gathered next; later chunks are copied and updated
-beside the forward. On a GPU the host launches chunks ahead of their use. It waits for copies in two cases: when the state is read, as for a
-checkpoint, and in a step beside the copies of a snapshot without second buffers, chunk by chunk. With second buffers such a step sends its
-results to these and leaves the first to the snapshot.
+`complete_updates` makes the compute stream wait for the updates of the unit that is gathered next. Later chunks are copied and updated
+during the forward. On a GPU the host launches chunks before they are needed. It waits for copies in two cases: when the state is read, for
+example for a checkpoint; and, chunk by chunk, in a step during which a snapshot is copied, if there are no second buffers. With second
+buffers such a step sends its results to these and leaves the first buffers to the snapshot.
 
 The update uses the arithmetic of the optimizer on the device, so both give the same bits. Method: Ren et al. 2021 (ZeRO-Offload) for the
 location of the state; Maurya et al. 2024 (Deep Optimizer States) for the update on the device.
@@ -54,56 +54,62 @@ from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGING_BUFFERS, staged_elements
 
 LAUNCHED_AHEAD = 32
-"""Chunks that the host launches on a GPU before they are needed, so that the link is busy while it launches other work.
+"""Number of chunks that the host launches on a GPU before they are needed, so that the link is busy while the host launches other work.
 
-A stream's launch queue holds about a thousand operations, and streams may share one: with all chunks launched at once the host would wait
-for the queue, and kernels of the forward would queue behind updates that wait for copies.
+The launch queue of a stream holds about a thousand operations, and streams may share a queue. If all chunks were launched at once, the host
+would wait for the queue, and kernels of the forward would be queued behind updates that wait for copies.
 """
 CPU_CHUNK_ELEMENTS = 1 << 16
-"""Elements per chunk on a CPU: few, so that small models have several chunks."""
+"""Number of elements per chunk on a CPU: few, so that even small models have several chunks."""
 
 SpanFactory = Callable[[str, str], AbstractContextManager[None]]
-"""Creates the profiler span of a copy from its name and its lane."""
+"""A function that creates the profiler span of a copy, given its name and its lane."""
 Release = Callable[[], Tensor]
-"""Frees a parameter's master weight on the device; returns this rank's part in a narrower dtype, which remains."""
+"""A function that frees a parameter's master weight on the device. Returns this rank's part in a narrower dtype, which stays there."""
 
 
 @dataclass
 class _PendingUpdate:
-    """A step's update; `results` are the host records to write."""
+    """The update of one step. `results` are the host records to which it writes; `copies` are those of a snapshot that still runs."""
 
     gradients: dict[str, Tensor]
     table: StepTable | None
-    """None without gradients."""
+    """None if the step has no gradients."""
     span: SpanFactory | None
     copies: SnapshotCopies | None
     results: Tensor
     events: list[Any] = field(default_factory=list)
-    """The end of each chunk's update that was launched."""
+    """For each chunk whose update was launched, the event at the end of the update."""
     completed: int = 0
-    """Chunks that the compute stream waits for."""
+    """Number of chunks for whose updates the compute stream waits."""
 
 
 @dataclass(frozen=True)
 class _UpdatedChunk:
-    """A chunk whose update was launched, to be copied from its staging buffer to `target`, the records of all chunks."""
+    """A chunk whose update was launched. It is to be copied from its staging buffer to its place in `target`, the records of all chunks."""
 
     number: int
     buffer: int
     update: Any
-    """The event at the end of its update."""
+    """The event at the end of the chunk's update."""
     target: Tensor
     span: SpanFactory | None
 
 
 class HostAdamW:
-    """AdamW of the `parts` of one rank, of one dtype and device, in the order of the forward, with state in host memory.
+    """AdamW for the parameters `parts` of one rank, with state in host memory.
 
-    `decays` has the weight decay of each parameter; `release` has the function that releases its master weight, for all or for none.
-    `fraction` of the elements have their record in host memory, the first ones on the device. `staging` is the size of the staging buffers
-    in bytes; at least `STAGING_BUFFERS` of them are allocated, or one for each streamed chunk. `chunk` is the most elements of a chunk: by
-    default `staged_elements` on a GPU. `ahead` chunks are launched before they are needed: by default `LAUNCHED_AHEAD` on a GPU, none on a
-    CPU, which does not run them beside the forward. Raises OutOfResources when host memory cannot be pinned.
+    - `parts`: the rank's part of each parameter, with one dtype and device, in the order of the forward.
+    - `decays`: the weight decay of each parameter.
+    - `release`: a function for each parameter that releases its master weight; for all parameters or for none.
+    - `fraction`: share of the elements whose records are in host memory; the records of the first elements are on the device.
+    - `staging`: size of all staging buffers in bytes. At least `STAGING_BUFFERS` are allocated, or one for each streamed chunk if there are
+      fewer.
+    - `chunk`: the most elements of a chunk; None: `staged_elements` on a GPU, `CPU_CHUNK_ELEMENTS` on a CPU.
+    - `ahead`: number of chunks that are launched before they are needed; None: `LAUNCHED_AHEAD` on a GPU, 0 on a CPU, which cannot run them
+      during the forward.
+
+    Raises OutOfResources if host memory cannot be pinned.
     """
 
     def __init__(
@@ -152,17 +158,17 @@ class HostAdamW:
         self._allocate_staging(staging)
         self._unsent: deque[_UpdatedChunk] = deque()
         self._steps_ended = 0
-        """Steps of which all updates were launched."""
+        """Number of steps of which all updates were launched."""
         self._fetched = self._updated = self._sent = 0
-        """Streamed chunks whose fetch, update and send were launched, counted over all steps; a chunk counts once a step.
+        """Numbers of streamed chunks whose fetch, update and send were launched, over all steps. A chunk counts again in each step.
 
         sent <= updated <= fetched <= sent + buffers, and there are at most as many buffers as streamed chunks.
         """
         self.deferred = False
-        """Whether later compute waits for updates only at `complete_updates`."""
+        """Whether compute waits for updates only when `complete_updates` is called, and not at the end of `step`."""
 
     def _allocate_staging(self, size: int) -> None:
-        """Allocate staging buffers of `size` bytes in all, but at least `STAGING_BUFFERS` where there are as many streamed chunks."""
+        """Allocate staging buffers with `size` bytes together; more if needed for `STAGING_BUFFERS` buffers, or one per streamed chunk."""
         streamed = [entry.stop - entry.start for entry in self._memory.slices[self._memory.on_device :]]
         if size >= sum(streamed):  # one buffer for each chunk, as long as its record
             sizes = streamed
@@ -181,7 +187,7 @@ class HostAdamW:
 
     @torch.no_grad()
     def release_master_weights(self) -> None:
-        """Split the current master weights: the rounded value stays on the device, the remainder goes to the records."""
+        """Split the current master weights: the rounded value stays on the device, the remainder is written to the records."""
         for name, release in self._release.items():
             master = self._parts[name]
             self._resident[name] = torch.empty(master.numel(), dtype=torch.bfloat16, device=self._device)
@@ -196,9 +202,10 @@ class HostAdamW:
         concurrent_span: SpanFactory | None = None,
         copies: SnapshotCopies | None = None,
     ) -> None:
-        """Update the parameters that have a gradient; a `deferred` update is completed by `complete_updates`.
+        """Update the parameters that have a gradient. If `deferred`, the update is completed by `complete_updates`.
 
-        Beside `copies` of a snapshot it writes to the second buffers; without these each chunk waits for copies of its parameters' state.
+        While `copies` of a snapshot run, the results are written to the second buffers. Without second buffers, each chunk waits for the
+        copies of its parameters' state.
         """
         self.complete_updates()
         results = self._memory.host_records
@@ -212,7 +219,7 @@ class HostAdamW:
         self._pending = _PendingUpdate(dict(gradients), table, concurrent_span, copies, results)
         self._copy_streams.begin_updates()
         self._span = concurrent_span
-        # The updates that follow wait for the gradients' norm, and a full launch queue makes the host wait too.
+        # The updates launched next wait for the gradients' norm. A launch queue that is full of them would make the host wait too.
         self._launch_copies(0, every=True)
         self._launch(self._pending, 0)
         if not self.deferred:
@@ -220,9 +227,9 @@ class HostAdamW:
 
     @torch.no_grad()
     def complete_updates(self, names: Iterable[str] | None = None) -> bool:
-        """Make the compute stream wait for the updates of `names` (default: all) and of every earlier chunk.
+        """Make the compute stream wait for the updates of `names` (None: all parameters) and of every earlier chunk.
 
-        Launches those that were not launched yet. Returns whether it waited for a further chunk.
+        Launches the updates that were not launched yet. Returns whether compute now waits for more chunks than before.
         """
         pending = self._pending
         if pending is None:
@@ -233,7 +240,7 @@ class HostAdamW:
         self._launch(pending, last)
         if last > before:
             self._copy_streams.wait_for_update(pending.events[last - 1])
-            # Only now may compute reuse the memory of gradients that the update stream reads.
+            # From here on compute may reuse the memory of gradients that the update stream reads.
             for chunk in self._chunks[before:last]:
                 self._release_gradients(chunk, pending)
             pending.completed = last
@@ -242,15 +249,15 @@ class HostAdamW:
         return pending.completed > before
 
     def _launch(self, pending: _PendingUpdate, needed: int) -> None:
-        """Launch the updates of the first `needed` chunks and of those ahead, as far as that was not done."""
-        # Where an update waits for a snapshot on the host, it is launched as late as possible.
+        """Launch the updates of the first `needed` chunks, and of some chunks ahead, unless they were launched before."""
+        # An update for which the host waits for a snapshot is launched as late as possible.
         ahead = 0 if self._waits_for_snapshot(pending) else self._ahead
         for number in range(len(pending.events), min(needed + ahead, len(self._chunks))):
             self._run(number, pending)
             pending.events.append(self._copy_streams.latest_update)
 
     def _waits_for_snapshot(self, pending: _PendingUpdate) -> bool:
-        """Whether the host waits for a snapshot's copies of records, which the update overwrites."""
+        """Whether the host waits for a snapshot to copy records before the update overwrites them."""
         in_place = self._second is None or pending.results is not self._second.records
         return pending.copies is not None and in_place
 
@@ -265,12 +272,12 @@ class HostAdamW:
         self.launch_copies()
 
     def state(self, state_name: str, name: str) -> Tensor:
-        """The values of a moment or master weight of a parameter, a copy in host memory; waits for the last update."""
+        """Return a moment or the master weight of a parameter, as a copy in host memory. Waits for the last update."""
         return self.read(self.part(state_name, name))
 
     def part(self, state_name: str, name: str) -> Tensor:
-        """The tensor on the meta device that identifies a moment or master weight of a parameter, for `read` and `write`."""
-        # an empty shard has no segment
+        """Return the tensor on the meta device that stands for a moment or master weight of a parameter, for `read` and `write`."""
+        # An empty shard has no segment, so it has no start either.
         shape = self._parts[name].shape
         start = self._starts.get(name, 0)
         elements = self._handle[self._packing.states.index(state_name)]
@@ -285,7 +292,7 @@ class HostAdamW:
 
     @torch.no_grad()
     def write(self, part: Tensor, values: Tensor) -> None:
-        """See `state.parts.EncodedState`. Chunks that were fetched before are fetched again."""
+        """See `state.parts.EncodedState`. Chunks that were already fetched for the next update are fetched again."""
         if not part.numel():
             return
         with self._lock:
@@ -298,7 +305,7 @@ class HostAdamW:
             self._memory.write(state, start, values, self._rounded_range)
 
     def _with_gaps(self, part: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The contiguous range that includes `part`, and its current values with `values` in their places."""
+        """Return the contiguous range that includes `part`, and the current values of this range with `values` put in."""
         last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
         whole = self._handle.as_strided((last + 1,), (1,), part.storage_offset())
         current = self.read(whole)
@@ -306,9 +313,9 @@ class HostAdamW:
         return whole, current
 
     def allocate_second_buffers(self) -> None:
-        """Allocate the buffers to which steps beside snapshots write. May run in a thread beside training.
+        """Allocate the buffers to which steps write while a snapshot is copied. It may run in a thread during training.
 
-        Does nothing on a CPU whose master weights are updated in place. Raises OutOfResources when host memory cannot be pinned.
+        Does nothing on a CPU whose master weights are updated in place. Raises OutOfResources if host memory cannot be pinned.
         """
         if self._device.type != "cuda" and not self._release:
             return
@@ -320,7 +327,7 @@ class HostAdamW:
 
     @torch.no_grad()
     def host_state(self) -> HostBuffers:
-        """The state as the updates given to the device so far leave it, for a snapshot."""
+        """Return the state after all updates launched so far, for a snapshot."""
         self.complete_updates()
         self._send_all()
         copied = None
@@ -334,7 +341,7 @@ class HostAdamW:
         )
 
     def _copy_device_state(self, target: Tensor) -> None:
-        """Copy the state that the records in host memory lack: records on the device, then the rounded weights by position."""
+        """Copy to `target` what the records in host memory lack: the records on the device, then the rounded weights by position."""
         records = self._memory.device_records
         for piece in slices_within_parts(0, len(records)):
             target[piece].copy_(records[piece], non_blocking=True)
@@ -345,23 +352,23 @@ class HostAdamW:
                 target[start + piece.start : start + piece.stop].copy_(source[piece], non_blocking=True)
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of updates so far, for the bias correction of the moments."""
+        """Set the number of updates so far, which the bias correction of the moments needs."""
         self.complete_updates()
         for count in self._counts.values():
             count.fill_(float(steps))
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether master weights are split between the device and the records."""
+        """Whether master weights are split: rounded on the device, remainders in the records."""
         return bool(self._resident)
 
     def _rounded_range(self, start: int, count: int) -> Tensor:
-        """The weights on the device at positions of one parameter."""
+        """Return the weights on the device at `count` positions of one parameter."""
         first, name = self._names_by_start[bisect_right(self._names_by_start, (start, chr(0x10FFFF))) - 1]
         return self._resident[name][start - first : start - first + count]
 
     def _finish(self) -> None:
-        """Complete the last update, and wait until the records in host memory have its results."""
+        """Complete the last update, and wait until its results are in the records in host memory."""
         self.complete_updates()
         self._send_all()
         self._copy_streams.finish()
@@ -372,17 +379,17 @@ class HostAdamW:
 
     @property
     def fetched_ahead(self) -> int:
-        """Chunks that are, or are being, fetched for updates that were not launched."""
+        """Number of chunks whose fetch was launched but whose update was not."""
         return self._fetched - self._updated
 
     def launch_copies(self) -> None:
-        """Launch copies in both directions unless many are queued. To be called often during a step."""
+        """Launch copies in both directions, unless many are queued. Call it often during a step."""
         self._launch_copies(0)
 
     def _launch_copies(self, fetched: int, *, every: bool = False) -> None:
-        """Launch copies until `fetched` chunks were fetched over all steps, or nothing is left; more while few are queued.
+        """Launch copies until `fetched` chunks have been fetched over all steps, and more as long as few copies are queued.
 
-        `every`: launch all copies for which a buffer is free or an update was launched.
+        With `every`, launch all copies that are possible: all fetches with a free buffer and all sends of launched updates.
         """
         while every or self._fetched < fetched or not self._copy_streams.crowded():
             if self._fetched < self._sent + len(self._staging):
@@ -393,7 +400,7 @@ class HostAdamW:
                 return
 
     def _staged(self, number: int) -> Tensor:
-        """The record on the device of the chunk that is updated next."""
+        """Return the record on the device of the chunk that is updated next."""
         if number < self._memory.on_device:
             return self._memory.record(number)
         return self._buffer(number, self._updated % len(self._staging))
@@ -402,12 +409,12 @@ class HostAdamW:
         return self._staging[buffer][: self._packing.bytes(self._chunks[number].size)]
 
     def _fetch(self) -> None:
-        """Fetch the next chunk. The send of its buffer, and of its result of the step before, was launched earlier."""
+        """Launch the fetch of the next chunk. The send from its buffer, and the send of its previous result, were launched earlier."""
         streamed = len(self._chunks) - self._memory.on_device
         step, index = divmod(self._fetched, streamed)
         number = self._memory.on_device + index
         buffer = self._fetched % len(self._staging)
-        # A chunk of the step after the pending update has its result of that update where the update sends it.
+        # If the chunk belongs to the step after the pending update, its result is where the pending update sends it.
         follows = self._pending is not None and step > self._steps_ended
         records = self._pending.results if self._pending is not None and follows else self._memory.host_records
         where = self._memory.slices[number]
@@ -428,7 +435,7 @@ class HostAdamW:
         self._sent += 1
 
     def _run(self, number: int, pending: _PendingUpdate) -> None:
-        """Update a chunk; if it is streamed, after its fetch, and before its copy to the host."""
+        """Launch the update of a chunk. A streamed chunk is fetched before and sent to the host afterwards."""
         chunk = self._chunks[number]
         streamed = number >= self._memory.on_device
         if streamed:
@@ -439,7 +446,7 @@ class HostAdamW:
                 names = (segment.name for segment in chunk.segments)
                 pending.copies.wait(names, host=self._waits_for_snapshot(pending))
             if self._snapshot_copied:
-                self._copy_streams.wait_for_copies_out()  # of what the update overwrites on the device
+                self._copy_streams.wait_for_copies_out()  # copies of state on the device, which the update overwrites
                 self._snapshot_copied = False
             if streamed:
                 self._copy_streams.wait_for_copy_in(buffer)
@@ -471,15 +478,15 @@ class HostAdamW:
             )
 
     def _release_gradients(self, chunk: OptimizerChunk, pending: _PendingUpdate) -> None:
-        """Forget the gradients of which no later chunk has a segment."""
+        """Forget the gradients that no later chunk needs."""
         for segment in chunk.segments:
             if self._chunks[self._last_chunk[segment.name]] is chunk:
                 pending.gradients.pop(segment.name, None)
 
 
 def _chunks_on_device(chunks: Sequence[OptimizerChunk], fraction: float) -> int:
-    """The most first chunks that together have at most `1 - fraction` of the elements."""
-    # Exact, as `1 - 0.9` in binary is below 0.1.
+    """Return how many of the first chunks can stay on the device: together they have at most `1 - fraction` of the elements."""
+    # With exact fractions, because `1 - 0.9` is below 0.1 in floating point.
     limit = (1 - Fraction(str(fraction))) * sum(chunk.size for chunk in chunks)
     return sum(chunk.start + chunk.size <= limit for chunk in chunks)
 

@@ -1,4 +1,4 @@
-"""The state of an optimizer in host memory at one step, as a snapshot reads it beside the next step."""
+"""The state of an optimizer in host memory at one step, which a snapshot reads while the next step runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from meshwright.optim.chunk_memory import ChunkMemory, RoundedOf
 
 @dataclass
 class SecondBuffers:
-    """Host memory for steps beside snapshots.
+    """Host memory to which steps write while a snapshot is copied.
 
-    They write to `records`. `on_device` has a copy of the records on the device, and then the rounded weights by position.
+    `records` receives the results of the step. `on_device` has a copy of the records on the device, followed by the rounded weights by
+    position.
     """
 
     records: Tensor
@@ -23,7 +24,7 @@ class SecondBuffers:
 
 
 class HostBuffers:
-    """The state after an update, as `HostState`: in `records`; state on the device in `copied`, or else still there."""
+    """The state after an update, as a `HostState`. State on the device is in `copied`; if that is None, it is read from the device."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class HostBuffers:
         self._wait()
 
     def current(self, memory: Tensor) -> Tensor:
-        """See `HostState`; memory that is not encoded is returned as it is."""
+        """See `HostState`. Memory that is not encoded is returned unchanged."""
         if not memory.is_meta:
             return memory
         dtype = self._memory.packing.stored

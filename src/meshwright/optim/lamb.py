@@ -1,7 +1,8 @@
 """LAMB (You et al. 2020) as an update rule: AdamW's updates times norm(weight) / norm(update) of a matrix.
 
-The norms cover whole matrices: each rank sums the squares of its pieces, and one all-reduce adds them over the ranks of the stage. Fused
-weights have a ratio for each of their matrices, and so has each expert. Parameters without weight decay (norms, biases) have ratio 1.
+Each matrix has a trust ratio, the norm of its weights divided by the norm of its update. The norms are those of whole matrices: each rank
+sums the squares of its pieces, and one all-reduce adds the sums over the ranks of the stage. Each matrix of a fused weight has its own
+ratio, and so has each expert. Parameters without weight decay (norms, biases) have the ratio 1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from meshwright.state.shared_ranks import SharedRanks
 
 
 class LambRule:
-    """The update of all parameters. Collective: the ranks of a stage update the same groups in the same order."""
+    """The update of all parameters. Collective: the ranks of a stage must update the same groups in the same order."""
 
     collective = True
 
@@ -39,7 +40,7 @@ class LambRule:
                 self._pieces[name] = list(pieces_of(matrices, ranks.boxes(spec)[ranks.index]))
 
     def bundles(self) -> Sequence[Sequence[str]]:
-        """See `UpdateRule`: each parameter alone."""
+        """See `UpdateRule`. Each parameter is a bundle of its own."""
         return [[name] for name in self._tensors.weights]
 
     def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: UpdateInputs) -> None:
@@ -56,7 +57,7 @@ class LambRule:
     def _adam_updates(
         self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: UpdateInputs
     ) -> dict[str, Tensor]:
-        """AdamW's update of each parameter, weight decay included, after the moments are updated."""
+        """Update the moments, and return AdamW's update of each parameter, including weight decay, without the learning rate."""
         if not names:
             return {}
         first, second = (self._tensors.of(names, moment) for moment in MOMENTS)
@@ -81,7 +82,7 @@ class LambRule:
         return updates
 
     def _scale_by_trust(self, names: Sequence[str], updates: Mapping[str, Tensor], inputs: UpdateInputs) -> None:
-        """Multiply the updates of each matrix by its trust ratio, in place."""
+        """Multiply the updates of each matrix by the matrix's trust ratio, in place."""
         names = [name for name in names if name in self._pieces]
         offsets = {}
         total = 0
@@ -100,7 +101,7 @@ class LambRule:
             dist.all_reduce(squares, group=self._ranks.group)
         weight_norm, update_norm = squares.sqrt()
         ratios = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
-        if located:  # pieces that this rank does not count are scaled too
+        if located:  # all pieces are scaled, also those that another rank counts
             by_matrix = ratios.to(next(iter(updates.values())).dtype).unbind()
             torch._foreach_mul_(
                 [piece.of(updates[name]) for name, piece in located],
@@ -108,7 +109,7 @@ class LambRule:
             )
 
     def _on_device(self, index: tuple[int, ...], device: torch.device) -> Tensor:
-        """The numbers as a tensor, kept for later steps: a copy to the device would wait for it."""
+        """Return the numbers as a tensor on the device. It is kept for later steps, because the host would wait for a new copy."""
         if index not in self._indices:
             self._indices[index] = torch.tensor(index, device=device)
         return self._indices[index]

@@ -1,7 +1,7 @@
 """The logical matrices of parameters, and the pieces of them that ranks have.
 
-A fused parameter has a matrix for each of its blocks (q, k, v; gate, up), and routed experts have their own matrices. Muon and LAMB update
-a matrix as a whole, so their result does not depend on how weights are fused or divided.
+A fused parameter has several matrices (q, k and v; gate and up), and each routed expert has its own matrices. Muon and LAMB update a matrix
+as a whole, so their result does not depend on how weights are fused or divided.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from meshwright.spec.model import ParameterSpec
 
 @dataclass(frozen=True)
 class MatrixPiece:
-    """The part of a matrix in a rank's local tensor: slices of both, and whether this rank counts it in sums over ranks."""
+    """The part of a matrix that a rank has.
+
+    `matrix` is the index of the matrix. `local` are the slices of the part in the rank's local tensor, `whole` its slices in the whole
+    matrix. `primary` tells whether this rank counts the part in sums over ranks.
+    """
 
     matrix: int
     local: tuple[slice, ...]
@@ -26,12 +30,12 @@ class MatrixPiece:
     primary: bool
 
     def of(self, local: Tensor) -> Tensor:
-        """The elements in the rank's local tensor, as a view."""
+        """Return the elements of the part as a view of the rank's local tensor."""
         return local[self.local]
 
     @property
     def count(self) -> int:
-        """Elements of the piece."""
+        """Number of elements of the part."""
         product = 1
         for part in self.whole:
             product *= part.stop - part.start
@@ -39,7 +43,7 @@ class MatrixPiece:
 
 
 def matrices_of(parameter: ParameterSpec) -> tuple[Box, ...]:
-    """The matrices of a parameter, as boxes of it; a vector is one box."""
+    """Return the matrices of a parameter, as boxes of the parameter. A vector is one box."""
     leading, rows = (parameter.shape[:1], parameter.shape[1]) if parameter.expert else ((), parameter.shape[0])
     if parameter.expert:
         fused = "gate_up" in parameter.name
@@ -56,7 +60,7 @@ def matrices_of(parameter: ParameterSpec) -> tuple[Box, ...]:
 
 
 def pieces_of(matrices: Sequence[Box], boxes: Sequence[Box]) -> Iterator[MatrixPiece]:
-    """The pieces of `matrices` that a rank with these boxes of the parameter has, in the order of matrices, then of boxes."""
+    """Yield the pieces of `matrices` that a rank with these boxes of the parameter has, ordered by matrix and then by box."""
     for index, matrix in enumerate(matrices):
         for box in boxes:
             ranges = [

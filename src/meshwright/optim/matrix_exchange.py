@@ -1,7 +1,7 @@
-"""Exchange of a bundle's matrices: each is collected on one rank of those that share it, and the result is divided again.
+"""Collects each matrix of a bundle on one of the ranks that share it (its owner), and divides the result over these ranks again.
 
-Two all-to-alls carry each element once to its owner and once back, so a rank sends and receives its shard twice, where an all-gather would
-receive the whole. The owners are chosen so that all ranks have similar work.
+Two all-to-alls send each element once to the owner of its matrix and once back. So a rank sends and receives its shard twice; with an
+all-gather it would receive the whole. Owners are chosen so that all ranks have similar work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.state.shared_ranks import SharedRanks
 
 @dataclass(frozen=True)
 class LocatedPiece:
-    """A piece of a matrix of the parameter `name`; `matrix` counts over the bundle."""
+    """A piece of a matrix of the parameter `name`. `matrix` is the number of the matrix in the bundle."""
 
     name: str
     matrix: int
@@ -30,9 +30,10 @@ class LocatedPiece:
 
 
 def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
-    """The rank of each matrix: the largest first, each to the rank with the least work, then the least load.
+    """Return the owner of each matrix, given the cost of each.
 
-    `loads` is the work of each rank in earlier bundles; the work of this one is added.
+    The largest matrix is assigned first. A matrix is assigned to the rank with the least work so far in this bundle; among equal ranks, to
+    the rank with the least work in earlier bundles. `loads` has the work in earlier bundles by rank, and this bundle's work is added to it.
     """
     owners = [0] * len(costs)
     work = [0.0] * len(loads)
@@ -44,7 +45,7 @@ def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
 
 
 class MatrixExchange:
-    """The matrices of some parameters, of which ranks have pieces. `loads` is the work of each rank; it is extended."""
+    """Exchanges the matrices of some `parameters`, of which ranks have pieces. `loads` as in `assign_owners`."""
 
     def __init__(self, parameters: Sequence[ParameterSpec], ranks: SharedRanks, loads: list[float]) -> None:
         self._ranks = ranks
@@ -59,7 +60,8 @@ class MatrixExchange:
         owners = assign_owners([newton_schulz_flops(matrix.sizes[-2:], 1) for matrix in self._matrices], loads)
         self._owned = [index for index, owner in enumerate(owners) if owner == ranks.index]
         own = pieces[ranks.index]
-        # By rank: the pieces that this rank sends to and receives from it, on the way to the owners (primary ones) and back (all).
+        # By rank, the pieces that this rank exchanges with it. On the way to the owners (`_sent`, `_collected`) only primary
+        # pieces are sent; on the way back (`_returned`, `_kept`) all pieces.
         self._sent = [[p for p in own if owners[p.matrix] == rank and p.piece.primary] for rank in range(len(loads))]
         self._collected = [
             [p for p in there if owners[p.matrix] == ranks.index and p.piece.primary] for there in pieces
@@ -70,9 +72,10 @@ class MatrixExchange:
     def apply(
         self, parts: dict[str, Tensor], function: Callable[[list[Tensor]], list[Tensor]], dtype: torch.dtype
     ) -> None:
-        """Replace this rank's `parts`, by parameter, by those of `function` of the whole matrices, exchanged in `dtype`.
+        """Apply `function` to whole matrices, and replace this rank's `parts` (by parameter name) by its parts of the results.
 
-        `function` gets this rank's own matrices. Collective over the ranks that share the parameters.
+        `function` is called with the matrices that this rank owns. Elements are sent in `dtype`. Collective over the ranks that share the
+        parameters.
         """
         device = next(iter(parts.values())).device
         received = self._all_to_all(
@@ -92,7 +95,7 @@ class MatrixExchange:
     def _all_to_all(
         self, sent: list[list[Tensor]], expected: list[list[LocatedPiece]], dtype: torch.dtype, device: torch.device
     ) -> list[tuple[LocatedPiece, Tensor]]:
-        """Send tensors by rank; returns the received pieces, which are `expected` by rank, each with its elements."""
+        """Send tensors, by rank. Returns the received pieces with their elements; `expected` lists these pieces by rank."""
         flat = [tensor.to(dtype).reshape(-1) for there in sent for tensor in there]
         outgoing = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
         incoming = outgoing

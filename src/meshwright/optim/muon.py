@@ -1,8 +1,8 @@
-"""Muon (Jordan et al. 2024) as an update rule for matrices of blocks, with the scale of Moonlight (Liu et al. 2025).
+"""Muon (Jordan et al. 2024) as an update rule for the matrices of blocks, with the scale of Moonlight (Liu et al. 2025).
 
-The momentum of each matrix is orthogonalised by Newton-Schulz iterations and scaled to the RMS `update_rms`, that of AdamW's updates, so
-both share learning rate and weight decay. Embedding, head, learned positions, routers, norms and biases are updated by AdamW. The momentum
-is a shard like the weight; whole matrices exist only during the update (`optim.matrix_exchange`).
+The momentum of each matrix is orthogonalised by Newton-Schulz iterations. Then it is scaled to the RMS `update_rms`, which AdamW's updates
+have, so that both can share learning rate and weight decay. Embedding, head, learned positions, routers, norms and biases are updated by
+AdamW. The momentum is sharded like the weight; whole matrices exist only during the update (`optim.matrix_exchange`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from meshwright.state.shared_ranks import SharedRanks
 
 
 class MuonRule:
-    """The update of all parameters. Collective: the ranks of a stage update the same groups in the same order.
+    """The update of all parameters. Collective: the ranks of a stage must update the same groups in the same order.
 
-    Matrices are exchanged in bundles of whole blocks that have similar work for all ranks.
+    Matrices are exchanged in bundles of whole blocks. A bundle is large enough to give all ranks similar work.
     """
 
     collective = True
@@ -45,7 +45,7 @@ class MuonRule:
             self._exchanges[names[0]] = names, MatrixExchange(bundle, ranks, loads)
 
     def bundles(self) -> Sequence[Sequence[str]]:
-        """See `UpdateRule`: the parameters of AdamW alone, and the matrices of an exchange."""
+        """See `UpdateRule`. Each parameter of AdamW is a bundle; the matrices of an exchange are a bundle."""
         return [*self._adamw.bundles(), *(names for names, _ in self._exchanges.values())]
 
     def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: UpdateInputs) -> None:
@@ -60,7 +60,7 @@ class MuonRule:
     ) -> None:
         momenta = self._tensors.of(names, MOMENTUM[0])
         dtype = momenta[0].dtype
-        # Every rank takes part in the exchange, also if no token reached its experts.
+        # Every rank takes part in the exchange, also if its experts got no token and so have no gradient.
         present = [
             gradients.get(name, momentum.new_zeros(())).expand_as(momentum)
             for name, momentum in zip(names, momenta, strict=True)
@@ -72,7 +72,7 @@ class MuonRule:
         subtract_updates(names, list(parts.values()), self._tensors, inputs)
 
     def _direction(self, matrices: list[Tensor]) -> list[Tensor]:
-        """The scaled updates of whole matrices."""
+        """Return the scaled updates of whole matrices, given their momenta."""
         return [
             matrix * (self._spec.update_rms * max(matrix.shape) ** 0.5)
             for matrix in orthogonalise(matrices, self._spec.iterations)
@@ -80,7 +80,7 @@ class MuonRule:
 
 
 def bundles_of_blocks(parameters: Sequence[ParameterSpec], ranks: int) -> list[list[ParameterSpec]]:
-    """Parameters of consecutive blocks together, so that each bundle has `ranks` times the work of its largest matrix."""
+    """Divide parameters into bundles of consecutive blocks. A bundle has at least `ranks` times the work of its largest matrix."""
     bundles: list[list[ParameterSpec]] = []
     work = 0.0
     largest = 0.0

@@ -1,4 +1,4 @@
-"""Newton-Schulz iterations that orthogonalise matrices (Jordan et al. 2024, "Muon"), in batches of one shape."""
+"""Newton-Schulz iterations that orthogonalise matrices (Jordan et al. 2024, "Muon"). Matrices of the same shape are batched."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from meshwright.spec.optimizers import NEWTON_SCHULZ
 
 EPSILON = 1e-7
-"""Added to a matrix's norm before it is divided by it."""
+"""Added to the norm of a matrix before the matrix is divided by it, so that zeros stay zeros."""
 BATCH_ELEMENTS = 1 << 26
-"""Most elements of a batch, which limits the memory of the intermediate matmuls."""
+"""The most elements of a batch; it limits the memory of intermediate results."""
 
 
 def compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the iterations: bf16 on a GPU, where the coefficients tolerate it, and the dtype of the weights elsewhere."""
+    """Return the dtype of the iterations: bf16 on a GPU (the coefficients tolerate it), otherwise the stored dtype of the weights."""
     return torch.bfloat16 if device.type == "cuda" and stored != torch.float64 else stored
 
 
 def orthogonalise(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
-    """The nearest semi-orthogonal matrix of each, up to singular values of about 0.7 to 1.2; zeros stay zeros."""
+    """Return the nearest semi-orthogonal matrix of each matrix. Its singular values are about 0.7 to 1.2 instead of 1; zeros stay zeros."""
     results: list[Tensor | None] = [None] * len(matrices)
     shapes: dict[torch.Size, list[int]] = {}
     for index, matrix in enumerate(matrices):
@@ -37,7 +37,7 @@ def orthogonalise(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
 
 
 def _iterate(x: Tensor, iterations: int) -> Tensor:
-    """Iterate on `x` (matrices, rows, columns) in the orientation with fewer rows."""
+    """Iterate on `x` `(matrices, rows, columns)`, transposed if there are more rows than columns."""
     transposed = x.shape[-2] > x.shape[-1]
     x = x.mT if transposed else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + EPSILON)

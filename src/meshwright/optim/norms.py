@@ -1,4 +1,4 @@
-"""Norms of tensors with rounding errors that do not grow with their size."""
+"""Computes norms of tensors with rounding errors that do not grow with the size of the tensors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import Tensor
 from meshwright.kernels.norm import accumulate_dtype
 
 BLOCK = 64
-"""Elements whose squares torch adds one after another on a CPU; a block's norm has a relative error of at most 32 · 2⁻²³."""
+"""On a CPU torch adds the squares of this many elements one after another; the norm of a block has a relative error up to 32 · 2⁻²³."""
 
 
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The norms of tensors of one dtype, fp64 `(tensors,)`, with a relative error below 4e-6 in the worst case, near 1e-9 in general.
+    """Return the norms of tensors with the same dtype, fp64 `(tensors,)`. No tensor may be empty.
 
-    On GPUs torch adds squares in a tree. On CPUs it adds them one after another in fp32, which loses 0.1% of 20 million elements, so there
-    the norms of blocks are added in fp64; a pass takes the same time. No tensor may be empty.
+    The relative error is below 4e-6 in the worst case, and usually near 1e-9. On GPUs torch adds squares in a tree. On CPUs it adds them
+    one after another in fp32, which loses 0.1% of the sum of 20 million elements. There the norms of blocks are added in fp64 instead,
+    which takes the same time.
     """
     dtype = tensors[0].dtype
     if tensors[0].device.type == "cpu" and dtype != torch.float64:
@@ -27,7 +28,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _by_block(tensor: Tensor) -> Tensor:
-    """The norm of a tensor on the CPU, an fp64 scalar."""
+    """Return the norm of a tensor on the CPU, an fp64 scalar."""
     flat = tensor.reshape(-1)
     whole = flat.numel() // BLOCK * BLOCK
     parts = [flat[:whole].view(-1, BLOCK), flat[whole:].view(1, -1)]

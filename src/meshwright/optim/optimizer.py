@@ -1,7 +1,7 @@
-"""The optimizer of one rank: it owns the state of all parameters and updates it by the rule that `train.optimizer` names.
+"""The optimizer of one rank. It owns the state of all parameters and updates it by the rule that `train.optimizer` names.
 
-State is allocated at the start, so that every checkpoint has the same tensors. The device itself skips a step whose gradient norm is not
-finite; the host reads no value. `optim.host` updates parameters whose state is in host memory.
+State is allocated at the start, so that every checkpoint has the same tensors. If the gradient norm is not finite, the device itself skips
+the step; the host reads no value. Parameters whose state is in host memory are updated by `optim.host`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from meshwright.state.snapshot import HostState, SnapshotCopies
 
 
 class Optimizer:
-    """Optimizer of a (sharded) model, and the moving average of its weights if the run keeps one (`train.ema_decay`).
+    """Optimizer of a model, which may be sharded; also keeps the moving average of the weights if the run has one (`train.ema_decay`).
 
-    `host_offloaded` maps each parameter whose state is in host memory to the function that releases its master weight from the device, or
-    to None if the master weight remains on the device; only AdamW takes any. Call `release_master_weights` once the weights have their
-    values. `weights` has this rank's pieces of each parameter. `ranks` share them, for a rule that updates whole matrices; None: this
-    rank has them whole. `moments` and `offload_fraction` are the plan's; `offload_staging` is in bytes.
+    - `weights`: this rank's pieces of each parameter.
+    - `host_offloaded`: the parameters whose state is in host memory, for AdamW only. The value is a function that releases the master
+      weight on the device, or None if the master weight stays there. Call `release_master_weights` once the weights have their values.
+    - `ranks`: the ranks that share the weights, for a rule that updates whole matrices; None: this rank has whole weights.
+    - `moments`, `offload_fraction`, `offload_staging` (in bytes): settings of the plan, see `HostAdamW`.
     """
 
     def __init__(
@@ -100,31 +101,31 @@ class Optimizer:
             )
 
     def release_master_weights(self) -> None:
-        """Move the current master weights that are host-offloaded to host memory and free them on the device."""
+        """Move the master weights of host-offloaded parameters to host memory and free them on the device."""
         if self._host is not None:
             self._host.release_master_weights()
 
     def defer_updates(self) -> None:
-        """Leave later updates of state in host memory to `complete_updates`, which gathers of weights must call."""
+        """From now on, leave updates of state in host memory to `complete_updates`, which must be called before weights are gathered."""
         if self._host is not None:
             self._host.deferred = True
 
     def complete_updates(self, names: Iterable[str] | None = None) -> bool:
-        """Launch the rest of the last update up to the parameters `names`, by default all; returns whether there was one."""
+        """Launch the rest of the last update, up to the parameters `names` (None: all). Returns whether there was something left."""
         return self._host is not None and self._host.complete_updates(names)
 
     def launch_copies(self) -> None:
-        """Launch copies of state in host memory, beside compute; executors call it before each action."""
+        """Launch copies of state in host memory, which overlap with compute. Executors call it before each action."""
         if self._host is not None:
             self._host.launch_copies()
 
     def step(
         self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, concurrent_span: SpanFactory | None = None
     ) -> None:
-        """Update at `learning_rate` with the gradients times `factor`; the device skips it if `norm` is not finite.
+        """Update all parameters with the gradients multiplied by `factor`. If `norm` is not finite, the device skips the update.
 
         `factor` and `norm` are scalars on the device. Gradients are freed afterwards. `concurrent_span` creates the profiler spans of
-        copies to and from host memory. Collective over the ranks of a pipeline stage if the rule is.
+        copies to and from host memory. If the rule is collective, this is collective over the ranks of a pipeline stage.
         """
         inputs = UpdateInputs(learning_rate, factor, (~norm.isfinite()).float())
         gradients = {
@@ -150,22 +151,22 @@ class Optimizer:
             self._ema.update(names, inputs)
 
     def start_average(self) -> None:
-        """Set the moving average to the current weights, for a run that begins; a checkpoint has its own."""
+        """Set the moving average to the current weights. Only for a run that begins: a checkpoint has its own average."""
         if self._ema is not None:
             self._ema.start()
 
     def protect(self, copies: SnapshotCopies) -> None:
-        """Make the next step wait for `copies` of the state, group by group, before it updates the parameters of a group."""
+        """Make the next step wait for `copies` of the state: before it updates a group of parameters, for the copies of this group."""
         self._copies = copies
 
     def wait_for_copies(self) -> None:
-        """Wait for the copies of `protect`, before the state changes without an update."""
+        """Wait for the copies that `protect` was given, because the state is about to change without an update."""
         if self._copies is not None:
             for group in self._copies.groups:
                 self._copies.wait(group)
 
     def snapshot_groups(self, limit: int = SNAPSHOT_GROUPS) -> list[list[str]]:
-        """The parameters in the order of their update, in at most `limit` groups of similar size, for `protect`."""
+        """Return the parameters in the order of their update, in at most `limit` groups of similar size, for `protect`."""
         offloaded = [[name] for name in self._parts if name not in self._on_device]
         share = sum(map(self._elements, offloaded)) / max(1, self._elements(self._parts))
         first = (
@@ -174,7 +175,7 @@ class Optimizer:
         return self._split(offloaded, first) + self._split(self._rule.bundles(), limit - first)
 
     def _split(self, bundles: Sequence[Sequence[str]], limit: int) -> list[list[str]]:
-        """`bundles` in their order, in at most `limit` groups of similar size."""
+        """Join `bundles` in their order to at most `limit` groups of similar size."""
         total = sum(map(self._elements, bundles))
         size = 0
         groups: list[list[str]] = []
@@ -187,23 +188,23 @@ class Optimizer:
         return groups
 
     def _elements(self, names: Iterable[str]) -> int:
-        """Elements of the parameters: this rank's, or all if ranks must form the same groups."""
+        """Return the number of elements of parameters: on this rank, or on all ranks together if all ranks must form the same groups."""
         if self._rule.collective:
             return sum(self._specs[name].count for name in names)
         return sum(self._parts[name].numel() for name in names)
 
     def parameter_of_state(self) -> dict[str, str]:
-        """The parameter of each tensor in `state`, by the tensor's name."""
+        """Return, by the name of each tensor in `state`, the name of its parameter."""
         states = {moment_name(state, name): name for name in self._parts for state in self._state_names[name]}
         averages = {average_name(name): name for name in self._parts} if self._ema is not None else {}
         return {weight_name(name): name for name in self._parts} | states | averages
 
     def host_state(self) -> HostState | None:
-        """The state in host memory as the updates given to the device so far leave it; None where none is kept there."""
+        """Return the state in host memory after all updates launched so far; None if no state is kept there."""
         return None if self._host is None else self._host.host_state()
 
     def allocate_second_buffers(self) -> None:
-        """Allocate host memory to which updates beside snapshots write, for state that is kept there; see `HostAdamW`."""
+        """For state in host memory, allocate memory to which updates write while a snapshot is copied; see `HostAdamW`."""
         if self._host is not None:
             self._host.allocate_second_buffers()
 
@@ -213,7 +214,7 @@ class Optimizer:
             parameter.grad = None
 
     def state(self) -> list[StateParts]:
-        """This rank's pieces of every master weight, state tensor and average after the last update, to read or to overwrite."""
+        """Return this rank's pieces of all master weights, state tensors and averages after the last update, to be read or overwritten."""
         self.complete_updates()
         averages = self._ema.tensors if self._ema is not None else {}
         states = dict.fromkeys(state for names in self._state_names.values() for state in names)
@@ -248,7 +249,7 @@ class Optimizer:
         return 0 if self._host is None else self._host.host_bytes
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of updates so far, for the bias correction of the moments."""
+        """Set the number of updates so far, which the bias correction of the moments needs."""
         if self._host is not None:
             self._host.set_steps(steps)
         for count in self._counts.values():
@@ -256,10 +257,10 @@ class Optimizer:
 
 
 def in_order_of_gathers(names: Iterable[str], spec: ModelSpec) -> list[str]:
-    """The parameters `names` of one rank in the order in which the forward gathers their units.
+    """Sort the parameters `names` of one rank by when the forward gathers their units. They are given in the model's order.
 
-    They are given in the model's order. A rank with the embedding and a head that uses it gathers both at once: before the blocks if it has
-    the first stage, else after them.
+    The two orders differ on a rank that has the embedding and a head that uses the embedding's weight, because it gathers both at once:
+    before the blocks if it has the first stage, otherwise after the blocks.
     """
     names = list(names)
     if not spec.embedding_at_both_ends or "embed.weight" not in names:
@@ -269,12 +270,12 @@ def in_order_of_gathers(names: Iterable[str], spec: ModelSpec) -> list[str]:
 
 
 def _undecayed(name: str, part: torch.Tensor) -> ParameterSpec:
-    """The specification of a parameter that is no part of the model's, as of a benchmark: without weight decay."""
+    """Return a specification, without weight decay, for a parameter that is not part of the model, such as one of a benchmark."""
     return ParameterSpec(name, tuple(part.shape), "zeros", 0.0, decay=False)
 
 
 def _rule(spec: OptimizerSpec, tensors: RuleTensors, ranks: SharedRanks) -> UpdateRule:
-    """The update rule of an optimizer."""
+    """Create the update rule of an optimizer."""
     if isinstance(spec, SgdSpec):
         return SgdRule(tensors, spec.momentum, nesterov=spec.nesterov)
     if isinstance(spec, MuonSpec):

@@ -1,4 +1,4 @@
-"""AdamW's update of packed records, a segment of a parameter at a time: one kernel on a GPU, three plain passes elsewhere."""
+"""AdamW's update of packed records, one segment of a parameter at a time: one kernel on a GPU, otherwise unpack, update and pack."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshwright.optim.packing import MASTER, ChunkPacking, pack, seed_of, unpack
 
 @dataclass(frozen=True)
 class StepTable:
-    """Inputs of all segments of one step, by parameter.
+    """Inputs that all segments of one step share, by parameter.
 
-    It is made once, so that a segment needs one launch and no copy from the host.
+    It is made once per step, so that the update of a segment is one launch and copies nothing from the host.
     """
 
     inputs: UpdateInputs
@@ -25,15 +25,15 @@ class StepTable:
     indices: Mapping[str, int]
     """Index of each parameter in `counts`, `rates` and `seeds`."""
     rates: Tensor
-    """(2, parameters), see `fused.corrected_rates`."""
+    """`(2, parameters)`; see `fused.corrected_rates`."""
     seeds: Tensor
-    """(parameters,), see `packing.seed_of`."""
+    """`(parameters,)`; see `packing.seed_of`."""
     factor: Tensor
     """Factor of the gradients (`UpdateInputs.factor`), in fp32."""
 
     @classmethod
     def of(cls, counts: Mapping[str, Tensor], coefficients: Coefficients, inputs: UpdateInputs) -> StepTable:
-        """The table of the parameters in `counts`, which include this step. At least one parameter."""
+        """Make the table for the parameters in `counts`, of which there must be at least one. The counts already include this step."""
         listed = list(counts.values())
         rates = corrected_rates(listed, coefficients, inputs)
         seeds = seed_of(torch.stack(listed))
@@ -52,10 +52,12 @@ def update_segment(
     position: int,
     weight_decay: float,
 ) -> None:
-    """Update a segment of the parameter `name`. `fields` are its record's in whole blocks; padding stays 0.
+    """Update a segment of the parameter `name` in place.
 
-    `weights` `(count,)` are the bf16 values of the master weights if the record has their remainders, else the weights in the stored dtype.
-    `gradient` `(count,)`; `position` of the first element among those of the optimizer.
+    - `fields`: the segment's part of the record, in whole blocks; padding stays 0.
+    - `weights` `(count,)`: the bf16 values of the master weights if the record has their remainders, else the weights in the stored dtype.
+    - `gradient` `(count,)`.
+    - `position`: position of the segment's first element among all elements of the optimizer.
     """
     if weights.is_cuda and packing.stored == torch.float32:
         from meshwright.optim.packing_triton import update_record
@@ -91,7 +93,7 @@ def _update_in_passes(
     position: int,
     weight_decay: float,
 ) -> None:
-    """Unpack, update, and pack."""
+    """Update a segment in three passes: unpack, update, pack."""
     count = gradient.numel()
     padded = fields[MOMENTS[0]].numel()
     states = dict(fields)

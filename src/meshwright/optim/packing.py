@@ -1,14 +1,14 @@
-"""Formats of an optimizer state that is copied between host and device: integer arithmetic, the same bits on every device.
+"""Formats of optimizer state that is copied between host and device. They use integer arithmetic, so every device gives the same bits.
 
-The fp32 master weight is the bf16 weight of the device, rounded to the nearest value and ties to even as torch rounds it, and a remainder
-of 16 bits. Ties to even leave 65,537 remainders for an even bf16 value, so one more bit is needed: it says that a tie was rounded down. It
-is kept in the sign of the second moment, which is never negative. Lost are only payloads of NaN and, with 8-bit moments, the last bit
-of ties.
+An fp32 master weight is divided into two parts. On the device is its bf16 value, rounded to nearest with ties to even, as torch rounds. In
+the record is a remainder of 16 bits. An even bf16 value has 65,537 possible remainders, because ties on both sides are rounded to it. So
+one more bit is needed, which says that a tie was rounded down. It is kept in the sign of the second moment, which is never negative. Only
+two things are lost: the payload of NaNs and, with 8-bit moments, the last bit of such ties.
 
-Moments are fp32, bf16, or 8 bits in blocks of `BLOCK` elements. The narrow formats round stochastically: random bits, which are a function
-of the update's number and the element's position, are added below the last bit that is kept; a restart repeats them. A value of a format
-keeps its bits when it is packed again. Methods: Kalamkar et al. 2019 (bf16), Dettmers et al. 2022 (blocks of 8 bits), Zamirai et al. 2020
-(16-bit remainder and stochastic rounding).
+Moments are fp32, bf16, or 8 bits in blocks of `BLOCK` elements. The narrow formats round stochastically: random bits are added below the
+last bit that is kept. The random bits are a function of the update's number and the element's position, so a restart repeats them. A value
+that a format represents exactly keeps its bits when it is packed again. Methods: Kalamkar et al. 2019 (bf16), Dettmers et al. 2022 (blocks
+of 8 bits), Zamirai et al. 2020 (16-bit remainder and stochastic rounding).
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from meshwright.spec.optimizers import MOMENTS
 from meshwright.spec.plan import Moments
 
 BLOCK = 256
-"""Elements of a block of 8-bit moments; their exponents are relative to that of the largest."""
+"""Number of elements in a block of 8-bit moments. The exponents of a block are relative to the largest exponent in it."""
 MASTER = "weight"
 SCALE = "_scale"
-"""Ends the name of the field with the exponents of a moment's blocks."""
+"""End of the name of the field that has the largest exponent of each block of a moment."""
 LEVELS = {MOMENTS[0]: 15, MOMENTS[1]: 31}
-"""Highest exponent code of 8-bit moments: the first has 4 bits and a sign, the second 5; both have 3 bits of mantissa."""
+"""Highest exponent code of 8-bit moments. The first moment has a sign and 4 bits of exponent, the second 5; both have 3 mantissa bits."""
 SECOND_MOMENT_SEED = 0x5BD1E995
 NEAREST = {"bf16": 1 << 15, "int8": 1 << 19}
-"""Constant in place of random bits: rounds to the nearest value, ties away from zero."""
+"""Constant that replaces the random bits to round to the nearest value, with ties away from zero."""
 INFINITY = 0x7F800000
-"""Bits of an infinite fp32 value."""
+"""The bits of an infinite fp32 value."""
 _MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class ChunkPacking:
-    """The fields of a chunk's record in host memory. `master`: the remainder of fp32 master weights is one of them.
+    """The format of a chunk's record in host memory.
 
-    Without `master` and with fp32 moments the record has the moments in `stored` dtype as they are.
+    With `master` the record has the remainders of fp32 master weights. Without `master` and with fp32 moments it has the unchanged moments,
+    in the dtype `stored`.
     """
 
     master: bool
@@ -50,25 +51,25 @@ class ChunkPacking:
 
     @property
     def plain(self) -> bool:
-        """Whether records have the moments as they are updated."""
+        """Whether a record has the moments unchanged and nothing else, so that it can be updated without unpacking."""
         return not self.master and self.moments == "fp32"
 
     @property
     def tie_bits(self) -> bool:
-        """Whether the second moment has a bit for ties; in 8 bits a tie that was rounded down loses the master's last bit."""
+        """Whether the second moment has the bit for ties. In 8 bits it has not, and a tie rounded down loses the master's last bit."""
         return self.master and self.moments != "int8"
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the state tensors that a record stands for."""
+        """Names of the state tensors whose values a record has."""
         return (*MOMENTS, MASTER) if self.master else tuple(MOMENTS)
 
     def bytes(self, size: int) -> int:
-        """Bytes of a record of `size` elements, a multiple of `BLOCK`."""
+        """Return the number of bytes of a record of `size` elements; `size` is a multiple of `BLOCK`."""
         return sum(dtype.itemsize * size // per for _, dtype, per in self._fields)
 
     def fields(self, record: Tensor, size: int) -> dict[str, Tensor]:
-        """Views of a record (uint8) by field."""
+        """Return views of a record (uint8) of `size` elements, by field."""
         views = {}
         start = 0
         for name, dtype, per in self._fields:
@@ -79,7 +80,7 @@ class ChunkPacking:
 
     @property
     def _fields(self) -> list[tuple[str, torch.dtype, int]]:
-        """Name, dtype and elements per item of each field, the widest first so that all are aligned."""
+        """Name, dtype and elements per item of each field. The widest field comes first, so that all fields are aligned."""
         dtype = {"fp32": self.stored, "bf16": torch.int16, "int8": torch.uint8}[self.moments]
         moments = [(name, dtype, 1) for name in MOMENTS]
         scales = [(name + SCALE, torch.uint8, BLOCK) for name in MOMENTS] if self.moments == "int8" else []
@@ -90,7 +91,7 @@ class ChunkPacking:
 def unpack(
     packing: ChunkPacking, fields: Mapping[str, Tensor], rounded: Tensor | None, outputs: Mapping[str, Tensor]
 ) -> None:
-    """Write the fp32 moments of a record to `outputs`, and the master weights if `rounded` has their bf16 values."""
+    """Write the fp32 moments of a record to `outputs`, and also the master weights if their bf16 values `rounded` are given."""
     for name in MOMENTS:
         outputs[name].copy_(moment_of(packing, name, fields))
     if rounded is not None:
@@ -105,9 +106,9 @@ def pack(
     seed: Tensor,
     start: int,
 ) -> None:
-    """Write fp32 `states` to a record, and the bf16 values of the master weights to `rounded`.
+    """Write fp32 `states` to the fields of a record, and the bf16 values of the master weights to `rounded`.
 
-    `seed` is that of the update (`seed_of`), `start` the position of the record's first element.
+    `seed` is the seed of the update (`seed_of`), `start` the position of the record's first element.
     """
     for name in MOMENTS:
         random: Tensor | int = 0
@@ -120,12 +121,12 @@ def pack(
 
 
 def seed_of(updates: Tensor) -> Tensor:
-    """The seed of an update from its number, a scalar tensor; on the same device."""
+    """Return the seed of an update, given the update's number (a scalar tensor); on the same device."""
     return random_bits(updates.to(torch.int64), torch.zeros_like(updates, dtype=torch.int64))
 
 
 def random_bits(positions: Tensor, seed: Tensor) -> Tensor:
-    """32 random bits for each position, as int64: a hash of 32-bit numbers (Mueller's mixing function)."""
+    """Return 32 random bits for each position, as int64: a hash of 32-bit numbers (Mueller's mixing function)."""
     x = (positions * 0x9E3779B1 + seed) & _MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
@@ -133,7 +134,7 @@ def random_bits(positions: Tensor, seed: Tensor) -> Tensor:
 
 
 def split_master(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The bf16 value of fp32 weights, the remainder (int16), and whether a tie was rounded down (bool)."""
+    """Return three parts of fp32 weights: the bf16 value, the remainder (int16), and whether a tie was rounded down (bool)."""
     bits = weight.view(torch.int32)
     last = (bits >> 16) & 1
     high = (bits + 0x7FFF + last) >> 16
@@ -145,13 +146,13 @@ def split_master(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def join_master(rounded: Tensor, remainder: Tensor, rounded_down: Tensor) -> Tensor:
-    """The fp32 weights of `split_master`."""
+    """Return the fp32 weights that `split_master` divided into these parts."""
     high = rounded.view(torch.int16).to(torch.int32) << 16
     return (high + remainder.to(torch.int32) + (rounded_down.to(torch.int32) << 16)).view(torch.float32)
 
 
 def moment_of(packing: ChunkPacking, name: str, fields: Mapping[str, Tensor]) -> Tensor:
-    """A moment of a record in the stored dtype."""
+    """Return a moment of a record, in the stored dtype."""
     field = fields[name]
     second = name == MOMENTS[1]
     if packing.moments == "int8":
@@ -173,9 +174,9 @@ def rounded_down_of(packing: ChunkPacking, fields: Mapping[str, Tensor]) -> Tens
 def put_moment(
     packing: ChunkPacking, name: str, values: Tensor, fields: Mapping[str, Tensor], random: Tensor | int
 ) -> None:
-    """Write a moment to a record. This erases tie bits: call `put_tie_bits` afterwards.
+    """Write a moment to a record. For the second moment this erases the tie bits: call `put_tie_bits` afterwards.
 
-    `random` has 32 random bits (int32) for each element, or is the number of `NEAREST`.
+    `random` has 32 random bits (int32) for each element, or it is a constant of `NEAREST`.
     """
     if packing.moments == "fp32":
         fields[name].copy_(values)
@@ -184,7 +185,7 @@ def put_moment(
     below = random if isinstance(random, int) else random & mask
     if packing.moments == "bf16":
         bits = values.view(torch.int32)
-        # A NaN stays one: random bits could carry into its sign.
+        # No random bits are added to a NaN, because they could carry into its sign.
         bits = torch.where((bits & 0x7FFFFFFF) > INFINITY, bits, bits + below)
         fields[name].copy_((bits >> 16).to(torch.int16))
         return
@@ -194,7 +195,7 @@ def put_moment(
 
 
 def put_master(packing: ChunkPacking, values: Tensor, fields: Mapping[str, Tensor], rounded: Tensor) -> None:
-    """Write master weights to a record and to `rounded`; the second moments of the record get the tie bits."""
+    """Write master weights to a record and to `rounded`. The tie bits are written to the second moments of the record."""
     high, low, rounded_down = split_master(values)
     if not packing.tie_bits:
         low = torch.where(rounded_down, 0x7FFF, low)
@@ -205,7 +206,7 @@ def put_master(packing: ChunkPacking, values: Tensor, fields: Mapping[str, Tenso
 
 
 def put_tie_bits(packing: ChunkPacking, fields: Mapping[str, Tensor], rounded_down: Tensor) -> None:
-    """Set the signs of a record's second moments."""
+    """Set the signs of a record's second moments to the tie bits."""
     second = fields[MOMENTS[1]]
     bits = second.view(torch.int32) if packing.moments == "fp32" else second
     sign = torch.iinfo(bits.dtype).min
@@ -213,7 +214,7 @@ def put_tie_bits(packing: ChunkPacking, fields: Mapping[str, Tensor], rounded_do
 
 
 def _encode_blocks(values: Tensor, levels: int, below: Tensor | int) -> tuple[Tensor, Tensor]:
-    """8-bit codes (exponent relative to the block's largest, 3 bits of mantissa) and the blocks' exponents, both uint8."""
+    """Return 8-bit codes (exponent relative to the block's largest, 3 mantissa bits) and the largest exponent of each block, as uint8."""
     bits = values.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     exponent = magnitude >> 23

@@ -1,7 +1,7 @@
-"""The Triton kernel of `packed_update`: each program unpacks, updates and packs `TILE` elements of a record.
+"""The Triton kernel of `packed_update`. Each program unpacks, updates and packs `TILE` elements of a record.
 
-A packed parameter costs one read and one write of its record, weight and gradient. The integer arithmetic gives the bits of the plain
-reference (`packing`), the update those of `fused_triton`.
+So a packed parameter costs one read and one write of its record, weight and gradient. The integer arithmetic gives the same bits as the
+plain reference (`packing`), and the update the same bits as `fused_triton`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TILE = 4 * BLOCK
 WIDTHS = {"fp32": 32, "bf16": 16, "int8": 8}
-"""Bits of a moment in a record."""
+"""Number of bits of a moment in a record."""
 
 
 def update_record(
@@ -42,10 +42,11 @@ def update_record(
     epsilon: float,
     decay_factor: float,
 ) -> None:
-    """Update a segment of a parameter. `fields` are the record's from the segment's first element on.
+    """Update a segment of a parameter. `fields` begin with the segment's first element.
 
-    `weights` `(count,)` are the bf16 values of master weights if the record has remainders, else fp32. `position` is that of the first
-    element in the optimizer. `rates` (2, parameters) as in `fused.corrected_rates`; `seeds` (parameters,); `index` selects the parameter.
+    - `weights` `(count,)`: the bf16 values of the master weights if the record has their remainders, else fp32 weights.
+    - `position`: position of the segment's first element among all elements of the optimizer.
+    - `rates` `(2, parameters)`: as in `fused.corrected_rates`; `seeds` `(parameters,)`; `index` selects the parameter in both.
     """
     first = fields[MOMENTS[0]]
     second = fields[MOMENTS[1]]
@@ -123,7 +124,7 @@ def _packed_adamw(
         rate = tl.load(rates + index)
         root = tl.load(rates + parameters + index)
         seed = tl.load(seeds + index).to(tl.uint32)
-        # Only whole tiles are loaded without a mask, in vectors.
+        # Only whole tiles can be loaded without a mask, as vectors.
         if begin + tile <= count:
             _update_tile(
                 first,
@@ -310,7 +311,7 @@ def _update_tile(
 
 @triton.jit
 def _load(pointers, inside) -> tl.tensor:
-    """The values at `pointers`, 0 outside; all where `inside` is None."""
+    """Load the values at `pointers`; 0 where `inside` is false. If `inside` is None, all are loaded without a mask."""
     if inside is None:
         return tl.load(pointers)
     else:
@@ -336,7 +337,7 @@ def _encode(bits, largest, below, levels: tl.constexpr, blocks: tl.constexpr, bl
 
 @triton.jit
 def _random(position, seed) -> tl.tensor:
-    """32 random bits of which callers use the low 20, as int32; see `packing.random_bits`."""
+    """Return 32 random bits as int32, as `packing.random_bits` does; callers use the lowest 16 or 20."""
     x = position * 0x9E3779B1 + seed
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B

@@ -1,7 +1,7 @@
-"""The interface of an update rule: how one optimizer changes weights and its state tensors from gradients, in place.
+"""The interface of an update rule: how one optimizer changes weights and state tensors in place, given gradients.
 
-`optim.optimizer` owns the tensors and decides which parameters are updated when; a rule knows one method. A step may update groups of
-parameters one after another, so that a snapshot's copies of a later group continue meanwhile.
+`optim.optimizer` owns the tensors and decides which parameters are updated when; a rule knows only the method. A step may update groups of
+parameters one after another, so that a snapshot can copy a later group meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from meshwright.spec.model import ParameterSpec
 
 @dataclass(frozen=True)
 class RuleTensors:
-    """A rank's tensors on the device, by parameter name: `states` by state name first, `counts` of updates, and `decays`."""
+    """A rank's tensors on the device, by parameter name.
+
+    `states` is indexed by the name of the state first, then by parameter. `counts` has the number of updates, `decays` the weight decays.
+    """
 
     specs: Mapping[str, ParameterSpec]
     weights: Mapping[str, Tensor]
@@ -28,30 +31,30 @@ class RuleTensors:
     decays: Mapping[str, float]
 
     def of(self, names: Sequence[str], state: str) -> list[Tensor]:
-        """A state tensor of each parameter."""
+        """Return the state tensor `state` of each parameter in `names`."""
         return [self.states[state][name] for name in names]
 
 
 class UpdateRule(Protocol):
-    """Update of an optimizer for the parameters that its state was created for."""
+    """The update of an optimizer, for the parameters whose state tensors it was created with."""
 
     collective: bool
-    """Whether `update` communicates: all ranks that share parameters then update the same groups in the same order."""
+    """Whether `update` communicates. If so, all ranks that share parameters must update the same groups in the same order."""
 
     def bundles(self) -> Sequence[Sequence[str]]:
-        """All parameters in the order of their update; those of one bundle are in one call of `update`."""
+        """Return all parameters in the order of their update. The parameters of one bundle must be updated in one call of `update`."""
         ...
 
     def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: UpdateInputs) -> None:
-        """Update `names`; those without a gradient are left out, unless their update is collective. Overwrites gradients.
+        """Update `names`. Parameters without a gradient are left out, unless the update is collective. Gradients are overwritten.
 
-        A skipped update (`inputs.skip`) changes no tensor.
+        If the update is skipped (`inputs.skip`), no tensor changes.
         """
         ...
 
 
 def usable_gradients(gradients: Sequence[Tensor], inputs: UpdateInputs, dtype: torch.dtype) -> list[Tensor]:
-    """The gradients in `dtype` times their factor; zeros if the update is skipped, as a skipped gradient may have NaN."""
+    """Return the gradients in `dtype`, multiplied by their factor. If the update is skipped they are zeros, because they may have NaN."""
     wide = [gradient.to(dtype) for gradient in gradients]
     if wide:
         torch._foreach_mul_(wide, inputs.factor.to(dtype))
@@ -62,13 +65,13 @@ def usable_gradients(gradients: Sequence[Tensor], inputs: UpdateInputs, dtype: t
 
 
 def unless_skipped(value: float, otherwise: float, inputs: UpdateInputs, dtype: torch.dtype) -> Tensor:
-    """A scalar on the device: `value`, or `otherwise` if the update is skipped."""
+    """Return `value`, or `otherwise` if the update is skipped, as a scalar on the device."""
     skip = inputs.skip.to(dtype)  # `torch.where` of two numbers has the default dtype
     return otherwise * skip + value * (1 - skip)
 
 
 def subtract_updates(names: Sequence[str], updates: list[Tensor], tensors: RuleTensors, inputs: UpdateInputs) -> None:
-    """Decay the weights and subtract the updates times the learning rate. Overwrites the updates."""
+    """Decay the weights, and subtract the updates multiplied by the learning rate. The updates are overwritten."""
     for decay in dict.fromkeys(tensors.decays[name] for name in names):
         of_decay = [index for index, name in enumerate(names) if tensors.decays[name] == decay]
         weights = [tensors.weights[names[index]] for index in of_decay]

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that a checkpoint has no scheduler state."""
+"""The learning rate as a function of the step. So a checkpoint needs no state of a scheduler."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from meshwright.spec.job import TrainSpec
 
 
 def learning_rate(train: TrainSpec, step: int) -> float:
-    """Learning rate of step `step` (from 1): linear warm-up, then the schedule's decay.
+    """Return the learning rate of `step` (counted from 1): linear warm-up, then the decay of the schedule.
 
-    `wsd` is warm-up, stable, decay (Hu et al. 2024); `inverse_sqrt` is the peak times √(warmup_steps / step) (Vaswani et al. 2017).
+    `wsd` means warm-up, stable, decay (Hu et al. 2024). `inverse_sqrt` is the peak multiplied by √(warmup_steps / step) (Vaswani et al.
+    2017).
     """
     return train.learning_rate * _fraction(train, step)
 

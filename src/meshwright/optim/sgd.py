@@ -15,7 +15,7 @@ from meshwright.spec.optimizers import MOMENTUM
 def momentum_updates(
     momenta: list[Tensor], gradients: list[Tensor], beta: float, inputs: UpdateInputs, *, nesterov: bool
 ) -> list[Tensor]:
-    """Add the gradients to the momenta, decayed by `beta`; returns the updates, in the memory of the gradients."""
+    """Decay the momenta by `beta` and add the gradients to them. Returns the updates, which use the memory of the gradients."""
     torch._foreach_mul_(momenta, unless_skipped(beta, 1.0, inputs, momenta[0].dtype))
     torch._foreach_add_(momenta, gradients)
     if nesterov:
@@ -26,7 +26,7 @@ def momentum_updates(
 
 
 class SgdRule:
-    """The update of all parameters; every element depends on its own gradient only."""
+    """The update of all parameters. The update of an element depends only on the element's own gradient."""
 
     collective = False
 
@@ -36,7 +36,7 @@ class SgdRule:
         self._nesterov = nesterov
 
     def bundles(self) -> Sequence[Sequence[str]]:
-        """See `UpdateRule`: each parameter alone."""
+        """See `UpdateRule`. Each parameter is a bundle of its own."""
         return [[name] for name in self._tensors.weights]
 
     def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: UpdateInputs) -> None:

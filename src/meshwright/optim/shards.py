@@ -1,7 +1,7 @@
-"""This rank's parts of sharded parameters as plain tensors.
+"""This rank's parts of sharded parameters, as plain tensors.
 
-Under FSDP2 each parameter is a DTensor. Optimizers and clipping are elementwise, so they use this rank's part directly, which avoids the
-cost of DTensor dispatch.
+Under FSDP2 each parameter is a DTensor. Optimizers and clipping work element by element, so they use this rank's part directly and avoid
+the overhead of DTensor.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `tensor`, sharing its memory."""
+    """Return this rank's part of `tensor`. It shares the memory of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradients(
     model: nn.Module, duplicate_rows: Mapping[str, Sequence[range]] = MappingProxyType({})
 ) -> list[torch.Tensor]:
-    """This rank's part of every gradient, without `duplicate_rows`: by parameter, the rows that another rank counts."""
+    """Return this rank's part of every gradient, except `duplicate_rows`: rows of parameters that another rank counts."""
     parts: list[torch.Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is None:

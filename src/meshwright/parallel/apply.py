@@ -1,9 +1,8 @@
 """Applies a Plan to a model; `build_engine` alone decides the order of the transforms.
 
-The order: remove other stages, divide over tensor ranks, over context or hybrid ranks, distribute experts, use fp8
-matmuls, tile, recompute, compile, split the backward, shard, allocate memory, initialise. The model code does not
-change: a transform replaces modules, sets attributes of them or functions of
-`models.hooks.BlockHooks`, and parameter names stay the same.
+The order: remove other stages, divide over tensor ranks, divide over context or hybrid ranks, distribute experts, use fp8 matmuls, tile,
+recompute, compile, split the backward, shard, allocate memory, initialise. The model code does not change. A transform replaces modules,
+sets their attributes, or sets functions of `models.hooks.BlockHooks`. Parameter names stay the same.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ from meshwright.state.parts import StateParts, weight_name
 from meshwright.workload.dtypes import matmuls_accumulate_gradients
 
 COMPILER_OPTIONS: dict[str, Any] = {"unroll_reductions_threshold": 17}
-"""Compiler options of blocks.
+"""Options of `torch.compile` for blocks.
 
 The sum over a token's experts is unrolled to additions for up to 16 experts; torch's default is fewer than 8. With 8 experts torch would
-generate a reduction kernel that loads single elements of distant rows: 0.7 TB/s on an H200, where a copy reaches 4.2 TB/s.
+generate a reduction kernel that loads single elements of distant rows: it moves 0.7 TB/s on an H200, where a copy reaches 4.2 TB/s.
 """
 
 
@@ -63,15 +62,18 @@ generate a reduction kernel that loads single elements of distant rows: 0.7 TB/s
 class PlannedModel:
     """A rank's part of a model under a plan, and the executor that runs it.
 
-    `training` is the schedule of a step as planned, `training_schedule(n)` that of a step of n micro-batches, and `evaluation_schedule(n)`
-    that of n micro-batches without backward. `weights` has this
-    rank's part of each parameter on the device. Master weights in host memory are in `Optimizer.state`. `duplicate_rows` has, by
-    parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
-    copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
-    each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
-    plan has no separate master weights. `present_experts` has by layer the experts that are present beside their owners; empty if the plan
-    copies none. `stored_fp8` are frozen weights that `weights` does not have, as they are stored in fp8. `moments` and `offload_fraction`
-    are the plan's; `offload_staging` is in bytes.
+    - `training`: the schedule of a training step as planned.
+    - `training_schedule(n)`: the schedule of a training step of n micro-batches.
+    - `evaluation_schedule(n)`: the schedule of n micro-batches without backward.
+    - `weights`: this rank's part of each parameter, on the device. Master weights in host memory are in `Optimizer.state` instead.
+    - `duplicate_rows`: for each parameter, the rows on this rank that the gradient norm must not count, because another rank counts its
+      copy of them. These are the last stage's copy of the embedding and, on all tensor ranks except the first, the parameters that tensor
+      ranks do not divide.
+    - `host_offloaded`: the parameters whose optimizer state is in host memory. The value is a function that releases the master weight on
+      the device, or None if the plan has no separate master weights.
+    - `present_experts`: for each layer, the copies of experts on each rank; empty if the plan copies none.
+    - `moments`, `offload_fraction`, `offload_staging` (in bytes): settings of the plan for the optimizer.
+    - `stored_fp8`: frozen weights that are stored in fp8; `weights` does not have them.
     """
 
     model: Decoder
@@ -95,7 +97,7 @@ class PlannedModel:
 
 
 def _ignore_phase(phase: str) -> None:
-    """Do nothing at the end of a phase; the default of `build_engine`."""
+    """Do nothing; the default of `build_engine` for `on_phase_end`."""
 
 
 def build_engine(
@@ -116,11 +118,13 @@ def build_engine(
 ) -> PlannedModel:
     """Build this rank's part of a decoder with its initial values, ready to train. Collective over all ranks of the job.
 
-    `loss_chunk` is the number of tokens whose logits are in memory at a time. `plain` uses PyTorch operations instead of our kernels (the
-    reference of the equality tests). `balance_loss`, `z_loss`, `router_z_loss` and `prediction_loss` are weights of losses beside the
-    cross-entropy (`TrainSpec`), `balance_bias` the step of the experts' biases. Without `recomputes` blocks save what autograd saves,
-    whatever the plan's recompute: the caller recomputes them (`rl.exact_blocks`).
-    `on_phase_end` is called with the name of each completed phase of the start (`events.start`).
+    - `loss_chunk`: number of tokens whose logits are in memory at a time.
+    - `plain`: use PyTorch operations instead of our kernels; the reference of the equality tests.
+    - `balance_loss`, `z_loss`, `router_z_loss`, `prediction_loss`: weights of losses that are added to the cross-entropy (`TrainSpec`).
+    - `balance_bias`: by how much a step moves the bias of an expert.
+    - `recomputes`: False makes blocks save what autograd saves, whatever the plan's recompute mode is, because the caller recomputes them
+      itself (`rl.exact_blocks`).
+    - `on_phase_end`: called with the name of each completed phase of the start (`events.start`).
 
     Raises BadInput if the schedule does not exist for the plan's sizes.
     """
@@ -142,7 +146,7 @@ def build_engine(
     stored_fp8 = store_frozen_in_fp8(model, mesh.shards)
     parts = wrap_blocks(model, plan, recomputes=recomputes)
     for layer, block in blocks_with_layer(model):
-        # Matmuls that add to gradients of earlier micro-batches run in the weight half of a split backward, since
+        # With taps, matmuls that add to the gradients of earlier micro-batches run in the weight half of a split backward. Without taps
         # autograd would return each micro-batch's gradient separately.
         if plan.schedule.name in SPLITS_BACKWARD or matmuls_accumulate_gradients(plan, layer, spec.layers):
             block.hooks.run = with_taps(block.hooks.run, [block])
@@ -152,13 +156,13 @@ def build_engine(
     initialise_shards(model, seed, division, stored_fp8)
     on_phase_end("weights")
     tied = _tied_sum(model, table, mesh)
-    # A box is the rectangular region of a parameter that a rank has; a fused weight may have several.
+    # A box is a rectangular region of a parameter. A rank's part of a fused weight may consist of several boxes.
     boxes_by_parameter = {name: parts.boxes for name, parts in local_weights(model, division).items()}
     copies = TensorCopySums(model, boxes_by_parameter, mesh) if division.tensor.count > 1 else None
     sharded = list(dict.fromkeys(unit.sharded for stage_units in units for unit in stage_units))
     streams = CommunicationStreams((group for unit in sharded for group in unit.owners), mesh.device)
     if plan.gather_transport == "copy_engine":
-        # The last parameter group of a unit is gathered by copy engines. Experts may have a group before it, which NCCL kernels gather.
+        # Copy engines gather the last parameter group of each unit. Experts may have a group before it, which NCCL kernels gather.
         blocks, ends = (
             dict.fromkeys(
                 unit.sharded.owners[-1]
@@ -206,7 +210,7 @@ def build_engine(
 def _routing(
     model: Decoder, mesh: Mesh, balance_loss: float, balance_bias: float, z_loss: float
 ) -> RoutingStatistics | None:
-    """Enable or disable the z-loss of the model's routers, and return their statistics; None for a dense model."""
+    """Turn the z-loss of the model's routers on or off, and return the object that collects their statistics; None for a dense model."""
     if not model.spec.routed_layers:
         return None
     moe_layers = {number: block.moe for number, block in numbered_blocks(model) if block.routed}
@@ -227,7 +231,7 @@ def _routing(
 def _host_memories(
     units: Sequence[Sequence[StageUnit]], plan: Plan, device: torch.device
 ) -> dict[str, HostMemory | None]:
-    """The executor's buffers in host memory for activations and gradient sums; None where the plan has none there."""
+    """Return the executor's host buffers for activations and for gradient sums; None for those that the plan does not offload."""
     slots_offload = plan.samples is not None and plan.samples.offload is not None
     offloads = slots_offload or any(unit.offloads for stage_units in units for unit in stage_units)
     return {
@@ -275,7 +279,7 @@ def _replica_sums(plan: Plan, mesh: Mesh) -> ReplicaSums | None:
 
 
 def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) -> TiedGradientSum | None:
-    """The gradient sum over the first and last stage, if both use the embedding and are on different ranks; collective."""
+    """Return the gradient sum over first and last stage, if both use the embedding and are on different ranks; else None. Collective."""
     first = next(rank for rank, stages in enumerate(table) if any(stage.start == 0 for stage in stages))
     last = next(rank for rank, stages in enumerate(table) if any(stage.stop == model.spec.layers for stage in stages))
     if not model.spec.embedding_at_both_ends or first == last or model.spec.adapter is not None:
@@ -287,12 +291,13 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
 
 
 def wrap_blocks(model: Decoder, plan: Plan, *, recomputes: bool = True) -> dict[int, BlockParts]:
-    """Set the tiles of every block, wrap its `hooks.run` for its recompute mode if it `recomputes`, then compile it if the plan compiles.
+    """Make the blocks' forwards recompute, and compile them if the plan does. Also set the tile of every dense feed-forward network.
 
-    Returns by layer the parts of blocks with experts, wrapped in the same way, if two micro-batches run through them together.
+    The compiled function includes the recompute, so that the compiler knows which activations are saved. All blocks share one compiled
+    function. Without `recomputes` the recompute mode is `none`. Without compilation `torch.compile` is not accessed, because the access
+    imports the compiler.
 
-    The compiled function includes the recompute, so that the compiler knows which activations are saved. All blocks share it. Without
-    compilation `torch.compile` is not accessed, as the access imports the compiler.
+    If the plan runs two micro-batches together, returns for each layer the three parts of its block with experts, wrapped in the same way.
     """
     compiled = (
         torch.compile(_forward_with_recompute, fullgraph=True, dynamic=False, options=COMPILER_OPTIONS)
@@ -314,7 +319,7 @@ def wrap_blocks(model: Decoder, plan: Plan, *, recomputes: bool = True) -> dict[
 
 
 def _parts(block: Block, mode: Recompute, compiled: Callable[..., Any] | None, taps: bool) -> BlockParts:
-    """The parts of a block, wrapped as its forward is."""
+    """Return the three parts of a block, with the same recompute and compilation as its forward."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         if compiled is not None:
@@ -329,7 +334,7 @@ def _forward_with_recompute(forward: Callable[..., Any], mode: Recompute, block:
 
 
 def local_weights(model: Decoder, division: Division = UNDIVIDED) -> dict[str, StateParts]:
-    """This rank's part of each parameter by name, of a whole model or of one divided by `division` and sharded."""
+    """Return this rank's part of each parameter, by name. The model may be whole, or divided by `division` and sharded."""
     specs = {parameter.name: parameter for parameter in parameters(model.spec)}
     return {name: _local_weight(specs[name], weight, division) for name, weight in model.named_parameters()}
 
@@ -340,7 +345,7 @@ def _local_weight(parameter: ParameterSpec, weight: torch.Tensor, division: Divi
 
 
 def _local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, AxisPart]:
-    """This rank's shard of a parameter as a plain tensor, with its index and the number of shards."""
+    """Return this rank's shard of a parameter as a local tensor, with the index of the shard and the number of shards."""
     if not isinstance(parameter, DTensor):
         return parameter, WHOLE
     mesh = parameter.device_mesh
@@ -352,9 +357,9 @@ def _local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, AxisPart]:
 def initialise_shards(
     model: Decoder, seed: int, division: Division = UNDIVIDED, stored_fp8: Sequence[StoredFp8] = ()
 ) -> None:
-    """Fill this rank's part of every parameter; the values do not depend on how the model is sharded.
+    """Fill this rank's part of every parameter with initial values. They do not depend on how the model is sharded.
 
-    Weights of `stored_fp8` are rounded.
+    Weights in `stored_fp8` are rounded to fp8.
     """
     parts_by_parameter = local_weights(model, division)
     in_fp8 = {stored.name: stored for stored in stored_fp8}
@@ -367,7 +372,7 @@ def initialise_shards(
 
 
 def _initial_rows(seed: int, parameter: ParameterSpec, device: torch.device, start: int, stop: int) -> torch.Tensor:
-    """Rows [start, stop) of the initial values of a matrix."""
+    """Return rows [start, stop) of the initial values of a weight matrix."""
     width = parameter.shape[1]
     return initial_values(seed, parameter, start * width, (stop - start) * width, device).view(-1, width)
 

@@ -1,13 +1,13 @@
 """Asynchronous variants of the operators in `linear_exchanges`: matmuls that overlap with the transfer of their tokens.
 
-An all-gather followed by a matmul is divided into pieces, each with the tokens of a few ranks. The matmul of this
-rank's own tokens comes first, while the tokens of other ranks are copied. A matmul followed by a reduce-scatter has the
-opposite order, this rank's own tokens last, while finished pieces are copied to the ranks that add them (Wang et al.
-2023, "Overlap Communication with Dependent Computation via Decomposition"; PyTorch's asynchronous tensor parallelism).
-The backward of the former needs no pieces: the all-gather overlaps with the matmul for the input gradient, and the
-reduce-scatter of that gradient overlaps with the matmul for the weight gradient.
+An all-gather followed by a matmul is divided into pieces; a piece has the tokens of one or a few ranks. The matmul of this rank's own
+tokens comes first, while the tokens of other ranks are copied. A matmul followed by a reduce-scatter runs in the opposite order: this
+rank's own tokens come last, while finished pieces are copied to the ranks that add them (Wang et al. 2023, "Overlap Communication with
+Dependent Computation via Decomposition"; PyTorch's asynchronous tensor parallelism). The backward of an all-gather followed by a matmul
+needs no pieces: the all-gather overlaps with the matmul for the input gradient, and the reduce-scatter of this gradient overlaps with the
+matmul for the weight gradient.
 
-Parts are added in rank order, in fp32 or wider, and rounded once. Shapes and names are those of `linear_exchanges`.
+The parts of the ranks are added in rank order, in fp32 or wider, and rounded once. Shapes and names are those of `linear_exchanges`.
 `Peers` (`parallel.peers`) copy the tokens.
 """
 
@@ -23,21 +23,18 @@ from meshwright.kernels.norm import accumulate_dtype
 from meshwright.parallel.peers import Peers
 
 PIECE_ROWS = 2048
-"""Minimum rows of a piece of a matmul, so that its tiles fill a device.
-
-A piece takes the tokens of several ranks if one rank has fewer.
-"""
+"""Minimum rows in the matmul of a piece, so that its tiles fill a device. If one rank has fewer tokens, a piece has several ranks."""
 
 
 def all_gather_matmul(peers: Peers, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
-    """all-gather(x) · weightᵀ + bias for each weight."""
+    """Return all-gather(x) · weightᵀ + bias for each weight."""
     return _TokenGather(peers, x).matmuls([weight.t() for weight in weights], biases)
 
 
 def all_gather_matmul_backward(
     peers: Peers, x: Tensor, weights: list[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of x and of the weights of `all_gather_matmul`, from its output gradients."""
+    """Return the gradients of x and of the weights of `all_gather_matmul`, given the gradients of its outputs."""
     tokens = _TokenGather(peers, x)
     sums = _TokenSums(peers, x.shape, x)
     x_grads = sum_of_outputs(grads, weights)  # overlaps with the gather
@@ -51,7 +48,7 @@ def all_gather_matmul_backward(
 def all_gather_matmul_input_backward(
     peers: Peers, x: Tensor, weights: list[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of x of `all_gather_matmul`, and the gathered tokens, from which the weight gradients are computed later."""
+    """Return the gradient of the input x of `all_gather_matmul`, and the gathered tokens, which later give the weight gradients."""
     tokens = _TokenGather(peers, x)
     return matmul_reduce_scatter(peers, grads, weights), tokens.whole()
 
@@ -59,13 +56,13 @@ def all_gather_matmul_input_backward(
 def matmul_reduce_scatter_input_backward(
     peers: Peers, grad: Tensor, weights: list[Tensor]
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the inputs of `matmul_reduce_scatter`, and the gathered output gradient, which the weight gradients need."""
+    """Return the gradients of the inputs of `matmul_reduce_scatter`, and the gathered output gradient for the weight gradients."""
     tokens = _TokenGather(peers, grad)
     return tokens.matmuls(weights, [None] * len(weights)), tokens.whole()
 
 
 def matmul_reduce_scatter(peers: Peers, xs: list[Tensor], factors: list[Tensor]) -> Tensor:
-    """This rank's tokens `(batch, seq / ranks, out)` of Σ x · factor over all xs and all ranks, with factors `(in, out)`."""
+    """Return this rank's tokens `(batch, seq / ranks, out)` of Σ x · factor, over all xs and all ranks; factors are `(in, out)`."""
     batch = xs[0].shape[0]
     part = xs[0].shape[1] // peers.ranks
     sums = _TokenSums(peers, torch.Size((batch, part, factors[0].shape[1])), xs[0])
@@ -78,7 +75,7 @@ def matmul_reduce_scatter(peers: Peers, xs: list[Tensor], factors: list[Tensor])
 
 
 def sum_of_outputs(xs: list[Tensor], factors: list[Tensor], out: Tensor | None = None) -> Tensor:
-    """Σ x · factor of x `(…, in)` and factor `(in, out)`."""
+    """Return Σ x · factor for each x `(…, in)` with its factor `(in, out)`."""
     total = torch.matmul(xs[0], factors[0], out=out)
     for x, factor in zip(xs[1:], factors[1:], strict=True):
         total.view(-1, total.shape[-1]).addmm_(x.flatten(0, -2), factor)
@@ -86,16 +83,16 @@ def sum_of_outputs(xs: list[Tensor], factors: list[Tensor], out: Tensor | None =
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """dYᵀ · X over all tokens."""
+    """Return the weight gradient gradᵀ · x, summed over all tokens."""
     return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def pieces(peers: Peers, rank_tokens: int) -> list[range]:
-    """Ranges of ranks whose tokens are multiplied in one matmul, this rank's range first; a rank has `rank_tokens`
-    tokens.
+    """Return the pieces of a matmul: ranges of ranks whose tokens are multiplied together. This rank's range comes first.
 
-    The range size is the smallest divisor of the number of ranks that gives at least `PIECE_ROWS` rows. There are at least
-    two pieces, so that one can be transferred while another is multiplied.
+    Each rank has `rank_tokens` tokens. All ranges have the same size, the smallest divisor of the number of ranks that gives at least
+    `PIECE_ROWS` rows. There are at least two pieces, so that one can be transferred while another is multiplied. Example: rank 2 of 4, with
+    1024 tokens per rank, has the pieces [2, 3] and [0, 1].
     """
     sizes = [size for size in range(1, peers.ranks) if peers.ranks % size == 0]
     size = next((size for size in sizes if size * rank_tokens >= PIECE_ROWS), sizes[-1])
@@ -105,7 +102,7 @@ def pieces(peers: Peers, rank_tokens: int) -> list[range]:
 
 
 def peers_in_turn(peers: Peers, ranks: range) -> Iterator[int]:
-    """Yield the peers among `ranks` in cyclic order, from another start on each rank, to avoid copies from one peer."""
+    """Yield the peers among `ranks` in cyclic order. Each rank starts at another peer, so that not all ranks copy from one peer at once."""
     for step in range(len(ranks)):
         peer = ranks[(peers.rank + step) % len(ranks)]
         if peer != peers.rank:
@@ -113,7 +110,7 @@ def peers_in_turn(peers: Peers, ranks: range) -> Iterator[int]:
 
 
 class _TokenGather:
-    """All-gather of the tokens x `(batch, part, width)` that overlaps with matmuls of them."""
+    """An all-gather of tokens x `(batch, part, width)` that overlaps with the matmuls of these tokens."""
 
     def __init__(self, peers: Peers, x: Tensor) -> None:
         self._peers = peers
@@ -126,7 +123,7 @@ class _TokenGather:
         self._own_copied = False
 
     def matmuls(self, factors: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
-        """tokens · factor + bias for each factor `(width, out)`, computed piece by piece as the tokens arrive."""
+        """Return tokens · factor + bias for each factor `(width, out)`, computed piece by piece as the tokens arrive."""
         outputs = [self._x.new_empty((*self._whole.shape[:2], factor.shape[1])) for factor in factors]
         for ranks in self._pieces:
             for peer in peers_in_turn(self._peers, ranks):
@@ -139,7 +136,7 @@ class _TokenGather:
         return outputs
 
     def whole(self) -> Tensor:
-        """All tokens `(batch, ranks × part, width)`, in sequence order."""
+        """Return all tokens `(batch, ranks × part, width)` in sequence order; the current stream waits for them."""
         for peer in range(self._peers.ranks):
             if peer != self._peers.rank:
                 self._gather.wait(peer)
@@ -163,7 +160,7 @@ class _TokenGather:
 
 
 class _TokenSums:
-    """Reduce-scatter in parts: the sum over ranks, of which this rank gets its part of the sequence, `(batch, part, width)`."""
+    """A reduce-scatter whose parts are sent as they are computed. The result is this rank's part of the sum, `(batch, part, width)`."""
 
     def __init__(self, peers: Peers, shape: torch.Size, like: Tensor) -> None:
         self._peers = peers
@@ -172,14 +169,13 @@ class _TokenSums:
         self._sum = peers.start_sum(shape, like)
 
     def output_buffer(self, sequence: int, ranks: range) -> Tensor:
-        """Buffer for a matmul of the tokens of `ranks`; this rank's own part is computed into its final memory."""
+        """Return a buffer for the matmul of the tokens of `ranks`. If these are only this rank's own tokens, it is their final memory."""
         if len(ranks) == 1 and self._peers.rank in ranks:
             return self._own[sequence]
         return self._own.new_empty((len(ranks) * self._part, self._own.shape[2]))
 
     def send(self, sequence: int, ranks: range, output: Tensor) -> None:
-        """Start to send the peers among `ranks` their parts of `output` `(ranks × part, width)`, a matmul of one
-        sequence."""
+        """Start to send the peers among `ranks` their parts of `output` `(ranks × part, width)`, the matmul of one sequence."""
         parts = dict(zip(ranks, output.split(self._part), strict=True))
         self._sum.send({peer: parts[peer] for peer in peers_in_turn(self._peers, ranks)}, sequence)
         own = parts.get(self._peers.rank)
@@ -187,14 +183,14 @@ class _TokenSums:
             self._own[sequence].copy_(own)
 
     def total(self) -> Tensor:
-        """The sum over all ranks `(batch, part, width)`; called after every part was sent."""
+        """Return this rank's part of the sum over all ranks, `(batch, part, width)`. Call it after every part was sent."""
         self._sum.wait()
         add = compile_once(_sum_in_rank_order) if self._own.is_cuda else _sum_in_rank_order
         return add(self._sum.received, self._own, self._peers.rank)
 
 
 def _sum_in_rank_order(received: Tensor, own: Tensor, rank: int) -> Tensor:
-    """Sum over ranks of the received parts `(ranks, …)`, with `own` in place of this rank's."""
+    """Add the parts `(ranks, …)` of all ranks in rank order; `own` replaces this rank's entry of `received`."""
     parts = [(own if peer == rank else part).to(accumulate_dtype(own.dtype)) for peer, part in enumerate(received)]
     total = parts[0]
     for part in parts[1:]:

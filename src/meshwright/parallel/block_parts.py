@@ -1,8 +1,10 @@
-"""The three parts of a block with experts, between which its tokens are exchanged; `parallel.paired_blocks` runs them.
+"""The three parts of a block with experts. Its rows are exchanged between the parts; `parallel.paired_blocks` runs them.
 
 route:    attention, router, and the rows in the order in which they are sent
+          (exchange: rows go to the ranks of their experts)
 compute:  the outputs of this rank's experts for the rows that arrive
-combine:  the weighted sum of the rows that return, the shared expert, the residual
+          (exchange: outputs return to the ranks of their rows)
+combine:  the weighted sum of each token's outputs, the shared expert, the residual
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from meshwright.parallel.experts import AllToAll, DistributedExperts, compute_re
 
 
 class Routed(NamedTuple):
-    """Results of the first part, and those of `models.moe.RoutedTokens`.
+    """Results of `route`.
 
-    `x` `(batch, seq, hidden)` has the attention's output added, `normed` is the MoE layer's input. `sent`, `sent_load`
-    and `sent_order` are those of `DistributedExperts.rows_to_send`.
+    - `x` `(batch, seq, hidden)`: the block's input plus the attention's output.
+    - `normed`: the input of the MoE layer.
+    - `sent`, `sent_load`, `sent_order`: the results of `DistributedExperts.rows_to_send`.
+    - `weights`, `order`, `balance`, `load`, `squares`: fields of `models.moe.RoutedTokens`.
     """
 
     x: Tensor
@@ -44,11 +48,12 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockParts:
-    """The functions of a block's parts, as the plan compiles and recomputes them, and the exchange of its experts.
+    """The three functions of a block, wrapped for the plan's compilation and recompute, and the exchange between them.
 
-    `route` maps the block's inputs to `Routed`; `compute` maps received rows and their numbers by rank and expert to outputs;
-    `combine` maps `Routed.x` and `normed`, the returned rows, the weights and both orders to the block's output. `local` as in
-    `TokenExchange`.
+    - `route`: maps the block's inputs to `Routed`.
+    - `compute`: maps received rows and their counts by rank and expert to outputs.
+    - `combine`: maps `Routed.x`, `Routed.normed`, the returned rows, the weights and the two orders to the block's output.
+    - `local`: as in `TokenExchange`.
     """
 
     route: Callable[..., Routed]
@@ -66,10 +71,11 @@ def parts_of(
     *,
     taps: bool,
 ) -> BlockParts:
-    """The parts of a block, with `taps` those of `kernels.linear.with_taps`.
+    """Return the parts of a block.
 
-    `wrap` makes a function of the block and tensors of static shapes one of the tensors, recomputed and compiled as planned; `recompute`
-    wraps a function that is not compiled.
+    `wrap` turns a function of the block and of tensors with static shapes into a function of the tensors only, recomputed and compiled as
+    planned. `recompute` wraps a function that is not compiled. With `taps` the functions get taps (`kernels.linear.with_taps`), so that
+    weight gradients can be computed later.
     """
     experts = _experts_of(block)
     assert isinstance(experts.exchange, AllToAll), "other exchanges are refused for paired micro-batches"

@@ -8,7 +8,7 @@ from meshwright.models.prediction import PredictionModule
 
 
 def numbered_blocks(model: Decoder) -> list[tuple[int, Block]]:
-    """Every block with its number: prediction modules follow the layers."""
+    """Return every block of this rank with its number. The blocks of prediction modules are numbered after the layers."""
     blocks = [(int(layer), block) for layer, block in model.layers.items()]
     blocks += [(model.spec.layers + depth, module.block) for depth, module in enumerate(predictions_of(model))]
     assert all(isinstance(block, Block) for _, block in blocks)
@@ -16,10 +16,10 @@ def numbered_blocks(model: Decoder) -> list[tuple[int, Block]]:
 
 
 def blocks_with_layer(model: Decoder) -> list[tuple[int, Block]]:
-    """Every block with the layer whose strategy it has: a prediction module's has that of the last layer."""
+    """Return every block with the layer whose strategy it uses. The block of a prediction module uses the last layer's strategy."""
     return [(min(number, model.spec.layers - 1), block) for number, block in numbered_blocks(model)]
 
 
 def predictions_of(model: Decoder) -> list[PredictionModule]:
-    """The prediction modules that the rank has: all, or none."""
+    """Return the prediction modules on this rank: all of the model's, or none."""
     return [module for module in model.predictions if isinstance(module, PredictionModule)]

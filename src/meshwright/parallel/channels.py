@@ -1,9 +1,9 @@
 """Channels between pipeline ranks: a communicator of two ranks for each neighbour and direction.
 
-NCCL transfers the messages of one communicator in order. Activations and gradients therefore have separate communicators, and so have
-different neighbours. One split of the world communicator creates the communicators of all pairs that share no rank. A schedule thus needs
-at most six splits for any number of pipeline ranks. Per direction these are: from even to odd ranks, from odd to even ranks, and the pair
-of last and first rank, if stages wrap around an odd number of ranks.
+NCCL transfers the messages of one communicator in order. Therefore activations and gradients have separate communicators, and so have
+different neighbours. One split of the world communicator creates the communicators of all pairs that share no rank. A schedule needs at
+most six splits for any number of pipeline ranks, three per direction: the pairs that start at an even rank, the pairs that start at an odd
+rank, and the pair of last and first rank if stages wrap around an odd number of ranks.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch.distributed as dist
 from meshwright.parallel.mesh import Mesh, pairs_along_pipeline
 
 Pair = tuple[int, int]
-"""Pipeline ranks (sender, receiver)."""
+"""A pair of pipeline ranks: (sender, receiver)."""
 
 
 @dataclass(frozen=True)
 class PipelineTransfer:
-    """A send or receive that may still run. It references the buffer, whose memory therefore stays allocated."""
+    """A send or receive that may still run. It references the buffer, so the buffer's memory stays allocated."""
 
     tensor: torch.Tensor
     work: dist.Work
     timing: HostTiming | DeviceTiming
 
     def wait(self) -> torch.Tensor:
-        """Make compute wait until the transfer has ended (with Gloo the host waits), and return the tensor."""
+        """Make compute wait until the transfer has ended, and return the tensor. With Gloo the host waits."""
         self.work.wait()
         self.timing.end_wait()
         return self.tensor
@@ -38,7 +38,7 @@ class PipelineTransfer:
 
 @dataclass
 class HostTiming:
-    """`events.span.MessageTransfer` for Gloo: a receiver measures from its call to the end of its wait; a sender reports 0."""
+    """`events.span.MessageTransfer` for Gloo. A receive is timed from its start to the end of the wait for it; a send reports 0."""
 
     receives: bool
     timed_from_posting = True
@@ -55,10 +55,10 @@ class HostTiming:
 
 @dataclass(frozen=True)
 class DeviceTiming:
-    """`events.span.MessageTransfer` for NCCL: the duration between NCCL's own events on the channel's stream.
+    """`events.span.MessageTransfer` for NCCL: the time between NCCL's own events on the channel's stream.
 
-    An event on another stream would need a wait for the message on that stream. Streams share the device's few hardware queues. The wait
-    would block later work in the same queue, possibly the compute on which the other rank's message depends: a deadlock.
+    An event on another stream would need a wait for the message on that stream. Streams share the few hardware queues of the device, and
+    the wait would block later work in the same queue. That work may be the compute on which the other rank's message depends: a deadlock.
     """
 
     work: dist.Work
@@ -72,10 +72,10 @@ class DeviceTiming:
 
 
 def open_channels(mesh: Mesh, pairs: Sequence[Pair]) -> Channels:
-    """Open the channels of `pairs` of pipeline ranks (`Schedule.channels`); collective over all ranks.
+    """Open a channel for each of `pairs` (`Schedule.channels`). Collective over all ranks.
 
-    Sends one message in each channel: NCCL connects two ranks at their first message and blocks both, which could deadlock a cycle of ranks
-    inside a step.
+    Sends one message in each channel. NCCL connects two ranks at their first message, and both block until then. Inside a step this could
+    deadlock a cycle of ranks.
     """
     channels = Channels(mesh)
     for number, matching in enumerate(matchings(pairs, mesh.axis_size("pipeline"))):
@@ -87,9 +87,9 @@ def open_channels(mesh: Mesh, pairs: Sequence[Pair]) -> Channels:
 
 
 class Channels:
-    """This rank's channels, by the pipeline rank at the other end.
+    """This rank's channels, by the pipeline rank that they connect to.
 
-    The first send of a channel matches the first receive at its other end, and so on.
+    The messages of a channel arrive in order: the n-th send matches the n-th receive.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -99,7 +99,7 @@ class Channels:
         self._timed = False
 
     def connect(self, sender: int, receiver: int, group: dist.ProcessGroup) -> None:
-        """Use `group` for messages from `sender` to `receiver`, and send a first message; no effect on other pipeline ranks."""
+        """Use `group` for messages from `sender` to `receiver`, and send a first message. Does nothing on other pipeline ranks."""
         if self._mesh.coordinate("pipeline") == sender:
             self._outgoing[receiver] = group
             _send(torch.tensor([sender], device=self._mesh.device), group).wait()
@@ -109,7 +109,7 @@ class Channels:
             assert actual == sender, f"channel of pipeline rank {sender} received from pipeline rank {actual}"
 
     def send(self, peer: int, tensor: torch.Tensor) -> PipelineTransfer:
-        """Start to send `tensor` to pipeline rank `peer`; it must not be written to before `PipelineTransfer.wait`."""
+        """Start to send `tensor` to pipeline rank `peer`. Do not write to the tensor before `PipelineTransfer.wait`."""
         return _send(tensor.detach().contiguous(), self._outgoing[peer])
 
     def recv(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> PipelineTransfer:
@@ -119,7 +119,7 @@ class Channels:
         return _transfer(message, dist.irecv(message, group=group, group_src=1 - group.rank()), receives=True)
 
     def time_messages(self) -> None:
-        """Measure the duration of every later transfer; with NCCL this adds an event per message and cannot be disabled."""
+        """Measure the duration of every later transfer. With NCCL this adds an event to each message and cannot be turned off."""
         if not self._timed and self._mesh.device.type == "cuda":
             for group in {*self._outgoing.values(), *self._incoming.values()}:
                 group._enable_collectives_timing()  # type: ignore[attr-defined]
@@ -129,9 +129,8 @@ class Channels:
 def matchings(pairs: Sequence[Pair], ranks: int) -> list[list[Pair]]:
     """Divide `pairs` into few lists in which no rank occurs twice.
 
-    There are 4 lists for a line of ranks or a ring of an even number of ranks, and 6 for a ring of an odd number. Pairs with
-    different distances of their ranks are in different lists; each pair is added to the first list of its distance that has
-    neither of its ranks.
+    Pairs with different distances between their ranks are in different lists. A pair is added to the first list of its distance in which
+    neither of its ranks occurs. A line of ranks, or a ring of an even number of ranks, needs 4 lists; a ring of an odd number needs 6.
     """
     by_distance: dict[int, list[list[Pair]]] = {}
     for pair in sorted(set(pairs)):

@@ -1,14 +1,16 @@
 """Context parallelism for a decoder: every rank has a part of every sequence; only attention is replaced.
 
-There are two mesh axes, which can be combined. Along `context_ulysses` ranks exchange heads for tokens around attention,
-so each rank has all tokens of some heads (Jacobs et al. 2023). Along `context_ring` keys and values are sent round a ring
-of ranks while attention is computed (`parallel.ring`). With a mask of documents or a sliding window they are all-gathered
-instead, because each query then attends to few keys (Grattafiori et al. 2024, §3.3.2). With both axes, the Ulysses exchange
-first collects all tokens of a ring rank. `spec.layout.local_tokens` returns the tokens of each rank.
+There are two mesh axes, which can be combined.
 
-For parameters a context rank is like a data rank: it shards weights and sums gradients (`Mesh.shards`). In an MoE
-layer only the balance loss needs counts over whole sequences
-(`parallel.experts.count_expert_loads_over_whole_sequences`).
+- `context_ulysses`: around attention the ranks exchange heads for tokens, so that each rank has all tokens of some heads (Jacobs et al.
+  2023).
+- `context_ring`: keys and values are sent round a ring of ranks while attention is computed (`parallel.ring`). With a mask of documents or
+  a sliding window they are all-gathered instead, because each query then attends to few keys (Grattafiori et al. 2024, §3.3.2).
+
+With both axes, the Ulysses exchange first collects all tokens of a ring rank. `spec.layout.local_tokens` returns the tokens of each rank.
+
+For parameters a context rank is like a data rank: it shards weights and sums gradients (`Mesh.shards`). In an MoE layer only the balance
+loss needs counts over whole sequences (`parallel.experts.count_expert_loads_over_whole_sequences`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from meshwright.spec.plan import CONTEXT_AXES, Plan, Recompute
 
 
 def divide_sequences(model: Decoder, plan: Plan, mesh: Mesh) -> SplitSequences | None:
-    """Replace the model's attention by attention over context ranks; returns None on a single context rank.
+    """Replace the attention of all blocks by attention over context ranks. Returns None, and does nothing, on a single context rank.
 
     Call it after `divide_over_tensor_ranks`, which divides the heads. Raises BadInput if the ranks cannot divide the heads.
     """
@@ -51,14 +53,14 @@ def divide_sequences(model: Decoder, plan: Plan, mesh: Mesh) -> SplitSequences |
     group = mesh.group_over(CONTEXT_AXES)
     assert group is not None
     for layer, block in blocks_with_layer(model):
-        # Recompute of the block gathers keys and values again anyway. Without compilation attention itself would run twice.
+        # A block that recomputes gathers keys and values again anyway. Without compilation, recompute of attention would run it twice.
         saves_activations = plan.strategy(layer, model.spec.layers).recompute == "none"
         block.hooks.attend = SplitAttention(*axes, "selective" if saves_activations and plan.compile else "none")
     return SplitSequences(model, mesh, group, ring, ulysses)
 
 
 class SplitSequences:
-    """Divides micro-batches over context ranks, and gathers their logits."""
+    """Divides micro-batches along the sequence over context ranks, and gathers results such as logits."""
 
     def __init__(self, model: Decoder, mesh: Mesh, group: dist.ProcessGroup, ring: AxisPart, ulysses: AxisPart) -> None:
         self._model = model
@@ -68,7 +70,7 @@ class SplitSequences:
         self._ulysses = ulysses
 
     def local_batch(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's tokens of a micro-batch of whole sequences, with their targets (already shifted by one) and positions."""
+        """Return this rank's tokens of a micro-batch of whole sequences, with their targets (already shifted by one) and positions."""
         local = self.local_tokens
         targets, positions, real, weights = (
             None if whole is None else local(whole)
@@ -92,9 +94,9 @@ class SplitSequences:
         return torch.cat([whole[:, tokens.start : tokens.stop] for tokens in ranges], dim=1)
 
     def shared_inputs(self, batch: MicroBatch, dtype: torch.dtype) -> SharedInputs:
-        """The inputs that all blocks share, for this rank's tokens; `batch` is from `local_batch`.
+        """The inputs that all blocks share, for this rank's tokens. `batch` is from `local_batch`.
 
-        Its document numbers are those of whole sequences, because the mask needs those of all keys.
+        The batch's document numbers are not divided over ranks, because the mask needs the document of every key.
         """
         assert batch.positions is not None
         seq = batch.tokens.shape[1] * self._ring.count * self._ulysses.count
@@ -108,7 +110,7 @@ class SplitSequences:
         return SharedInputs(batch.positions, inputs)
 
     def gather_tokens(self, local: Tensor) -> Tensor:
-        """All-gather a tensor `(batch, seq / ranks, …)` of tokens to `(batch, seq, …)`. Collective over context ranks."""
+        """All-gather a tensor of tokens from `(batch, seq / ranks, …)` to `(batch, seq, …)`. Collective over context ranks."""
         ranks = dist.get_process_group_ranks(self._group)
         parts = [torch.empty_like(local) for _ in ranks]
         dist.all_gather(parts, local.contiguous(), group=self._group)
@@ -128,7 +130,7 @@ def _token_positions(ranges: Sequence[range], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class AxisRanks:
-    """The name of the group along an axis, and this rank's part among its ranks."""
+    """The ranks along one axis: the name of their group, and this rank's index among them."""
 
     group: str
     part: AxisPart
@@ -141,12 +143,12 @@ def _axis_ranks(mesh: Mesh, axis: str) -> AxisRanks | None:
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """`kernels.attention.attention` for sequences cut over ring ranks, Ulysses ranks or both."""
+    """`kernels.attention.attention` for sequences that ring ranks, Ulysses ranks or both divide."""
 
     ring: AxisRanks | None
     ulysses: AxisRanks | None
     regather: Recompute = "none"
-    """Recompute mode of attention: `selective` gathers keys and values again in backward instead of saving the gathered ones."""
+    """Recompute mode of attention. `selective` gathers keys and values again in the backward instead of saving the gathered ones."""
 
     def __call__(
         self,
@@ -158,10 +160,10 @@ class SplitAttention:
         sinks: Tensor | None = None,
         plain: bool = False,
     ) -> Tensor:
-        """Attention of this rank's tokens: q `(batch, seq / ranks, heads, head_dim)`, k and v with `kv_heads`; shaped like q.
+        """Return the attention output of this rank's tokens, shaped like q `(batch, seq / ranks, heads, head_dim)`.
 
-        `mask` is for the queries that the rank has after the Ulysses exchange. Narrower values, and the result then, are padded to the
-        width of keys, since keys and values travel as one tensor.
+        k and v have `kv_heads` heads. `mask` is for the queries that the rank has after the Ulysses exchange. Keys and values travel as one
+        tensor. If values are narrower than keys, they are therefore padded to the width of keys, and the padding is cut off the result.
         """
         if (width := v.shape[-1]) < k.shape[-1]:
             return self(q, k, F.pad(v, (0, k.shape[-1] - width)), mask, sinks=sinks, plain=plain)[..., :width]

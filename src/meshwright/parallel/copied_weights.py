@@ -1,9 +1,10 @@
-"""Sparse gathers of other ranks' experts before a use of a unit, and sparse reductions of their gradients after it.
+"""Sparse gathers of experts' weights to the ranks where copies are present, and sparse reductions of the copies' gradients.
 
-Each expert has one owner, whose shards, master weights and optimizer state never move. For a use, an owner's weights are gathered over its
-shards, copied into its slots of a stacked weight, and sent to the ranks where the expert is present. The gradients of copies are sent back,
-and the owner adds them to its own in the order of ranks, before it reduces the sum over its shards (spAG and spRS of Hecate, arXiv
-2502.02581). If all experts are present everywhere, these are an all-gather and a reduce-scatter. Both run on streams of their own.
+Each expert has one owner: the ranks whose shards, master weights and optimizer state it has; these never move. Before a unit is used, an
+owner gathers its experts' weights over its shards, copies them into its slots of a stacked weight, and sends them to the ranks where the
+expert is present. After the backward, the gradients of copies are sent back. The owner adds them to its own gradient in the order of ranks,
+and then reduces the sum over its shards (spAG and spRS of Hecate, arXiv 2502.02581). If all experts are present everywhere, the sends
+become one all-gather and one reduce-scatter. Gathers and reductions run on two streams of their own.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from meshwright.parallel.sharded_unit import GradientAccumulator
 
 
 class StackedWeight:
-    """Weight of the experts in a rank's slots, `(slots, out, in)`, in place of the owner's `ShardedParameter`."""
+    """Weight of all experts in a rank's slots, `(slots, out, in)`. It replaces the `ShardedParameter`, which has only own experts."""
 
     def __init__(self, owner: ShardedParameter, present: PresentExperts, group: ParameterGroup) -> None:
         self.owner = owner
         self.present = present
         shape = (present.slots, *owner.gathered_shape[1:])
         self.gathered = nn.Parameter(torch.empty(shape, dtype=group.gathered_dtype, device=group.device))
-        """The stacked weight; its memory is allocated from a gather until it is freed."""
-        self.memory = self.gathered.data  # an alias whose changes autograd does not count
+        """The stacked weight. Its memory is allocated from a gather until it is freed."""
+        # An alias of `gathered`. Autograd does not count changes that are made through it.
+        self.memory = self.gathered.data
         self._bytes = self.memory.nbytes
         self._total: Tensor | None = None
         self.free()
@@ -54,7 +56,7 @@ class StackedWeight:
 
     @property
     def own(self) -> Tensor:
-        """The weights of the rank's own experts."""
+        """The part of the stacked weight that has the rank's own experts."""
         return self.memory[self.present.own_slots]
 
     def allocate(self) -> None:
@@ -64,7 +66,7 @@ class StackedWeight:
         self.memory.untyped_storage().resize_(0)
 
     def set_gradient_sum(self, total: Tensor) -> None:
-        """Set the gradient that the next reduction takes, in place of that of the last backward."""
+        """Set the gradient sum that the next reduction reduces, instead of the gradient of the last backward."""
         self._total = total
 
     def take_gradient(self) -> Tensor | None:
@@ -77,10 +79,13 @@ class StackedWeight:
 
 
 class CopiedParameterGroup:
-    """The weights of a unit's experts; has the methods of a `ParameterGroup`, through which its `owner` gathers and reduces.
+    """The weights of a unit's experts, with copies. It has the methods of `ParameterGroup` and gathers and reduces through `owner`.
 
-    `presents` has the present experts of each weight of `owner`. `group` is a process group of the ranks that have the layer's experts, for
-    weights only: messages of tokens would wait behind them. With `keep` the weights stay gathered for the step.
+    - `owner`: the parameter group of the rank's own experts.
+    - `presents`: which experts are present, for each weight of `owner`.
+    - `group`: a process group of the ranks that have the layer's experts, for weights only. On a shared group, messages of tokens would
+      wait until the weights before them are transferred.
+    - `keep`: the weights stay gathered until the end of the step.
     """
 
     def __init__(
@@ -132,7 +137,7 @@ class CopiedParameterGroup:
 
     @property
     def gathering(self) -> bool:
-        """Whether a gather has started for which compute has not waited."""
+        """Whether a gather has started and compute has not waited for it yet."""
         return bool(self._works) or self._gathered_event is not None
 
     def wait_for_collective(self) -> None:
@@ -154,7 +159,7 @@ class CopiedParameterGroup:
         self._is_gathered = False
 
     def reduce_scatter(self, span: Span | None = None) -> None:
-        """Start to add the gradients of copies to their owners' and to reduce these. `span` as in `ParameterGroup.gather`."""
+        """Start to add the gradients of copies to their owners' gradients and to reduce the sums. `span` as in `ParameterGroup.gather`."""
         pairs = [(weight, weight.take_gradient()) for weight in self.parameters]
         gradients = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
         with _on_stream(self._reductions), span or nullcontext():
@@ -194,7 +199,7 @@ class CopiedParameterGroup:
         self._sources.clear()
 
     def _add_copies(self, gradients: Sequence[tuple[StackedWeight, Tensor]]) -> list[Tensor]:
-        """The gradients of this rank's own experts, one `(owned, out, in)` for each weight, with those of copies on other ranks."""
+        """Return the gradients of own experts plus those of their copies on other ranks: one `(owned, out, in)` for each weight."""
         operations = []
         totals = []
         received = []
@@ -227,13 +232,13 @@ class CopiedParameterGroup:
         return totals
 
     def _message(self, operation: Any, tensor: Tensor, peer: int) -> dist.P2POp:
-        """A send to or receive from a rank of the group; the messages between two ranks match in their order."""
+        """A send to or receive from a rank of the group. Two ranks issue their messages in the same order, so these match."""
         return dist.P2POp(operation, tensor, group=self._group_of_copies, group_peer=peer)
 
 
 @contextmanager
 def _on_stream(stream: Any) -> Iterator[None]:
-    """Context in which work runs on `stream`, after the work launched so far on the current stream; None: no other stream."""
+    """Context in which work runs on `stream`, after the work launched so far on the current stream. None: on the current stream."""
     if stream is None:
         yield
         return

@@ -1,11 +1,11 @@
 """All-gathers of weights by the devices' copy engines, which leave the multiprocessors free for compute.
 
-With its zero-CTA policy NCCL executes an all-gather by copies between devices instead of a kernel. The ranks of the communicator must map
-each other's memory, and the buffers must be in a window, a memory range that all of them have registered. So gathers have a communicator of
-their own with that policy, and a window that is allocated once and divided into a few slots; a slot holds the gathered weights of one unit
-(a block, the embedding or the head). A buffer must have the same offset in the window on all ranks. All ranks make the same calls in the
-same order, so each of them selects the same slot. If no slot is free, the gather uses ordinary memory and a kernel. (NCCL 2.28, zero-CTA
-policy; PyTorch, "Copy Engine Collectives".)
+With its zero-CTA policy NCCL executes an all-gather by copies between devices instead of a kernel. This needs ranks that map each other's
+memory, and buffers in a window: a memory range that all ranks of the communicator have registered. So these gathers have a communicator of
+their own with that policy, and a window that is allocated once and divided into a few slots. A slot has the gathered weights of one unit (a
+block, the embedding or the head). A buffer must have the same offset in the window on all ranks; all ranks make the same calls in the same
+order, so each of them selects the same slot. If no slot is free, the gather uses ordinary memory and a kernel. (NCCL 2.28, zero-CTA policy;
+PyTorch, "Copy Engine Collectives".)
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ALIGNED = 4096
 
 
 def use_copy_engines(blocks: Iterable[ParameterGroup], ends: Iterable[ParameterGroup], mesh: Mesh) -> None:
-    """Make parameter groups gather by copy engines, with slots for two groups of `blocks` and one of `ends` (embedding, head).
+    """Make parameter groups gather by copy engines, into two slots for the groups of `blocks` and one slot for embedding and head (`ends`).
 
-    Call it after `CommunicationStreams` are created. Collective over all ranks of the job. No effect if the parameters are
-    not sharded; CPU ranks gather into the same slots by Gloo.
+    Call it after `CommunicationStreams` are created. Collective over all ranks of the job. Does nothing if the parameters are not sharded.
+    CPU ranks gather into the same slots by Gloo.
 
-    Raises BadInput if the shard and context ranks are on several nodes, if devices cannot map each other's memory, or if
-    NCCL has no zero-CTA policy.
+    Raises BadInput if the shard and context ranks are on several nodes, if devices cannot map each other's memory, or if NCCL has no
+    zero-CTA policy.
     """
     blocks = list(blocks)
     ends = list(ends)
@@ -71,9 +71,9 @@ class CopyGather:
         self._slots = [WindowSlot(part) for part in memory.split(aligned_sizes)]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for a gather in the smallest free slot, or in ordinary memory if no slot is free.
+        """Return a buffer for a gather: in the smallest free slot that is large enough, or in ordinary memory if there is none.
 
-        The current stream may write to it at once.
+        The current stream may write to the buffer at once.
         """
         count = math.prod(size) * dtype.itemsize
         slot = next((slot for slot in self._slots if not slot.in_use and len(slot.memory) >= count), None)
@@ -85,11 +85,11 @@ class CopyGather:
         return slot.memory[:count].view(dtype).view(*size)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        """All-gather every rank's `input_tensor` `(n,)` into `output_tensor` `(ranks × n,)`, whose part for this rank it is."""
+        """All-gather the `input_tensor` `(n,)` of every rank into `output_tensor` `(ranks × n,)`. The input is this rank's part of it."""
         return ALL_GATHER(output_tensor, input_tensor, group=self._group, async_op=async_op)
 
     def release_buffer(self, output: Tensor) -> None:
-        """Make the slot of a buffer from `allocate` free again, after the work launched so far on the current stream."""
+        """Make the slot of `output` free again, after the work launched so far on the current stream. Other buffers are ignored."""
         for slot in self._slots:
             if slot.memory.data_ptr() == output.data_ptr():
                 slot.in_use = False
@@ -117,7 +117,7 @@ def _gather_group(mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 def _allocate_window(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, Any]:
-    """Allocate `size` bytes in a window of the group's communicator; returns them and the memory pool that owns them."""
+    """Allocate `size` bytes in a window of the group's communicator. Returns them, and the memory pool that owns them."""
     if device.type == "cpu":
         return torch.empty(size, dtype=torch.uint8), None
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # creates the communicator, which the window needs

@@ -4,7 +4,7 @@ Each collective is one custom operator, so that a compiled block stays one graph
 `gather_sequence` are differentiable; their backward is the inverse collective.
 
 A ring rank has two chunks of a sequence. With n ranks the sequence has 2n chunks, and rank r has chunks r and 2n-1-r, so that causal
-attention costs the same on all ranks.
+attention takes the same time on all ranks. Example: with 2 ranks, rank 0 has chunks 0 and 3, rank 1 has chunks 1 and 2.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from meshwright.parallel.linear_exchanges import ALL_GATHER, REDUCE_SCATTER, gro
 
 
 def scatter_heads(x: Tensor, group: str, ranks: int) -> Tensor:
-    """Exchange heads for tokens: `(batch, seq, heads / ranks, …)`, this rank's heads, of x `(batch, seq / ranks, heads, …)`."""
+    """Exchange heads for tokens: x `(batch, seq / ranks, heads, …)` becomes `(batch, seq, heads / ranks, …)`, this rank's heads."""
     return _ScatterHeads.apply(x, group, ranks)
 
 
 def gather_heads(x: Tensor, group: str, ranks: int) -> Tensor:
-    """Inverse of `scatter_heads`: `(batch, seq / ranks, heads, …)` of x `(batch, seq, heads / ranks, …)`."""
+    """The inverse of `scatter_heads`: x `(batch, seq, heads / ranks, …)` becomes `(batch, seq / ranks, heads, …)`."""
     return _GatherHeads.apply(x, group, ranks)
 
 
@@ -115,7 +115,7 @@ def _(x: Tensor, group: str, ranks: int) -> Tensor:
 
 @torch.library.custom_op("meshwright::scatter_chunks", mutates_args=())
 def scatter_chunks_op(x: Tensor, group: str, ranks: int) -> Tensor:
-    """Reduce-scatter: this rank's two chunks `(batch, seq / ranks, …)` of the sum over ring ranks of x `(batch, seq, …)`."""
+    """Sum x `(batch, seq, …)` over the ring ranks and return this rank's two chunks of the sum, `(batch, seq / ranks, …)`."""
     chunks = x.chunk(2 * ranks, dim=1)
     ranked = torch.stack([torch.cat((chunks[rank], chunks[-1 - rank]), dim=1) for rank in range(ranks)])
     local = ranked.new_empty(ranked.shape[1:])
@@ -129,7 +129,7 @@ def _(x: Tensor, group: str, ranks: int) -> Tensor:
 
 
 def _all_to_all(sent: Tensor, group: str) -> Tensor:
-    """Send `sent[rank]` to each rank; returns `(ranks, …)`, the tensors that the ranks sent to this one."""
+    """Send `sent[rank]` to each rank. Returns `(ranks, …)`, the tensors that this rank received, by sending rank."""
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group_by_name(group))
     return received

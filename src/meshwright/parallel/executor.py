@@ -1,9 +1,10 @@
 """Runs the actions of a schedule on one rank; every plan trains with this executor, with or without a pipeline.
 
 A schedule lists the actions of each pipeline rank in order: forwards, backwards, sends, receives, gathers (`schedules.action`). A stage
-consists of units: embedding, block, or head with loss. Each unit runs as an autograd graph of its own: the executor detaches its input
-from the unit before, and passes the gradient of that input to that unit's backward. Therefore the schedule alone decides the order of all
-units. The host only launches work here and does not synchronise with the device.
+consists of units: the embedding, a block, or the head with the loss. Each unit runs as an autograd graph of its own. The executor detaches
+a unit's input from the graph of the previous unit. After the unit's backward it passes the gradient of this input to the backward of the
+previous unit. Autograd therefore never decides the order of two units; the schedule does. The host only launches work here and does not
+synchronise with the device.
 """
 
 from __future__ import annotations
@@ -40,15 +41,19 @@ from meshwright.schedules.action import COMPUTE, FORWARD, Action, Op
 from meshwright.schedules.schedule import Schedule
 
 StepEndCallbacks = Mapping[Op, Callable[[], None]]
-"""Functions that run at the actions `norm_barrier` and `optim`, at the end of a training step."""
+"""Functions that run at the actions `norm_barrier` and `optim`, the last two actions of a training step."""
 
 
 class Executor:
-    """Runs the steps of one rank on `rank_model`, its part of the model.
+    """Runs training, evaluation and log-probability steps on one rank.
 
-    `streams` run the gathers and reductions of parameters. `sums` adds gradients over ranks that a unit's own reduction does not include
-    (replicas, tied weights). The others are None if the plan does not need them: `scales` of weights that are gathered in fp8, `channels`
-    between pipeline ranks, `host` buffers for offloaded activations, `sums_on_host` buffers for sums of gradients.
+    - `rank_model`: the rank's part of the model.
+    - `streams`: the CUDA streams on which parameters are gathered and gradients are reduced.
+    - `sums`: all-reduces that a unit's reduce-scatter does not include: over replicas, and over ranks with copies of a tied weight.
+    - `scales`: fp8 scales of the weights that are gathered in fp8, or None.
+    - `channels`: connections to the other pipeline ranks; None on a single pipeline rank.
+    - `host`: host buffers for offloaded activations, or None.
+    - `sums_on_host`: host buffers for offloaded gradient sums, or None.
     """
 
     def __init__(
@@ -72,11 +77,14 @@ class Executor:
         self.on_action: Callable[[int], None] = _ignore
         """Called with the index of each action, before it runs."""
         self.before_gather: Callable[[ShardedUnit | None], bool] = _nothing_left
-        """Called with a unit before its weights are read, or None for all units: launches their deferred update, if any."""
+        """Launches the deferred optimizer update of a unit, or of all units for None. Called before the unit's weights are read.
+
+        Returns whether it launched an update.
+        """
         self.launch_copies: Callable[[], None] = lambda: None
-        """Called before each action: launches copies of optimizer state in host memory."""
+        """Called before each action: launches the next copies of optimizer state between the device and host memory."""
         self.z_loss = torch.zeros((), dtype=torch.float64, device=rank_model.device)
-        """This rank's share of the z-loss of the latest training step, before its weight; 0 if it has none."""
+        """This rank's share of the z-loss of the latest training step, not yet multiplied by its weight; 0 if the rank has no share."""
         self._has_trained = False
 
     def play(
@@ -89,21 +97,25 @@ class Executor:
         real: Tensor | None = None,
         objective: StepObjective | None = None,
     ) -> Tensor:
-        """Run this rank's actions of a schedule and return its share of the loss (float64 scalar; 0 without the last stage).
+        """Run this rank's actions of a schedule and return its share of the loss (float64 scalar; 0 on ranks without the last stage).
 
-        The stages of `schedule` are already divided into units. `batches` are the step's micro-batches by number, with whole sequences. If
-        all ranks number their micro-batches in a common order, a rank may have fewer than the schedule: others are left out.
-        Losses are divided by `valid`, the number of valid tokens over all ranks, or summed if it is None. The losses of routers are divided
-        by `real`, the number of tokens that are no fillers, where micro-batches tell them. `objective` takes the place of the tokens'
-        cross-entropy, and has a divisor of its own. Collective: every rank of the job makes the same call.
-        The first training step posts each message only when it is needed, because lazy kernel loading can deadlock otherwise.
+        - `schedule`: its stages are already divided into units.
+        - `batches`: the step's micro-batches by number, with whole sequences. A rank may have fewer micro-batches than the schedule if
+          all ranks number the micro-batches in one common order (`batch.common`). The rank then leaves out the actions of the others.
+        - `valid`: number of valid tokens over all ranks, by which the losses are divided. None: the losses are summed.
+        - `real`: number of tokens over all ranks that are not filler tokens, by which router losses are divided. None if the micro-batches
+          do not mark filler tokens.
+        - `objective`: a loss that replaces the cross-entropy of the tokens; it has its own divisor.
+
+        Collective: every rank of the job makes the same call. The first training step posts each message only when it is needed, because
+        lazy kernel loading can deadlock otherwise.
         """
         if schedule.trains and not self._has_trained:
             schedule = schedule.in_turns()
             self._has_trained = True
         numbers = [batch.common.number for batch in batches if batch.common is not None]
         if numbers and len(numbers) < schedule.micro_batches:
-            # After `in_turns`, so that all ranks of a stage have parts of one order.
+            # After `in_turns`, which must see the order of the whole schedule: all ranks of a stage then leave out parts of one order.
             schedule = schedule.only(numbers)
         of_batches = None if objective is None else losses_of_batches(objective, batches, self.rank_model, valid)
         step = _Step(self, schedule, batches, recorder, valid, callbacks or {}, real, of_batches)
@@ -112,10 +124,10 @@ class Executor:
         return loss
 
     def logits(self, schedule: Schedule, batches: Sequence[MicroBatch], recorder: Recorder) -> dict[int, Tensor]:
-        """Run this rank's actions of a forward-only schedule on micro-batches without targets, which may differ in shape.
+        """Run a forward-only schedule on micro-batches without targets. The micro-batches may differ in shape.
 
-        Returns the logits `(batch, seq, vocab)` by micro-batch on the ranks of the last stage; an empty dictionary on other ranks.
-        Collective, as `play` is.
+        Ranks of the last stage return the logits `(batch, seq, vocab)` of each micro-batch by its number. Other ranks return an empty
+        dictionary. Collective: every rank of the job makes the same call.
         """
         step = _Step(self, schedule, batches, recorder, None, {})
         step.run()
@@ -124,10 +136,11 @@ class Executor:
     def log_probabilities(
         self, schedule: Schedule, batches: Sequence[MicroBatch], recorder: Recorder
     ) -> dict[int, Tensor]:
-        """Run this rank's actions of a forward-only schedule; the log-probability of each target, `(batch, seq)` of whole sequences.
+        """Run a forward-only schedule and return the log-probability of each target token.
 
-        It is 0 where a target is -1. Returns them by micro-batch on the ranks of the last stage; an empty dictionary on other ranks. On
-        hybrid ranks those of a slot. Collective, as `play` is.
+        Ranks of the last stage return a tensor `(batch, seq)` of whole sequences for each micro-batch, by its number. An element is 0 where
+        the target is -1. On hybrid ranks the tensor has the tokens of this rank's slot instead. Other ranks return an empty dictionary.
+        Collective: every rank of the job makes the same call.
         """
         found: dict[int, Tensor] = {}
         context = self.rank_model.context
@@ -142,7 +155,7 @@ class Executor:
 
 
 class _Step:
-    """State of a step: the tensors between forward and backward, and `exchange`, the tensors between units."""
+    """One call of the executor: the loss so far, the tensors kept between forward and backward, and those passed between units."""
 
     def __init__(
         self,
@@ -166,8 +179,8 @@ class _Step:
         self.valid = valid
         self.callbacks = callbacks
         self.real = real
-        # Log-probabilities that are compared with those of training are computed by its kernels, to the last bit: blocks run with autograd,
-        # whose graph nobody keeps. Without it a compiled block keeps other values in registers, and rounds them elsewhere.
+        # `log_probabilities` must give exactly the bits that training gives, so its blocks run with autograd although no backward follows.
+        # Without autograd a compiled block keeps other values in registers and rounds at other places.
         self.as_trained = of_log_probabilities is not None
         self.rank_of = schedule.rank_of
         self.rank_actions = schedule.actions[self.rank_model.pipeline_rank]
@@ -182,8 +195,8 @@ class _Step:
         )
         self.exchange = UnitExchange(self.rank_model, self.rank_of, executor.channels, recorder)
         self.paired = PairedBlocks(self.exchange)
-        # (input, edge of the output, loss of the router) of each forward. The edge and not the output: the output's memory belongs to the
-        # next unit, which may free it.
+        # For each visit: input of the forward, graph edge of its output, loss of its router. The edge is saved instead of the output,
+        # because the output's memory belongs to the next unit, which may free it.
         self.saved_for_backward: dict[Visit, tuple[Tensor | None, GradientEdge | None, Tensor | None]] = {}
         self.deferred: dict[Visit, WeightQueue] = {}
         visits = {} if executor.host is None else dict(enumerate(map(self.visits, self.rank_actions)))
@@ -204,7 +217,7 @@ class _Step:
         self.host_blocks = self.rank_model.device.type == "cpu"
 
     def offload_of_gradients(self) -> GradientOffload | None:
-        """Return the offload of gradient sums to host memory; None where they stay on the device."""
+        """Return the object that moves gradient sums to host memory during this step; None if the plan keeps them on the device."""
         if self.executor.sums_on_host is None:
             return None
         additions = {
@@ -277,14 +290,18 @@ class _Step:
                 sharded.accumulate()
 
     def action_span(self, action: Action) -> Span:
-        """Profiler span around the compute of an action; that of a micro-batch run together with another is the span of both."""
+        """Profiler span around the compute of an action. If two micro-batches run together, both get one common span."""
         if self.rank_actions[self.index].paired:
             action = self.rank_actions[self.index]
         parts = action.parts if action.stage >= 0 else ()
         return self.recorder.action(self.index, action, sum(self.tokens[part.micro_batch] for part in parts))
 
     def span(self, action: Action, lane: str) -> Span | None:
-        """Profiler span around a collective: a wait if the host blocks in it, else only in steps with recorded communication."""
+        """Profiler span around a collective.
+
+        On a CPU the host blocks in the collective, so the span is recorded as a wait. On a GPU the span exists only in steps that record
+        communication.
+        """
         if self.host_blocks and not self.recorder.detail:
             return self.recorder.waiting(
                 "collective_wait", self.index, action, self.unit(action).sharded.gathered_bytes
@@ -302,9 +319,10 @@ class _Step:
         sharded.wait_for_gather()
 
     def visits(self, action: Action) -> tuple[Visit, ...]:
-        """The (stage, micro-batch, unit) whose forward or backward the action runs; a visit is one micro-batch in one unit.
+        """The visits of an action, `(stage, micro-batch, unit)` each. A visit is the forward and the backward of a micro-batch in a unit.
 
-        Two actions have none: the backward of the loss, which runs in the loss's forward, and the weight half of a split backward.
+        Two kinds of action have no visit: the backward of the loss, because it already ran inside the loss's forward, and the weight half
+        of a split backward.
         """
         return tuple(
             _visit_of(part)
@@ -324,9 +342,9 @@ class _Step:
         return action.op in ops
 
     def reduced_next(self) -> set[int]:
-        """Indices of actions after which the unit's gradients are reduced before the unit computes again.
+        """Indices of the actions whose weight gradients are reduced before the unit computes weight gradients again.
 
-        The reduction reads these gradients in place, so they are not first added to a sum over micro-batches.
+        For these actions the reduction reads the gradients in place, so `GradientAccumulator` need not add them to a sum first.
         """
         indices: set[int] = set()
         latest: dict[ShardedUnit, int] = {}
@@ -382,18 +400,24 @@ class _Step:
         self.exchange.pass_on("activation", visit, y.detach())
 
     def offloads(self, visit: Visit) -> bool:
-        """Whether the plan offloads the visit's activations: of all micro-batches of its unit, or of its slot."""
+        """Whether the plan offloads the visit's activations.
+
+        It does if it offloads the unit for all micro-batches, or if the micro-batch's slot offloads the layer of this block.
+        """
         unit = self.unit_of(visit)
         slot = self.batches[visit[1]].slot
         layers = 0 if slot is None else slot.offloaded_layers
         return unit.offloads or (unit.layer is not None and unit.layer < layers)
 
     def excluded_storages(self, unit: StageUnit, shared: SharedInputs) -> frozenset[int]:
-        """Addresses of storages that are not offloaded: the unit's weights, and rotary tables that all blocks share."""
+        """Addresses of storages that stay on the device: the unit's gathered weights, and the rotary tables, which all blocks share."""
         return storage_addresses([*unit.sharded.gathered_tensors, *shared.rotary_tensors])
 
     def router_loss(self, unit: StageUnit, y: RoutedOutput) -> Tensor | None:
-        """Add the statistics of a unit's router; returns its loss, to be differentiated with the output, if it has a weight."""
+        """Add a block's routing statistics to the step's. Returns the weighted router loss, or None if the loss has no weight.
+
+        The backward differentiates this loss together with the block's output.
+        """
         routing = self.rank_model.routing
         if routing is None:
             return None
@@ -402,10 +426,10 @@ class _Step:
         return routing.weighted_loss(y)
 
     def add_loss(self, losses: LossSums | HeadLosses, x: Tensor | None, visit: Visit) -> None:
-        """Add a micro-batch's summed losses; in training run their backward at once.
+        """Add a micro-batch's summed losses to the step's; in training also run their backward at once.
 
-        The loss computes its gradients in forward, chunk by chunk, so its backward only multiplies them. A later backward would keep the
-        head's weight gradient, `(vocab, hidden)`, for every micro-batch in flight.
+        The loss computes its gradients during forward, chunk by chunk, so its backward only multiplies them by a scalar. If this backward
+        ran later, the head's weight gradient `(vocab, hidden)` would stay in memory for every micro-batch in flight.
         """
         y, z = losses.tokens if isinstance(losses, HeadLosses) else losses
         if self.valid is not None:
@@ -423,19 +447,19 @@ class _Step:
             self.exchange.pass_on("gradient", visit, _gradient_of(x))
 
     def take_shared_inputs(self, number: int) -> SharedInputs:
-        """The inputs that all blocks of a micro-batch share; the last forward that takes them frees them."""
+        """Return the inputs that all blocks of a micro-batch share. The last forward of the micro-batch frees the step's reference."""
         if number not in self.shared:
             self.shared[number] = self.rank_model.shared_inputs(self.batches[number])
         self.forwards_left[number] -= 1
-        # Autograd holds the tensors that a backward needs.
+        # Autograd keeps the tensors that a backward still needs.
         return self.shared[number] if self.forwards_left[number] else self.shared.pop(number)
 
     def backward(self, action: Action, queue: WeightQueue | None = None) -> None:
-        """Run a unit's backward. With `queue` the gradients of its linear weights are deferred to it."""
+        """Run a unit's backward. With `queue` the gradients of linear weights are not computed now but put into the queue."""
         stage, _, unit_index = visit = _visit_of(action)
         if self.is_loss(stage, unit_index):
             with self.action_span(action):
-                return  # `add_loss` has run it; the span shows the action in timelines
+                return  # `add_loss` already ran this backward; the empty span shows the action in timelines
         sharded = self.unit_of(visit).sharded
         self.wait_for_gather(action)
         x, y, router_loss = self.saved_for_backward.pop(visit)

@@ -1,9 +1,7 @@
-"""Expert parallelism for inference: each rank has some experts of every MoE layer, all other layers, and its own
-tokens.
+"""Expert parallelism for inference: each rank has some experts of every MoE layer, all other weights, and its own tokens.
 
-An MoE layer sends each token to the ranks of its experts and gets their outputs back, as in training
-(`parallel.experts`). All ranks compute a step at the same time; one without tokens takes part in the exchanges
-(`exchange_nothing`).
+An MoE layer sends each token to the ranks of its experts and gets their outputs back, as in training (`parallel.experts`). All ranks
+compute a step at the same time. A rank without tokens must still take part in the exchanges (`exchange_nothing`).
 """
 
 from __future__ import annotations
@@ -26,18 +24,20 @@ from meshwright.spec.inference_layout import experts_error
 from meshwright.spec.layout import AxisPart, even_rows
 
 Stages = Generator[None, None, Tensor]
+"""A generator that yields while rows travel between ranks and returns a tensor."""
 LARGEST = 127
 """Largest magnitude of a rounded value in int8; -128 is not used."""
 SCALE_BYTES = 4
+"""Bytes of a token's fp32 scale, which follows its int8 values."""
 
 
 def distribute_for_inference(
     model: Decoder, part: AxisPart, group: dist.ProcessGroup, dispatch: Dispatch | None = None
 ) -> None:
-    """Keep only this rank's experts in a model on the meta device; the ranks of `group` send each other tokens.
+    """Keep only this rank's experts in a model on the meta device; the ranks of `group` then send each other tokens.
 
-    Rank i has the i-th equal part. With `dispatch` tokens travel to the experts in that format. Raises BadInput if the ranks cannot share
-    the experts.
+    The experts are divided evenly, and rank i has the i-th part. `dispatch` is the number format in which tokens travel to the experts;
+    None: the model's dtype. Raises BadInput if the experts cannot be divided evenly over the ranks.
     """
     if expected := experts_error(model.spec, part.count):
         raise BadInput(f"expert ranks: expected {expected}, got {part.count}")
@@ -55,8 +55,7 @@ def moe_layers(model: Decoder) -> list[MoELayer]:
 
 
 def moe_in_stages(moe: MoELayer, x: Tensor) -> Stages:
-    """The output of an MoE layer for x `(1, tokens, hidden)`; yields while tokens travel, so that other work can be
-    done."""
+    """Compute the output of an MoE layer for x `(1, tokens, hidden)`. Yields while tokens travel, so that the caller can do other work."""
     choice = moe.choose_experts(moe.router(x))
     load = choice.loads.sum(0)
     order = order_by_expert(choice.chosen.flatten(0, 1), load)
@@ -66,7 +65,7 @@ def moe_in_stages(moe: MoELayer, x: Tensor) -> Stages:
 
 
 def exchange_nothing(model: Decoder) -> Generator[None]:
-    """Take part in the exchanges of a step without tokens of this rank's own; yields as `moe_in_stages` does."""
+    """Take part in the exchanges of a step in which this rank has no tokens. Yields as often as `moe_in_stages` of all layers does."""
     none = model.embed.weight.new_empty(0, model.spec.hidden)
     load = torch.zeros(model.spec.experts, dtype=torch.int64, device=none.device)
     for moe in moe_layers(model):
@@ -74,7 +73,7 @@ def exchange_nothing(model: Decoder) -> Generator[None]:
 
 
 def _exchange(experts: nn.Module, sorted_rows: Tensor, load: Tensor) -> Stages:
-    """The outputs of rows by the experts of all ranks; yields while rows travel there and while outputs travel back."""
+    """Compute rows by the experts of all ranks. Yields once while the rows travel there and once while the outputs travel back."""
     assert isinstance(experts, SharedExperts)
     loads, splits = exchange_loads(load, experts.group, experts.ranks)
     sent, received = splits.tolist()
@@ -92,7 +91,10 @@ def _exchange(experts: nn.Module, sorted_rows: Tensor, load: Tensor) -> Stages:
 
 
 def _start(tokens: Tensor, sent: list[int], received: list[int], group: str) -> tuple[Tensor, dist.Work]:
-    """Start to exchange tokens `(tokens, width)`: their numbers to and from each rank. Returns those that arrive by the end."""
+    """Start an all-to-all of tokens `(tokens, width)`. `sent` and `received` have the number of tokens to and from each rank.
+
+    Returns the buffer of arriving tokens, which is filled when the returned work has ended.
+    """
     arriving = tokens.new_empty(sum(received), tokens.shape[1])
     work = dist.all_to_all_single(
         arriving, tokens.contiguous(), received, sent, group=group_by_name(group), async_op=True
@@ -102,7 +104,7 @@ def _start(tokens: Tensor, sent: list[int], received: list[int], group: str) -> 
 
 
 class SharedExperts(Experts):
-    """This rank's experts of an MoE layer; tokens travel to the other ranks' in the format `dispatch`."""
+    """This rank's experts of an MoE layer. Tokens for the other ranks' experts travel there in the format `dispatch`."""
 
     def __init__(self, whole: Experts, group: str, ranks: int, dispatch: Dispatch | None) -> None:
         nn.Module.__init__(self)
@@ -119,11 +121,11 @@ class SharedExperts(Experts):
         return False
 
     def compute(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
-        """The outputs of this rank's experts for rows `(rows, hidden)` sorted by expert."""
+        """Return the outputs of this rank's experts for rows `(rows, hidden)` that are sorted by expert."""
         return super().forward(sorted_rows, order)
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
-        """The outputs of all ranks' experts, each times its element of `weights`; waits for each exchange."""
+        """Return the outputs of all ranks' experts, each multiplied by its element of `weights`. Waits for each exchange."""
         load = order.offsets.diff(prepend=order.offsets.new_zeros(1)).long()
         stages = _exchange(self, sorted_rows, load)
         while True:
@@ -135,15 +137,15 @@ class SharedExperts(Experts):
 
 
 def pack_int8(tokens: Tensor) -> Tensor:
-    """Tokens `(tokens, hidden)` rounded to int8, each followed by its scale in fp32: `(tokens, hidden + 4)` uint8."""
+    """Round tokens `(tokens, hidden)` to int8. In the result `(tokens, hidden + 4)`, uint8, each token is followed by its fp32 scale."""
     scale = tokens.abs().amax(1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny) / LARGEST
     values = (tokens.float() / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8)
-    # Flat: torch views bytes of consecutive numbers only, and those of an empty column are not.
+    # `flatten`, because torch can view numbers as bytes only if they are consecutive, and a column of an empty matrix is not.
     scale_bytes = scale.flatten().view(torch.uint8).view(len(tokens), SCALE_BYTES)
     return torch.cat((values.view(torch.uint8), scale_bytes), 1)
 
 
 def unpack_int8(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tokens `(tokens, hidden)` of `pack_int8`."""
+    """Return the tokens `(tokens, hidden)` that `pack_int8` rounded, in `dtype`."""
     values, scale = packed.split((packed.shape[1] - SCALE_BYTES, SCALE_BYTES), 1)
     return (values.contiguous().view(torch.int8).float() * scale.contiguous().view(torch.float32)).to(dtype)

@@ -1,14 +1,17 @@
 """Expert parallelism for a decoder: the experts of a layer are distributed over ranks, and tokens are sent to them.
 
-Each rank of a group has some of a layer's experts. It sorts its token copies by expert, as the model does on one device; here a row is the
-activation of one copy. One all-to-all sends the rows to the ranks of their experts, and after the experts a second all-to-all returns them
-to their old positions. Backward sends gradients in the same way (GShard, Lepikhin et al. 2021). No row is dropped. An expert therefore
-processes the tokens of the whole group, so its gradient is already a sum over the group, and only ranks with the same experts reduce it.
-Context and tensor ranks have a part of each sequence, so they belong to the group. Tensor ranks always have different experts.
+Each rank of a group has some of a layer's experts. It sorts its token copies by expert, as the model does on one device. (A token that
+chooses k experts has k copies. A row is the activation of one copy.) One all-to-all sends the rows to the ranks of their experts. After the
+experts, a second all-to-all returns the outputs to the positions that the rows had. Backward sends gradients in the same way (GShard,
+Lepikhin et al. 2021). No row is dropped.
+
+An expert processes the rows of all ranks of the group, so its gradient is already a sum over the group. It is reduced only over ranks that
+have the same experts. Context and tensor ranks have a part of each sequence, so they belong to the group. Tensor ranks always have
+different experts.
 
 The number of rows for each expert depends on the router. A first all-to-all exchanges these counts. The host then reads them, because the
-second one needs its message sizes on the host: one synchronisation per layer and forward. Recompute saves the counts with the router's
-choices, so it sends the same rows again.
+all-to-all of the rows needs its message sizes on the host. This is one synchronisation per layer and forward. Recompute saves the counts
+with the router's choices, so it sends the same rows again.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ ALL_TO_ALL = dist.all_to_all_single
 
 
 def distribute_experts(model: Decoder, mesh: Mesh, plan: ExpertPlan | None = None) -> dict[int, PresentExperts]:
-    """Replace the experts of each layer by this rank's experts, to which the ranks of a group send tokens.
+    """Replace the experts of each layer by this rank's experts; the other ranks of the group send their rows to them.
 
-    With a `plan` that copies experts, returns by layer which of them are present on which ranks. No effect if each rank has all experts.
-    Raises BadInput if the ranks cannot divide the experts evenly, or if there are too many of them for copies.
+    If the `plan` copies experts, returns for each layer which experts are present on which ranks; otherwise an empty dictionary. Does
+    nothing if each rank has all experts. Raises BadInput if the experts cannot be divided evenly over the ranks.
     """
     if not model.spec.routed_layers or (group := mesh.experts) is None:
         return {}
@@ -66,10 +69,11 @@ def distribute_experts(model: Decoder, mesh: Mesh, plan: ExpertPlan | None = Non
 
 
 def count_expert_loads_over_whole_sequences(model: Decoder, mesh: Mesh) -> None:
-    """Make the balance loss use loads of whole sequences: sums over context and tensor ranks, which have parts of each.
+    """Make the balance loss use the loads of whole sequences, summed over the context and tensor ranks that divide a sequence.
 
-    A load is the number of tokens that chose an expert. With whole loads the balance losses of a sequence's parts add up to that of the
-    sequence.
+    A load is the number of tokens that chose an expert. The balance loss of a sequence multiplies the load of each expert in the sequence
+    by its mean probability. If each rank uses the loads of the whole sequence and the probabilities of its own tokens, the ranks' balance
+    losses add up to the loss of the sequence.
     """
     if model.spec.routed_layers and (group := mesh.group_over((*CONTEXT_AXES, "tensor"))) is not None:
         for moe in _moe_layers(model):
@@ -81,10 +85,10 @@ def _moe_layers(model: Decoder) -> list[MoELayer]:
 
 
 class DistributedExperts(Experts):
-    """This rank's experts of a layer, to which the other ranks' rows come by `exchange`."""
+    """This rank's experts of a layer. Other ranks send rows to them, and this rank sends rows to theirs, by `exchange`."""
 
     local: Tensor | None = None
-    """See `TokenExchange`."""
+    """The argument `local` of `TokenExchange`: on the host, not 0 if no row leaves its rank. None: rows are always exchanged."""
 
     def __init__(self, whole: Experts, exchange: TokenExchange) -> None:
         nn.Module.__init__(self)
@@ -98,32 +102,32 @@ class DistributedExperts(Experts):
             self.register_parameter(name, weight)
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
-        """The expert outputs of this rank's rows `(rows, hidden)`, which are sorted by expert; `order` is that sort.
+        """Return the expert outputs for this rank's rows `(rows, hidden)`, which are sorted by expert; `order` is that sort.
 
-        Each is multiplied by its element of `weights` `(rows,)` when it is back: the other ranks do not get the weights.
+        If `weights` `(rows,)` are given, each output is multiplied by its weight after it has returned. The weights are not sent.
         """
         sent, load, sent_order = self.rows_to_send(sorted_rows, order)
         return self.weighted(self.exchange(sent, load, self.compute, self.local), sent_order, weights)
 
     def rows_to_send(self, sorted_rows: Tensor, order: ExpertOrder) -> tuple[Tensor, Tensor, ExpertOrder | None]:
-        """Rows in the order in which they are sent, their number for each expert of each rank, and that order.
+        """Return the rows to send, their counts `(ranks · experts per rank,)`, and the order in which they are sent.
 
-        The order is None if it is that of the sorted rows.
+        The order is None if the rows are sent as they are sorted.
         """
         return sorted_rows, order.offsets.diff(prepend=order.offsets.new_zeros(1)), None
 
     def compute(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
-        """The outputs of this rank's experts for the rows that all ranks sent to them, sorted by expert."""
+        """Return the outputs of this rank's experts for received rows from all ranks, which are sorted by expert."""
         return super().forward(sorted_rows, order)
 
     def weighted(self, returned: Tensor, sent_order: ExpertOrder | None, weights: Tensor | None) -> Tensor:
-        """The outputs `returned` in the order of the sorted rows, times their weights."""
+        """Bring the `returned` outputs back into the order of the sorted rows and multiply them by their weights."""
         outputs = returned if sent_order is None else from_groups(returned, sent_order).squeeze(1)
         return outputs if weights is None else (outputs * weights[:, None]).to(outputs.dtype)
 
 
 class CopiedExperts(DistributedExperts):
-    """This rank's experts of a layer and copies of others: rows of an expert that is `present` stay on their rank."""
+    """This rank's experts and copies of other ranks' experts. A row stays on its rank if its expert is `present` there."""
 
     def __init__(self, whole: Experts, exchange: TokenExchange, present: PresentExperts) -> None:
         super().__init__(whole, exchange)
@@ -132,27 +136,30 @@ class CopiedExperts(DistributedExperts):
         self.present = present
         self.local = present.local
         self.stacked = (stacked,)
-        """The experts in this rank's slots. In a tuple, because their weights are no parameters of the model."""
+        """An `Experts` module with the weights in this rank's slots: its own experts and the copies.
+
+        It is in a tuple so that its weights do not become parameters of the model.
+        """
 
     def use_stacked(self, name: str, weight: nn.Parameter) -> None:
-        """Compute with `weight` `(slots, out, in)` in place of this rank's own experts' parameter `name`."""
+        """Compute with `weight` `(slots, out, in)` instead of the parameter `name`, which has this rank's own experts only."""
         self.stacked[0].register_parameter(name, weight)
         self.stacked[0].fp8 = self.fp8
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
-        """As `DistributedExperts.forward`. Weights multiply activations where all experts are present in every step."""
+        """As `DistributedExperts.forward`. If all experts are present in every step, nothing is sent and `weights` scale activations."""
         if self.present.always_all:
             return self.stacked[0].forward(sorted_rows, order, weights)
         return super().forward(sorted_rows, order, weights)
 
     def rows_to_send(self, sorted_rows: Tensor, order: ExpertOrder) -> tuple[Tensor, Tensor, ExpertOrder | None]:
-        """As `DistributedExperts.rows_to_send`, for the slots of each rank."""
+        """As `DistributedExperts.rows_to_send`, with slots in place of experts: the counts have the shape `(ranks · slots,)`."""
         load = order.offsets.diff(prepend=order.offsets.new_zeros(1)).long()
         sent_order, sent_loads = _order_by_slot(self.present, load, sorted_rows.shape[0])
         return to_groups(sorted_rows, sent_order), sent_loads, sent_order
 
     def compute(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
-        """As `DistributedExperts.compute`, by the experts in this rank's slots."""
+        """As `DistributedExperts.compute`, with the experts in this rank's slots."""
         return self.stacked[0].forward(sorted_rows, order)
 
 
@@ -172,24 +179,26 @@ class AllToAll(TokenExchange):
 
 
 def compute_received(compute: Compute, received: Tensor, received_loads: Tensor) -> Tensor:
-    """The outputs `(rows, hidden)` of received rows, which are ordered by sending rank, then by expert.
+    """Return the outputs `(rows, hidden)` for received rows, in the order in which they arrived: by sending rank, then by expert.
 
-    `received_loads` `(ranks, experts)` counts them.
+    `received_loads` `(ranks, experts)` has the number of rows from each rank for each local expert.
     """
     order = order_by_expert(experts_of_rows(received_loads, received), received_loads.sum(0))
     return from_groups(compute(to_groups(received, order), order), order).squeeze(1)
 
 
 def _order_by_slot(present: PresentExperts, load: Tensor, count: int) -> tuple[ExpertOrder, Tensor]:
-    """The order of `count` rows, sorted by expert with `load` `(experts,)`, by the rank and slot to which they go.
+    """Return the order by target rank and slot for `count` rows that are sorted by expert, and the rows per slot `(ranks · slots,)`.
 
-    Returns also the rows for each slot of each rank, `(ranks · slots,)`.
+    `load` `(experts,)` has the number of rows for each expert.
     """
     ranks = present.ranks
     slots = present.slots
     destinations = present.destinations(load)
-    padded = F.pad(destinations, (0, 0, 0, 1))  # no rows for free slots
+    # A free slot has the expert number E in `expert_in`, so it reads the row of zeros that is appended here.
+    padded = F.pad(destinations, (0, 0, 0, 1))
     sent = padded.t().gather(1, present.expert_in).flatten()
+    # Sort key of each pair (expert, rank): the number of the slot among all ranks' slots, rank · slots + slot.
     keys = (torch.arange(ranks, device=load.device)[:, None] * slots + present.slot_of).t().flatten()
     ends = destinations.flatten().cumsum(0)
     pairs = torch.searchsorted(ends, torch.arange(count, device=load.device), right=True)
@@ -197,7 +206,10 @@ def _order_by_slot(present: PresentExperts, load: Tensor, count: int) -> tuple[E
 
 
 def experts_of_rows(received_loads: Tensor, received: Tensor) -> Tensor:
-    """Index of the local expert of each received row, `(rows, 1)`; rows are ordered by sending rank, then by expert."""
+    """Index of the local expert of each received row, `(rows, 1)`. Rows are ordered by sending rank, then by expert.
+
+    Example with 2 ranks and 2 local experts: loads [[2, 1], [1, 0]] give the indices 0, 0, 1, 0.
+    """
     ends = received_loads.flatten().cumsum(0)
     positions = torch.arange(received.shape[0], device=received_loads.device)
     return (torch.searchsorted(ends, positions, right=True) % received_loads.shape[1])[:, None]
@@ -206,11 +218,12 @@ def experts_of_rows(received_loads: Tensor, received: Tensor) -> Tensor:
 # Custom operators, because torch.compile can trace neither sizes that the host reads nor data from other ranks.
 @torch.library.custom_op("meshwright::exchange_loads", mutates_args=())
 def exchange_loads(load: Tensor, group: str, ranks: int, local: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Exchange row counts before `exchange_rows`. `load` `(experts,)` has this rank's number of rows for each expert.
+    """Exchange row counts before `exchange_rows`. `load` `(experts,)` has this rank's number of rows for each expert of all ranks.
 
-    Returns the rows that each rank sends for each local expert `(ranks, experts / ranks)`, and on the host splits `(2, ranks)`: the rows
-    sent to each rank, and the rows received from each rank. The host waits for the device. If `local` `(1,)`, on the host, is not 0, rows
-    stay on their rank: nothing is sent, the host does not wait, and the splits are -1.
+    Returns the number of rows that each rank sends for each local expert `(ranks, experts / ranks)`, and on the host the splits
+    `(2, ranks)`: first the numbers of rows that this rank sends to each rank, then the numbers that it receives. The host waits for the
+    device. If `local` `(1,)`, on the host, is not 0, all rows stay on their rank: nothing is sent, the host does not wait, and the splits
+    are -1.
     """
     sent = load.view(ranks, -1).contiguous()
     if local is not None and local.item():
@@ -231,7 +244,7 @@ def _(load: Tensor, group: str, ranks: int, local: Tensor | None = None) -> tupl
 
 @torch.library.custom_op("meshwright::sum_loads", mutates_args=())
 def sum_loads(loads: Tensor, group: str) -> Tensor:
-    """Sum over the group of loads `(batch, experts)`, where each rank has a part of each sequence's tokens."""
+    """Sum loads `(batch, experts)` over the ranks of the group; each rank counted its part of each sequence's tokens."""
     total = loads.clone()
     dist.all_reduce(total, group=group_by_name(group))
     return total
@@ -245,24 +258,24 @@ def _(loads: Tensor, group: str) -> Tensor:
 
 @torch.library.custom_op("meshwright::exchange_rows", mutates_args=())
 def exchange_rows(sent: Tensor, splits: Tensor, count: int | None, back: bool, group: str) -> Tensor:
-    """Send rows `(rows, width)` to the ranks of their experts, or with `back` return them; returns rows `(count, width)`.
+    """Send rows `(rows, width)` to the ranks of their experts, or with `back` return outputs to the ranks of their rows.
 
-    `splits` is from `exchange_loads`. `count` is the number of rows that this rank receives, or None to compute it from `splits`, which a
-    compiled graph cannot read.
+    Returns the rows that arrive, `(count, width)`. `splits` is from `exchange_loads`. With `count` None the number is computed from
+    `splits`. A compiled graph cannot read `splits`, so it passes `count` where it knows the number.
     """
     return start_exchange(sent, splits, count, back, group).wait()
 
 
 class RowsOnTheWay(NamedTuple):
-    """Rows that ranks may still exchange: those sent, which must not change, and the buffer of those received."""
+    """Rows of an exchange that may still run. `sent` must not change and `received` must not be read before `wait`."""
 
     sent: Tensor
     received: Tensor
     work: Any = None
-    """None after a synchronous call, which already made compute wait."""
+    """None after a synchronous call, which already made the compute stream wait."""
 
     def wait(self) -> Tensor:
-        """Make compute wait for the rows and return them."""
+        """Make the compute stream wait for the received rows and return them."""
         if self.work is not None:
             self.work.wait()
         return self.received
@@ -271,7 +284,7 @@ class RowsOnTheWay(NamedTuple):
 def start_exchange(
     sent: Tensor, splits: Tensor, count: int | None, back: bool, group: str, *, asynchronous: bool = False
 ) -> RowsOnTheWay:
-    """Start `exchange_rows`; with `asynchronous` it overlaps with compute until `wait`. Not differentiable."""
+    """Start `exchange_rows`. With `asynchronous` it overlaps with compute until `wait`. Not differentiable."""
     sent_counts, received_counts = splits.flip(0).tolist() if back else splits.tolist()
     if sent_counts[0] < 0:
         return RowsOnTheWay(sent, sent.clone())

@@ -1,9 +1,8 @@
-"""Applies a plan's fp8 settings to a model: fp8 matmuls of linear layers, and scales of weights that are gathered in
-fp8.
+"""Applies a plan's fp8 settings to a model: fp8 matmuls of linear layers, and scales of weights that are gathered in fp8.
 
 The scale of a weight depends on its largest magnitude over all ranks that shard it. Once per step, before the first gather, each rank
-computes the largest magnitudes of all its shards, and one all-reduce takes the maxima over ranks. So a gather needs no collective for its
-scale. (torchao calls this method, which it introduced for FSDP2, precomputed scales.)
+computes the largest magnitude of each of its shards, and one all-reduce takes the maxima over ranks. A gather then needs no collective for
+its scale. (torchao, which introduced this method for FSDP2, calls it precomputed scales.)
 """
 
 from __future__ import annotations
@@ -33,17 +32,16 @@ from meshwright.spec.plan_rules import untrained
 CAPABILITY = (8, 9)
 """Lowest CUDA compute capability with fp8 matmuls: Ada; Hopper has 9.0."""
 READ_ELEMENTS = 1 << 26
-"""Elements of a frozen weight that are in memory at once while it is rounded."""
+"""Number of elements of a frozen weight that are read into memory at a time to be rounded."""
 SCALE_STRIDE = 4
-"""fp32 elements from one scale to the next: compiled code copies inputs that are not aligned to 16 bytes."""
+"""Distance from one scale to the next, in fp32 elements: compiled code copies inputs that are not aligned to 16 bytes."""
 
 
 def use_fp8_matmuls(model: Decoder, plan: Plan, device: torch.device) -> None:
-    """Make the linear layers of every block multiply in fp8 if the plan has fp8 for the block's layer.
+    """Make the linear layers of a block multiply in fp8 if the plan has fp8 for the block's layer.
 
-    An MoE layer's router stays in the compute dtype; its experts' rows have scales of their own in both fp8 formats
-    (`kernels.grouped_fp8`). The block of a prediction module has the format of the last layer, and its projection the
-    compute dtype.
+    The router of an MoE layer stays in the compute dtype. The rows of its experts have one scale each in both fp8 formats
+    (`kernels.grouped_fp8`). The block of a prediction module has the format of the last layer; its projection stays in the compute dtype.
 
     Raises BadInput on a GPU that cannot multiply in fp8. On a CPU the rounded values are multiplied in fp32.
     """
@@ -65,10 +63,10 @@ def use_fp8_matmuls(model: Decoder, plan: Plan, device: torch.device) -> None:
 
 
 def store_frozen_in_fp8(model: Decoder, mesh: DeviceMesh) -> list[StoredFp8]:
-    """Give frozen weights of linear layers that multiply in fp8 with one scale the memory of their rounded values; returns these.
+    """Store frozen weights in fp8, if their layers multiply in fp8 with one scale per weight. Returns these weights, still empty.
 
-    Each step would round them to the same values. They are on one rank each: `mesh` has the ranks that shard weights, and several gather
-    them in the dtype of compute. The model is on the meta device.
+    A frozen weight would be rounded to the same values in each step. With several ranks in `mesh`, which shard weights, nothing is stored
+    in fp8, because the ranks gather frozen weights in the compute dtype. The model is on the meta device.
     """
     if mesh.size() > 1:
         return []
@@ -85,12 +83,15 @@ class StoredFp8:
     """A frozen weight that is stored in fp8, with one scale."""
 
     name: str
-    """Of its parameter."""
+    """Name of the parameter."""
     linear: Linear
 
     @torch.no_grad()
     def fill(self, read: Callable[[int, int], torch.Tensor]) -> None:
-        """Round rows [start, stop) that `read` returns, with the scale of the largest of all; each row is read twice."""
+        """Round the weight to fp8. `read(start, stop)` returns its rows [start, stop) and is called twice for each row.
+
+        The first calls find the largest magnitude of the weight, which decides the scale.
+        """
         values = self.linear.weight.detach()
         step = max(1, READ_ELEMENTS // values.shape[1])
         ranges = [(start, min(start + step, len(values))) for start in range(0, len(values), step)]
@@ -102,7 +103,7 @@ class StoredFp8:
 
 
 def _check_device(device: torch.device, *, moe: bool) -> None:
-    """Raise BadInput if the device has no correct fp8 matmuls, or for a `moe` no grouped ones."""
+    """Raise BadInput if the device has no correct fp8 matmuls, or if `moe` and the device has no grouped fp8 matmuls."""
     if device.type == "cpu":
         return
     name = torch.cuda.get_device_name(device)
@@ -125,7 +126,7 @@ def _check_device(device: torch.device, *, moe: bool) -> None:
 
 
 class WeightScales:
-    """The scales of one rank's weights that are gathered in fp8, on the device. `mesh` has the ranks that shard them."""
+    """The scales of a rank's weights that are gathered in fp8, on the device. `mesh` has the ranks that shard these weights."""
 
     def __init__(self, units: Iterable[ShardedUnit], mesh: DeviceMesh, device: torch.device) -> None:
         linear_weights = (weight for unit in units for weight in unit.linear_weights)
@@ -138,7 +139,7 @@ class WeightScales:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute the scales of the current weights. Collective over the ranks that shard them; the host does not wait."""
+        """Compute the scales for the current weights. Collective over the ranks that shard the weights; the host does not wait."""
         if not self._shards:
             return
         largest = torch.stack(torch._foreach_norm(self._shards, ord=float("inf")))

@@ -40,14 +40,15 @@ Span = AbstractContextManager[None]
 
 
 class ParameterGroup:
-    """The parameters of some modules, sharded over the ranks of a mesh; without those of inner modules that have a group.
+    """Shards the parameters of some modules over the ranks of a mesh; gathers them and reduces their gradients together.
 
-    Gradients of shards are summed in `sum_dtype`, by default in that of the master weights. Weights in `whole` have no group (see
-    `unsharded_weights`).
+    An inner module that already has a group of its own is left out. Example: the experts of a block get their group first, so the block's
+    group has only its other weights. `sum_dtype` is the dtype in which the gradients of shards are summed; None means the dtype of the
+    master weights. The weights in `whole` are not sharded and belong to no group (see `unsharded_weights`).
     """
 
     stays_gathered = False
-    """Whether the weights stay gathered for the step, whatever the schedule frees."""
+    """Whether the weights stay gathered until the end of the step, even if the schedule frees them earlier."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class ParameterGroup:
 
     @property
     def owner(self) -> ParameterGroup:
-        """The group whose shards the optimizer updates: this one; another one if copies are gathered besides."""
+        """The group whose shards the optimizer updates: this group, or the wrapped group in a `CopiedParameterGroup`."""
         return self
 
     @property
@@ -107,11 +108,11 @@ class ParameterGroup:
 
     @property
     def gathering(self) -> bool:
-        """Whether a gather has started for which compute has not waited."""
+        """Whether a gather has started and `wait_for_gather` has not been called since."""
         return self._group._all_gather_result is not None
 
     def wait_for_collective(self) -> None:
-        """Make the compute stream wait for the all-gather that has started, without the copy that follows it."""
+        """Make the compute stream wait for the all-gather that has started, but not for the copy out of its buffer."""
         gather = self._group._all_gather_result
         if gather is not None and gather.all_gather_event is not None and self.device.type == "cuda":
             torch.cuda.current_stream().wait_event(gather.all_gather_event)
@@ -131,12 +132,10 @@ class ParameterGroup:
             self._group.reshard()
 
     def reduce_scatter(self, span: Span | None = None) -> None:
-        """Start the reduction of the whole gradients and add the result to the gradient of each shard.
+        """Start the reduce-scatter of the whole gradients and add the result to the gradient of each shard.
 
-        `span` as in `gather`.
-
-        The gradients are the sums set by `ShardedParameter.set_gradient_sum`, else those of the gathered weights. Their
-        memory is freed.
+        The input is the sum set by `ShardedParameter.set_gradient_sum`, or, if none was set, the gradient of the gathered weight. The
+        memory of the input is freed. `span` as in `gather`.
         """
         packed = _replace_attribute(_fsdp_collectives, "foreach_reduce_scatter_copy_in", pack)
         with self._output_memory(), self._sums_rounded(), packed, _in_span(self._group, "_reduce_scatter_comm", span):
@@ -144,13 +143,16 @@ class ParameterGroup:
         self._group._training_state = TrainingState.IDLE
 
     def _output_memory(self) -> AbstractContextManager[None]:
-        """Allocates a reduction's output on the compute stream if it becomes the gradient, else on the reduction's stream.
+        """Context that chooses the stream on which the output of a reduction is allocated.
 
-        FSDP2 allocates all outputs on the reduction's stream, whose memory no other stream reuses. Gradients then cannot
-        reuse memory of freed activations, which costs 4 bytes for each parameter of a rank's shards. An output that is only
-        added to an earlier gradient is allocated on the reduction's stream: on the compute stream, later compute could
-        overwrite it before it is added. (The reduction waits for compute after this allocation, and compute waits for the
-        reduction before the gradient is freed, so neither stream reads stale contents.)
+        - The output becomes the shard's gradient: the compute stream. FSDP2 would allocate it on the reduction's stream. No other stream
+          reuses the memory of that stream, so gradients could not reuse the memory of freed activations. This would cost 4 bytes for each
+          parameter of a rank's shards.
+        - The output is only added to an earlier gradient, or cast: the reduction's stream. On the compute stream, later compute could
+          overwrite it before it is added.
+
+        No stream reads stale contents: the reduction waits for compute after this allocation, and compute waits for the reduction before
+        the gradient is freed.
         """
         group = self._group
         added = any(parameter.shard.grad is not None for parameter in self.parameters)
@@ -164,10 +166,10 @@ class ParameterGroup:
 
     @contextmanager
     def _sums_rounded(self) -> Iterator[None]:
-        """Context of a reduction that rounds new gradients of shards to `sum_dtype`; FSDP2 adds later ones to these.
+        """Context of a reduction in which the new gradients of shards are rounded to `sum_dtype`. FSDP2 adds later gradients to them.
 
-        FSDP2 calls the hooks on the reduction's stream, before it records the event at its end. The rounded gradients are parts of one
-        buffer, as the others are, from memory that compute can allocate from.
+        FSDP2 calls the hooks on the reduction's stream, before it records the event that ends the reduction. FSDP2's gradients are views of
+        one buffer. The rounded gradients are too, and their buffer is allocated on the compute stream, so that compute can reuse it.
         """
         if self.sum_dtype is None:
             yield
@@ -188,14 +190,14 @@ class ParameterGroup:
                     buffer = torch.empty_like(whole, dtype=self.sum_dtype)
                 rounded[storage.data_ptr()] = buffer.copy_(whole)
             view = buffer.as_strided(gradient.shape, gradient.stride(), gradient.storage_offset())
-            shard.grad = None  # its dtype may change then
+            shard.grad = None  # the dtype of a gradient can change only while there is none
             parameters[shard].set_shard_gradient(view)
 
         parameters = {parameter.shard: parameter for parameter in self.parameters if parameter.shard.requires_grad}
         hooks = [shard.register_post_accumulate_grad_hook(round_gradient) for shard in parameters]
         for shard in parameters:
             if shard.grad is None:
-                shard.grad_dtype = None  # any: FSDP2 sets a gradient in the dtype of the master weight
+                shard.grad_dtype = None  # any dtype is allowed: FSDP2 sets a gradient in the dtype of the master weight
         yield
         for hook in hooks:
             hook.remove()
@@ -212,20 +214,20 @@ class ParameterGroup:
 
     @property
     def gathered_bytes(self) -> int:
-        """Largest size of the buffer of the gathered weights, in bytes; uneven shards are padded."""
+        """Size in bytes of the buffer of the gathered weights, with the padding of uneven shards."""
         shard = sum(parameter.padded_shard_elements for parameter in self.parameters)
         return shard * self._group._all_gather_process_group.size() * self.gathered_dtype.itemsize
 
     def use_copy_gather(self, copy_gather: Any) -> None:
-        """Use `copy_gather` instead of FSDP2's `AllGather`; its `release_buffer` is called when a buffer is no longer read."""
+        """Replace FSDP2's `AllGather` by `copy_gather`. Its method `release_buffer` is called when a buffer is no longer read."""
         self._group._all_gather_comm = self._copy_gather = copy_gather
 
 
 def unsharded_weights(modules: Sequence[nn.Module], ranks: int) -> Iterator[nn.Parameter]:
-    """The weights that stay whole on every rank, in the dtype in which they are stored.
+    """The weights that stay whole on every rank, in the dtype in which they are stored, without a parameter group.
 
-    These are the biases of routers, which the run itself updates (`ParameterSpec.trained`), and on one rank frozen weights: a group would
-    copy them at each gather.
+    These are the biases of routers, which the training run updates itself (`ParameterSpec.trained`). On a single rank they are also all
+    frozen weights, because a group would copy them at each gather.
     """
     biases = {moe.choice_bias for moe in _submodules(modules, MoELayer)}
     weights = (weight for module in modules for weight in module.parameters())
@@ -233,10 +235,10 @@ def unsharded_weights(modules: Sequence[nn.Module], ranks: int) -> Iterator[nn.P
 
 
 class UnsharedParameterGroup(ParameterGroup):
-    """A parameter group on a single rank: gathers by one cast per weight, and does not copy gradients.
+    """A parameter group on a single rank: a gather is one cast per weight, and gradients are not copied.
 
-    FSDP2 casts the weights and then copies the result; it casts the gradients, divides them by one and copies the quotient. This moves 26
-    more bytes per parameter, 4% of a 3B model's step on an H200.
+    FSDP2 on a single rank casts the weights and then copies the result. It also casts the gradients, divides them by one and copies the
+    quotient. The extra copies move 26 bytes per parameter, 4% of the step time of a 3B model on an H200.
     """
 
     @torch.no_grad()
@@ -265,7 +267,7 @@ class UnsharedParameterGroup(ParameterGroup):
 
 
 class ShardedParameter:
-    """Parameter of a group: this rank's shard, the gathered weight, and their gradients."""
+    """One parameter of a group: this rank's shard, the gathered weight, and the gradients of both."""
 
     def __init__(self, parameter: Any) -> None:
         self._parameter = parameter
@@ -277,12 +279,12 @@ class ShardedParameter:
 
     @property
     def shard(self) -> nn.Parameter:
-        """This rank's shard, the parameter of the model and the optimizer."""
+        """This rank's shard. It is the parameter that the model and the optimizer have."""
         return self._parameter.sharded_param
 
     @property
     def gathered(self) -> nn.Parameter:
-        """The gathered weight. One object from the first gather on, also while its memory is freed."""
+        """The gathered weight. It is the same object from the first gather on, even while its memory is freed."""
         return self._parameter._unsharded_param
 
     @property
@@ -291,7 +293,7 @@ class ShardedParameter:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """Dtype in which gradients are summed; None for that of the gathered weight."""
+        """Dtype in which gradients are summed; None means the dtype of the gathered weight."""
         return self._parameter.reduce_dtype
 
     @property
@@ -304,7 +306,7 @@ class ShardedParameter:
 
     @property
     def flat_shard(self) -> torch.Tensor:
-        """This rank's shard, flat and padded to the largest shard. Valid once `CommunicationStreams` exist."""
+        """This rank's shard, flat and padded to the size of the largest shard. Valid once `CommunicationStreams` exist."""
         return self._parameter._sharded_param_data
 
     @property
@@ -314,25 +316,26 @@ class ShardedParameter:
         return None if gradient is None else gradient.to_local()
 
     def set_shard_gradient(self, gradient: torch.Tensor) -> None:
-        """Set the shard's gradient to that of the whole parameter, on a single rank."""
+        """Set the gradient of the shard to `gradient`, the gradient of the whole parameter. Only for a single rank."""
         self._parameter.sharded_param.grad_dtype = gradient.dtype
         self._parameter.sharded_param.grad = self._parameter.to_sharded_dtensor(gradient)
 
     def set_gradient_sum(self, total: torch.Tensor) -> None:
-        """Set the sum of gradients of the gathered weight that the next `reduce_scatter` reduces."""
+        """Set the gradient sum of the whole weight. The next `reduce_scatter` uses it instead of the gathered weight's `.grad`."""
         self._parameter.unsharded_accumulated_grad = total
 
     def gather_sources(self) -> list[tuple[torch.Tensor, torch.dtype]]:
-        """The tensors from which the gathered weight is cast on a single rank, each with its dtype when gathered."""
+        """Return pairs of a tensor and a dtype: on a single rank the gathered weight is a cast of the tensor to the dtype."""
         if hasattr(self._parameter._sharded_local_tensor, "fsdp_pre_all_gather"):  # fp8, see `gather_in_fp8`
             return [(rounded, rounded.dtype) for rounded in self._parameter.all_gather_inputs]
         return [(self.flat_shard, self._parameter.param_dtype or self._parameter.orig_dtype)]
 
     def gather_in_fp8(self, scale: torch.Tensor, inverse: torch.Tensor) -> None:
-        """Round the shard of a linear layer's weight to fp8 with `scale` `()` and its `inverse` before each gather.
+        """Round the shard of a linear layer's weight to fp8 before each gather.
 
-        The layer computes with the gathered values in its `fp8_weight`. `weight` keeps its shape and receives the gradient, but has no
-        memory. Both objects stay the same over all gathers. FSDP2 calls two functions that are attributes of the shard's tensor.
+        `scale` and `inverse`, its reciprocal, are scalars `()`. The layer computes with the gathered fp8 values, which are in its
+        `fp8_weight`. Its `weight` keeps the shape and receives the gradient, but has no memory. Both objects stay the same over all
+        gathers. FSDP2 finds the two functions for this as attributes of the shard's tensor.
         """
         self._scale = scale
         self._inverse = inverse
@@ -363,10 +366,10 @@ class ShardedParameter:
 
     @torch.no_grad()
     def release_master_weight(self) -> torch.Tensor:
-        """Free the shard in the stored dtype and return its copy in the gathered dtype, of the shard's shape.
+        """Free the shard in the stored dtype (the master weight) and return a copy in the gathered dtype, of the shard's shape.
 
-        Valid once `CommunicationStreams` exist, while nothing is gathered. The parameter keeps shape and dtype, which its gradient needs,
-        and has no values.
+        Call it once `CommunicationStreams` exist, while nothing is gathered. The parameter keeps its shape and dtype, because its gradient
+        needs them, but has no values any more.
         """
         whole = self._parameter._sharded_param_data
         part = self._parameter._sharded_local_tensor
@@ -382,7 +385,7 @@ class ShardedParameter:
 
 
 def cast_tensors(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source to its output, one kernel for all pairs of the same two dtypes."""
+    """Copy each source to its output. Pairs with the same two dtypes are copied by one kernel."""
     pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for output, source in zip(outputs, sources, strict=True):
         left, right = pairs.setdefault((output.dtype, source.dtype), ([], []))
@@ -412,9 +415,9 @@ class CommunicationStreams:
 
 
 class _CollectiveInContext:
-    """Wraps a collective of FSDP2: it allocates its buffers inside the context `allocating` and runs inside `calling`.
+    """Wraps a collective of FSDP2: it allocates buffers inside the context `allocating` and runs inside the context `calling`.
 
-    FSDP2 calls it on the collective's stream, after the waits of that stream.
+    FSDP2 calls the wrapper on the collective's stream, after this stream has waited for compute.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
-"""Sums of gradients over micro-batches in host memory between the backwards of their unit (`plan.accumulation: host`).
+"""Keeps gradient sums over micro-batches in host memory while their unit does not compute (`plan.accumulation: host`).
 
-After a reduction that is not the step's last, the storages of the unit's gradient shards are copied to the host and freed. Before the next
-action that adds to them they are allocated and copied back, so that every addition is the one that a plan without these copies runs, and
-the sums have the same bits. Copies run on two streams, one for each direction, beside the compute of one neighbouring unit.
+After each reduction except the step's last, the storages of the unit's gradient shards are copied to the host and freed. Before the next
+action that adds to these gradients, the storages are allocated and copied back. Every addition therefore runs on the device as without
+offload, and the sums have the same bits. Copies run on two streams, one for each direction, and overlap with the compute of one
+neighbouring unit.
 
-Streams wait for events; the host does not wait. Memory is freed when the compute stream has waited for the copy from it.
+Streams wait for events; the host does not wait. Memory is freed when the compute stream has waited for the copy that reads it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from meshwright.parallel.offload import HostMemory, on_copy_stream, record_event
 from meshwright.parallel.sharded_unit import ShardedUnit
 
 SpanOf = Callable[[str, str], AbstractContextManager[None] | None]
-"""The profiler span of a copy for its name and its lane in the timeline, or None."""
+"""A function that returns the profiler span of a copy, given its name and its lane in the timeline, or None."""
 
 
 class GradientOffload:
-    """The gradient sums of a step's units. `additions` has, for each of its computes, the units to whose gradients it adds."""
+    """Moves the gradient sums of a step's units. `additions` has, for each compute of the step, the units whose gradients it adds to."""
 
     def __init__(self, memory: HostMemory, additions: Sequence[Sequence[ShardedUnit]], span_of: SpanOf) -> None:
         self._memory = memory
@@ -33,12 +34,12 @@ class GradientOffload:
         self._position = -1
         self._on_host: dict[ShardedUnit, list[tuple[torch.UntypedStorage, Tensor]]] = {}
         self._fetches: dict[ShardedUnit, Any] = {}
-        """By unit with a copy back, the event for which compute must wait before it adds (None on a CPU)."""
+        """For each unit that is copied back, the event that compute must wait for before it adds to the gradients (None on a CPU)."""
         self._sends: dict[ShardedUnit, tuple[int, Any]] = {}
-        """By unit whose device memory is not freed yet, the compute after which its copies began, and the event at their end."""
+        """For each unit that is not freed yet: the position of the compute after which its copy began, and the event at the copy's end."""
 
     def begin_compute(self) -> None:
-        """Free sums whose copies began a compute ago; copy back those that this compute or the next adds to."""
+        """Free the sums whose copies began before the previous compute; copy back the sums that this or the next compute adds to."""
         self._position += 1
         for unit in [unit for unit, (position, _) in self._sends.items() if position < self._position - 1]:
             self._free(unit)
@@ -48,7 +49,7 @@ class GradientOffload:
             self._fetch(unit)
 
     def send(self, unit: ShardedUnit) -> None:
-        """Start to copy a unit's sums to the host, after its reduction; no effect if nothing was added since the last copy."""
+        """After a unit's reduction, start to copy its sums to the host. Does nothing if nothing was added since the last copy."""
         if unit in self._on_host:
             return
         storages = {
@@ -84,7 +85,7 @@ class GradientOffload:
             storage.resize_(0)
 
     def _fetch(self, unit: ShardedUnit) -> None:
-        """Start to copy the unit's sums back, if they are in host memory only; forget the copy of sums that are not freed yet."""
+        """Start to copy the unit's sums back. If their device memory is not freed yet, only forget the copy in host memory."""
         copies = self._on_host.pop(unit, None)
         if copies is None:
             return
@@ -96,10 +97,10 @@ class GradientOffload:
             self._memory.release(buffer, self._fetches[unit])
 
     def _start_copies_back(self, copies: Sequence[tuple[torch.UntypedStorage, Tensor]]) -> Any:
-        """Allocate the storages and start to fill them; returns the event at the end of the copies (None on a CPU)."""
+        """Allocate the storages and start to fill them. Returns the event at the end of the copies (None on a CPU)."""
         for storage, buffer in copies:
             storage.resize_(buffer.numel())
-        # The copies start after compute launched so far, which may still read freed tensors in the memory allocated here.
+        # The copies start after the compute launched so far: it may still read freed tensors whose memory the storages reuse.
         stream = self._memory.fetch_stream
         with on_copy_stream(stream), self._span_of("fetch gradients", "fetch") or nullcontext():
             for storage, buffer in copies:

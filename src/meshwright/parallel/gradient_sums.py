@@ -1,4 +1,4 @@
-"""Gradient sums over ranks that follow a unit's own reduce-scatter: replicas, tied weights, copies on tensor ranks."""
+"""All-reduces of gradients that follow a unit's own reduce-scatter: over replicas, of tied weights, and of copies on tensor ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.parallel.tied import TiedGradientSum
 
 
 class GradientSums:
-    """The sums of one rank; each is None if the plan does not need it."""
+    """Runs the all-reduces of one rank. An argument is None if the plan does not need that all-reduce."""
 
     def __init__(
         self,
@@ -28,14 +28,14 @@ class GradientSums:
         return self._replicas is not None
 
     def start(self, unit: ShardedUnit, span: Span | None) -> None:
-        """Start to sum a unit's gradient shards over replicas; called after the unit's last reduction of the step."""
+        """Start to sum a unit's gradient shards over replicas. Call it after the unit's last reduction of the step."""
         if self._replicas is not None:
             self._replicas.start(unit.gradient_shards, unit.reduced_events, span)
 
     def finish(self) -> None:
-        """Make compute wait for the sums over replicas, then sum tied weights and copies on tensor ranks.
+        """Make compute wait for the sums over replicas, then sum the gradients of tied weights and of copies on tensor ranks.
 
-        Called when every unit's reduction has ended.
+        Call it when every unit's reduction has ended.
         """
         if self._replicas is not None:
             self._replicas.finish()

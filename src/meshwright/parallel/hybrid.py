@@ -1,8 +1,8 @@
-"""Attention over slots: micro-batches of whole samples and at most one part of a sample that several ranks divide.
+"""Attention over slots. A slot is a micro-batch of whole samples; it may begin with a part of a sample that several ranks divide.
 
-Every rank has its own slots (`data.slots`). A block computes each slot like a packed sequence; only attention differs. Whole samples
-attend within the slot, by the mask of documents. The part at the beginning attends over its sample by `parallel.span_attention`. All slots
-have the same shapes and the same operations, so that a compiled block serves all of them.
+Every rank has its own slots (`data.slots`). A block computes each slot like a packed sequence; only attention differs. The tokens of whole
+samples attend within the slot, by the mask of documents. The tokens of the part at the beginning attend over their whole sample by
+`parallel.span_attention`. All slots have the same shapes and the same operations, so that a compiled block serves all of them.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from meshwright.spec.hybrid import model_error
 
 @dataclass(frozen=True)
 class SlotMask(AttentionMask):
-    """The mask of whole samples in a slot, and the part of a divided sample.
+    """The mask of the whole samples in a slot, and the part of a divided sample at its beginning.
 
-    In the mask each token of the part attends to itself only.
+    In this mask each token of the part attends to itself only; `span_attention` computes the part's attention.
     """
 
     span: Tensor = field(default_factory=lambda: no_span(1))
-    """The part, as a tensor of `SpanPart.encode`, on the CPU."""
+    """The part, encoded by `SpanPart.encode`, on the CPU."""
     divided: Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.bool))
     """Whether each token belongs to the part, `(1, capacity)`."""
 
 
 @dataclass(frozen=True)
 class SlotTokens(CountedTokens):
-    """The counted tokens of a slot, and the part of a divided sample, whose number is 0."""
+    """The tokens of a slot that routers count, and the part of a divided sample. The divided sample has number 0."""
 
     span: Tensor = field(default_factory=lambda: no_span(1))
-    """The part, as a tensor of `SpanPart.encode`, on the CPU."""
+    """The part, encoded by `SpanPart.encode`, on the CPU."""
 
 
 def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
-    """Replace the model's attention by attention over slots; returns None without hybrid ranks.
+    """Replace the attention of all blocks by attention over slots. Returns None, and does nothing, without hybrid ranks.
 
-    Raises BadInput if the model or the mesh cannot have hybrid ranks.
+    Raises BadInput if the model or the mesh does not allow hybrid ranks.
     """
     group = mesh.group("hybrid")
     if group is None:
@@ -64,7 +64,7 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
 
 
 class DividedSamples:
-    """Builds the inputs that the blocks of a slot share; the other methods change nothing."""
+    """Builds the inputs that the blocks of a slot share. It has the methods of `SplitSequences`; the others return their argument."""
 
     def __init__(self, model: Decoder, ranks: int) -> None:
         self._model = model
@@ -75,7 +75,7 @@ class DividedSamples:
         return batch
 
     def shared_inputs(self, batch: MicroBatch, dtype: torch.dtype) -> SharedInputs:
-        """The inputs that all blocks of a slot share; micro-batches without documents get the model's usual ones."""
+        """The inputs that all blocks of a slot share. A micro-batch without document numbers gets the model's usual inputs."""
         if batch.documents is None:
             return self._model.shared_inputs(batch.tokens, batch.positions, None, dtype)
         part = None if batch.slot is None else batch.slot.divided
@@ -95,7 +95,7 @@ class DividedSamples:
         return shared._replace(by_kind=by_kind)
 
     def counted_tokens(self, counted: CountedTokens, shared: SharedInputs) -> CountedTokens:
-        """Return the counted tokens of a slot, with the part from the mask of its shared inputs."""
+        """Add the slot's part of a divided sample to its counted tokens; the part is taken from the mask in `shared`."""
         _, mask = next(iter(shared.by_kind.values()))  # all have the same span
         assert isinstance(mask, SlotMask)
         return SlotTokens(counted.sample, counted.samples, mask.span)
@@ -105,24 +105,24 @@ class DividedSamples:
         return whole
 
     def gather_tokens(self, local: Tensor) -> Tensor:
-        """Return a tensor of a slot's tokens unchanged. A slot may have a part of a divided sample."""
+        """Return a tensor of a slot's tokens unchanged. If the slot has a part of a divided sample, the result has only this part."""
         return local
 
 
 @dataclass(frozen=True)
 class SampleLoads:
-    """Converts loads `(samples, experts)` of a slot's tokens to those of whole samples, in the process group named `group`."""
+    """Converts the loads `(samples, experts)` of a slot's tokens to the loads of whole samples; `group` names the hybrid ranks' group."""
 
     group: str
 
     def __call__(self, loads: Tensor, counted: CountedTokens) -> Tensor:
-        """The loads, those of a divided sample summed over its ranks; collective over them."""
+        """Return the loads; the loads of a divided sample are summed over its ranks. Collective over these ranks."""
         return sum_span_loads(loads, counted.span, self.group) if isinstance(counted, SlotTokens) else loads
 
 
 @dataclass(frozen=True)
 class SlotAttention:
-    """`kernels.attention.attention` for slots of the hybrid ranks of the process group named `group`."""
+    """`kernels.attention.attention` for slots; `group` is the name of the hybrid ranks' process group."""
 
     group: str
 
@@ -136,9 +136,9 @@ class SlotAttention:
         sinks: Tensor | None = None,
         plain: bool = False,
     ) -> Tensor:
-        """Attention of q `(1, capacity, heads, head_dim)` over k and v with `kv_heads`; shaped like q, with the width of v.
+        """Return the attention output of q `(1, capacity, heads, head_dim)`, with the width of v.
 
-        Narrower values are padded for the part's ring, since keys and values travel as one tensor.
+        k and v have `kv_heads` heads. In the ring of a divided sample keys and values travel as one tensor, so narrower values are padded.
         """
         assert sinks is None, "refused by `hybrid_error`"
         whole = attention(q, k, v, mask, plain=plain)

@@ -1,14 +1,14 @@
 """Matmuls of tensor-parallel linear layers, after an all-gather or before a reduce-scatter of tokens.
 
-Between matmuls a tensor rank has its part of every sequence; inside them it has all tokens and its part of the
-features (Shoeybi et al. 2019, Korthikanti et al. 2022). Each matmul is one custom operator together with its
-collectives, so that a compiled block stays one graph and the compiler neither reorders nor saves the gathered tokens.
-Backward gathers the tokens again, so a rank saves only its own part of the sequence. In backward a collective overlaps
-with the matmul that does not depend on it. If the group has peers (`parallel.peers`), an operator calls its
-asynchronous variant (`parallel.async_tensor`).
+Between linear layers a tensor rank has its part of every sequence. Inside a linear layer it has all tokens and its part of the features
+(Shoeybi et al. 2019, Korthikanti et al. 2022). Each matmul is one custom operator together with its collectives, so that a compiled block
+stays one graph and the compiler neither reorders nor saves the gathered tokens.
 
-Matmuls with the same input share one all-gather, and matmuls whose outputs are added share one reduce-scatter, so the
-operators have lists as arguments.
+Backward gathers the tokens again, so a rank saves only its own part of the sequence. In backward a collective overlaps with the matmul that
+does not depend on it. If the group has peers (`parallel.peers`), an operator calls its asynchronous variant (`parallel.async_tensor`).
+
+Layers with the same input share one all-gather, and layers whose outputs are added share one reduce-scatter. The operators therefore have
+lists as arguments.
 
 Shapes: `all_gather_matmul` maps x `(batch, seq / ranks, in)` to `(batch, seq, out)`; `matmul_reduce_scatter` maps
 `(batch, seq, in)` to `(batch, seq / ranks, out)`.
@@ -37,9 +37,10 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class GroupedLinear(Linear):
-    """This tensor rank's part of a linear layer. `group` is the name of the tensor ranks' process group.
+    """This tensor rank's part of a linear layer.
 
-    The layer references `peers`, which the group's operators look up by name.
+    `group` is the name of the tensor ranks' process group. The layer references `peers` only to keep them alive; the operators look them up
+    by the group's name.
     """
 
     def __init__(self, linear: Linear, group: str, ranks: int, peers: Peers | None = None) -> None:
@@ -57,26 +58,26 @@ class GatheredLinear(GroupedLinear):
     """A linear layer divided by output features: all-gathers the ranks' parts of the sequence before the matmul."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(batch, seq, out)` of x `(batch, seq / ranks, in)`."""
+        """Return y `(batch, seq, out)` for x `(batch, seq / ranks, in)`."""
         return gather_and_multiply([self], x)[0]
 
 
 class ScatteredLinear(GroupedLinear):
-    """A linear layer divided by input features: reduce-scatters the outputs along the sequence.
+    """A linear layer divided by input features: reduce-scatters the outputs along the sequence after the matmul.
 
-    Every rank has the whole bias.
+    The weight is divided over the ranks; every rank has the whole bias.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(batch, seq / ranks, out)` of x `(batch, seq, in)`."""
+        """Return y `(batch, seq / ranks, out)` for x `(batch, seq, in)`."""
         return multiply_and_scatter([self], [x])
 
 
 def gather_and_multiply(linears: Sequence[GroupedLinear], x: Tensor) -> Sequence[Tensor]:
     """Return the output `(batch, seq, out)` of each layer for x `(batch, seq / ranks, in)`, with one all-gather.
 
-    Adapters reduce this rank's own tokens and all-gather the result, of their rank's width: so the gradient of A, which every rank has
-    whole, is that of its own tokens.
+    The adapter of a layer multiplies this rank's own tokens by A and all-gathers the product, which is only as wide as the adapter's rank.
+    Every rank has the whole A, and its gradient of A comes from its own tokens only.
     """
     group = linears[0].group
     ranks = linears[0].tokens_per_input_token
@@ -98,8 +99,9 @@ def gather_and_multiply(linears: Sequence[GroupedLinear], x: Tensor) -> Sequence
 def multiply_and_scatter(linears: Sequence[GroupedLinear], xs: Sequence[Tensor]) -> Tensor:
     """Return the sum `(batch, seq / ranks, out)` of the layers' outputs, with one reduce-scatter.
 
-    The input of layer i is xs[i] `(batch, seq, in)`. Adapters reduce all tokens' part of the features and reduce-scatter the result, of
-    their rank's width: so the gradient of B, which every rank has whole, is that of its own tokens.
+    The input of layer i is xs[i] `(batch, seq, in)`. The adapter of a layer multiplies all tokens' part of the features by A and
+    reduce-scatters the product, which is only as wide as the adapter's rank. Every rank has the whole B, and its gradient of B comes from
+    its own tokens only.
     """
     group = linears[0].group
     ranks = linears[0].tokens_per_input_token
@@ -152,10 +154,10 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class _AllGatherMatmul(torch.autograd.Function):
-    """Autograd of `gather_and_multiply`; `parts` are weight, bias, output tap and input tap of each matmul.
+    """Autograd of `gather_and_multiply`; `parts` has weight, bias, output tap and input tap of each layer, one after another.
 
-    Taps are extra inputs (`kernels.linear`): with them backward returns the output gradient and the gathered tokens as the gradients of the
-    taps, from which the executor computes the weight gradient later, instead of the weight gradient.
+    Taps are extra inputs (`kernels.linear`). With taps the backward does not compute weight gradients. It returns the output gradient and
+    the gathered tokens as the gradients of the taps, and the executor multiplies these two later.
     """
 
     @staticmethod
@@ -186,7 +188,7 @@ class _AllGatherMatmul(torch.autograd.Function):
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
-    """Autograd of `multiply_and_scatter`; `parts` are x, weight, output tap and input tap of each matmul."""
+    """Autograd of `multiply_and_scatter`; `parts` has x, weight, output tap and input tap of each layer, one after another."""
 
     @staticmethod
     def forward(ctx: Any, group: str, ranks: int, *parts: Any) -> Tensor:
@@ -279,7 +281,7 @@ def _(x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: 
 def all_gather_matmul_input_backward(
     x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of x of `all_gather_matmul`, and the gathered tokens, from which the weight gradients are computed later."""
+    """Return the gradient of the input x of `all_gather_matmul`, and the gathered tokens, which later give the weight gradients."""
     if peers := peers_of(group):
         return async_tensor.all_gather_matmul_input_backward(peers, x, weights, grads)
     tokens = _gather(x, group, ranks, asynchronous=True)
@@ -310,7 +312,7 @@ def _(xs: list[Tensor], weights: list[Tensor], group: str, ranks: int) -> Tensor
 def matmul_reduce_scatter_input_backward(
     grad: Tensor, weights: list[Tensor], group: str, ranks: int
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the inputs of `matmul_reduce_scatter`, and the gathered output gradient, which the weight gradients need."""
+    """Return the gradients of the inputs of `matmul_reduce_scatter`, and the gathered output gradient for the weight gradients."""
     if peers := peers_of(group):
         return async_tensor.matmul_reduce_scatter_input_backward(peers, grad, weights)
     whole_grad = _gather(grad, group, ranks).wait()
@@ -325,12 +327,12 @@ def _(grad: Tensor, weights: list[Tensor], group: str, ranks: int) -> tuple[list
 
 
 class _PendingTokens(NamedTuple):
-    """The output of a collective that may still run: tokens of `ranks` ranks, concatenated by rank."""
+    """The output of a collective that may still run. The buffer has the tokens of `ranks` ranks, one rank after another."""
 
     buffer: Tensor
     ranks: int
     work: Any = None
-    """None after a synchronous call, which already made the compute stream wait."""
+    """None after a synchronous call, which already made the compute stream wait for the collective."""
 
     def wait(self) -> Tensor:
         """Make the compute stream wait and return the tokens in sequence order."""

@@ -1,8 +1,8 @@
-"""Device memory of one process in the address space of another one of the same host (CUDA driver API, "IPC").
+"""Maps device memory of another process of the same host into the address space of this process (CUDA driver API, "IPC").
 
-The owner exports memory as a handle of 64 bytes, which may travel in any message: nothing is unpickled. The other process opens it, on the
-same device or on one that reaches it by peer access. The driver refuses memory of expandable segments, devices without peer access,
-and containers that share no IPC namespace; callers then copy through host memory.
+The owner exports memory as a handle of 64 bytes, which may travel in any message; nothing is unpickled. The other process opens the handle,
+on the same device or on a device with peer access to it. The driver refuses memory of expandable segments, devices without peer access, and
+containers that share no IPC namespace. Callers then copy through host memory instead.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
-"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+"""Value of the flag CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class NotMappable(Exception):
-    """The driver cannot export memory, or cannot map that of another process."""
+    """The driver cannot export memory, or cannot map the exported memory of another process."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ExportedMemory:
 
 
 def host_name() -> str:
-    """A name that only processes under the same kernel have, in whatever container."""
+    """Return a name that all processes under the same kernel share, also in different containers; empty if it cannot be read."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -44,12 +44,12 @@ def host_name() -> str:
 
 
 def mappable(device: torch.device) -> bool:
-    """Whether memory of the device can be exported and mapped at all."""
+    """Whether memory of this kind of device can be exported and mapped. A particular allocation may still be refused."""
     return device.type == "cuda"
 
 
 def export(tensor: Tensor) -> ExportedMemory:
-    """Export the memory of a contiguous tensor, which must stay as long as anyone maps it. Raises NotMappable."""
+    """Export the memory of a contiguous tensor. It must stay allocated as long as anyone maps it. Raises NotMappable."""
     base = ctypes.c_uint64()
     handle = _Handle()
     with torch.cuda.device(tensor.device):
@@ -59,10 +59,10 @@ def export(tensor: Tensor) -> ExportedMemory:
 
 
 class MappedMemory:
-    """Memory of another process, until `close`."""
+    """Memory of another process that is mapped until `close` is called."""
 
     def __init__(self, exported: ExportedMemory, size: int, device: torch.device) -> None:
-        """Map `size` bytes for work on `device`. Raises NotMappable if there are fewer, and for memory of this process."""
+        """Map `size` bytes for work on `device`. Raises NotMappable if the allocation is smaller, or if it belongs to this process."""
         if len(exported.handle) != HANDLE_BYTES or exported.offset < 0:
             raise NotMappable(f"a handle of {len(exported.handle)} bytes at byte {exported.offset}")
         self._base = ctypes.c_uint64()
@@ -81,13 +81,13 @@ class MappedMemory:
         self.address = self._base.value + exported.offset
 
     def close(self) -> None:
-        """Unmap it. The device must have done all work that was launched with it."""
+        """Unmap the memory. The device must have finished all work that uses it."""
         with torch.cuda.device(self._device):
             _driver().cuIpcCloseMemHandle(self._base)
 
 
 class _Handle(ctypes.Structure):
-    """The driver's `CUipcMemHandle`, which is passed by value."""
+    """The driver's struct `CUipcMemHandle`, which is passed by value."""
 
     _fields_ = (("content", ctypes.c_ubyte * HANDLE_BYTES),)
 

@@ -1,8 +1,8 @@
 """Process groups along the axes of a Plan's mesh, for all modules that communicate between ranks.
 
-Each set of groups is a partition of all ranks, created by one split of the world's communicator without a barrier. A rank therefore makes
-O(axes) splits for any number of ranks (MegaScale, Jiang et al. 2024, §3.5, measures the cost of creating each group separately). The
-groups of the axes are created in the plan's order at construction, other groups at first use.
+Each set of groups is a partition of all ranks. One split of the world's communicator creates all groups of a partition, without a barrier.
+A rank therefore makes O(axes) splits for any number of ranks (MegaScale, Jiang et al. 2024, §3.5, measures the cost of creating each group
+separately). The groups of the axes are created at construction, in the plan's order; other groups are created at first use.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Mesh:
         return self.group_over((axis,))
 
     def group_over(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
-        """This rank's group of the ranks that differ along `axes` only, in rank order; None if it has one rank."""
+        """This rank's group of the ranks that differ from it along `axes` only, in rank order; None if the group has one rank."""
         used_axes = tuple(axis for axis in axes if self.layout.size(axis) > 1)
         # Cached by axes: every layer calls this, and computing the partition takes time on a large job.
         if used_axes and used_axes not in self._groups_by_axes:
@@ -85,30 +85,30 @@ class Mesh:
 
     @property
     def division(self) -> Division:
-        """This rank's index and the number of ranks, for weights divided over tensor ranks and over expert ranks."""
+        """This rank's index and the number of ranks, over tensor ranks and over expert ranks; it tells the rank's part of each weight."""
         expert_group = next(group for group in self.layout.expert_groups() if self.rank in group)
         return Division(self.part("tensor"), AxisPart(expert_group.index(self.rank), len(expert_group)))
 
     @property
     def experts(self) -> dist.ProcessGroup | None:
-        """The group of ranks over which a layer's experts are distributed, in order of their parts; None if it has one rank."""
+        """The group of ranks over which a layer's experts are distributed, in the order of the experts; None if it has one rank."""
         return self._group_of_several(self.layout.expert_groups(), "experts")
 
     @property
     def expert_copies(self) -> dist.ProcessGroup:
-        """A second group of the ranks of `experts`, for copies of their weights; created once. Collective over all ranks."""
+        """A second group with the ranks of `experts`, for copies of experts' weights; created once. Collective over all ranks."""
         if self._expert_copies is None:
-            # Not `split`, which would return the group of the tokens: weights would wait behind them.
+            # Not `self.split`, which would return the cached group that exchanges tokens: weights would wait for tokens.
             self._expert_copies = self.world.split(self.layout.expert_groups(), "copies of experts")
         return self._expert_copies
 
     @property
     def model_copy_group(self) -> dist.ProcessGroup | None:
-        """The group of ranks that together have one copy of the model: those along all axes but `replicate`."""
+        """The group of ranks that together have one copy of the model: they have the same index along `replicate`."""
         return self.group_over([axis for axis, _ in self.layout.axes if axis != "replicate"])
 
     def consecutive_group(self, axis: str, count: int) -> dist.ProcessGroup:
-        """This rank's group of `count` consecutive ranks along `axis`, whose size `count` divides. Collective over all ranks."""
+        """This rank's group of `count` consecutive ranks along `axis`. `count` must divide the axis. Collective over all ranks."""
         blocks: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for rank in range(self.layout.ranks):
             coordinates = self.layout.coordinates(rank)
@@ -117,9 +117,9 @@ class Mesh:
         return self.split(tuple(map(tuple, blocks.values())), f"{count} along {axis}")
 
     def pair(self, pipeline_a: int, pipeline_b: int) -> dist.ProcessGroup | None:
-        """Group of the two ranks on these pipeline ranks that have this rank's other coordinates, for tied weights.
+        """The group of the two ranks on these pipeline ranks that share this rank's other coordinates; it sums tied weights.
 
-        None if this rank is on another pipeline rank. Collective over all ranks.
+        None if this rank is on a third pipeline rank. Collective over all ranks.
         """
         group = self.split(pairs_along_pipeline(self.layout, ((pipeline_a, pipeline_b),)), "pair")
         return group if self.coordinate("pipeline") in (pipeline_a, pipeline_b) else None
@@ -147,14 +147,14 @@ class Mesh:
         return self._expert_shards
 
     def _group_of_several(self, parts: Parts, description: str) -> dist.ProcessGroup | None:
-        """As `split`; None if every part is a single rank."""
+        """As `split`, but None if every part is a single rank."""
         return self.split(parts, description) if len(parts) < self.layout.ranks else None
 
     def _device_mesh(self, group: dist.ProcessGroup | None) -> DeviceMesh:
         return DeviceMesh.from_group(group or self._group_of_one(), self.device.type, mesh_dim_names=("shard",))
 
     def _group_of_one(self) -> dist.ProcessGroup:
-        """A group of this rank only; FSDP2 requires a group on a single rank too."""
+        """A group with this rank only, because FSDP2 requires a group on a single rank too."""
         return self.split(tuple((rank,) for rank in range(self.layout.ranks)), "single rank")
 
     def sum_over_all(self, values: torch.Tensor) -> torch.Tensor:
@@ -164,9 +164,9 @@ class Mesh:
 
 
 def build_mesh(plan: Plan, world: World) -> Mesh:
-    """Create the process groups of the plan's axes; collective over all ranks.
+    """Create the process groups of the plan's axes. Collective over all ranks.
 
-    Raises BadInput when the plan is for another number of ranks.
+    Raises BadInput if the plan is for another number of ranks.
     """
     if plan.ranks != world.ranks:
         raise BadInput(
@@ -176,10 +176,10 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
 
 
 def pairs_along_pipeline(layout: Layout, pairs: Sequence[tuple[int, int]]) -> Parts:
-    """Partition of all ranks into pairs that differ along the pipeline axis only, for disjoint `pairs` of pipeline ranks.
+    """Partition all ranks into pairs that differ along the pipeline axis only.
 
-    Ranks in no pair get a part of their own: torch names a group by the number of groups that a rank created, and all
-    members need the same name.
+    `pairs` are disjoint pairs of pipeline ranks. A rank in no pair becomes a part with one rank: torch names a group by the number of
+    groups that a rank has created before, and all members of a group need the same name.
     """
     partner = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
     parts: dict[tuple[int, ...], None] = {}

@@ -1,7 +1,7 @@
-"""Norms of queries and keys over all heads of a token, where tensor ranks divide the heads.
+"""Norms of queries and keys over all heads of a token together, where tensor ranks divide the heads.
 
-A rank has the sums of squares of its own heads. One all-reduce of two numbers a token, in fp32, adds those of all ranks: 8 bytes, where a
-gather of the heads would move all queries and keys. The backward adds as many numbers.
+A rank computes the sums of squares of its own heads. One all-reduce adds the sums of all ranks: two fp32 numbers per token, 8 bytes. A
+gather of the heads would move all queries and keys instead. The backward adds as many numbers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from meshwright.parallel.linear_exchanges import group_by_name
 def norm_divided_heads(
     attention: Attention, q: Tensor, k: Tensor, *, group: str, ranks: int, copies: int
 ) -> tuple[Tensor, Tensor]:
-    """`models.attention.norm_all_heads` of the heads that this of `ranks` tensor ranks has; collective over `group`.
+    """`models.attention.norm_all_heads` for the heads of this rank, one of `ranks` tensor ranks. Collective over `group`.
 
-    `copies`: so many ranks have each key head, and the sum counts it once.
+    If there are fewer key heads than ranks, `copies` ranks have each key head. The sum over ranks is divided so that it counts each once.
     """
     squares = [x.to(accumulate_dtype(x.dtype)).square().sum((-2, -1)) for x in (q, k)]
     total_q, total_k = _added(torch.stack((squares[0], squares[1] / copies)), group)
@@ -41,7 +41,7 @@ def norm_divided_heads(
 
 
 def _added(x: Tensor, group: str) -> Tensor:
-    """The sum of x of all ranks; backward adds the gradients of all ranks, as each rank's result depends on every x."""
+    """Return the sum of x over all ranks. Each rank's result depends on every x, so backward adds the gradients of all ranks."""
     return _Added.apply(x, group) if torch.is_grad_enabled() else add_over_ranks(x, group)
 
 
@@ -59,7 +59,7 @@ class _Added(torch.autograd.Function):
 
 @torch.library.custom_op("meshwright::add_over_ranks", mutates_args=())
 def add_over_ranks(x: Tensor, group: str) -> Tensor:
-    """The sum of x of all ranks of the group with this name, as a new tensor."""
+    """Return the sum of x over all ranks of the group with this name, as a new tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group_by_name(group))
     return total

@@ -1,11 +1,12 @@
-"""Losses that are functions of log-probabilities, such as those of preferences and of reinforcement learning.
+"""Losses that are functions of log-probabilities, such as those of preference training and of reinforcement learning.
 
-The gradient of a token has a factor that may depend on the log-probabilities of its whole sequence. So the head runs twice for each
-micro-batch: first it computes the log-probabilities, of which the objective makes its loss; then the gradients, with one number for each
-token. That is one matmul of the head more than the loss of next tokens needs.
+The gradient of a token's logits is the gradient of its log-probability times a factor, the derivative of the loss with respect to this
+log-probability. The factor may depend on the log-probabilities of the whole sequence. So the head runs twice for each micro-batch. First it
+computes the log-probabilities, from which the objective computes the loss and the factors. Then it computes the gradients with one factor
+for each token. The next-token loss needs no first pass, so an objective costs one more matmul of the head.
 
-An objective sees whole sequences on every rank, so that it needs no collectives: each tensor rank has the log-probabilities of all tokens,
-and context ranks gather them.
+An objective sees whole sequences on every rank and therefore needs no collectives: each tensor rank has the log-probabilities of all
+tokens, and context ranks gather them.
 """
 
 from __future__ import annotations
@@ -25,28 +26,33 @@ from meshwright.spec.errors import BadInput
 
 
 class Objective(Protocol):
-    """A loss of the log-probabilities of targets, summed over a micro-batch.
+    """A loss that is a function of the log-probabilities of the targets, summed over a micro-batch.
 
-    The step's loss is the sum over all micro-batches of all ranks, divided by the sum of their counts, for any layout.
+    The loss of a step is the sum over all micro-batches of all ranks, divided by the sum of their `count`s. It does not depend on the
+    layout.
     """
 
     by_sequence: bool
-    """Whether a token's part depends on other tokens of its sequence, which hybrid ranks may divide."""
+    """Whether the loss of a token depends on other tokens of its sequence. Such a loss needs whole sequences on each rank."""
 
     def count(self, batch: MicroBatch) -> float | Tensor:
-        """What a micro-batch adds to the divisor: its tokens, sequences or pairs. A tensor is a scalar on the batch's device."""
+        """Return what the micro-batch adds to the divisor of the loss, for example its tokens, sequences or pairs.
+
+        If it is a tensor, it is a scalar on the device of the batch.
+        """
         ...
 
     def loss(self, log_probabilities: Tensor, batch: MicroBatch) -> Tensor:
-        """The summed loss, a scalar differentiable by `log_probabilities` `(batch, seq)`, fp32 or fp64, 0 where targets are -1.
+        """Return the summed loss, a scalar that is differentiable with respect to `log_probabilities`.
 
-        `batch` is the micro-batch with its whole sequences, on the device; its `columns` have what the loader added for the objective.
+        `log_probabilities` `(batch, seq)` are fp32 or fp64, and 0 where targets are -1. `batch` is the micro-batch with its whole
+        sequences, on the device. Its `columns` have what the loader added for the objective.
         """
         ...
 
 
 class StepObjective(NamedTuple):
-    """The objective of a step, and the number of all ranks by which its loss is divided, a scalar on the device."""
+    """The objective of a step, and the divisor of its loss: the sum of `count` over all ranks, a scalar on the device."""
 
     objective: Objective
     divisor: Tensor
@@ -55,10 +61,11 @@ class StepObjective(NamedTuple):
 def losses_of_batches(
     step: StepObjective, batches: Sequence[MicroBatch], rank_model: StageModel, valid: Tensor | None
 ) -> list[OfLogProbabilities]:
-    """For each micro-batch of whole sequences the function of this rank's log-probabilities that the head calls.
+    """For each micro-batch of whole sequences, return the function that the head calls with this rank's log-probabilities.
 
-    Its results are multiplied by `valid` / `step.divisor`, because the executor divides all sums by `valid`. Only the first of the tensor
-    and context ranks that divide a sequence returns its loss. Raises BadInput for losses of sequences on hybrid ranks.
+    The function multiplies loss and factors by `valid` / `step.divisor`, because the executor divides all losses by `valid`. Several tensor
+    and context ranks compute the loss of the same sequence; only the first of them returns it, the others return 0. Raises BadInput if a
+    loss needs whole sequences and the plan has hybrid ranks, which divide sequences.
     """
     context = rank_model.context
     if step.objective.by_sequence and isinstance(context, DividedSamples):

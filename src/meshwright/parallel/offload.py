@@ -1,8 +1,9 @@
-"""Offload of activations: saved tensors are copied to host memory after a block's forward and back before its backward.
+"""Offload of activations: a block's saved tensors are copied to host memory after its forward and back before its backward.
 
-A visit is one micro-batch in one unit, here a block of the model. Autograd's saved-tensor hooks collect its tensors. Whole storages are
-copied as bytes, so that views of one storage stay views of one storage and every bit is preserved. Copies run on two streams beside
-compute, one for each direction. `parallel.timetable` computes before the step when device memory is freed and when it is copied back.
+A visit is one micro-batch in one unit, here in a block of the model. Autograd's saved-tensor hooks collect the visit's tensors. Whole
+storages are copied as bytes, so that views of one storage stay views of one storage and every bit is preserved. Two copy streams overlap
+with compute, one stream for each direction. `parallel.timetable` decides before the step when device memory is freed and when the copy back
+starts.
 
 Streams wait for events; the host does not wait. Memory that a copy stream reads or writes is referenced until the compute stream has waited
 for the copy, so that the allocator cannot reuse it earlier.
@@ -26,14 +27,14 @@ from meshwright.kernels.pinned import allocate_pinned
 from meshwright.parallel.timetable import Visit, build_timetable
 
 MIN_BYTES = 1 << 20
-"""Smaller storages are not offloaded from a GPU, as they save little memory for the time of their kernel launches.
+"""Storages with fewer bytes stay on the GPU: they save little memory compared to the time of their kernel launches.
 
-On a CPU, for tests, all storages are offloaded.
+CPU ranks, which exist for tests, offload storages of every size.
 """
 
 
 class HostMemory:
-    """Reusable buffers in host memory for `purpose`, pinned for GPU copies, and the streams of the copies."""
+    """Reusable host buffers, pinned for GPU copies, and the two copy streams. `purpose` names the buffers in error messages."""
 
     def __init__(self, device: torch.device, min_bytes: int | None = None, purpose: str = "activations") -> None:
         self.device = device
@@ -44,13 +45,13 @@ class HostMemory:
         self.min_bytes = min_bytes
         self.offload_stream, self.fetch_stream = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
         self.host_bytes = 0
-        """Bytes of all buffers: for each size, the largest number that was in use at the same time."""
+        """Bytes of all buffers. For each size there are as many buffers as were in use at the same time at most."""
         self.peak_device_bytes = 0
-        """Peak device bytes of the tensors that are offloaded, sampled when a forward or backward starts."""
+        """Peak bytes on the device of tensors that are offloaded at other times; sampled at the start of each forward and backward."""
         self._free: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)
 
     def acquire(self, size: int) -> Tensor:
-        """Return a buffer of `size` bytes that `offload_stream` may write to. Raises OutOfResources as `allocate_pinned` does."""
+        """Return a buffer of `size` bytes that `offload_stream` may write to. Raises OutOfResources if host memory cannot be allocated."""
         if not self._free[size]:
             self.host_bytes += size
             return (
@@ -64,13 +65,13 @@ class HostMemory:
         return buffer
 
     def release(self, buffer: Tensor, read: Any) -> None:
-        """Make a buffer available again after the event `read`, which ends the last read of it (None: at once)."""
+        """Make a buffer available again after the event `read`, which follows its last read; None: at once."""
         self._free[buffer.numel()].append((buffer, read))
 
 
 @dataclass
 class _Storage:
-    """Storage of a visit, as bytes: on the device, in host memory, or in both during a copy."""
+    """A storage that a visit saved, as bytes: on the device, in host memory, or in both while a copy runs."""
 
     size: int
     device: Tensor | None
@@ -81,7 +82,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _SavedTensor:
-    """A tensor in a storage that may be offloaded."""
+    """What autograd keeps instead of a saved tensor: its storage, and how the tensor is a view of this storage."""
 
     storage: _Storage
     dtype: torch.dtype
@@ -91,7 +92,7 @@ class _SavedTensor:
 
 
 class SavedActivations:
-    """Tensors that one visit saves for its backward. `excluded` are addresses of storages to keep on the device."""
+    """The tensors that one visit saves for its backward. Storages with an address in `excluded` stay on the device."""
 
     def __init__(self, memory: HostMemory, excluded: Collection[int]) -> None:
         self._memory = memory
@@ -101,12 +102,12 @@ class SavedActivations:
         self._fetched: Any = None
 
     def collect(self) -> AbstractContextManager[Any]:
-        """Collect the tensors that autograd saves inside this context."""
+        """Context in which the tensors that autograd saves are collected here."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     @property
     def device_bytes(self) -> int:
-        """Current bytes on the device."""
+        """Bytes of these tensors that are on the device now."""
         return sum(storage.size for storage in self._storages.values() if storage.device is not None)
 
     def start_offload(self, span: AbstractContextManager[None] | None = None) -> None:
@@ -128,7 +129,7 @@ class SavedActivations:
         """Start to copy every storage back; the copies overlap with later work of the compute stream."""
         for storage in self._storages.values():
             storage.device = torch.empty(storage.size, dtype=torch.uint8, device=self._memory.device)
-        # The copies start after compute launched so far, which may still read freed tensors in the memory allocated here.
+        # The copies start after the compute launched so far: it may still read freed tensors whose memory the allocation above reuses.
         with on_copy_stream(self._memory.fetch_stream), span or nullcontext():
             for storage in self._storages.values():
                 assert storage.device is not None and storage.host is not None
@@ -180,7 +181,7 @@ class SavedActivations:
 
 
 def on_copy_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    """Run work on `stream`, after the work launched so far on the compute stream; on a CPU in program order."""
+    """Context in which work runs on `stream`, after the work launched so far on the compute stream; on a CPU it has no effect."""
     if stream is None:
         return nullcontext()
     stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -204,9 +205,10 @@ def storage_addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
 
 
 def leaf_without_memory(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an autograd leaf with the shape of x and no memory, and x itself as a function of the leaf.
+    """Return an autograd leaf with the shape of x but without memory, and x as a function of this leaf.
 
-    The gradient of x becomes that of the leaf. An autograd graph references its leaves, so x as a leaf could not be freed.
+    The gradient of x becomes the gradient of the leaf. An autograd graph references its leaves: if x itself were the leaf, its memory could
+    not be freed before the backward.
     """
     leaf = x.new_empty(()).expand(x.shape).requires_grad_()
     return leaf, _LeafWithoutMemory.apply(leaf, x)
@@ -226,10 +228,10 @@ class _LeafWithoutMemory(torch.autograd.Function):
 
 
 class ActivationOffload:
-    """Offloads the activations of one step's visits at the positions of its timetable.
+    """Offloads the activations of one step's visits at the positions of the step's timetable.
 
-    `computes`, `sizes` and `candidates` as in `build_timetable`. `concurrent_span` returns the profiler span of a copy for its name and its
-    lane in the timeline, or None.
+    `computes`, `sizes` and `candidates` are the arguments of `build_timetable`. `concurrent_span(name, lane)` returns the profiler span
+    of a copy, or None.
     """
 
     def __init__(
@@ -247,7 +249,7 @@ class ActivationOffload:
         self._saved: dict[Visit, SavedActivations] = {}
 
     def begin_compute(self) -> None:
-        """Free device memory and start copies back that the timetable has before the next forward or backward."""
+        """Before the next forward or backward: free the device memory and start the copies back that the timetable lists for it."""
         self._index += 1
         for visit in self._timetable.frees.get(self._index, ()):
             self._saved[visit].free_device_memory()
@@ -258,7 +260,7 @@ class ActivationOffload:
             self._memory.peak_device_bytes = max(self._memory.peak_device_bytes, device_bytes)
 
     def saved_activations(self, visit: Visit, excluded: Collection[int]) -> SavedActivations | None:
-        """Collector of the tensors that the visit's forward saves; None if they are not offloaded.
+        """Return the collector for the tensors that the visit's forward saves; None if they are not offloaded.
 
         `excluded` as in `SavedActivations`.
         """
@@ -275,7 +277,7 @@ class ActivationOffload:
 
     @contextmanager
     def backward(self, visit: Visit) -> Iterator[None]:
-        """Context of the visit's backward: first makes compute wait for the copies back, finally releases the host buffers."""
+        """Context of the visit's backward. It starts with a wait of compute for the copies back, and ends by releasing the host buffers."""
         saved = self._saved.get(visit)
         if saved is None:
             yield

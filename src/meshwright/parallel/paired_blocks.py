@@ -1,13 +1,12 @@
-"""Two micro-batches in one block with experts at a time: the exchange of tokens of each overlaps with the other's compute.
+"""Two micro-batches in one block with experts at a time: the token exchange of each overlaps with the compute of the other.
 
-The schedule `paired` has the forwards, and the backwards, of two micro-batches A and B in one action. A block with experts has three parts
-(`parallel.block_parts`). Rows go to the ranks of their experts after the first part and return after the second. In the order
+The schedule `paired` has the forwards of two micro-batches A and B in one action, and their backwards in another. A block with experts has
+three parts (`parallel.block_parts`). Rows go to the ranks of their experts after the part `route` and return after `compute`. The order is
 
     route A, route B, compute A, compute B, combine A, combine B
 
-an exchange starts after its part, and compute waits for it before the next part of the same micro-batch. So a part of the other
-micro-batch overlaps with it. Each part is an autograd graph of its own: the backward runs them in the opposite order and exchanges the
-gradients between them.
+The exchange of A's rows starts after route A, and compute A waits for it. Meanwhile route B runs. The other exchanges overlap in the same
+way. Each part is an autograd graph of its own. The backward runs the parts in the opposite order and exchanges the gradients between them.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from meshwright.parallel.timetable import Visit
 from meshwright.parallel.unit_exchange import UnitExchange
 
 RouterLoss = Callable[[RoutedOutput], Tensor | None]
-"""Function that adds an output's statistics to the step's and returns its router's loss, or None."""
+"""Function that adds the routing statistics of an output to the step's; returns the router's loss, or None if it has no weight."""
 
 
 class PairedBlocks:
-    """State of blocks that run two micro-batches of a step together, between their forward and their backward.
+    """The blocks of a step in which two micro-batches run together, kept from their forward until their backward.
 
-    `exchange` has the inputs of the blocks and gets their outputs, without graphs.
+    `exchange` supplies the inputs of blocks and receives their outputs; these have no autograd graph.
     """
 
     def __init__(self, exchange: UnitExchange) -> None:
@@ -42,7 +41,7 @@ class PairedBlocks:
         self._blocks: dict[Visit, PairedBlock] = {}
 
     def forward(self, visits: Sequence[Visit], blocks: Sequence[PairedBlock], shared: Sequence[SharedInputs]) -> None:
-        """Run the parts of `blocks`, one for each visit, in turns."""
+        """Run the forward of `blocks`, one for each visit, part by part for all of them."""
         for visit, block, inputs in zip(visits, blocks, shared, strict=True):
             block.route(self._exchange.take("activation", visit).requires_grad_(), inputs)
         for block in blocks:
@@ -52,7 +51,7 @@ class PairedBlocks:
             self._exchange.pass_on("activation", visit, block.combine())
 
     def backward(self, visits: Sequence[Visit], after_part: Callable[[], None]) -> None:
-        """Run the backwards of the parts in the opposite order; `after_part` is called after each."""
+        """Run the backwards of the parts in the opposite order; call `after_part` after each part."""
         reverse = [(visit, self._blocks.pop(visit)) for visit in reversed(visits)]
         for visit, block in reverse:
             block.combine_backward(self._exchange.take("gradient", visit))
@@ -66,9 +65,9 @@ class PairedBlocks:
 
 
 class PairedBlock:
-    """Micro-batch in a block, from the first part of its forward to the last of its backward; each part runs once.
+    """One micro-batch in one block, from the forward of `route` to the backward of `route`. Each part runs once.
 
-    `choose` is called before the router runs, `router_loss` after it.
+    `choose` is called before the router runs and sets the experts if recorded routing is replayed. `router_loss` is called after it.
     """
 
     def __init__(self, parts: BlockParts, router_loss: RouterLoss, choose: Callable[[], None]) -> None:
@@ -76,10 +75,10 @@ class PairedBlock:
         self._router_loss = router_loss
         self._choose = choose
         self._graphs: list[_PartGraph] = []
-        """Graphs of the parts without backward yet, in the order of their forwards."""
+        """Graphs of the parts whose backward has not run, in the order of their forwards."""
 
     def route(self, x: Tensor, shared: SharedInputs) -> None:
-        """Run the first part for x `(batch, seq, hidden)`, a leaf that needs a gradient, and start to send its rows."""
+        """Run `route` for x `(batch, seq, hidden)`, a leaf that needs a gradient, and start to send its rows."""
         self._choose()
         routed = self._parts.route(x, *shared.of(self._parts.attention_kind), shared.counted)
         loss = self._router_loss(RoutedOutput(routed.x, routed.balance, routed.load, routed.squares))
@@ -95,7 +94,7 @@ class PairedBlock:
         self._moving = self._start(routed.sent.detach(), None, back=False)
 
     def compute(self) -> None:
-        """Run the second part for the rows that arrive, and start to send its results back."""
+        """Run `compute` for the rows that arrive, and start to send its outputs back."""
         # Neither the received rows nor x are saved for the backward, so their leaves must not hold them.
         leaf, received = leaf_without_memory(self._moving.wait())
         self._received_count = received.shape[0]
@@ -104,7 +103,7 @@ class PairedBlock:
         self._moving = self._start(outputs.detach(), self._row_count, back=True)
 
     def combine(self) -> Tensor:
-        """Run the last part for the rows that return; returns the block's output without its graph."""
+        """Run `combine` for the outputs that return. Returns the block's output without its graph."""
         leaf, x = leaf_without_memory(self._x)
         returned = _leaf(self._moving.wait())
         normed, weights, *orders = self._for_combine
@@ -114,20 +113,20 @@ class PairedBlock:
         return y.detach()
 
     def combine_backward(self, gradient: Tensor) -> None:
-        """Run the last part's backward, and start to send the gradients of the rows that returned."""
+        """Run the backward of `combine`, and start to send the gradients of the returned outputs to the ranks of the experts."""
         x, normed, returned, weights = self._graphs.pop().backward([gradient])
         assert returned is not None
         self._gradients = x, normed, weights
         self._moving = self._start(returned, self._received_count, back=False)
 
     def compute_backward(self) -> None:
-        """Run the second part's backward, and start to send the gradients of the rows that arrived."""
+        """Run the backward of `compute`, and start to send the gradients of the received rows back."""
         (received,) = self._graphs.pop().backward([self._moving.wait()])
         assert received is not None
         self._moving = self._start(received, self._row_count, back=True)
 
     def route_backward(self) -> Tensor:
-        """Run the first part's backward; returns the gradient of the block's input."""
+        """Run the backward of `route`. Returns the gradient of the block's input."""
         gradients = [*self._gradients, self._moving.wait(), *self._loss_gradient]
         del self._moving, self._gradients
         (x,) = self._graphs.pop().backward(gradients)
@@ -139,9 +138,9 @@ class PairedBlock:
 
 
 class _PartGraph(NamedTuple):
-    """The autograd graph of one part from its `inputs`, which are leaves, to the edges of its outputs.
+    """The autograd graph of one part: its `inputs`, which are leaves, and the graph edges of its outputs.
 
-    It has no output itself, so that the memory of outputs can be freed.
+    It references edges and not the outputs, so that the memory of outputs can be freed.
     """
 
     inputs: Sequence[Tensor]
@@ -152,7 +151,7 @@ class _PartGraph(NamedTuple):
         return cls(inputs, [get_gradient_edge(output) for output in outputs])
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs from those of the outputs; those of outputs or inputs without influence are None."""
+        """Return the gradients of the inputs from the gradients of the outputs. A gradient is None where there is no influence."""
         edges = [edge for edge, gradient in zip(self.outputs, gradients, strict=True) if gradient is not None]
         torch.autograd.backward(edges, [gradient for gradient in gradients if gradient is not None])
         return [leaf.grad for leaf in self.inputs]

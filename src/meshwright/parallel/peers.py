@@ -2,11 +2,11 @@
 
 In an all-gather each rank copies the other ranks' parts of the sequence (`start_gather`). In a reduce-scatter each rank writes one part
 into the memory of each other rank, which adds the parts (`start_sum`). On CUDA the devices' copy engines execute the copies, in memory that
-all ranks of a node map (`PeerMemory`). On a CPU sends and receives replace them in the same order, so the results are equal
+all ranks of a node map (`PeerMemory`). On a CPU, sends and receives in the same order replace the copies, so the results are equal
 (`MessagePeers`).
 
-All ranks of a group make the same calls in the same order. Shapes: a rank's part `(batch, part, width)`, all tokens `(batch, ranks × part,
-width)`, with `part` tokens of a sequence on each rank.
+All ranks of a group make the same calls in the same order. Shapes: each rank has `part` tokens of a sequence. A rank's part is
+`(batch, part, width)`; all tokens are `(batch, ranks × part, width)`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ ALIGNED = 256
 
 
 def open_peers(mesh: Mesh, axis: str, option: str) -> Peers:
-    """Open and register the peers of the ranks along `axis`, of which there are at least two.
+    """Open the peers of the ranks along `axis`, and register them for the group's operators. There must be at least two ranks.
 
-    Operators look them up by their group's name (`peers_of`) as long as the caller references the result. Raises BadInput if
-    the ranks are on several nodes or their devices cannot map each other's memory; the message names `option`.
+    Operators find the peers by the group's name (`peers_of`) as long as the caller references the result. Raises BadInput if the ranks are
+    on several nodes or their devices cannot map each other's memory; `option` is the plan's option that the message names.
     """
     group = mesh.group(axis)
     assert group is not None, f"one rank along {axis} has no peers"
@@ -54,21 +54,21 @@ def register(group: str, peers: Peers) -> None:
 
 
 def close_peers(group: str) -> None:
-    """Make the group's operators use collectives again; the next model of a process may have a group of the same name."""
+    """Make the group's operators use collectives again. The next model in this process may have a group with the same name."""
     _peers_by_group.pop(group, None)
 
 
 def peers_of(group: str) -> Peers | None:
-    """The peers of the group with this name; None if its operators use collectives."""
+    """Return the peers of the group with this name, or None if its operators use collectives."""
     return _peers_by_group.get(group)
 
 
-# Custom operators get a group's name as argument and look the peers up here. An entry does not keep the peers alive.
+# Custom operators get the group's name as an argument and look up the peers here. An entry does not keep its peers alive.
 _peers_by_group: WeakValueDictionary[str, Peers] = WeakValueDictionary()
 
 
 class Peers(ABC):
-    """Token exchange between the ranks of a group; `rank` is this rank's index in the group."""
+    """Transfers tokens between the ranks of a group. `rank` is this rank's index in the group, `ranks` the size of the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
@@ -76,37 +76,37 @@ class Peers(ABC):
 
     @abstractmethod
     def start_gather(self, x: Tensor, whole: Tensor, order: Sequence[int]) -> PendingGather:
-        """Start to copy each peer's part, in this order, into its slice of `whole`; x is this rank's part, contiguous."""
+        """Start to copy each peer's part into its slice of `whole`, in the order `order`. x is this rank's part, contiguous."""
 
     @abstractmethod
     def start_sum(self, shape: torch.Size, like: Tensor) -> PendingSum:
-        """Start a sum whose parts have this shape, and the dtype and device of `like`."""
+        """Start a sum whose parts have this shape. They have the dtype and device of `like`."""
 
 
 class PendingGather(ABC):
-    """A gather that may still run."""
+    """An all-gather that may still run."""
 
     @abstractmethod
     def wait(self, peer: int) -> None:
         """Make the current stream wait for the part of `peer`.
 
-        Exchanges alternate between two pieces of memory: call it for every part before the second exchange after this
-        one starts, which reuses the memory of this one.
+        Exchanges use two slots of memory in turn. Call it for every part before the second exchange after this one starts, because that
+        exchange reuses this one's slot.
         """
 
 
 class PendingSum(ABC):
-    """A sum that may still run; `received` `(ranks, batch, part, width)` holds the parts that this rank adds."""
+    """A reduce-scatter that may still run. `received` `(ranks, batch, part, width)` has the parts that this rank adds."""
 
     received: Tensor
 
     @abstractmethod
     def send(self, parts: Mapping[int, Tensor], sequence: int) -> None:
-        """Start to send each peer its part `(part, width)` of a sequence of the batch, after the work of the current stream."""
+        """Start to send each peer its part `(part, width)` of one sequence of the batch, after the work of the current stream."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Make the current stream wait for every peer's part; called after all `send`s."""
+        """Make the current stream wait for the parts of all peers. Call it after all `send`s."""
 
 
 class MessagePeers(Peers):
@@ -135,7 +135,7 @@ class MessagePeers(Peers):
         return _SumByMessages(self, received, works)
 
     def _send(self, tensor: Tensor, peer: int) -> tuple[dist.Work, Tensor]:
-        """Start a send; the caller keeps the returned tensor until the send has ended."""
+        """Start a send. The caller must keep the returned tensor until the send has ended."""
         tensor = tensor.contiguous()
         return _require_work(dist.isend(tensor, group=self._group, group_dst=peer, tag=self._uses)), tensor
 
@@ -149,7 +149,7 @@ def _require_work(work: dist.Work | None) -> dist.Work:
 
 
 class _GatherByMessages(PendingGather):
-    """Receives by peer (`works`), and the sends with the tensors that they read."""
+    """`works` has the receives from each peer; `sent` has the sends, with the tensors that they read."""
 
     def __init__(self, works: dict[int, list[dist.Work]], sent: list[tuple[dist.Work, Tensor]]) -> None:
         self._works = works
@@ -180,13 +180,16 @@ class _SumByMessages(PendingSum):
 
 
 class PeerMemory(Peers):
-    """Exchanges tokens by the devices' copy engines, on a stream of its own, through slots that all ranks of the group map.
+    """Transfers tokens by the devices' copy engines, on a stream of its own, through slots that all ranks of the group map.
 
-    A slot is a buffer on each rank; a window has two slots. An exchange has one barrier between its ranks. In a gather a rank writes its
-    part into its own slot before the barrier and copies from the others' slots after it. In a sum it copies into the others' slots before
-    the barrier and adds the parts in its own slot after it. Exchanges alternate between the two slots. So the barrier of the exchange in
-    between separates the last reads of a slot from the next writes to it. A barrier consists of flags in the same memory. Small copies
-    write the flags, and stream memory operations (CUDA driver API) wait for them, without the host and without a kernel.
+    A slot is a buffer on each rank. The window has two slots, which exchanges use in turn. An exchange has one barrier between its ranks:
+
+    - all-gather: a rank writes its part into its own slot, barrier, then it copies from the other ranks' slots;
+    - reduce-scatter: a rank copies parts into the other ranks' slots, barrier, then it adds the parts in its own slot.
+
+    Exchange 3 uses the slot of exchange 1 again. The barrier of exchange 2 is between the last read of exchange 1 and the first write of
+    exchange 3. A barrier consists of flags in the same memory. Small copies write the flags, and stream memory operations (CUDA driver API)
+    wait for them, without the host and without a kernel.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -217,10 +220,10 @@ class PeerMemory(Peers):
         return _SumByCopies(self, shape, like)
 
     def begin(self, size: int) -> _Window:
-        """Start the next exchange and return its window, whose slots have at least `size` bytes."""
+        """Start the next exchange and return the window, whose slots then have at least `size` bytes."""
         self.uses += 1
         if self._window is None or self._window.size < size:
-            # Every rank synchronises before the new window exists, so no rank still reads the old one.
+            # Every rank synchronises before the new window exists, so no rank still reads the old window.
             torch.cuda.synchronize(self._device)
             self._window = _Window(self._group, size, self._device)
         return self._window
@@ -245,7 +248,7 @@ class _SumByCopies(PendingSum):
         self._targets = {peer: self._window.slot(peer, self._number, full, like.dtype)[memory.rank] for peer in peers}
         self._remaining = len(peers) * shape[0]
         self._sources: list[Mapping[int, Tensor]] = []
-        """Sources of copies that may still run."""
+        """Sources of copies that may still run; they must stay allocated."""
 
     def send(self, parts: Mapping[int, Tensor], sequence: int) -> None:
         if not parts:
@@ -257,8 +260,8 @@ class _SumByCopies(PendingSum):
             for peer, part in parts.items():
                 self._targets[peer][sequence].copy_(part, non_blocking=True)
             self._remaining -= len(parts)
-            # After the last part and not in `wait`: the caller launches the matmul of its own part between the last
-            # `send` and `wait`, and the peers would wait for that matmul too.
+            # The barrier follows the last part and is not in `wait`: the caller launches the matmul of its own part between the last `send`
+            # and `wait`, and with a barrier in `wait` the peers would wait for this matmul too.
             if not self._remaining:
                 self._window.barrier(self._number)
 
@@ -269,7 +272,7 @@ class _SumByCopies(PendingSum):
 
 
 class _Window:
-    """Slots of `size` bytes and one flag per rank, in memory that all devices of a group map.
+    """Two slots of `size` bytes and one flag per rank, in memory that all devices of a group map.
 
     Construction is collective and synchronises the device.
     """
@@ -290,11 +293,11 @@ class _Window:
         self._flags = [self._view(owner, 0, (self._ranks,), torch.int32) for owner in range(self._ranks)]
 
     def slot(self, owner: int, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The slot of exchange `number` on rank `owner`."""
+        """Return the slot that exchange `number` uses on rank `owner`, as a tensor."""
         return self._view(owner, self._flag_bytes + number % TOKEN_SLOTS * self.size, shape, dtype)
 
     def barrier(self, number: int) -> None:
-        """Make the current stream set this rank's flag on every rank to `number` and wait for the peers' flags."""
+        """Make the current stream set this rank's flag to `number` on every rank, then wait until all peers have set theirs."""
         flags = self._flags[self._rank]
         peers = [(self._rank + step) % self._ranks for step in range(1, self._ranks)]
         write(flags[self._rank : self._rank + 1], number)

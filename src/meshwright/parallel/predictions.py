@@ -1,7 +1,7 @@
-"""The loss of the modules that predict further tokens, added up over a step.
+"""The loss of the prediction modules (which predict further tokens), added up over a step.
 
-The modules belong to the unit of the head, whose backward runs inside its forward (`parallel.executor`). So no schedule needs to know them,
-and their activations exist for one micro-batch at a time.
+The modules belong to the unit of the head. The backward of the head runs inside its forward (`parallel.executor`), and so does the backward
+of the modules. So schedules need not know the modules, and their activations exist for one micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from meshwright.spec.model import ModelSpec
 class PredictionLoss:
     """The loss of a rank's prediction modules in one step, kept on the device.
 
-    The step's loss includes `weight` times the mean over modules of their token losses. Like the loss of next tokens, each is divided by
-    the number of valid tokens (DeepSeek-V3, equations 24 and 25).
+    The loss of a step includes `weight` times the mean over modules of the modules' losses. The loss of a module is a sum over tokens,
+    divided by the number of valid tokens as the next-token loss is (DeepSeek-V3, equations 24 and 25).
     """
 
     def __init__(self, spec: ModelSpec, weight: float, device: torch.device) -> None:
@@ -26,14 +26,14 @@ class PredictionLoss:
         self._modules = spec.prediction_depth
         self._first_row = spec.layers
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        """Sum of this rank's part of the mean loss over modules, before the weight."""
+        """This rank's share of the mean loss over modules, not yet multiplied by the weight."""
 
     def begin_step(self) -> None:
-        """Set the sum to 0."""
+        """Start a step: set the loss to 0."""
         self.loss.zero_()
 
     def add(self, losses: HeadLosses, valid: Tensor | None, routing: RoutingStatistics | None) -> Tensor:
-        """Add a micro-batch's losses; returns their part of the step's loss, with the losses of routers.
+        """Add the losses of a micro-batch. Returns what they add to the step's loss, including the losses of the modules' routers.
 
         Losses are divided by `valid`, the number of valid tokens over all ranks, or summed if it is None.
         """

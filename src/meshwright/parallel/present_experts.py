@@ -1,8 +1,11 @@
-"""Presence of a layer's experts on the ranks in a step, and the destinations of each rank's rows.
+"""Which of a layer's experts are present on which ranks in a step, and to which ranks the rows of each rank go.
 
-Present on a rank are the experts that it owns and copies of other ranks' experts. Their weights are stacked in slots. The number of
-slots is constant, so shapes do not change; a free slot gets no rows. If a rank has a slot for every expert, the slots are in the order of
-the experts; else those of its own experts come first, then its copies in ascending order.
+The experts that are present on a rank are those it owns and copies of other ranks' experts. Their weights are stacked in slots. The number
+of slots is constant, so shapes do not change; a free slot gets no rows. If a rank has a slot for every expert, slot e has expert e.
+Otherwise the rank's own experts come first, then its copies in ascending order.
+
+Example: 2 ranks, 4 experts, 3 slots, and rank 0 has a copy of expert 3. Its slots have experts 0, 1 and 3. Rank 1 has experts 2 and 3 and a
+free slot.
 
 Shapes: R ranks of the group that has the layer's experts, E experts, S slots of a rank.
 """
@@ -22,7 +25,7 @@ from meshwright.spec.plan import ExpertPlan
 
 
 class ExpertTransfer(NamedTuple):
-    """A copy of an expert that this rank sends to or receives from `peer`, and its slot on this rank; gradients go back."""
+    """A copy of an expert that this rank sends to or receives from another rank; the copy's gradient goes the opposite way."""
 
     sends: bool
     peer: int
@@ -31,21 +34,21 @@ class ExpertTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables of a rank for a set of present experts, on the host; the arrays as in `PresentExperts`."""
+    """The tables for one set of present experts, on the host. The arrays have the meaning of the attributes of `PresentExperts`."""
 
     present: np.ndarray
     transfers: tuple[ExpertTransfer, ...]
-    """Transfers by expert and then by receiving rank, so that messages between two ranks match."""
+    """Sorted by expert, then by receiving rank. The messages between two ranks are therefore in the same order on both."""
     slot_of: np.ndarray
     expert_in: np.ndarray
     position: np.ndarray
 
 
 class PresentExperts:
-    """The experts of one layer that are present on each rank of a group, from the view of `rank`.
+    """The experts of one layer that are present on each rank of a group, as `rank` sees them.
 
-    `nodes` are the nodes of the group's ranks. The tables on the device are changed in place, so that compiled code reads the current ones.
-    Initially owners have their experts and, with policy fixed, all ranks the fixed copies.
+    `nodes` has the node of each rank of the group. The tables on the device are changed in place, so that compiled code reads the current
+    values. At the start each rank has the experts that it owns; with policy `fixed` each rank also has the fixed copies.
     """
 
     def __init__(self, experts: int, plan: ExpertPlan, nodes: Sequence[int], rank: int, device: torch.device) -> None:
@@ -56,7 +59,7 @@ class PresentExperts:
         self.owned = experts // self.ranks
         self.slots = min(self.owned + plan.slots, experts)
         self.always_all = plan.policy == "fixed" and self.slots == experts
-        """Whether all experts are present everywhere in every step: no rows are sent, and nothing depends on loads."""
+        """Whether all experts are present on all ranks in every step. No rows are sent then, and nothing depends on loads."""
         self.all_present = False
         self.transfers: tuple[ExpertTransfer, ...] = ()
         self.slot_of = torch.empty(self.ranks, experts, dtype=torch.int64, device=device)
@@ -64,22 +67,25 @@ class PresentExperts:
         self.expert_in = torch.empty(self.ranks, self.slots, dtype=torch.int64, device=device)
         """Expert in each slot of each rank, `(R, S)`; E if the slot is free."""
         self.position = torch.empty(experts, self.ranks, dtype=torch.int64, device=device)
-        """Position of each rank among those to which this rank's rows of an expert go, `(E, R)`; R if none go there."""
+        """To which ranks this rank's rows of an expert go, `(E, R)`: the ranks are numbered from 0; R if no rows go to the rank.
+
+        If a load cannot be divided evenly, the ranks with the lowest numbers get one row more.
+        """
         self.local = torch.empty(1, dtype=torch.int64)
-        """`all_present` as a host tensor that operators read: 1 if every row stays on its rank."""
+        """`all_present` as a host tensor that operators read: 1 if no row leaves its rank."""
         self.own = np.arange(experts) // self.owned == np.arange(self.ranks)[:, None]
-        """Experts that each rank owns, `(R, E)`."""
+        """Whether a rank owns an expert, `(R, E)`."""
         self.present = np.empty(0)
         self._tables: Tables | None = None
         self.set(fixed_copies(self.own[None], plan.slots)[0] if plan.policy == "fixed" else self.own)
 
     def set(self, present: np.ndarray) -> None:
-        """Make the experts `present` `(R, E)` and all owned ones present from now on. Not between forward and backward."""
+        """Set the present experts, `(R, E)` booleans; owned experts are always present. Do not call it between forward and backward."""
         self.use(self.tables(present))
 
     def use(self, tables: Tables) -> None:
-        """As `set`, with tables that were computed before."""
-        if tables is self._tables:  # a layer that was not decided again
+        """As `set`, with tables that `tables` computed earlier."""
+        if tables is self._tables:  # the set of present experts did not change
             return
         self._tables = tables
         self.present = tables.present
@@ -90,7 +96,7 @@ class PresentExperts:
             _upload(getattr(tables, target), getattr(self, target))
 
     def tables(self, present: np.ndarray) -> Tables:
-        """The tables of a set `present` `(R, E)`."""
+        """Compute the tables for present experts `(R, E)`, to which the owned experts are added."""
         present = present | self.own
         experts = np.arange(self.experts)
         assert (present.sum(1) <= self.slots).all(), "a policy keeps to the slots"
@@ -112,7 +118,7 @@ class PresentExperts:
         return slice(first, first + self.owned)
 
     def destinations(self, load: Tensor) -> Tensor:
-        """How many of this rank's `load` `(E,)` rows go to each rank, `(E, R)`, as `policies.expert_routing.route` says."""
+        """How many of this rank's `load` `(E,)` rows go to each rank, `(E, R)`. `policies.expert_routing.route` is the same on the host."""
         takes = self.position < self.ranks
         number = takes.sum(1, keepdim=True)
         part = load[:, None] // number
@@ -137,9 +143,9 @@ class PresentExperts:
         return np.where(self.own, np.arange(self.experts) % self.owned, copies)
 
     def _positions(self, present: np.ndarray) -> np.ndarray:
-        """`position`: this rank if it has the expert, else the copies in its node, else all copies.
+        """Compute `position`. Rows go to this rank if it has the expert, else to the copies in its node, else to all copies.
 
-        Positions are rotated by rank and expert, so that not always the same copy gets a row more.
+        The numbers of the target ranks are rotated by this rank and the expert. Otherwise the same copy would always get the extra row.
         """
         candidates = present.T & (self.nodes == self.nodes[self.rank])
         candidates = np.where(candidates.any(1, keepdims=True), candidates, present.T)
@@ -151,6 +157,6 @@ class PresentExperts:
 
 
 def _upload(values: np.ndarray, target: Tensor) -> None:
-    """Copy host values to a device tensor without waiting for the device, which still runs the step before."""
+    """Copy host values to a device tensor. It does not wait for the device, which may still compute the previous step."""
     source = torch.from_numpy(values)
     target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)

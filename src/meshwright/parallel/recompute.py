@@ -1,12 +1,11 @@
 """Activation recompute: which results of a block's forward are saved, and which the backward computes again.
 
 - `none` saves what autograd saves.
-- `selective` saves the results of matmuls, of attention and of exchanges of experts and of tensor ranks, which cost
-most to
-  compute, and recomputes element-wise operations and the exchanges of Ulysses. (Korthikanti et al. 2022 recompute attention instead.)
+- `selective` saves the results that take longest to compute: of matmuls, of attention, and of the exchanges of experts and tensor ranks. It
+  recomputes element-wise operations and the exchanges of Ulysses. (Korthikanti et al. 2022 recompute attention instead.)
 - `all_but_attention` saves the block's input and the result of attention: the cost of attention grows with the square of the sequence
   length, that of other operations linearly (Li et al. 2023, arXiv 2310.03294).
-- `full` saves the block's input only (Chen et al. 2016).
+- `full` saves only the block's input (Chen et al. 2016).
 
 In all modes the choices of routers are saved. A recomputed choice could differ by rounding. A token would then go to another expert, and
 with expert parallelism the ranks would expect different numbers of rows from each other and deadlock.
@@ -32,10 +31,11 @@ Forward = Callable[..., Any]
 
 
 def with_recompute(forward: Forward, mode: Recompute, routed: bool = False, compiled: bool = False) -> Forward:
-    """Return `forward` with the recompute `mode`; `routed` tells whether it contains a router of an MoE model.
+    """Return `forward` with the recompute `mode`.
 
-    `compiled`: it will be part of a compiled function. Without a policy the compiler of torch 2.11 would save the
-    matmuls inside of autograd functions, such as those of a split backward; so `full` has one even without a router.
+    - `routed`: `forward` contains a router of an MoE model, whose choices must be saved.
+    - `compiled`: the result will be part of a compiled function. Without a policy for operators, the compiler of torch 2.11 would save the
+      matmuls inside autograd functions, such as those of a split backward. So `full` has a policy here even without a router.
     """
     if mode == "none":
         return forward
@@ -46,7 +46,7 @@ def with_recompute(forward: Forward, mode: Recompute, routed: bool = False, comp
 
 
 def _keeps_log_record(record: logging.LogRecord) -> bool:
-    """Logging filter that drops the compiler's warning about in-place operations in checkpointed blocks, which have none."""
+    """Logging filter that drops the compiler's warning about in-place operations in checkpointed blocks: our blocks have none."""
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 

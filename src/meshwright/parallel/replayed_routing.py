@@ -1,8 +1,10 @@
-"""Routers whose choices are replaced so that experts get recorded loads (`train --replay-routing`).
+"""Replaces the choices of routers so that experts get recorded loads (`train --replay-routing`).
 
-All tokens of a step, of all ranks and micro-batches, are numbered. Experts form a sequence in which each occurs as often as it is to be
-chosen. Of T tokens number p takes the experts at positions p, p + T, p + 2T and so on: all different, as no expert has more than T tokens.
-Before that, numbers are multiplied by a stride modulo T, so that every rank and micro-batch has nearly the same shares of loads.
+All T tokens of a step, of all ranks and micro-batches, are numbered. The experts are written in a row in which each expert occurs as often
+as it is to be chosen. Token p gets the experts at positions p, p + T, p + 2T and so on. These are different experts, because no expert
+occurs more than T times. Example: 2 tokens with 2 experts each, and loads 2, 1, 1 give the row 0 0 1 2; token 0 gets experts 0 and 1, token
+1 gets 0 and 2. Before that the token numbers are multiplied by a stride modulo T, so that every rank and micro-batch gets nearly the same
+share of each load.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import CONTEXT_AXES, Plan
 
 GOLDEN = (math.sqrt(5) - 1) / 2
-"""Multiples of this number modulo 1 are spread most evenly."""
+"""The golden section. Its multiples modulo 1 are spread most evenly."""
 
 
 def replay_loads(
     model: Decoder, routing: RoutingStatistics, loads: np.ndarray, plan: Plan, mesh: Mesh, seq: int
 ) -> ReplayedRouting:
-    """Give the routers of `model` choices with `loads` (`ReplayedRouting`) in training on sequences of `seq` tokens.
+    """Make the routers of `model` choose experts with the recorded `loads`, in training on sequences of `seq` tokens.
 
-    Raises BadInput for samples of any length, whose steps differ in tokens.
+    Raises BadInput if the run has samples of any length, because the number of tokens then differs between steps.
     """
     if plan.samples is not None:
         raise BadInput("--replay-routing: expected data.packing other than none: steps of it differ in tokens")
@@ -43,9 +45,10 @@ def replay_loads(
 
 
 class ReplayedRouting:
-    """Chooses the experts of this rank's tokens. `loads` `(steps, routed layers, experts)` repeats after its last step.
+    """Chooses the experts of this rank's tokens.
 
-    Loads are scaled to the tokens of this run. Raises BadInput if an expert has more tokens than a step.
+    `loads` `(steps, routed layers, experts)` are scaled to the number of tokens of this run; after the last recorded step they start again.
+    Raises BadInput if an expert would have more rows than a step has tokens.
     """
 
     def __init__(
@@ -79,15 +82,15 @@ class ReplayedRouting:
         self._device = mesh.device
         self._ends = torch.zeros(0)
         self.positions: torch.Tensor | None = None
-        """Position of each expert in the model, `(routed layers, experts)`, where experts move; None: their numbers."""
+        """Where experts move: the position in the model of each expert, `(routed layers, experts)`. None: position = expert number."""
 
     def begin_step(self, step: int) -> None:
-        """Use the loads of `step`, from 1."""
+        """Use the loads of `step`; steps count from 1."""
         counts = self._loads[(step - 1) % len(self._loads)]
         self._ends = torch.from_numpy(counts.cumsum(1)).to(self._device)
 
     def choose(self, layer: int, micro_batch: int | None) -> None:
-        """Set the choices of a layer's router for a micro-batch of this rank; None gives the router its own choice back."""
+        """Set the choices of a layer's router for a micro-batch of this rank. With None the router chooses by itself again."""
         moe = self._moe_layers.get(layer)
         if moe is None:
             return
@@ -102,13 +105,13 @@ class ReplayedRouting:
         chosen = torch.searchsorted(ends, numbers[:, None] + copies * self._tokens, right=True)
         if self.positions is not None:
             chosen = self.positions[self._routed[layer]][chosen]
-        # Different scores, so that the order of a token's experts is the same on every device.
+        # The scores of a token's experts differ, so that their order is the same on every device.
         scores = (self._per_token - copies).to(torch.float32).expand(chosen.shape)
         moe.replayed = torch.zeros(count, len(ends), device=self._device).scatter_(1, chosen, scores)
 
 
 def _scaled(loads: np.ndarray, total: int) -> np.ndarray:
-    """Whole loads of each layer that sum to `total`, in proportion to `loads`; remainders go to the largest fractions."""
+    """Scale the loads of each layer to integers with the sum `total`. What rounding down leaves goes to the largest fractions."""
     exact = loads * (total / loads.sum(2, keepdims=True))
     whole = np.floor(exact).astype(np.int64)
     order = (whole - exact).argsort(2, kind="stable").argsort(2, kind="stable")
@@ -116,7 +119,7 @@ def _scaled(loads: np.ndarray, total: int) -> np.ndarray:
 
 
 def _stride(tokens: int) -> int:
-    """A number without a common divisor with `tokens`, near the golden section of it."""
+    """Return a number near `tokens` · `GOLDEN` that has no common divisor with `tokens`."""
     stride = max(1, round(tokens * GOLDEN))
     while math.gcd(stride, tokens) > 1:
         stride += 1

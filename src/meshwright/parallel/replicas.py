@@ -18,7 +18,7 @@ import torch.distributed as dist
 class ReplicaSums:
     """Sums gradients over `group`, one unit after another, on a stream of its own.
 
-    `dtype` is the dtype of the messages, or None for that of the gradients. bf16 halves the bytes of fp32 and adds one rounding
+    `dtype` is the dtype in which gradients are sent; None: their own dtype. bf16 instead of fp32 halves the bytes and adds one rounding
     (docs/design/networks.md).
     """
 
@@ -31,10 +31,10 @@ class ReplicaSums:
     def start(
         self, shards: Sequence[torch.Tensor], ready: Sequence[Any], span: AbstractContextManager[None] | None = None
     ) -> None:
-        """Start to sum the buffers of `shards` in place over the group.
+        """Start to sum the buffers that contain `shards`, in place, over the group.
 
-        `ready` are the events after which the shards are complete. `span` is entered on the stream of the sums just before the
-        first collective and left just after the last.
+        `ready` are the events after which the shards are complete. `span` is entered on the stream of the sums just before the first
+        collective and left just after the last.
         """
         buffers = {shard.untyped_storage().data_ptr(): shard for shard in shards if shard.numel()}
         if not buffers:
@@ -57,5 +57,5 @@ class ReplicaSums:
         dist.all_reduce(message, group=self._group)
         if message is not buffer:
             buffer.copy_(message)
-        # The host would free the message while the stream still uses it, so it is referenced until compute has waited.
+        # Without a reference the host would free the message while the stream still uses it.
         self._buffers_in_use.append((buffer, message))

@@ -1,8 +1,9 @@
-"""Causal ring attention; each rank has two chunks of the sequence (Liu et al. 2023; zigzag order, Zhu 2024).
+"""Causal ring attention. Each rank has two chunks of the sequence (Liu et al. 2023; zigzag order, Zhu 2024).
 
-In each turn a rank sends keys and values to the next rank while it computes attention with them, so it stores those of at
-most two ranks. Backward sends them around the ring again, followed by their gradient sums, which reach the rank of these
-keys and values in the last turn. Forward and backward are one custom operator each, so a compiled block stays one graph.
+In each turn a rank sends keys and values to the next rank while it computes attention with them. A rank therefore stores the keys and
+values of at most two ranks. The backward sends keys and values around the ring again, and after them the sums of their gradients. In the
+last turn each sum arrives at the rank that its keys and values belong to. Forward and backward are one custom operator each, so a compiled
+block stays one graph.
 
 Shapes: q `(batch, seq / ranks, heads, head_dim)`, k and v `(batch, seq / ranks, kv_heads, head_dim)`.
 """
@@ -25,9 +26,10 @@ from meshwright.parallel.linear_exchanges import group_by_name
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, *, sinks: Tensor | None = None, plain: bool
 ) -> Tensor:
-    """Causal attention of this rank's queries over the keys of all ranks in `group`, shaped like q. Collective.
+    """Return the causal attention of this rank's queries over the keys of all ranks in `group`, shaped like q. Collective.
 
-    `sinks` `(heads,)` join the result. `plain` computes scores explicitly instead of calling an attention kernel.
+    `sinks` `(heads,)`, if given, are one more score in each query's softmax. `plain` computes scores explicitly instead of calling an
+    attention kernel.
     """
     if not torch.is_grad_enabled():
         out, logsumexp = ring_forward(q, k, v, group, rank, ranks, plain)
@@ -67,7 +69,7 @@ class _Ring(torch.autograd.Function):
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries, and the log-sum-exps of their scores `(batch, heads, seq / ranks)`."""
+    """Return the attention of this rank's queries, and the log-sum-exp of each query's scores, `(batch, heads, seq / ranks)`."""
     ring = _RingGroup(group, rank, ranks)
     combined = None
     keys_values = torch.stack((k, v))
@@ -107,7 +109,7 @@ def ring_backward(
     ranks: int,
     plain: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's q, k and v. They are summed and sent in the dtype of the log-sum-exps."""
+    """Return the gradients of this rank's q, k and v. They are summed and sent in the dtype of `logsumexp`."""
     ring = _RingGroup(group, rank, ranks)
     wide = logsumexp.dtype
     keys_values = torch.stack((k, v))
@@ -162,7 +164,7 @@ def _(
 
 @dataclass(frozen=True)
 class PendingExchange:
-    """A receive from the previous rank and a send to the next one that may still run; holds both buffers."""
+    """A receive from the previous rank and a send to the next rank that may still run. It references both buffers."""
 
     received: Tensor
     sent: Tensor
@@ -175,7 +177,7 @@ class PendingExchange:
 
 
 def start_exchange(sent: Tensor, received: Tensor, group: str, to: int, source: int) -> PendingExchange:
-    """Start to send `sent` to rank `to` of `group`, and to receive `received` from rank `source`."""
+    """Start to send `sent` to rank `to` of `group`, and to receive into `received` from rank `source`."""
     messages = [
         dist.P2POp(dist.isend, sent, group=group_by_name(group), group_peer=to),
         dist.P2POp(dist.irecv, received, group=group_by_name(group), group_peer=source),
@@ -185,7 +187,7 @@ def start_exchange(sent: Tensor, received: Tensor, group: str, to: int, source: 
 
 @dataclass(frozen=True)
 class _RingGroup:
-    """The ranks of a ring, by the name of their process group."""
+    """The ranks of a ring: the name of their process group, this rank's index and the number of ranks."""
 
     group: str
     rank: int

@@ -1,7 +1,8 @@
-"""Statistics of the routers of a step's MoE blocks, the weights of their losses, and their biases.
+"""Statistics of the routers of a step's MoE blocks, the weights of the routers' losses, and the routers' biases.
 
-A block with experts returns the sums of its router's losses beside its output. The executor runs each block as an autograd graph of its
-own, so it starts a backward from both: the output with the gradient of the next block, and `RoutingStatistics.weighted_loss`.
+A block with experts returns the sums of its router's losses in addition to its output. The executor runs each block as an autograd graph of
+its own. It therefore starts the block's backward from two tensors: the output, with the gradient from the next block, and the result of
+`RoutingStatistics.weighted_loss`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from meshwright.spec.model import ModelSpec
 
 
 class RoutingStatistics:
-    """Sums over one rank's micro-batches of one step, kept on the device. Forwards add to them; recomputed forwards do not.
+    """Sums over one rank's micro-batches of one step, kept on the device. Recomputed forwards are not added again.
 
-    `weight` is the coefficient of the balance loss, and `data_ranks` the number of ranks that have different sequences: the step's loss
-    includes `weight` times the mean balance loss of all their sequences, or of samples or sequences weighted by counted tokens, and for
-    each layer `z_loss` times the mean squared log-sum-exp of the router logits of all their tokens. `biases` has by layer the biases
-    `(experts,)` that this rank's routers add to the scores that choose experts; an update moves each bias by `bias_step`.
+    The router losses in the loss of a step are:
+
+    - `weight` times the mean balance loss of all sequences on all `data_ranks` ranks. If only some tokens count, it is the mean over
+      samples or sequences, weighted by their counted tokens.
+    - for each layer, `z_loss` times the mean over tokens of the squared log-sum-exp of the router logits.
+
+    `data_ranks` is the number of ranks that have different sequences. `biases` has, for each layer on this rank, the biases `(experts,)`
+    that are added to the scores when a router chooses experts. An update moves each bias by `bias_step`.
     """
 
     def __init__(
@@ -45,17 +50,18 @@ class RoutingStatistics:
         self._biases = biases
         self._bias_step = bias_step
         self.choose: Callable[[int, int | None], None] | None = None
-        """Called before a block's forward with its layer and micro-batch, or None outside of training (`ReplayedRouting`)."""
+        """Called before a block's forward with the layer and the micro-batch's number (None outside training); see `ReplayedRouting`."""
         self.sums = torch.zeros(layers, 2 + spec.experts, dtype=torch.float64, device=device)
-        """`(layers, 2 + experts)`: by layer the sums of balance losses and of squares, then the number of tokens of each expert.
+        """`(layers, 2 + experts)`. Each row has the sum of balance losses, the sum of squares, and the number of tokens of each expert.
 
-        Prediction modules follow the layers.
+        The rows of prediction modules follow the rows of the layers.
         """
 
     def begin_step(self, sequences: int, seq: int, counted: torch.Tensor | None = None) -> None:
-        """Set all sums to 0, for a step of `sequences` on this rank of `seq` tokens each, of which `counted` (default: all) count.
+        """Set all sums to 0 at the start of a step with `sequences` sequences of `seq` tokens on this rank.
 
-        If some tokens do not count, balance losses are per sample, multiplied by the sample's counted tokens.
+        `counted` is the number of tokens over all ranks that count; None means all. If only some count, the balance loss of a sample is
+        multiplied by its number of counted tokens.
         """
         self._sequences = self._data_ranks * sequences if counted is None else counted
         self._tokens = self._data_ranks * sequences * seq if counted is None else counted
@@ -69,17 +75,17 @@ class RoutingStatistics:
         self.sums[layer, 2:] += routed.load
 
     def weighted_loss(self, routed: RoutedOutput) -> torch.Tensor | None:
-        """Return a block's router losses, weighted as in the step's loss; None if no router loss has a weight."""
+        """Return the sum of a block's router losses with the weights of the step's loss; None if no router loss has a weight."""
         terms = [(routed.balance, self._weight, self._sequences), (routed.squares, self._z_loss, self._tokens)]
         weighted = [term * (weight / count) for term, weight, count in terms if weight]
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     @torch.no_grad()
     def update_biases(self, skip: torch.Tensor) -> None:
-        """Move each expert's bias up if it has fewer tokens than the mean, down if more; to be called once `sums` are summed.
+        """Move the bias of each expert up if the expert has fewer tokens than the mean, and down if it has more.
 
-        Nothing moves where `skip`, a boolean on the device, is true. All ranks with a layer compute the same biases. Source: Wang et al.
-        2024, Auxiliary-loss-free load balancing.
+        Call it once `sums` are summed over all ranks. Nothing moves if `skip`, a boolean on the device, is true. All ranks with a layer
+        compute the same biases. Source: Wang et al. 2024, Auxiliary-loss-free load balancing.
         """
         if self._bias_step:
             load = self.sums[:, 2:]
@@ -88,14 +94,17 @@ class RoutingStatistics:
                 bias += direction[layer]
 
     def loads(self) -> torch.Tensor:
-        """Number of tokens of each expert, `(layers with experts, experts)`; to be called once `sums` are summed over all ranks."""
+        """Return the number of tokens of each expert, `(layers with experts, experts)`. Call it once `sums` are summed over all ranks."""
         return self.sums[-self._routed_layers :, 2:].clone()  # dense layers come first
 
     def figures(self) -> torch.Tensor:
-        """The mean balance loss, the load of the busiest expert over the mean load, the mean square.
+        """Return three figures `(3,)`. Call it once `sums` are summed over all ranks.
 
-        `(3,)`; to be called once `sums` are summed over all ranks. The first two are 1 if every expert has the same number of tokens; the
-        second is that of the layer where it is largest.
+        1. the mean balance loss;
+        2. the load of the busiest expert divided by the mean load, in the layer where this ratio is largest;
+        3. the mean squared log-sum-exp of router logits.
+
+        The first two are 1 if every expert has the same number of tokens.
         """
         load = self.sums[:, 2:]
         busiest = (load.amax(1) / load.mean(1).clamp_min(1)).amax()

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulator:
-    """Sums the gradients of a parameter group's gathered weights over micro-batches and hands the sums to the reduction.
+    """Sums the gradients of a parameter group's gathered weights over micro-batches and passes the sums to the reduction.
 
-    `skip_accumulate` is set for a backward whose gradients are reduced before the unit's next backward. They are not cast to the wider
-    dtype of the sum, because the reduction reads them directly.
+    `skip_accumulate` is True during a backward whose gradients are reduced before the next backward of the unit. The reduction reads such
+    gradients directly, so they are not cast to the wider dtype of the sum.
     """
 
     def __init__(self, group: Group) -> None:
@@ -50,7 +50,7 @@ class GradientAccumulator:
 
     @classmethod
     def of(cls, group: Group, *, final: bool = False) -> GradientAccumulator:
-        """The accumulator of a group on several ranks or on one."""
+        """Return an accumulator for a group: an `UnsharedGradientAccumulator` on a single rank, else a `GradientAccumulator`."""
         return (
             UnsharedGradientAccumulator(group, final=final) if isinstance(group, UnsharedParameterGroup) else cls(group)
         )
@@ -64,7 +64,10 @@ class GradientAccumulator:
         return id(weight) in self._by_gathered_weight
 
     def add_matmul(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add a @ b to the gradient of a gathered weight, in the dtype of the sum, without a separate pass of `accumulate`."""
+        """Add the matrix product a @ b to the gradient of a gathered weight, in the dtype of the sum.
+
+        The product is then already in the sum and `accumulate` need not add it in a separate pass.
+        """
         parameter = self._by_gathered_weight[id(weight)]
         total = self._sums.get(parameter)
         dtype = parameter.reduce_dtype or weight.dtype
@@ -89,7 +92,7 @@ class GradientAccumulator:
                 cast_tensors((self._sums[parameter],), (gradient,))
 
     def set_sum(self, parameter: Weight, total: torch.Tensor) -> None:
-        """Set the sum that the next reduction takes."""
+        """Set the gradient sum of a weight that the next reduction reduces."""
         self._sums[parameter] = total
 
     def start_reduction(self, span: Span | None) -> None:
@@ -121,9 +124,9 @@ class GradientAccumulator:
 
 
 class UnsharedGradientAccumulator(GradientAccumulator):
-    """A `GradientAccumulator` on one rank: the first gradient becomes that of the shard, later ones are added to it.
+    """A `GradientAccumulator` on one rank: the first gradient becomes the gradient of the shard, later gradients are added to it.
 
-    `final` tells that each step has a single backward. Its gradient then keeps the compute dtype, because a wider dtype would have the same
+    With `final` each step has a single backward. The gradient then keeps the compute dtype, because a wider dtype would have the same
     values.
     """
 
@@ -133,7 +136,7 @@ class UnsharedGradientAccumulator(GradientAccumulator):
         self._final = final
 
     def add_matmul(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add a @ b to the shard's gradient once a reduction has set it, else as in the base class."""
+        """Add a @ b to the shard's gradient if an earlier `start_reduction` has set it, else as in the base class."""
         shard_gradient = self._by_gathered_weight[id(weight)].shard_gradient
         if shard_gradient is None:
             super().add_matmul(weight, a, b)
@@ -142,7 +145,7 @@ class UnsharedGradientAccumulator(GradientAccumulator):
 
     @torch.no_grad()
     def start_reduction(self, span: Span | None) -> None:
-        """Move the gradients to the shards; without a collective, so `span` is not used."""
+        """Move the gradients to the shards. There is no collective, so `span` is not used."""
         del span
         outputs: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -170,12 +173,12 @@ class UnsharedGradientAccumulator(GradientAccumulator):
 
 
 class ShardedUnit:
-    """The parameters of one unit in one or several FSDP groups.
+    """The parameters of one unit, in one FSDP group or several.
 
-    A block whose experts are distributed over ranks has two groups: the experts, then the other weights, which have more ranks. `uses` is
-    the number of units of the schedule that share the parameters: 2 for embedding and head with a tied weight on one rank. The gathered
-    weights are freed when all users have freed them, and the gradients are reduced when all users have called `reduce`. `final` as in
-    `UnsharedGradientAccumulator`.
+    A block whose experts are distributed over ranks has two groups. First the experts, then the other weights, which are sharded over more
+    ranks. `uses` is the number of schedule units that share the parameters. It is 2 if embedding and head with a tied weight are on one
+    rank, else 1. The gathered weights are freed when every user has freed them. The gradients are reduced when every user has called
+    `reduce`. `final` as in `UnsharedGradientAccumulator`.
     """
 
     def __init__(self, groups: Sequence[Group], *, uses: int = 1, final: bool = False) -> None:
@@ -203,22 +206,22 @@ class ShardedUnit:
 
     @property
     def gathering(self) -> bool:
-        """Whether an all-gather between ranks has started for which compute has not waited."""
+        """Whether an all-gather between ranks has started and compute has not waited for it yet."""
         return any(group.gathering for group in self._sharded_groups)
 
     def wait_for_collectives(self) -> None:
-        """Make the compute stream wait for the all-gathers that have started, without the copies that follow them."""
+        """Make the compute stream wait for the started all-gathers, but not for the copies out of their buffers."""
         for group in self._sharded_groups:
             group.wait_for_collective()
 
     @cached_property
     def reads_shards_in_use(self) -> bool:
-        """Whether the shards are not read before `wait_for_gather`: on one rank, where compute casts them."""
+        """Whether `wait_for_gather` is the first moment at which the shards are read. True on one rank, where compute casts them."""
         return all(isinstance(group, UnsharedParameterGroup) for group in self.groups)
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """Bytes of the unit's weights when they are gathered between ranks."""
+        """Bytes of the gathered weights of all groups with more than one rank."""
         return sum(group.gathered_bytes for group in self._sharded_groups)
 
     def wait_for_gather(self) -> None:
@@ -227,7 +230,10 @@ class ShardedUnit:
             group.wait_for_gather()
 
     def free_gathered(self, *, last: bool = True) -> None:
-        """Free the gathered weights, once this was called as often as `gather`; those that are kept at the `last` call of a step."""
+        """Free the gathered weights when this was called as often as `gather`.
+
+        Groups with `stays_gathered` are freed only at the `last` call of a step.
+        """
         self._current_users -= 1
         if self._current_users == 0:
             for group in self.groups:
@@ -249,10 +255,11 @@ class ShardedUnit:
             accumulator.accumulate()
 
     def reduce(self, span: Span | None = None, *, user: Hashable = None, last: bool = True) -> bool:
-        """Start to sum the gradients over ranks; each rank adds its part to the gradient of its shard. `span` as in `gather`.
+        """Start the reduce-scatter of the gradients; each rank adds its part of the result to the gradient of its shard.
 
-        Returns False, without a reduction, if another user of the unit has not called this since the last reduction. The `last` call of a
-        step always starts it, because users may reduce after different numbers of micro-batches.
+        With several users the reduction starts when all of them have called `reduce` since the last reduction. Until then the call returns
+        False and does nothing else. The `last` call of a step always starts the reduction, because users may reduce after different numbers
+        of micro-batches. `span` as in `gather`.
         """
         self._ready_users.add(user)
         if len(self._ready_users) < self.uses and not last:
@@ -270,12 +277,12 @@ class ShardedUnit:
 
     @property
     def reduced_events(self) -> list[Any]:
-        """The events after which all gradients are reduced; empty on a CPU."""
+        """The events after which the gradients of each group are reduced; empty on a CPU."""
         return [group.reduced_event for group in self.groups if group.reduced_event is not None]
 
     @property
     def gathered_weights(self) -> list[nn.Parameter]:
-        """The gathered weights. The tensors exist from the first gather on; their memory may be freed."""
+        """The gathered weights. The tensors exist from the first gather on, even while their memory is freed."""
         return [parameter.gathered for group in self.groups for parameter in group.parameters]
 
     @property
@@ -291,17 +298,17 @@ class ShardedUnit:
 
     @property
     def whole_gradients(self) -> list[torch.Tensor]:
-        """Gradients of gathered weights that are not reduced yet."""
+        """All gradients of gathered weights that are not reduced yet, of all groups."""
         return [gradient for accumulator in self._accumulators for gradient in accumulator.whole_gradients]
 
     @property
     def owners(self) -> list[ParameterGroup]:
-        """The groups that have the unit's shards."""
+        """The groups whose shards the optimizer updates."""
         return [group.owner for group in self.groups]
 
     @property
     def gradient_shards(self) -> list[torch.Tensor]:
-        """This rank's part of every gradient, as plain tensors."""
+        """This rank's shard of every gradient that exists, as local tensors (not DTensors)."""
         shards = (parameter.shard_gradient for group in self.groups for parameter in group.parameters)
         return [shard for shard in shards if shard is not None]
 
@@ -309,7 +316,7 @@ class ShardedUnit:
         return next(accumulator for accumulator in self._accumulators if accumulator.owns(weight))
 
     def _spans(self, span: Span | None) -> dict[Group, Span]:
-        """By group the context manager around its collective: `span` is entered before the first and left after the last."""
+        """Context managers by group such that `span` is entered before the first group's collective and left after the last group's."""
         if span is None or not self._sharded_groups:
             return {}
         if len(self._sharded_groups) == 1:
@@ -331,10 +338,10 @@ def _exit_span(stack: ExitStack) -> Iterator[None]:
 
 
 def _weak_method(add: AddMatmul) -> AddMatmul:
-    """Return a function that calls the bound method `add` and has no strong reference to its object.
+    """Return a function that calls the bound method `add` but keeps only a weak reference to its object.
 
-    A layer refers to its sink, and a unit to its layers. With a strong reference back, an engine would stay in memory until Python
-    collects garbage.
+    A layer references its gradient sink, and a unit references its layers. If the sink referenced the unit, this cycle would keep a whole
+    engine in memory until Python collects garbage.
     """
     method = weakref.WeakMethod(add)
 

@@ -1,4 +1,4 @@
-"""Ranks that share the parameters of a pipeline stage, and the boxes of the parameters on each rank."""
+"""The ranks that divide the parameters of one pipeline stage, and the boxes (rectangular regions) of each parameter on them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from meshwright.spec.plan import SHARD_AXES
 from meshwright.state.shared_ranks import SharedRanks
 
 STAGE_AXES = (*SHARD_AXES, "tensor")
-"""The ranks of a model copy along all axes but the pipeline."""
+"""The axes along which the ranks of a stage differ, in one copy of the model: all axes except pipeline and replicate."""
 
 
 def ranks_of_stage(mesh: Mesh) -> SharedRanks:
-    """The ranks of this rank's stage and model copy. Collective over all ranks of the job."""
+    """Return the ranks of this rank's stage in its copy of the model. Collective over all ranks of the job."""
     ranks = mesh.layout.group_of(mesh.rank, *STAGE_AXES)
     divisions = [rank_division(mesh.layout, rank) for rank in ranks]
 
@@ -27,7 +27,7 @@ def ranks_of_stage(mesh: Mesh) -> SharedRanks:
 
 
 def rank_division(layout: Layout, rank: int) -> tuple[Division, AxisPart, AxisPart]:
-    """A rank's division over tensor and expert ranks, then its shard of dense weights and its shard of experts."""
+    """Return three things about `rank`: its part of divided weights, its shard of dense weights, and its shard of experts."""
     coordinates = layout.coordinates(rank)
     experts, expert_shards = (
         _part(rank, next(group for group in groups if rank in group))

@@ -1,15 +1,16 @@
-"""Causal attention of a sample that any number of ranks divide, by messages inside one existing group.
+"""Causal attention of a sample that any number of ranks divide, by messages inside one existing process group.
 
-A span is the set of ranks that divide a sample. Rank i of k has part i: blocks i and 2k-1-i of the sample's 2k (`policies.sample_blocks`).
-Parts may differ in length; each rank knows the lengths of all from the sample's. The ranks exchange tokens for heads
-(`parallel.span_heads`) or pass keys and values round a ring (`parallel.span_ring`); the part says which.
+A span is the set of ranks that divide a sample. A sample on k ranks is cut into 2k blocks. Rank i of the span has part i, which consists of
+blocks i and 2k-1-i (`policies.sample_blocks`). Parts may differ in length; each rank computes the lengths of all parts from the length of
+the sample. The ranks either exchange tokens for heads (`parallel.span_heads`) or pass keys and values round a ring (`parallel.span_ring`),
+as `SpanPart.by_heads` says.
 
-A slot is a micro-batch `(1, capacity)` that begins with at most one part. An int64 tensor on the CPU identifies the part. Its shape does
-not depend on the span, so a compiled block serves all slots.
+A slot is a micro-batch `(1, capacity)` that begins with at most one part. An int64 tensor on the CPU identifies the part. The tensor's
+shape does not depend on the span, so a compiled block serves all slots.
 
 Ranks must run the spans that they share in the same order; `policies.sample_balance.Balance` defines such an order.
 
-Shapes: q `(1, capacity, heads, head_dim)`, k and v `(1, capacity, kv_heads, head_dim)`; n tokens of the part come first.
+Shapes: q `(1, capacity, heads, head_dim)`, k and v `(1, capacity, kv_heads, head_dim)`. The n tokens of the part come first.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from meshwright.parallel.span_ring import ring_backward, ring_forward
 
 
 def span_attention(q: Tensor, k: Tensor, v: Tensor, span: Tensor, group: str, *, plain: bool) -> Tensor:
-    """Attention of the part at the beginning of a slot over its whole sample, and zeros for other tokens; shaped like q.
+    """Return the attention output of the part at the beginning of a slot over its whole sample, and zeros for other tokens.
 
-    `span` is a tensor of `SpanPart.encode`, whose ranks are those of `group`. Collective over the span's ranks. `plain` computes scores
-    explicitly instead of calling an attention kernel.
+    The result has the shape of q. `span` is a tensor of `SpanPart.encode`; its ranks are those of `group`. Collective over the span's
+    ranks. `plain` computes scores explicitly instead of calling an attention kernel.
     """
     if not torch.is_grad_enabled():
         return span_forward(q, k, v, span, group, plain)[0]
@@ -53,7 +54,7 @@ class _Span(torch.autograd.Function):
 
 @torch.library.custom_op("meshwright::span_forward", mutates_args=())
 def span_forward(q: Tensor, k: Tensor, v: Tensor, span: Tensor, group: str, plain: bool) -> tuple[Tensor, Tensor]:
-    """`span_attention` without a gradient, and the log-sum-exps `(1, heads, capacity)` of the scores, 0 for other tokens."""
+    """`span_attention` without a gradient; also returns the log-sum-exps of scores `(1, heads, capacity)`, which are 0 outside the part."""
     out, logsumexp = _empty_results(q)
     own = SpanPart.decode(span)
     if own is None:
@@ -76,7 +77,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, span: Tensor, group: str, plain: bool) ->
 def span_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, span: Tensor, group: str, plain: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, 0 for other tokens. They are summed and sent in the dtype of the log-sum-exps."""
+    """Return the gradients of q, k and v, which are 0 outside the part. They are summed and sent in the dtype of `logsumexp`."""
     q_grad, k_grad, v_grad = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     own = SpanPart.decode(span)
     if own is None:
@@ -99,7 +100,7 @@ def _(
 
 
 def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for the result of attention and the log-sum-exps of its scores."""
+    """Allocate the attention output and the log-sum-exps for queries q."""
     batch, seq, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty((batch, heads, seq), dtype=accumulate_dtype(q.dtype))

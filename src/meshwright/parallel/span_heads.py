@@ -1,10 +1,10 @@
 """Attention of a divided sample whose ranks exchange tokens for heads (Ulysses; Jacobs et al. 2023).
 
-Each of k ranks gets all tokens of 1/k of the heads, attends to the whole sample with them, and sends the results back. The messages go
-between the sample's ranks inside one existing group. k divides the key/value heads. The backward exchanges its inputs again, so that a
-slot keeps no tensor whose shape depends on its sample.
+Each of k ranks gets all tokens of 1/k of the heads, computes the attention of the whole sample with them, and sends the results back. The
+messages go between the sample's ranks only, inside one existing group. The number of key/value heads must be a multiple of k. The backward
+exchanges its inputs again, so that a slot keeps no tensor whose shape depends on its sample.
 
-Shapes: n tokens of the rank's part, s of the sample; q `(1, n, heads, head_dim)`, k and v `(1, n, kv_heads, head_dim)`.
+Shapes: the rank's part has n tokens, the sample s; q `(1, n, heads, head_dim)`, k and v `(1, n, kv_heads, head_dim)`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.parallel.span_part import SpanPart
 
 
 def heads_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, plain: bool) -> tuple[Tensor, Tensor]:
-    """Attention of the part's tokens over the whole sample, and the log-sum-exps `(1, heads, n)` of their scores. Collective."""
+    """Return the attention of the part's tokens over the whole sample, and the log-sum-exp of their scores `(1, heads, n)`. Collective."""
     q, k, v = tokens_to_heads((q, k, v), own, group)
     out, logsumexp = partial_attention(q, k, v, True, lengths_vary=True, plain=plain)
     (out,) = heads_to_tokens((out,), own, group)
@@ -41,7 +41,7 @@ def heads_backward(
     *,
     plain: bool,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v, where `out` and `logsumexp` are those of `heads_forward`. Collective."""
+    """Return the gradients of q, k and v. `out` and `logsumexp` are results of `heads_forward`. Collective."""
     grad, q, k, v, out = tokens_to_heads((grad, q, k, v, out), own, group)
     (logsumexp,) = tokens_to_heads((logsumexp.mT,), own, group)
     gradients = partial_gradients(grad, q, k, v, out, logsumexp.mT.contiguous(), True, lengths_vary=True, plain=plain)
@@ -49,7 +49,7 @@ def heads_backward(
 
 
 def tokens_to_heads(tensors: Sequence[Tensor], own: SpanPart, group: str) -> list[Tensor]:
-    """Exchange tensors `(1, n, heads, …)` of the part's tokens for this rank's heads of all tokens, `(1, s, heads / k, …)`."""
+    """Exchange tensors of the part's tokens `(1, n, heads, …)` for tensors of this rank's heads of all tokens `(1, s, heads / k, …)`."""
     ranks = len(own.ranks)
     widths = [tensor.shape[2] // ranks for tensor in tensors]
     by_rank = zip(*(tensor.chunk(ranks, dim=2) for tensor in tensors), strict=True)
@@ -72,7 +72,7 @@ def heads_to_tokens(tensors: Sequence[Tensor], own: SpanPart, group: str) -> tup
 
 
 def exchange_with_ranks(sent: list[Tensor], received: list[Tensor], own: SpanPart, group: str) -> list[Tensor]:
-    """Send each of the sample's ranks its tensor of `sent`; returns `received`, filled by them.
+    """Send each of the sample's ranks its tensor of `sent`, and receive its tensor into `received`, which is returned.
 
     Compute waits for the messages. Parts without tokens have no messages.
     """

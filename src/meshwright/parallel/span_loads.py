@@ -1,4 +1,4 @@
-"""Loads of experts by the samples of a slot, where several ranks divide the first sample."""
+"""Loads of experts for each sample of a slot, where several ranks may divide the slot's first sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.parallel.span_part import SpanPart
 def sum_span_loads(loads: Tensor, span: Tensor, group: str) -> Tensor:
     """Return the loads `(samples, experts)` of whole samples, from the loads of a slot's tokens.
 
-    `span` is a tensor of `SpanPart.encode`: the sample that its ranks divide is number 0. Collective over these ranks.
+    `span` is a tensor of `SpanPart.encode`. The sample that the ranks of the span divide has number 0. Collective over these ranks.
     """
     total = loads.clone()
     own = SpanPart.decode(span)

@@ -25,7 +25,7 @@ from meshwright.parallel.span_part import SpanPart
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, plain: bool) -> tuple[Tensor, Tensor]:
-    """Attention of the part's tokens over the whole sample, and the log-sum-exps `(1, heads, n)` of their scores. Collective."""
+    """Return the attention of the part's tokens over the whole sample, and the log-sum-exp of their scores `(1, heads, n)`. Collective."""
     combined = None
     keys_values = torch.stack((k, v))
     for turn in _turns(own):
@@ -34,7 +34,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, 
         if not turn.is_empty:
             k, v = keys_values[:, :, keys]
             partial = partial_attention(q[:, queries], k, v, causal, lengths_vary=True, plain=plain)
-            if combined is None:  # in the first turn, in which all queries attend to keys
+            if combined is None:  # the first turn: a rank's own keys, so that every query attends to some key
                 combined = AttentionAccumulator(*partial)
             else:
                 combined.add(queries, *partial)
@@ -56,9 +56,9 @@ def ring_backward(
     *,
     plain: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, where `out` and `logsumexp` are those of `ring_forward`. Collective.
+    """Return the gradients of q, k and v. `out` and `logsumexp` are results of `ring_forward`. Collective.
 
-    They are summed and sent in the dtype of the log-sum-exps.
+    The gradients are summed and sent in the dtype of `logsumexp`.
     """
     wide = logsumexp.dtype
     keys_values = torch.stack((k, v))
@@ -81,7 +81,7 @@ def ring_backward(
                 lengths_vary=True,
                 plain=plain,
             )
-        # The sums of these keys and values so far; each rank begins those of its own keys and values.
+        # The gradient sums of the keys and values of this turn so far. Each rank starts the sums of its own keys and values with zeros.
         sums = (
             torch.zeros(keys_values.shape, dtype=wide, device=q.device) if pending_sums is None else pending_sums.wait()
         )
@@ -100,7 +100,7 @@ def ring_backward(
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn of the ring, in which the rank of `own` has the keys and values of part `source`."""
+    """One turn of the ring. In turn `number` this rank, which has the part `own`, has the keys and values of part `source`."""
 
     own: SpanPart
     number: int
@@ -120,12 +120,12 @@ class _Turn:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no query attends to any key: a block of a short sample may have no token."""
+        """Whether no query attends to any key. This happens because a block of a short sample may have no tokens."""
         queries, keys, _ = self.visible
         return (queries.start or 0) == queries.stop or keys.stop == 0
 
     def start_exchange(self, sent: Tensor, group: str) -> PendingExchange:
-        """Start to send a tensor of part `source` on to the next rank, and to receive one of the next turn's part."""
+        """Start to send a tensor of part `source` to the next rank, and to receive the tensor of the next turn's part."""
         ranks = self.own.ranks
         part = self.own.part
         tokens = self.own.size((self.source - 1) % len(ranks))[1]

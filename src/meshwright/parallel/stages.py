@@ -40,9 +40,10 @@ from meshwright.workload.activations import saved_elements_by_layer
 
 @dataclass(frozen=True)
 class LocalBatch(MicroBatch):
-    """A rank's tokens of a micro-batch; `further` are those of the prediction modules, None where they do not run.
+    """This rank's part of a micro-batch.
 
-    `objective` computes the loss of the tokens' log-probabilities; None: the loss is the weighted cross-entropy.
+    `further` are the tokens and targets of the prediction modules; None where these modules do not run. `objective` computes the loss from
+    the log-probabilities of the targets; if it is None, the loss is the weighted cross-entropy.
     """
 
     further: FurtherTokens | None = None
@@ -57,11 +58,13 @@ UnitForward = Callable[[Tensor | None, LocalBatch, SharedInputs], Tensor | Route
 class StageUnit:
     """Unit of a stage: the function that runs its forward, and its parameters.
 
-    `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the sums of the losses for the last
-    unit with targets (HeadLosses with further tokens); a block with experts also returns its router's losses and expert loads. `layer` is
-    the index of a block in the model, None for the other units. `kept_elements` estimates how many elements per token the forward saves
-    for the backward (`workload.activations`); `offloads` tells whether these are offloaded to host memory (`parallel.offload`). `parts` are
-    those of a block with experts that runs two micro-batches together, else None.
+    - `run`: maps the unit's input `(batch, seq, hidden)` to its output. The embedding has the input None. A block with experts returns
+      `RoutedOutput`: its output with the router's losses and the expert loads. The head returns logits if the micro-batch has no targets,
+      else the summed losses: `LossSums`, or `HeadLosses` if prediction modules run too.
+    - `layer`: index of a block in the model; None for the other units.
+    - `kept_elements`: estimate of the elements per token that the forward saves for the backward (`workload.activations`).
+    - `offloads`: whether these elements are offloaded to host memory (`parallel.offload`).
+    - `parts`: the three parts of a block with experts in which two micro-batches run together, else None (`parallel.block_parts`).
     """
 
     run: UnitForward
@@ -76,9 +79,11 @@ class StageUnit:
 class StageModel:
     """The part of the model that one pipeline rank runs.
 
-    `stages` maps the indices of the rank's virtual stages to their units. Activations between units are divided along the sequence over
-    tensor ranks, of which `tensor` is this rank's. `context` divides sequences over context ranks or samples over hybrid ranks, `routing`
-    collects the routers' statistics and `predictions` the loss of prediction modules; all three may be None.
+    - `stages`: the units of each virtual stage of the rank, by the stage's index.
+    - `tensor`: this rank's index among the tensor ranks. They divide the activations between units along the sequence.
+    - `context`: divides sequences over context ranks, or samples over hybrid ranks; None if the plan has neither.
+    - `routing`: collects the statistics of routers; None for a dense model.
+    - `predictions`: collects the loss of the prediction modules; None for a model without them.
     """
 
     model: Decoder
@@ -94,7 +99,10 @@ class StageModel:
     def local_batch(
         self, batch: MicroBatch, *, trains: bool = False, objective: OfLogProbabilities | None = None
     ) -> LocalBatch:
-        """This context rank's tokens of a micro-batch of whole sequences; further ones if it `trains` prediction modules."""
+        """Return this rank's tokens of a micro-batch of whole sequences.
+
+        If the model has prediction modules and `trains` is True, the result also has their tokens and targets.
+        """
         further = None
         depth = len(predictions_of(self.model))
         if trains and depth and batch.targets is not None:
@@ -120,7 +128,10 @@ class StageModel:
         return shared._replace(counted=counted)
 
     def _counted_tokens(self, batch: MicroBatch) -> CountedTokens | None:
-        """The tokens that routers count: of a slot those that are trained on, of sequences with fillers the others; None: all."""
+        """The tokens whose choices of experts the routers count; None means all tokens.
+
+        In a slot, the tokens that are trained on. In sequences with filler tokens, the tokens that are not filler.
+        """
         sequences, seq = batch.tokens.shape
         if batch.slot is not None:
             assert batch.documents is not None and batch.targets is not None, "a slot's samples are documents"
@@ -135,9 +146,9 @@ class StageModel:
         return CountedTokens(sample.chunk(self.tensor.count, dim=1)[self.tensor.index], samples)
 
     def choose_experts(self, unit: StageUnit, number: int | None) -> None:
-        """Set the experts of a micro-batch in a block before its forward, where recorded routing is replayed.
+        """Before a block's forward, set the experts of the micro-batch if recorded routing is replayed; otherwise do nothing.
 
-        `number` is None in validation.
+        `number` is the number of the micro-batch; None in validation.
         """
         if unit.layer is not None and self.routing is not None and self.routing.choose is not None:
             self.routing.choose(unit.layer, number)
@@ -148,7 +159,7 @@ class StageModel:
         return sequences, seq // self.tensor.count, self.model.spec.hidden
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """The logits `(batch, seq, vocab)` of whole sequences, from those of this rank's tokens. Collective over context ranks."""
+        """The logits `(batch, seq, vocab)` of whole sequences, from the logits of this rank's tokens. Collective over context ranks."""
         return logits if self.context is None else self.context.gather_tokens(logits)
 
 
@@ -171,10 +182,10 @@ def remove_other_modules(model: Decoder, parameter_names: Iterable[str]) -> None
 
 
 def shrink_to_local_parts(model: Decoder, division: Division, compute: torch.dtype) -> None:
-    """Replace every parameter of a model on the meta device by one with the shape of the rank's part; names do not change.
+    """Replace every parameter of a model on the meta device by an empty one with the shape of this rank's part. Names stay the same.
 
-    `division` tells which part of the weights the tensor and expert ranks have. Frozen weights get the dtype `compute`: as no update is
-    added to them, they need no wider one.
+    `division` tells which part of the weights the tensor and expert ranks have. Frozen weights get the dtype `compute`: they receive no
+    updates, so a wider dtype would have no use.
     """
     specs = {parameter.name: parameter for parameter in parameters(model.spec)}
     for name, whole in list(model.named_parameters()):
@@ -187,10 +198,10 @@ def shrink_to_local_parts(model: Decoder, division: Division, compute: torch.dty
 def make_units(
     model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh, parts: Mapping[int, BlockParts]
 ) -> list[list[StageUnit]]:
-    """Shard the rank's parameters over the mesh; returns the units of each stage.
+    """Shard the rank's parameters over the mesh and return the units of each stage.
 
-    `stages` are ranges of layers; `parts` are by layer those of blocks in which two micro-batches run together. Collective over all ranks
-    of the job.
+    `stages` has the range of layers of each stage. `parts` has an entry for each layer in which two micro-batches run together. Collective
+    over all ranks of the job.
     """
     # `expert_shards` is collective over all ranks, also over those whose layers have no experts.
     expert_shards = mesh.expert_shards if model.spec.routed_layers and mesh.experts is not None else None
@@ -230,9 +241,10 @@ def make_units(
 
 
 def _shard_ends(model: Decoder, shard: Callable[..., ShardedUnit]) -> dict[str, ShardedUnit]:
-    """Shard the embedding and the head with the prediction modules, if they are on this rank.
+    """Shard the embedding and the head, as far as they are on this rank. Returns the units by name, `embed` and `head`.
 
-    They are one unit if both are here and both use the embedding's weight.
+    The head's unit includes the prediction modules. If embedding and head are both on this rank and share the embedding's weight, they are
+    one unit with both names.
     """
     front = [module for module in (model.embed, model.positions) if module is not None]
     back = [module for module in (model.norm, model.head, *model.predictions) if module is not None]
@@ -253,9 +265,9 @@ def _shard(
     uses: int,
     sum_dtype: torch.dtype | None,
 ) -> ShardedUnit:
-    """Shard a unit over `shards`, but distributed experts over `expert_shards`, the ranks with the same experts.
+    """Shard the parameters of a unit over `shards`. Distributed experts are sharded over `expert_shards`, the ranks with the same experts.
 
-    `copy_group` sends copies of experts, if the plan has any. `sum_dtype` as in `ParameterGroup`.
+    `copy_group` sends copies of experts; None if the plan copies none. `sum_dtype` as in `ParameterGroup`.
     """
     experts = [part for module in modules for part in module.modules() if isinstance(part, DistributedExperts)]
     groups: list[ParameterGroup | CopiedParameterGroup] = []
@@ -272,7 +284,7 @@ def _shard(
 
 
 def _with_copies(owned: ParameterGroup, group: dist.ProcessGroup, plan: Plan) -> CopiedParameterGroup:
-    """The group of a unit's experts with their copies, with which the unit then computes."""
+    """Wrap the parameter group of a unit's experts in one that adds copies of other ranks' experts; the unit then computes with both."""
     assert plan.experts is not None
     modules = [parameter.module for parameter in owned.parameters]
     copied = CopiedParameterGroup(owned, [module.present for module in modules], group, keep=plan.experts.keep)
@@ -288,7 +300,7 @@ def _parameter_group(
     sum_dtype: torch.dtype | None,
     whole: Collection[nn.Parameter],
 ) -> ParameterGroup | None:
-    """The group of the parameters that are not `whole` on each rank; None without any."""
+    """A group of the parameters that are not in `whole`, the weights without a group; None if no parameters remain."""
     if all(weight in whole for module in modules for weight in module.parameters()):
         return None
     group_class = ParameterGroup if mesh.size() > 1 else UnsharedParameterGroup
@@ -296,7 +308,7 @@ def _parameter_group(
 
 
 def _runs_embedding(model: Decoder) -> bool:
-    """Whether the rank runs the embedding; the last pipeline rank may have its weight for the head's unit only."""
+    """Whether this rank runs the embedding. The last pipeline rank may have the embedding's weight too, but only for the head's unit."""
     return "0" in model.layers
 
 

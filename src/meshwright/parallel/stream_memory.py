@@ -1,4 +1,4 @@
-"""Stream operations that write a flag in device memory or wait for it, without the host and without a kernel.
+"""Stream operations that write a flag in device memory, or wait for a flag, without the host and without a kernel.
 
 They synchronise devices that map each other's memory (CUDA driver API, "Stream Memory Operations").
 """
@@ -17,20 +17,20 @@ _WRITE = 2
 
 
 def write(word: Tensor, value: int) -> None:
-    """Make the current stream set `word` `(1,)`, int32 on this device, to `value`. Raises RuntimeError if the driver refuses."""
+    """Make the current stream set `word`, one int32 `(1,)` on this device, to `value`. Raises RuntimeError if the driver refuses."""
     _launch([_Operation(operation=_WRITE, address=word.data_ptr(), value=value)])
 
 
 def wait_at_least(words: Sequence[Tensor], value: int) -> None:
-    """Make the current stream wait until each of `words` is at least `value`, compared with wrap-around.
+    """Make the current stream wait until each of `words` is at least `value`. The comparison wraps around at 2³².
 
-    `words` are int32 `(1,)` on this device. Raises RuntimeError if the driver refuses.
+    Each word is one int32 `(1,)` on this device. Raises RuntimeError if the driver refuses.
     """
     _launch([_Operation(operation=_WAIT, address=word.data_ptr(), value=value) for word in words])
 
 
 class _Operation(ctypes.Structure):
-    """The driver's struct of one operation on a 32-bit word; `flags` 0 makes a wait compare for at least `value`."""
+    """The driver's struct for one operation on a 32-bit word. With `flags` 0 a wait ends when the word is at least `value`."""
 
     _fields_ = (
         ("operation", ctypes.c_uint32),

@@ -1,16 +1,17 @@
 """Tensor and sequence parallelism: replaces the modules of a decoder; parameter names stay the same.
 
 `spec.layout.tensor_splits` tells how each weight is divided. A module whose weight is divided by rows all-gathers the tokens before its
-matmul; a module divided by columns reduce-scatters after it. So each rank has a part of every sequence between modules,
-and all tokens inside attention and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022). The two
-branches of a parallel block share one gather and one scatter (Jiang et al. 2024, MegaScale §3.1).
+matmul; a module whose weight is divided by columns reduce-scatters after it. So each rank has a part of every sequence between modules,
+and all tokens inside attention and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022). The two branches of a
+parallel block share one all-gather and one reduce-scatter (Jiang et al. 2024, MegaScale §3.1).
 
-In latent attention each rank computes the latents of its own tokens. The projections of its heads gather them, as they are narrower than
-the residual stream; the shared part of the keys is gathered by itself.
+In latent attention each rank computes the latents of its own tokens. The projections to heads all-gather the latents, which are narrower
+than the residual stream. The shared part of the keys has an all-gather of its own.
 
-Some parameters are replicated on several ranks: norms, projections to latents and of prediction modules, biases after a reduce-scatter,
-learned positions, and key/value heads if there are fewer heads than ranks. Each rank computes their gradients from its own tokens or heads,
-and `TensorCopySums` adds them once a step. A norm of all heads together is divided with the heads (`norms.py`).
+Some parameters are replicated on several ranks: norms, projections to latents, projections of prediction modules, biases after a
+reduce-scatter, learned positions, and key/value heads if there are fewer heads than ranks. Each rank computes the gradients of its copy
+from its own tokens or heads, and `TensorCopySums` adds the gradients of all copies once per step. A norm over all heads together is
+divided with the heads (`norms.py`).
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ LAYER_CLASSES = {"rows": GatheredLinear, "columns": ScatteredLinear}
 
 
 def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, transport: Transport = "nccl") -> None:
-    """Make each module compute this tensor rank's part; no effect on a single tensor rank.
+    """Make each module compute this tensor rank's part. Does nothing on a single tensor rank.
 
-    The model is on the meta device. `transport` tells whether kernels or copy engines transfer the tokens of the blocks'
-    matmuls. Raises BadInput if the ranks cannot divide the model, or devices cannot map each other's memory.
+    The model is on the meta device. `transport` tells whether NCCL kernels or copy engines transfer tokens for the blocks' matmuls. Raises
+    BadInput if the ranks cannot divide the model, or if copy engines are planned and devices cannot map each other's memory.
     """
     group = mesh.group("tensor")
     part = mesh.part("tensor")
@@ -101,7 +102,7 @@ def _divide_block(block: Block, splits: Mapping[str, TensorSplit], group: str, r
 
 
 def _divide_adapters(model: Decoder, division: Division) -> None:
-    """Tell the adapters of fused layers how many outputs of each part this rank has."""
+    """Set how many outputs of each part this rank has, in the adapters of fused layers (for example queries, keys and values)."""
     specs = {parameter.name: parameter for parameter in parameters(model.spec)}
     for name, linear in model.named_modules():
         if isinstance(linear, Linear) and linear.adapter is not None and len(linear.adapter.rows) > 1:
@@ -111,7 +112,7 @@ def _divide_adapters(model: Decoder, division: Division) -> None:
 
 
 def _sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-    """`models.hooks.sum_of_branches` of this rank's tokens, with one all-gather and one reduce-scatter for both branches."""
+    """`models.hooks.sum_of_branches` for this rank's tokens, with one all-gather and one reduce-scatter for both branches together."""
     attention = block.attention
     mlp = block.mlp
     assert isinstance(attention, Attention), "parallel blocks have no latent attention"
@@ -129,11 +130,10 @@ def _divide_heads(attention: Attention | LatentAttention, ranks: int) -> None:
 
 
 class TensorCopySums:
-    """Sums the gradients of parameters that are replicated on neighbouring tensor ranks, once a step.
+    """Sums the gradients of parameters that are replicated on neighbouring tensor ranks, once per step.
 
-    Parameters with the same number of copies share one all-reduce. Gradients are summed in their stored dtype after the
-    reduction over shards, and every copy gets the same bits. `boxes` maps a parameter's name to its rectangular regions that
-    this rank has.
+    Parameters with the same number of copies share one all-reduce. Gradients are summed in their stored dtype, after the reduction over
+    shards. All copies get the same bits. `boxes` has, for each parameter name, the rectangular regions that this rank has.
     """
 
     def __init__(self, model: Decoder, boxes: Mapping[str, Sequence[Box]], mesh: Mesh) -> None:
@@ -153,7 +153,7 @@ class TensorCopySums:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Sum the gradients. Collective over tensor ranks; called when every gradient is complete."""
+        """Sum the gradients. Collective over tensor ranks; call it when every gradient is complete."""
         for copies, group in self._groups.items():
             parts = [_local(parameter.grad)[rows.start : rows.stop] for parameter, rows in self._replicated[copies]]
             if not parts:
@@ -165,7 +165,7 @@ class TensorCopySums:
 
 
 def rows_of(box: Box) -> range:
-    """The rows of the rank's own tensor that contain `box`, a rectangular region of the parameter."""
+    """Return the rows of the rank's local tensor that contain `box`, a rectangular region of the parameter."""
     return range(box.first_row, box.first_row + box.sizes[0])
 
 

@@ -1,7 +1,7 @@
-"""Tensor parallelism for inference: every rank has all tokens, because a step may have any number of them.
+"""Tensor parallelism for inference. Every rank has all tokens, because a step may have any number of tokens.
 
-A rank computes its heads and its part of the width of each feed-forward network; an all-reduce adds the ranks' outputs (Shoeybi et al.
-2019). A parallel block needs one all-reduce, other blocks two. All ranks get the same bits of every sum and of the gathered logits.
+A rank computes its heads and its part of the width of each feed-forward network. An all-reduce adds the ranks' outputs (Shoeybi et al.
+2019): one per parallel block, two per other block. All ranks get the same bits of every sum and of the gathered logits.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from meshwright.spec.model import parameters
 
 
 def divide_for_inference(model: Decoder, part: AxisPart, group: dist.ProcessGroup) -> None:
-    """Make a model on the meta device compute this rank's part; `group` has the ranks in order.
+    """Make a model on the meta device compute this rank's part. `group` has the ranks in order.
 
-    `model.spec` then has the dimensions of the rank's blocks. Raises BadInput if the ranks cannot divide the model.
+    Afterwards `model.spec` has the dimensions of this rank's blocks. Raises BadInput if the ranks cannot divide the model.
     """
     spec = model.spec
     if expected := split_error(spec, part.count):
@@ -51,7 +51,7 @@ def divide_for_inference(model: Decoder, part: AxisPart, group: dist.ProcessGrou
 
 
 class DividedEmbedding(Embedding):
-    """This rank's rows of the token embedding, from row `first` of the vocabulary on."""
+    """This rank's rows of the token embedding. Its first row is row `first` of the vocabulary."""
 
     def __init__(self, weight: nn.Parameter, first: int, group: dist.ProcessGroup) -> None:
         super().__init__(weight)
@@ -59,7 +59,7 @@ class DividedEmbedding(Embedding):
         self.group = group
 
     def forward(self, indices: Tensor) -> Tensor:
-        """Vectors `(…, hidden)` of tokens `(…)`: one rank has the token's row and the others add zeros."""
+        """Return the vectors `(…, hidden)` of tokens `(…)`. One rank has the row of a token; the others add zeros."""
         rows = indices - self.first
         count = self.weight.shape[0]
         embedded = F.embedding(rows.clamp(0, count - 1), self.weight)
@@ -69,7 +69,7 @@ class DividedEmbedding(Embedding):
 
 
 class DividedHead(Head):
-    """This rank's rows of the head `whole`. `sizes` are the numbers of rows of each rank."""
+    """This rank's rows of the head `whole`. `sizes` has the number of rows of each rank."""
 
     def __init__(self, whole: Head, sizes: list[int], group: dist.ProcessGroup) -> None:
         super().__init__(whole.weight, loss_chunk=0, factor=whole.factor, cap=whole.cap)
@@ -83,7 +83,7 @@ class DividedHead(Head):
         tied: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """Logits `(1, tokens, vocab)` of hidden `(1, tokens, hidden)`, gathered from all ranks."""
+        """Return logits `(1, tokens, vocab)` for hidden `(1, tokens, hidden)`, gathered from all ranks."""
         weight = self.weight if tied is None else tied
         assert targets is weights is None and weight is not None, (
             "a model that is divided for inference computes no loss"
@@ -107,6 +107,6 @@ def _shrink_parameters(model: Decoder, part: AxisPart) -> None:
 
 
 def _sum_ranks(group: dist.ProcessGroup, output: Tensor) -> Tensor:
-    """The sum of the outputs of all ranks, in place of this rank's."""
+    """Replace this rank's output by the sum of the outputs of all ranks, and return it."""
     dist.all_reduce(output, group=group)
     return output

@@ -1,9 +1,9 @@
-"""Sums the gradients of an embedding with one copy on the first and one on the last stage of a pipeline.
+"""Sums the gradients of an embedding that has two copies, on the first and on the last stage of a pipeline.
 
-The last stage has it for a tied head or for modules that predict further tokens.
+The last stage has a copy because its head is tied, or because it has modules that predict further tokens.
 
-The sum runs once a step, before the gradient norm. Both copies then get the same update and stay equal; the norm
-includes the first copy only.
+The sum runs once per step, before the gradient norm. Both copies then get the same update and stay equal. The norm includes only the copy
+on the first stage.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 
 class TiedGradientSum:
-    """Sums the gradients of the two copies of a sharded weight over `group`, which has one rank of each stage.
+    """Sums the gradients of the two copies of a sharded weight over `group`, which has one rank of each of the two stages.
 
-    `in_norm` is true on the rank whose copy the gradient norm includes.
+    `in_norm` is True on the rank whose copy the gradient norm includes.
     """
 
     def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup, in_norm: bool) -> None:

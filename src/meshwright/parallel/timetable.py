@@ -1,12 +1,12 @@
 """Computes when offloaded activations are freed on the device, and when they are copied back.
 
-The device memory of activations is freed, after a wait for the copy to host memory, only when another layer needs it. A
-copy back starts as soon as the predicted memory has space for it. If only some layers are offloaded, their copies can
-overlap with the whole forward and the whole backward; if all are, each copy overlaps with the compute of one other layer.
-Activations that fit on the device all the time are not offloaded.
+The device memory of activations is freed only when another layer needs it, after a wait for the copy to host memory. A copy back starts as
+soon as the predicted memory has space for it. If only some layers are offloaded, their copies can overlap with the whole forward and the
+whole backward. If all layers are offloaded, each copy overlaps with the compute of one other layer. Activations that fit on the device all
+the time are not offloaded.
 
-A position is the index of a forward or backward among all of the step. A visit is one micro-batch in one unit of a stage:
-its forward and its backward.
+A position is the index of a compute (a forward or a backward) among all computes of the step. A visit is one micro-batch in one unit of a
+stage: its forward and its backward.
 """
 
 from __future__ import annotations
@@ -20,35 +20,38 @@ from itertools import accumulate
 from meshwright.workload.buffers import DEVICE_LAYERS
 
 ROUNDING = 1 + 1e-9
-"""Tolerance for sums of the same sizes in another order."""
+"""Tolerance of the comparison of memory sums: the same sizes, added in another order, can differ by rounding."""
 
 Visit = tuple[int, int, int]
-"""(stage, micro-batch, unit): one micro-batch in one unit."""
+"""(stage, micro-batch, unit): the forward and the backward of one micro-batch in one unit."""
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """Visits by position among a step's forwards and backwards."""
+    """When offloaded activations are freed and copied back, by position among the step's forwards and backwards."""
 
     frees: Mapping[int, Sequence[Visit]]
     """Visits whose device memory is freed at the position, after their copy to host memory."""
     fetches: Mapping[int, Sequence[Visit]]
     """Visits whose copy back starts at the position."""
     offloaded: frozenset[Visit]
-    """The visits in `frees` and `fetches`. The plan may offload more; those fit on the device all the time."""
+    """The visits in `frees` and `fetches`. The plan may ask to offload more visits; the others fit on the device all the time."""
 
 
 @lru_cache(maxsize=4)  # nearly all steps of a run have the same schedule
 def build_timetable(
     computes: tuple[tuple[Visit, ...], ...], sizes: tuple[tuple[Visit, float], ...], candidates: frozenset[Visit]
 ) -> Timetable:
-    """Return the positions at which the `candidates`, the visits that the plan offloads, are freed and copied back.
+    """Return the positions at which the activations of the `candidates` are freed and copied back.
 
-    `computes` has the visits of each forward and backward in order; a visit with a backward occurs twice. `sizes` is the
-    memory of a visit between its forward and its backward, in any unit. A candidate is on the device during its forward and
-    the next compute, and during its backward and the compute before it. Beyond this it stays on the device while the total
-    does not exceed the limit: the peak of the other visits with the largest `DEVICE_LAYERS` candidates where there are
-    any, as the planner's memory estimate has it. The oldest candidates are freed first. A candidate that is never freed is not offloaded.
+    - `computes`: the visits of each forward and backward, in order. A visit with a backward occurs twice.
+    - `sizes`: the memory of each visit between its forward and its backward, in any unit of size.
+    - `candidates`: the visits that the plan asks to offload.
+
+    A candidate must be on the device during its forward and the next compute, and during its backward and the compute before it. Between
+    these it stays on the device as long as the total does not exceed the limit; the oldest candidates are freed first. The limit is the
+    planner's memory estimate: at each position the other visits plus the largest candidates, at most `DEVICE_LAYERS` and no more than are
+    alive there; the limit is the peak of this sum. A candidate that is never freed is not offloaded.
     """
     if not candidates:
         return Timetable({}, {}, candidates)
@@ -66,7 +69,7 @@ def build_timetable(
     capacity = max(limit, *load) * ROUNDING
     optional = {visit: _Allocation(first[visit] + 2, last[visit] - 1, size[visit]) for visit in freeable}
     frees = _free_positions(load, capacity, optional)
-    # In reversed order of time the start of a copy back frees memory, so the same function computes it.
+    # In reversed time a copy back is a free, so the same function computes the positions of both.
     reversed_optional = {
         visit: _Allocation(length + 1 - last[visit], length - frees[visit], size[visit])
         for visit in freeable
@@ -81,7 +84,7 @@ def build_timetable(
 
 @dataclass(frozen=True)
 class _Allocation:
-    """Memory on the device from the beginning of compute `start` to the beginning of compute `stop`."""
+    """Memory that is on the device from the beginning of compute `start` to the beginning of compute `stop`."""
 
     start: int
     stop: int
@@ -89,7 +92,7 @@ class _Allocation:
 
 
 def _limit(length: int, others: Sequence[_Allocation], candidates: Sequence[_Allocation]) -> float:
-    """Peak of `others` and of as many of the largest candidates as are alive at the time, at most `DEVICE_LAYERS`."""
+    """The peak over all positions of `others` plus the largest candidates: as many as are alive there, but at most `DEVICE_LAYERS`."""
     largest = [0.0, *accumulate(sorted((visit.size for visit in candidates), reverse=True)[:DEVICE_LAYERS])]
     alive = _load(length, [replace(visit, size=1.0) for visit in candidates])
     pairs = zip(_load(length, others), alive, strict=True)
@@ -106,9 +109,10 @@ def _load(length: int, allocations: Iterable[_Allocation]) -> list[float]:
 
 
 def _free_positions(load: list[float], capacity: float, optional: Mapping[Visit, _Allocation]) -> dict[Visit, int]:
-    """By visit, the position at which its optional allocation is freed: its end, or earlier if memory exceeds `capacity`.
+    """Return the position at which the optional allocation of each visit is freed.
 
-    The oldest are freed first. Their memory is added to `load`.
+    It is freed at its end, or earlier if the memory at a position would exceed `capacity`; the oldest allocations are freed first. The
+    memory of the allocations is added to `load`.
     """
     frees: dict[Visit, int] = {}
     allocated: dict[Visit, float] = {}

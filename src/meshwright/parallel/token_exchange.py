@@ -1,8 +1,8 @@
-"""Exchange of tokens between the ranks of a layer's experts: one interface, and its variant by kernels in mapped memory.
+"""Exchange of rows between the ranks of a layer's experts: the interface, and the variant by kernels that write into mapped memory.
 
-`parallel.experts` has the variant by messages, an all-to-all of NCCL or Gloo, for which the host reads the counts of rows. In the
-variant here (`plan.expert_exchange: peer`) the host reads nothing and all shapes are static (`parallel.token_exchange_peers`). Its ranks
-are GPUs of one node that map each other's memory.
+There are two variants. `parallel.experts.AllToAll` sends messages by an all-to-all of NCCL or Gloo, for which the host must read the counts
+of rows. `PeerTokenExchange` (`plan.expert_exchange: peer`) reads nothing on the host, and all its shapes are static
+(`parallel.token_exchange_peers`). Its ranks must be GPUs of one node that map each other's memory.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import ExpertPlan
 
 Compute = Callable[[Tensor, ExpertOrder], Tensor]
-"""Returns the outputs of this rank's experts for rows `(rows, hidden)` sorted by expert."""
+"""A function that returns the outputs of this rank's experts for rows `(rows, hidden)` that are sorted by expert."""
 
 
 class TokenExchange(ABC):
-    """Computes rows by the experts of all ranks of a group; collective and differentiable."""
+    """Computes rows by the experts of all ranks of a group. Collective over the group; differentiable."""
 
     @abstractmethod
     def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute, local: Tensor | None = None) -> Tensor:
-        """Send rows `(rows, hidden)`, sorted by expert, to the ranks of their experts, compute them and return the outputs.
+        """Send rows `(rows, hidden)` to the ranks of their experts, compute them there, and return the outputs in the order of the rows.
 
-        `load` `(experts,)` has this rank's number of rows for each expert. An output has the position of its row. If `local` `(1,)`, on
-        the host, is not 0, all rows of all ranks are for experts of their own rank.
+        The rows are sorted by expert, and `load` `(experts,)` has this rank's number of rows for each expert. `local` `(1,)`, on the host,
+        is not 0 if every rank's rows are all for experts on that rank; nothing is sent then.
         """
 
 
 class PeerTokenExchange(TokenExchange):
-    """The exchange by kernels that write into the other ranks' memory; `group` names the ranks of the experts."""
+    """The exchange by kernels that write into other ranks' memory. `group` is the name of the group of ranks that have the experts."""
 
     def __init__(self, group: str, peers: PeerExchange) -> None:
         self._group = group
@@ -49,7 +49,7 @@ class PeerTokenExchange(TokenExchange):
         _peers_by_group[group] = peers
 
     def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute, local: Tensor | None = None) -> Tensor:
-        del local  # such rows take the same way, without the host
+        del local  # rows for this rank's own experts pass through the window too; only the host could skip it, and it must not wait
         peers = self._peers
         most = peers.most_received(sorted_rows.shape[0])
         offsets, *route = route_tokens(load, sorted_rows, peers.ranks, most, self._group)
@@ -59,7 +59,7 @@ class PeerTokenExchange(TokenExchange):
 
 
 def open_peer_exchange(mesh: Mesh, plan: ExpertPlan) -> PeerTokenExchange:
-    """The exchange by kernels between the ranks of a layer's experts, of which there are at least two.
+    """Open the exchange by kernels between the ranks that have a layer's experts. There must be at least two such ranks.
 
     Raises BadInput if the ranks are not GPUs of one node that map each other's memory.
     """
@@ -79,9 +79,9 @@ def open_peer_exchange(mesh: Mesh, plan: ExpertPlan) -> PeerTokenExchange:
 
 
 def open_symmetric_window(group: dist.ProcessGroup, device: torch.device, size: int) -> MappedWindow:
-    """Allocate a window of zeros on each rank of the group and map all of them. Collective; synchronises the device.
+    """Allocate a window of `size` zero bytes on each rank of the group and map the windows of all ranks.
 
-    Raises BadInput if the ranks ask for different sizes.
+    Collective; synchronises the device. Raises BadInput if the ranks ask for different sizes.
     """
     # Symmetric memory would otherwise set up multicast, which these kernels do not use.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -95,7 +95,7 @@ def open_symmetric_window(group: dist.ProcessGroup, device: torch.device, size: 
         )
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
     memory.zero_()
-    # No rank still uses an earlier window, and the flags are zero before a peer writes one.
+    # After this no rank uses an earlier window any more, and the flags are zero before a peer writes one.
     torch.cuda.synchronize(device)
     handle = symmetric.rendezvous(memory, group.group_name)
     addresses = [handle.get_buffer(owner, (1,), torch.uint8, 0).data_ptr() for owner in range(group.size())]
@@ -103,13 +103,13 @@ def open_symmetric_window(group: dist.ProcessGroup, device: torch.device, size: 
 
 
 def check_received_rows() -> None:
-    """Raise BadInput if a finished exchange had more rows than a rank has room for, which made its results NaN."""
+    """Raise BadInput if a finished exchange had more rows than a rank has room for. The results of such an exchange are NaN."""
     for peers in _peers_by_group.values():
         peers.check()
 
 
 def _order_of_groups(offsets: Tensor, row_count: int) -> ExpertOrder:
-    """The order of rows that are already sorted by expert."""
+    """The order of `row_count` rows that are already sorted by expert; `offsets` are the ends of the experts' rows."""
     positions = torch.arange(row_count, device=offsets.device)
     return ExpertOrder(positions, positions[:, None], offsets)
 
@@ -123,9 +123,10 @@ _peers_by_group: WeakValueDictionary[str, PeerExchange] = WeakValueDictionary()
 def route_tokens(
     load: Tensor, activations: Tensor, ranks: int, most: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Exchange the counts `load` `(experts,)` of `activations` over `ranks` ranks that receive at most `most` rows.
+    """Exchange the row counts `load` `(experts,)` of all ranks and compute the target of every row.
 
-    Returns the ends of the received experts' rows `(experts / ranks,)`, and the tensors of a `Route`.
+    `activations` are the rows to be sent later. Each of the `ranks` ranks receives at most `most` rows. Returns the offset of the end of
+    each local expert's received rows `(experts / ranks,)`, then the three tensors of a `Route`.
     """
     peers = _peers_by_group[group]
     assert peers.ranks == ranks and peers.most_received(activations.shape[0]) == most
@@ -146,9 +147,10 @@ def _(load: Tensor, activations: Tensor, ranks: int, most: int, group: str) -> t
 def move_tokens(
     activations: Tensor, sent: Tensor, received: Tensor, totals: Tensor, back: bool, fp8: bool, group: str
 ) -> Tensor:
-    """Send rows `(rows, width)` to their experts or, if `back`, to their sources; the tensors are those of a `Route`.
+    """Send rows `(rows, width)` to the ranks of their experts, or with `back` to the ranks they came from.
 
-    Returns the activations that arrive, `(rows sent or most rows received, width)`. Those beyond the rows received are undefined.
+    `sent`, `received` and `totals` are the tensors of a `Route`. Returns the rows that arrive: `(most rows received, width)` on the way to
+    the experts, where rows beyond the number received are undefined, and `(rows sent, width)` on the way back.
     """
     peers = _peers_by_group[group]
     route = Route(sent, received, totals)
@@ -171,7 +173,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _move_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients take the opposite way, in their own dtype: rounding to fp8 is differentiated as if it were exact."""
+    """Send the gradients in the opposite direction, in their own dtype. The gradient of rounding to fp8 is taken as 1."""
     return move_tokens(grad, *ctx.saved_tensors, not ctx.back, False, ctx.group), *6 * (None,)
 
 

@@ -1,14 +1,17 @@
 """Token exchange by kernels that write into the other ranks' memory: the host reads no count and does not wait.
 
-All ranks share their numbers of rows per expert, and each computes on the device the target of every row. Rows are written directly to
-their positions in the target's window, sorted by expert, and then copied out of it, because the next exchange but one overwrites them. On
-the way back they are written to their source positions. Two slots alternate: before a rank writes into a slot, it
-has waited for all ranks' flags of the exchange in the other one, which they set after they had read this slot.
+All ranks first share their numbers of rows per expert. From these numbers each rank computes on the device the target of every row. It
+writes its rows directly to their positions in the target's window, where they are sorted by expert. The target then copies them out of the
+window, because a later exchange overwrites them. On the way back, outputs are written to the positions that their rows had at the source.
 
-Shapes are static: a rank receives at most `bound` times as many rows as it sends. If any rank would receive more, all ranks learn it from
-the counts, the rows that return are NaN, and a `start_route` after the device has finished this one raises BadInput.
+A window has two slots, which exchanges use in turn: exchange 1 uses slot 1, exchange 2 slot 0, exchange 3 slot 1 again. A rank sets its
+flag for exchange 2 only after it has read its slot of exchange 1. A rank that has waited for all flags of exchange 2 can therefore write
+into slot 1 for exchange 3.
 
-All ranks of a group make the same calls in the same order, with equal numbers of rows; a start is finished before the next.
+Shapes are static: a rank receives at most `bound` times as many rows as it sends. If any rank would receive more, all ranks learn this from
+the counts. The rows that return are then NaN, and a `start_route` after the device has finished this exchange raises BadInput.
+
+All ranks of a group make the same calls in the same order, with equal numbers of rows. Each start is finished before the next start.
 """
 
 from __future__ import annotations
@@ -26,17 +29,18 @@ from meshwright.workload.buffers import TOKEN_SLOTS
 
 
 class MappedWindow(NamedTuple):
-    """Memory `(bytes,)` of this rank that all ranks map, and the addresses `(ranks,)` of all ranks' windows, int64."""
+    """Memory `(bytes,)` of this rank that all ranks map, and the int64 addresses `(ranks,)` of every rank's window."""
 
     memory: Tensor
     addresses: Tensor
 
 
 class Route(NamedTuple):
-    """Targets of the rows of one layer and micro-batch; see `kernels.token_exchange_triton.route`.
+    """Targets of the rows of one layer and one micro-batch, computed by `kernels.token_exchange_triton.route`.
 
-    `sent` `(rows,)` and `received` `(most rows received,)`: targets on the way out and back; `totals` `(3,)`: rows sent, rows received,
-    and 1 if a rank's rows exceed the bound.
+    - `sent` `(rows,)`: the target of each row that this rank sends.
+    - `received` `(most rows received,)`: the target of each received row's output on the way back.
+    - `totals` `(3,)`: number of rows sent, number of rows received, and 1 if any rank's rows exceed the bound.
     """
 
     sent: Tensor
@@ -45,10 +49,13 @@ class Route(NamedTuple):
 
 
 class PeerExchange:
-    """This rank's side of the exchanges of `ranks` ranks. `open_window(size)` is collective; it returns `size` zero bytes.
+    """One rank's side of the exchanges between `ranks` ranks.
 
-    `bound`: most rows received, as a multiple of the rows sent. `fp8`: rows go to the experts in e4m3 with one scale a row; gradients and
-    the way back keep their dtype. A call that starts an exchange writes and signals; the one that finishes it waits and reads.
+    - `bound`: the most rows that a rank receives, as a multiple of the rows that it sends.
+    - `fp8`: rows go to the experts in e4m3 with one scale per row. Gradients and outputs keep their dtype.
+    - `open_window(size)`: allocates and maps a window of `size` zero bytes on each rank; collective.
+
+    A method that starts an exchange writes rows and sets flags. The method that finishes it waits for the flags and reads.
     """
 
     def __init__(
@@ -64,13 +71,13 @@ class PeerExchange:
         self._exceeded = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 
     def most_received(self, row_count: int) -> int:
-        """Rows that a rank receives at most if each rank sends `row_count`."""
+        """The most rows that a rank receives if each rank sends `row_count`."""
         return math.ceil(self._bound * row_count)
 
     def start_route(self, load: Tensor, activations: Tensor) -> None:
-        """Send all ranks this rank's numbers of rows for each expert, `load` `(experts,)`, before they exchange `activations`.
+        """Send this rank's number of rows for each expert, `load` `(experts,)`, to all ranks. `activations` are the rows to be sent later.
 
-        Raises BadInput if rows of an earlier exchange exceeded the bound.
+        Raises BadInput if the rows of an earlier exchange exceeded the bound.
         """
         from meshwright.kernels.token_exchange_triton import signal
 
@@ -84,7 +91,7 @@ class PeerExchange:
         signal(self._window.addresses, self.rank, self._routes, self._areas.count_flags, load, self._areas.counts(slot))
 
     def finish_route(self, row_count: int) -> tuple[Tensor, Route]:
-        """Wait for all ranks' numbers of rows; returns ends of the received experts' rows `(local experts,)`, and the route."""
+        """Wait for all ranks' counts. Returns the ends of the local experts' received rows `(local experts,)`, and the route."""
         from meshwright.kernels.token_exchange_triton import route, wait
 
         wait(self._view(self._areas.count_flags, (self.ranks,), torch.int32), self._routes)
@@ -95,7 +102,7 @@ class PeerExchange:
         return offsets, Route(*targets)
 
     def start_move(self, activations: Tensor, route: Route, back: bool, fp8: bool = False) -> None:
-        """Write rows `(rows, width)` to the ranks of their experts or, if `back`, to their sources; `fp8` rounds them."""
+        """Write rows `(rows, width)` to the ranks of their experts, or with `back` to their source ranks. `fp8` rounds them to e4m3."""
         from meshwright.kernels.token_exchange_triton import signal, write_rows
 
         self._moves += 1
@@ -111,7 +118,7 @@ class PeerExchange:
     def finish_move(self, route: Route, back: bool, out: Tensor, fp8: bool = False) -> Tensor:
         """Wait for the rows of all ranks, copy them into `out` `(rows, width)` and return it.
 
-        On the way out, lines of `out` beyond the rows received are undefined.
+        On the way to the experts, rows of `out` beyond the number received are undefined.
         """
         from meshwright.kernels.fp8_matmuls import E4M3
         from meshwright.kernels.token_exchange_triton import read_rows, wait
@@ -124,7 +131,7 @@ class PeerExchange:
         return out
 
     def check(self) -> None:
-        """Raise BadInput if the rows of an exchange that the device has finished exceeded the bound. Does not wait for the device."""
+        """Raise BadInput if an exchange that the device has finished had more rows than the bound. Does not wait for the device."""
         if self._exceeded.item():
             raise BadInput(
                 f"plan.expert_receive_bound = {self._bound:g}: an expert rank would receive more than {self._bound:g} times the rows "
@@ -146,7 +153,7 @@ class PeerExchange:
 
 
 class _Areas(NamedTuple):
-    """Offsets in bytes of a window's parts: flags of counts and of rows, then by slot counts, scales and rows."""
+    """Byte offsets of the areas of a window: the flags of counts, the flags of rows, then the counts, scales and rows of each slot."""
 
     ranks: int
     experts: int

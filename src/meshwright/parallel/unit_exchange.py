@@ -18,16 +18,17 @@ from meshwright.parallel.timetable import Visit
 from meshwright.schedules.action import Action, Payload
 
 Message = tuple[Payload, int, int]
-"""(payload, stage, micro-batch): an activation or gradient, and the stage that sends it or, on its receiver, uses it."""
+"""(payload, stage, micro-batch). The payload is an activation or a gradient. On the sender the stage is the one that sends it, on the
+receiver the one that uses it."""
 
 _Posted = tuple[int, Action, PipelineTransfer]
-"""A message that may still run: index of its action in the schedule, the action, the transfer."""
+"""A message that may still be in transfer: the index of its action in the schedule, the action, and the transfer."""
 
 
 class UnitExchange:
-    """The tensors between units of one rank in one step, and the messages that may still run.
+    """The tensors between units of one rank in one step, and the messages that may still be in transfer.
 
-    `rank_of` has the pipeline rank of each stage. `channels` is None if the step has one pipeline rank.
+    `rank_of` has the pipeline rank of each stage. `channels` is None if there is only one pipeline rank.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class UnitExchange:
             self._to_send[payload, stage, micro_batch] = tensor
 
     def take(self, payload: Payload, visit: Visit) -> Tensor:
-        """Return and forget a unit's input, or the gradient of its output. Compute waits for it if another rank sends it."""
+        """Return a unit's input, or the gradient of its output, and forget it. If another rank sends it, compute waits for the message."""
         stage, micro_batch, _ = visit
         posted = self._receiving.pop((payload, stage, micro_batch), None)
         if posted is None:
@@ -67,7 +68,7 @@ class UnitExchange:
         """Start to send the tensor of a send action to the rank of its peer stage."""
         assert self._channels is not None and action.payload is not None
         tensor = self._to_send.pop((action.payload, action.stage, action.micro_batch))
-        # Dropping a completed transfer frees its buffer.
+        # A completed transfer is dropped from the list, which frees its buffer.
         self._sending = [posted for posted in self._sending if not posted[2].work.is_completed()]
         self._recorder.posted(index, action, tensor.nbytes)
         transfer = self._channels.send(self._rank_of[action.peer], tensor)
@@ -82,7 +83,7 @@ class UnitExchange:
         self._record(action, transfer)
 
     def finish_sends(self) -> None:
-        """Make compute wait until every message has been sent."""
+        """Make compute wait until all messages of this step have been sent."""
         for peer in {action.peer: None for _, action, _ in self._sending}:
             pending = [posted for posted in self._sending if posted[1].peer == peer]
             with self._recorder.waiting("send", *pending[0][:2]):

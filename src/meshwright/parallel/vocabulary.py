@@ -1,7 +1,7 @@
-"""Embedding, head and loss with the vocabulary divided over tensor ranks (Shoeybi et al. 2019, §3), in token chunks; a score's head.
+"""Embedding, head and loss with the vocabulary divided over tensor ranks (Shoeybi et al. 2019, §3); the head of a reward model.
 
-A rank computes the logits of every token for its own rows of the vocabulary. Training does not exchange logits: the
-cross-entropy needs each rank's log-sum-exp and the target's logit, two numbers per token.
+A rank computes the logits of every token for its own rows of the vocabulary, a chunk of tokens at a time. Training does not exchange
+logits: the cross-entropy needs only two numbers per token from each rank, the log-sum-exp of its logits and the target's logit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.parallel.linear_exchanges import ALL_GATHER, all_gather_tokens, 
 
 
 class VocabularyEmbedding(Embedding):
-    """This rank's rows of the token embedding, from row `first` of the vocabulary on."""
+    """This rank's rows of the token embedding. Its first row is row `first` of the vocabulary."""
 
     def __init__(self, weight: nn.Parameter, first: int, group: str, ranks: int) -> None:
         super().__init__(weight)
@@ -32,19 +32,19 @@ class VocabularyEmbedding(Embedding):
         self.ranks = ranks
 
     def forward(self, indices: Tensor) -> Tensor:
-        """Embeddings `(batch, seq / ranks, hidden)` of this rank's part of the sequence, for tokens `(batch, seq)`."""
+        """Return the embeddings `(batch, seq / ranks, hidden)` of this rank's part of the sequence, for all tokens `(batch, seq)`."""
         rows = indices - self.first
         local_rows = self.weight.shape[0]
         not_local = (rows < 0) | (rows >= local_rows)
-        # Tokens of other ranks need some row; their gradient is zero. `remainder` selects different rows, because atomic adds
-        # of many gradients to one row would be serialised.
+        # A token in another rank's rows must be given some local row, whose result and gradient are then zeroed. `remainder` spreads these
+        # tokens over all rows, because atomic adds of many gradients to one row would be serialised.
         embedded = F.embedding(rows.remainder(local_rows), self.weight)
         # One rank has the token and the others add zeros, so the sum is exact.
         return _ReduceScatterTokens.apply(embedded.masked_fill(not_local[..., None], 0.0), self.group, self.ranks)
 
 
 class PositionEmbedding(Embedding):
-    """Learned position embedding, replicated on every rank; embeds this rank's part of the sequence."""
+    """Learned position embedding. Every rank has the whole weight and embeds its part of the sequence."""
 
     def __init__(self, weight: nn.Parameter, rank: int, ranks: int) -> None:
         super().__init__(weight)
@@ -52,14 +52,14 @@ class PositionEmbedding(Embedding):
         self.ranks = ranks
 
     def forward(self, indices: Tensor) -> Tensor:
-        """`(…, seq / ranks, hidden)` of positions `(…, seq)`."""
+        """Return `(…, seq / ranks, hidden)`, the embeddings of this rank's part of positions `(…, seq)`."""
         return F.embedding(indices.chunk(self.ranks, dim=-1)[self.rank], self.weight)
 
 
 class VocabularyHead(Head):
-    """Head with this rank's rows of the vocabulary; with targets, also the loss of this rank's part of the sequence.
+    """Head with this rank's rows of the vocabulary. With targets it also computes the loss of this rank's part of the sequence.
 
-    `whole` is the head that this one replaces; `sizes` are the numbers of rows of each rank.
+    `whole` is the head that this one replaces. `sizes` has the number of rows of each rank.
     """
 
     def __init__(self, whole: Head, sizes: tuple[int, ...], rank: int, group: str) -> None:
@@ -75,9 +75,9 @@ class VocabularyHead(Head):
         tied: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | LossSums:
-        """Logits `(batch, seq, vocab)` of hidden `(batch, seq / ranks, hidden)`; with targets, the sums of this rank's tokens.
+        """Return logits `(batch, seq, vocab)` for hidden `(batch, seq / ranks, hidden)`, or with targets the summed losses.
 
-        `targets` and `weights` `(batch, seq)` are those of all ranks' tokens, and equal on all.
+        The losses are those of this rank's tokens. `targets` and `weights` `(batch, seq)` are for all ranks' tokens and equal on all ranks.
         """
         weight = self.matrix(tied)
         hidden = self.scaled(hidden)
@@ -100,7 +100,7 @@ class VocabularyHead(Head):
 
     @torch.no_grad()
     def log_probabilities(self, hidden: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
-        """As `Head.log_probabilities`, of all ranks' tokens: hidden `(batch, seq / ranks, hidden)`, targets `(batch, seq)`."""
+        """As `Head.log_probabilities`, for all ranks' tokens: hidden is `(batch, seq / ranks, hidden)`, targets `(batch, seq)`."""
         weight = self.matrix(tied)
         rows = self.scaled(hidden).flatten(0, 1)
         ranked = self._ranked(targets)
@@ -117,7 +117,7 @@ class VocabularyHead(Head):
         return torch.cat(parts, dim=1).unflatten(1, (len(targets), -1)).transpose(0, 1).flatten(1)
 
     def _ranked(self, whole: Tensor) -> Tensor:
-        """A tensor `(batch, seq)` as `(ranks, batch · seq / ranks)`, the order of the gathered tokens of a chunk."""
+        """Reorder a tensor `(batch, seq)` to `(ranks, batch · seq / ranks)`, the order in which a chunk's gathered tokens are."""
         return whole.unflatten(1, (len(self.sizes), -1)).transpose(0, 1).flatten(1)
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class VocabularyHead(Head):
 
 
 class DividedScoreHead(ScoreHead):
-    """A score's head, whole on every tensor rank; with targets, of this rank's part of the sequence."""
+    """The head of a reward model, whole on every tensor rank. With targets it computes the loss of this rank's part of the sequence."""
 
     def __init__(self, whole: ScoreHead, rank: int, ranks: int, group: str) -> None:
         super().__init__(whole.score)
@@ -146,14 +146,14 @@ class DividedScoreHead(ScoreHead):
         tied: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | LossSums:
-        """As `ScoreHead`: hidden `(batch, seq / ranks, hidden)`, scores and `weights` `(batch, seq)` of all ranks' tokens."""
+        """As `ScoreHead.forward`: hidden is `(batch, seq / ranks, hidden)`, scores and `weights` `(batch, seq)` are of all ranks."""
         if targets is None:
             return self.values(hidden)[..., None]
         assert weights is not None, "an objective has a factor for each score"
         return super().forward(hidden, targets, None, weights.chunk(self.ranks, dim=1)[self.rank])
 
     def values(self, hidden: Tensor) -> Tensor:
-        """As `ScoreHead.values`, of all ranks' tokens."""
+        """As `ScoreHead.values`, for all ranks' tokens: the result is `(batch, seq)`."""
         own = super().values(hidden)
         return all_gather_tokens(own[..., None], self.group, self.ranks)[..., 0]
 
@@ -172,9 +172,9 @@ class _ReduceScatterTokens(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """`kernels.loss` with a divided vocabulary; forward computes both gradients while a chunk's logits exist.
+    """`kernels.loss` with a divided vocabulary. Forward computes both gradients too, while the logits of a chunk exist.
 
-    A chunk consists of the same slice of every rank's tokens. Without `trains` forward computes the loss only.
+    A chunk consists of the same slice of every rank's tokens. Without `trains`, forward computes the loss only.
     """
 
     @staticmethod
@@ -242,7 +242,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _combine_over_ranks(total: Tensor, target_logit: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp over the whole vocabulary and the target's logit, `(tokens,)`, from those of each rank."""
+    """Return the log-sum-exp over the whole vocabulary and the target's logit, `(tokens,)` each, from the values of each rank."""
     local = torch.stack((total, target_logit))
     gathered = local.new_empty((ranks * 2, local.shape[1]))
     ALL_GATHER(gathered, local, group=group_by_name(group))
@@ -251,12 +251,12 @@ def _combine_over_ranks(total: Tensor, target_logit: Tensor, group: str, ranks: 
 
 
 def _run(function: Any, *inputs: Any) -> Any:
-    """Run a function of the logits: compiled to one pass on a GPU, eager on a CPU."""
+    """Run a function of the logits, compiled to one kernel on a GPU and eager on a CPU."""
     return (compile_once(function) if inputs[0].is_cuda else function)(*inputs)
 
 
 def _log_sum_and_target(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp of logits `(tokens, rows)`, and the target's logit; 0 if its row is on another rank."""
+    """Return the log-sum-exp of logits `(tokens, rows)`, and the target's logit, which is 0 if its row is on another rank."""
     wide = logits.to(accumulate_dtype(logits.dtype))
     is_local = (targets >= 0) & (targets < logits.shape[-1])
     target_logit = wide.gather(-1, torch.where(is_local, targets, 0)[:, None])[:, 0]
@@ -266,10 +266,10 @@ def _log_sum_and_target(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
 def _gradient(
     logits: Tensor, targets: Tensor, weights: Tensor | None, total: Tensor, first: int, z_loss: float
 ) -> Tensor:
-    """Gradient of weighted cross-entropy and z-loss with respect to logits `(tokens, rows)`, which it overwrites.
+    """Return the gradient of weighted cross-entropy and z-loss with respect to logits `(tokens, rows)`. It overwrites the logits.
 
-    `weights` `(tokens,)` are those of the cross-entropies, None: all 1. `total` `(tokens,)` is the log-sum-exp over the whole
-    vocabulary, `first` the first row of the vocabulary on this rank.
+    `weights` `(tokens,)` multiply the cross-entropies; None means all are 1. `total` `(tokens,)` is the log-sum-exp over the whole
+    vocabulary. `first` is the first row of the vocabulary on this rank.
     """
     wide = logits.to(accumulate_dtype(logits.dtype))
     is_target = torch.arange(logits.shape[-1], device=logits.device) + first == targets[:, None]

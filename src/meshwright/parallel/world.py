@@ -28,7 +28,7 @@ from meshwright.spec.network import network_environment
 from meshwright.spec.rank_environment import STORE_SOCKET, RankEnvironment
 
 STORE_BIND = "MESHWRIGHT_STORE_BIND"
-"""Environment variable with the one address on which rank 0's store listens; without it or a socket, on all interfaces."""
+"""Environment variable with the address on which rank 0's store listens. Without it and without `STORE_SOCKET`: on all interfaces."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class World:
     """The ranks of a job, as this rank sees them.
 
     `control` is a Gloo group over all ranks for small CPU messages; the default group communicates tensors. `node_ranks` is the number of
-    ranks on a node if it differs from the launcher's ranks per host: nodes can be emulated, several on a host.
+    ranks per node if it differs from the launcher's ranks per host: one host can emulate several nodes.
     """
 
     environment: RankEnvironment
@@ -44,7 +44,7 @@ class World:
     control: dist.ProcessGroup
     node_ranks: int | None = None
     limit: timedelta = timedelta(minutes=10)
-    """Timeout of a collective."""
+    """Time after which a collective fails."""
 
     @property
     def rank(self) -> int:
@@ -61,7 +61,7 @@ class World:
 
     @property
     def device_group(self) -> dist.ProcessGroup | None:
-        """NCCL's group of all ranks; None for CPU ranks."""
+        """NCCL's group of all ranks; None on CPU ranks."""
         return world_group() if self.device.type == "cuda" else None
 
     @property
@@ -69,13 +69,13 @@ class World:
         return self.node_ranks or self.environment.local_ranks
 
     def node(self, rank: int) -> int:
-        """Index of the node of `rank`; nodes have consecutive ranks."""
+        """Index of the node of `rank`; the ranks of a node are consecutive."""
         return rank // self.ranks_per_node
 
     def refuse_across_nodes(self, ranks: Sequence[int], feature: str) -> None:
         """Raise BadInput if `ranks` are on several nodes.
 
-        Called before ranks connect by anything but NCCL or a socket (symmetric memory, CUDA IPC, shared host memory). Such a connection
+        Call it before ranks connect by anything except NCCL or a socket: symmetric memory, CUDA IPC, shared host memory. Such a connection
         works between emulated nodes, which share a host, but not between real nodes.
         """
         other = next((rank for rank in ranks if self.node(rank) != self.node(ranks[0])), None)
@@ -86,7 +86,7 @@ class World:
             )
 
     def refuse_unmapped(self, ranks: Sequence[int], feature: str) -> None:
-        """Raise BadInput if this rank's device cannot map the memory of the devices of `ranks`, which are on its node."""
+        """Raise BadInput if this rank's device cannot map the memory of the devices of `ranks`. All these ranks are on its node."""
         own_device = self.device.index
         for rank in ranks:
             peer_device = own_device + rank - self.rank  # consecutive ranks of a host have consecutive devices
@@ -97,18 +97,18 @@ class World:
                 )
 
     def split(self, parts: Sequence[Sequence[int]], description: str, options: Any = None) -> dist.ProcessGroup:
-        """Create one group for each of `parts`, a partition of all ranks, and return this rank's; collective over all ranks.
+        """Create one group for each of `parts`, a partition of all ranks, and return the group of this rank. Collective over all ranks.
 
         One split of NCCL's world communicator creates all groups, without the store and without a barrier. `description` names the groups
-        in logs; `options` are those of the new NCCL communicators, by default the world's.
+        in logs. `options` configure the new NCCL communicators; None: they are configured as the world's.
         """
         if self.device.type == "cuda":
             partition = [list(part) for part in parts]
             return _present(
                 dist.split_group(None, partition, timeout=self.limit, pg_options=options, group_desc=description)
             )
-        # Gloo cannot split; each rank creates its own group with the group's members. torch names it by its ranks and the number of groups
-        # that the rank created before, so every rank must be in exactly one part.
+        # Gloo cannot split. Each rank creates only its own group, together with the group's members. torch names a group by its ranks and
+        # by how many groups the rank created before, so every rank must be in exactly one part.
         members = next(list(part) for part in parts if self.rank in part)
         return _present(
             dist.new_group(members, timeout=self.limit, use_local_synchronization=True, group_desc=description)
@@ -120,10 +120,10 @@ class World:
 
 
 def join(environment: RankEnvironment, cluster: ClusterSpec, *, timeout_seconds: int) -> World:
-    """Connect this process to the job over the cluster's network, and choose its device.
+    """Connect this process to the other ranks of the job over the cluster's network, and choose its device.
 
-    Raises BadInput if the host has no device for the rank or if the ranks of a node are not consecutive, OutOfResources if the limit of
-    open files is too low, and CommunicationFailure if the other ranks cannot be reached.
+    Raises BadInput if the host has no device for the rank or the ranks of a node are not consecutive, OutOfResources if the limit of open
+    files is too low, and CommunicationFailure if the other ranks cannot be reached.
     """
     for name, value in network_environment(cluster, environment.local_rank).items():
         os.environ.setdefault(name, value)
@@ -154,7 +154,7 @@ def join(environment: RankEnvironment, cluster: ClusterSpec, *, timeout_seconds:
 
 
 def _ranks_per_node(environment: RankEnvironment, control: dist.ProcessGroup) -> int:
-    """Ranks per node: the launcher's ranks per host, divided further by NCCL_HOSTID if it is set. Collective.
+    """Return the number of ranks per node: the launcher's ranks per host, divided further by NCCL_HOSTID if it is set. Collective.
 
     Raises BadInput on every rank if the ranks of a node are not consecutive.
     """
@@ -167,10 +167,10 @@ def _ranks_per_node(environment: RankEnvironment, control: dist.ProcessGroup) ->
 
 
 def block_size(nodes: Sequence[int]) -> int:
-    """Ranks per node, from the node numbers of all ranks.
+    """Return the number of ranks per node, given the node number of every rank.
 
-    If nodes have different numbers of ranks, the largest common divisor: 6, 6 and 4 ranks on three nodes count as eight nodes
-    of 2 ranks. Raises BadInput if the ranks of a node are not consecutive, which the layout of the mesh assumes.
+    If nodes have different numbers of ranks, it is their largest common divisor: 6, 6 and 4 ranks on three nodes count as eight nodes of 2
+    ranks. Raises BadInput if the ranks of a node are not consecutive, because the mesh's layout assumes that they are.
     """
     blocks = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
     order = list(dict.fromkeys(nodes))
@@ -187,7 +187,7 @@ def world_group() -> dist.ProcessGroup:
 
 
 def _present(group: object) -> dist.ProcessGroup:
-    """Narrow the type: torch returns another object on ranks outside a group, but these groups contain this rank."""
+    """Narrow the type. On ranks outside a group torch returns another object, but these groups always contain this rank."""
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -207,17 +207,17 @@ def _device(environment: RankEnvironment, cpu: bool) -> torch.device:
 
 
 def limit_device_memory(memory: int, device: torch.device) -> None:
-    """Limit torch's allocator to `memory` bytes, if the device has more; beyond them it raises OutOfMemoryError."""
+    """Limit torch's allocator to `memory` bytes if the device has more. An allocation beyond the limit raises OutOfMemoryError."""
     total = torch.cuda.get_device_properties(device).total_memory
     if memory < total:
         torch.cuda.set_per_process_memory_fraction(memory / total, device)
 
 
 def open_store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
-    """The key-value store that connects the ranks.
+    """Open the key-value store that connects the ranks.
 
-    torch's TCPStore listens on all interfaces unless it gets a socket, as it does when all ranks are on one host. The
-    socket stays open after the store, so that a process can open another one.
+    torch's TCPStore listens on all interfaces unless it is given a socket. A local launch passes rank 0 such a socket. The socket stays
+    open when the store closes, so that a process can open another store.
     """
     descriptor = _store_socket(environment) if environment.rank == 0 else None
     if environment.ranks == 1 and descriptor is None:
@@ -238,7 +238,7 @@ def open_store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
 
 
 def _store_socket(environment: RankEnvironment) -> int | None:
-    """Descriptor of the socket on which rank 0's store listens: inherited, or bound here; None if torch creates it."""
+    """Return the descriptor of the socket for rank 0's store: inherited from the launcher, or bound here; None: torch creates one."""
     if STORE_SOCKET in os.environ:
         return os.dup(int(os.environ[STORE_SOCKET]))  # the store closes its descriptor
     if STORE_BIND not in os.environ or environment.ranks == 1:

@@ -1,4 +1,4 @@
-"""Process of a locally launched rank that answers a question.
+"""Process of a locally launched rank that computes one answer, such as a profile or an evaluation, instead of training.
 
 `python -m meshwright.training.answer_rank MODULE JOB ANSWER` imports MODULE and calls its `main`.
 """

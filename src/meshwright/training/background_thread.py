@@ -1,4 +1,4 @@
-"""A thread for work beside the training loop, for which the end of the process does not wait."""
+"""A thread for work in parallel to the training loop. The process can end without waiting for it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ T = TypeVar("T")
 
 
 class BackgroundThread:
-    """Runs calls in their order in a daemon thread; an executor's threads are joined when the interpreter ends."""
+    """Runs calls one after another in a daemon thread. (The threads of an executor would be joined when the interpreter ends.)"""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Call `function` after all calls before; the future gets its result or its error."""
+        """Call `function` after all calls submitted earlier. The future gets its result or its error."""
         future: Future[T] = Future()
         self._calls.put((future, function, arguments))
         return future
 
     def wait(self) -> None:
-        """Wait for all calls."""
+        """Wait until all calls submitted so far have ended."""
         self.submit(int).result()
 
     def _run(self) -> None:

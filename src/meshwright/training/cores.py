@@ -1,7 +1,7 @@
-"""Processor cores of a rank: those near its device, divided among the ranks with the same near cores.
+"""Chooses the processor cores of a rank: cores near its device, divided among the ranks that have the same near cores.
 
-On a host with several NUMA nodes a process that the system moves to another node reaches its GPU and its pinned memory
-over the link between the processors.
+A host may have several NUMA nodes. If the system moves a process to another node than its GPU's, the process reaches the GPU and its pinned
+memory only over the link between the processors, which is slower.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def keep_to_own_cores(world: World) -> None:
 
 
 def own_cores(local_rank: int, addresses: Sequence[str | None], allowed: set[int], sysfs: Path = SYSFS) -> set[int]:
-    """The cores of local rank `local_rank`, from those `allowed`.
+    """Return the cores for local rank `local_rank`, out of the cores `allowed`.
 
-    `addresses` has every rank's device on the PCI bus (`0000:1b:00.0`; None: a CPU rank). Ranks with the same near
-    cores get equal parts of them, and threads of one physical core stay together. With fewer cores than ranks nothing
-    is divided.
+    `addresses` has the PCI address of every local rank's device (`0000:1b:00.0`), or None for a CPU rank. Ranks with the same near cores
+    get equal parts of them, and the threads of one physical core stay together. If there are fewer near cores than such ranks, each of the
+    ranks gets all of them.
     """
     near = [_near(address, allowed, sysfs) for address in addresses]
     beside = [rank for rank, cores in enumerate(near) if cores == near[local_rank]]
@@ -61,7 +61,7 @@ def _pci_address(number: int) -> str:
 
 
 def _near(address: str | None, allowed: set[int], sysfs: Path) -> set[int]:
-    """The `allowed` cores that are local to a device; all of them if the system reports none."""
+    """Return the `allowed` cores that are near the device; all of `allowed` if the system reports none."""
     return (address and allowed & set(_listed(sysfs / "bus/pci/devices" / address / "local_cpulist"))) or allowed
 
 
@@ -70,7 +70,7 @@ def _siblings(core: int, sysfs: Path) -> Iterable[int]:
 
 
 def _listed(file: Path) -> list[int]:
-    """The numbers of a list such as `0-15,32-47`; empty if the file does not exist."""
+    """Return the numbers in a list such as `0-15,32-47`; empty if the file does not exist."""
     try:
         parts = file.read_text(encoding="ascii").strip().split(",")
     except OSError:

@@ -14,15 +14,15 @@ log = logging.getLogger("meshwright")
 
 
 def compute_deterministically() -> None:
-    """Let torch, its compiler and our attention compute sums in a fixed order, from now on in this process.
+    """Make torch, its compiler and our attention compute sums in a fixed order, from now on in this process.
 
-    torch then chooses operators with a fixed order and raises an error for one that has none. Its compiler chooses kernels by rules
-    rather than by their time, which differs from process to process. Must be called before the first matmul.
+    torch then chooses operators with a fixed order, and raises an error for an operator that has none. Its compiler chooses kernels by
+    rules and not by measuring them, because measured times differ from process to process. Call it before the first matmul.
     """
-    # Workspaces of fixed size: cuBLAS then chooses the same kernels in every process.
+    # cuBLAS chooses the same kernels in every process if its workspaces have a fixed size.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # torch would fill each new tensor, which takes a pass over its memory.
+    # Otherwise torch would fill each new tensor, which takes a pass over the tensor's memory.
     settings: Any = torch.utils.deterministic
     settings.fill_uninitialized_memory = False
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Loss on held-out text, over the same tokens for any batch, number of ranks and layout."""
+"""Computes the loss on held-out text. It reads the same tokens for any batch, number of ranks and layout."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ from meshwright.spec.hybrid import Numbering, exchanged_heads, slot_numbering
 from meshwright.spec.plan import CONTEXT_AXES, Plan, SamplePlan
 
 Passes = Callable[["HeldOut", np.ndarray, torch.device], Iterator[list[MicroBatch]]]
-"""Reads the samples with the given indices of a source: a rank's micro-batches of each pass."""
+"""A function that reads the samples with the given indices of a source, and yields a rank's micro-batches of each pass."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss in nats per token over `tokens` trained tokens, each counted once; and figures derived from it; NaN without such a token.
+    """The mean loss on held-out text, and figures derived from it.
 
-    `bits_per_byte` is the loss of the tokens in bits over the bytes of text that they add; None where bytes are not known. A mixture also
-    has the figures of each source, whose means by the weights of `data.mix` are those of the whole: of nats and bytes per token.
+    - `loss`: nats per token, the mean over `tokens` tokens that are trained on, each counted once; NaN if there is no such token.
+    - `bits_per_byte`: the loss of these tokens in bits, divided by the bytes of text that they stand for; None if bytes are not known.
+    - `by_source`, `bits_by_source`: the same figures for each source of a mixture; empty for a single source. The loss of the mixture is
+      the mean of the sources' losses, weighted by `data.mix`; its `bits_per_byte` is the mean bits divided by the mean bytes per token.
     """
 
     loss: float
@@ -49,7 +51,7 @@ class Evaluation:
     by_source: dict[str, float] = field(default_factory=dict)
     bits_by_source: dict[str, float] = field(default_factory=dict)
     preferences: dict[str, Any] = field(default_factory=dict)
-    """Figures of good and bad answers; `loss` is then that of a pair or an answer."""
+    """Figures of a run on preferences, about good and bad answers. `loss` is then the loss per pair or per answer."""
 
     @property
     def perplexity(self) -> float:
@@ -58,21 +60,22 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The data of an evaluation: the samples of each source with these global indices."""
+    """The data of an evaluation: for each source, the global indices of the samples to read."""
 
     source: DataSource
     samples: dict[str, np.ndarray]
     pass_tokens: int | None = None
-    """Tokens that all ranks read at a time, of samples of any length; None for samples of equal length."""
+    """For samples of any length: number of tokens that all ranks read per pass. None for samples of equal length."""
 
     @classmethod
     def of(cls, source: DataSource, tokens: int | None, pass_tokens: int | None = None) -> HeldOut:
-        """The samples that every validation of about `tokens` tokens reads (`data.validation_tokens`)."""
+        """Choose the samples that every validation of about `tokens` tokens reads (`data.validation_tokens`)."""
         return cls(source, validation_samples(source, tokens), pass_tokens)
 
     def unigram_entropy(self) -> float:
-        """Entropy in nats per token of the targets, sources weighted as in the loss: the loss of a model that knows how often tokens occur
-        and nothing else.
+        """Return the entropy of the targets in nats per token, with sources weighted as in the loss.
+
+        It is the loss of a model that knows only how often each token occurs.
         """
         counts = [self.source.target_counts(indices) for indices in self.samples.values()]
         weights = [self.source.weights[name] for name in self.samples]
@@ -93,9 +96,9 @@ def evaluate(
     device: torch.device,
     plan: Plan,
 ) -> Evaluation:
-    """Mean loss on the held-out samples under the plan of the run; collective.
+    """Return the mean loss on the held-out samples, computed under the plan of the run. Collective.
 
-    Samples of any length are placed as in training: `plan.samples` has their slots and times.
+    Samples of any length are placed in slots as in training; `plan.samples` has the slots' capacity and the cost of samples.
     """
 
     def measure(batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -104,7 +107,7 @@ def evaluate(
 
     passes: Passes
     if held_out.pass_tokens is None:
-        # As many micro-batches at a time as fill the pipeline.
+        # A pass has one micro-batch for each pipeline rank, which fills the pipeline.
         at_once = mesh.layout.size("pipeline")
         passes = partial(
             _window_passes, rank=mesh.data_rank, ranks=mesh.data_ranks, micro_batch=micro_batch, at_once=at_once
@@ -118,7 +121,7 @@ def evaluate(
     if not engine.holds_loss:
         sums.zero_()
     if any(mesh.coordinate(axis) for axis in ("tensor", *CONTEXT_AXES)):
-        sums[:, 1:] = 0  # these ranks divide a sequence's loss, and each counted all its tokens
+        sums[:, 1:] = 0  # these ranks share a sequence's loss, but each of them counted all its tokens
     return _evaluation(held_out, mesh.sum_over_all(sums))
 
 
@@ -131,9 +134,9 @@ def evaluate_plain(
     device: torch.device,
     loss: Callable[[MicroBatch], torch.Tensor] | None = None,
 ) -> Evaluation:
-    """`evaluate` for a whole model on one device, with slots for the longest sample.
+    """`evaluate` for a whole model on one device. Slots have room for the longest sample.
 
-    `loss` is the summed loss of a micro-batch, by default `plain_loss`.
+    `loss` computes the summed loss of a micro-batch; None: `plain_loss`.
     """
 
     def measure(batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -148,12 +151,12 @@ def evaluate_plain(
 
 
 def undivided_samples(longest: int) -> SamplePlan:
-    """Slots that hold any sample of at most `longest` tokens, balanced by tokens."""
+    """Return a sample plan whose slots have room for any sample of at most `longest` tokens. Slots are balanced by tokens."""
     return SamplePlan(capacity=longest + longest % 2, alpha=0.0, beta=1.0)
 
 
 def plain_loss(model: Decoder, batch: MicroBatch) -> torch.Tensor:
-    """The summed loss of one micro-batch."""
+    """Return the summed loss of one micro-batch."""
     return model(batch.tokens, targets=batch.targets, positions=batch.positions, documents=batch.documents)
 
 
@@ -163,10 +166,9 @@ def _sums(
     passes: Passes,
     device: torch.device,
 ) -> torch.Tensor:
-    """[summed loss, valid tokens, bytes they add] of one data rank's part of each source's samples, float64 `(sources, 3)`.
+    """Return for each source the sums over one data rank's samples, float64 `(sources, 3)`: [loss, valid tokens, bytes of these tokens].
 
-    All ranks run every pass, as it is collective. Sources share no pass, so a mixture needs at most one additional pass
-    per source.
+    A pass is collective, so all ranks run every pass. A pass reads only one source, so a mixture needs at most one more pass per source.
     """
     by_source = []
     table = held_out.source.token_bytes
@@ -183,9 +185,9 @@ def _sums(
 def window_passes(
     samples: Samples, count: int, device: torch.device, *, rank: int, ranks: int, micro_batch: int, at_once: int
 ) -> Iterator[list[MicroBatch]]:
-    """A data rank's micro-batches of each pass over `count` samples of equal length, which repeat after the last one.
+    """Yield a data rank's micro-batches of each pass over `count` samples of equal length.
 
-    Those beyond the last sample have no targets and no answers.
+    The last pass may need more samples than remain. It then repeats samples from the beginning, but without targets and answers.
     """
     share = at_once * micro_batch
     windows = Windows(samples, global_batch=ranks * share, data_rank=rank, data_ranks=ranks, micro_batch=micro_batch)
@@ -209,14 +211,14 @@ def window_passes(
 def _window_passes(
     held_out: HeldOut, indices: np.ndarray, device: torch.device, **size: int
 ) -> Iterator[list[MicroBatch]]:
-    """A data rank's micro-batches of each pass over samples of equal length."""
+    """Yield a data rank's micro-batches of each pass over held-out samples of equal length."""
     return window_passes(_SourceSamples(held_out.source, indices), len(indices), device, **size)
 
 
 def _document_passes(
     held_out: HeldOut, indices: np.ndarray, device: torch.device, *, pool: RankPool, rank: int, numbering: Numbering
 ) -> Iterator[list[MicroBatch]]:
-    """A rank's slots of each pass over samples of any length."""
+    """Yield a rank's slots of each pass over held-out samples of any length."""
     source = _SourceSamples(held_out.source, indices)
     end = len(indices)
     assert held_out.pass_tokens is not None, "samples of any length are read by tokens"
@@ -228,7 +230,7 @@ def _document_passes(
 
 
 class _SourceSamples:
-    """The samples of `source` with the global indices `indices`, repeated after the last one."""
+    """The samples of `source` with these global `indices`. After the last sample they start again."""
 
     def __init__(self, source: DataSource, indices: np.ndarray) -> None:
         self.document_mask = source.document_mask
@@ -239,7 +241,7 @@ class _SourceSamples:
         self._source.begin_step(self._global(indices))
 
     def samples(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
-        # Without weights: perplexity and bits per byte are of the mean over tokens, each counted once.
+        # Without weights, because perplexity and bits per byte are defined by the mean over tokens in which each token counts once.
         return replace(self._source.samples(self._global(indices)), weights=None)
 
     def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -253,7 +255,7 @@ class _SourceSamples:
 
 
 def _counts(batch: MicroBatch, token_bytes: torch.Tensor | None) -> torch.Tensor:
-    """[valid tokens of the batch, bytes that they add to the text], float64 `(2,)`; 0 bytes without `token_bytes` `(vocabulary,)`."""
+    """Return [valid tokens, bytes of these tokens], float64 `(2,)`. `token_bytes` `(vocabulary,)`; without it the bytes are 0."""
     assert batch.targets is not None, "a loader's batches have targets"
     valid = batch.targets >= 0
     tokens = valid.sum()
@@ -262,7 +264,7 @@ def _counts(batch: MicroBatch, token_bytes: torch.Tensor | None) -> torch.Tensor
 
 
 def _evaluation(held_out: HeldOut, sums: torch.Tensor) -> Evaluation:
-    """The Evaluation for [summed loss, valid tokens, bytes] by source."""
+    """Return the Evaluation for `sums` `(sources, 3)`: [summed loss, valid tokens, bytes] of each source."""
     rows = {name: row for name, row in zip(held_out.samples, sums.tolist(), strict=True) if row[1]}
     weights = {name: held_out.source.weights[name] for name in rows}
     by_source = {name: loss / tokens for name, (loss, tokens, _) in rows.items()}

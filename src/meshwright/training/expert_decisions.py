@@ -1,10 +1,11 @@
-"""Experts present on ranks in each step of a run, decided on a host thread from the loads of earlier steps.
+"""Decides on a host thread which experts are present on which ranks in each step, from the loads of earlier steps.
 
-The loads of step s are summed over ranks with its other figures, so every rank has the same. A thread decides from the window that ends
-with them, while the device runs step s + 1; step s + 2 uses the decision. The delay is fixed, so a run is reproducible. The window and the
-decisions that no step has used yet are part of the run's state: a resumed run decides as the uninterrupted one.
+The loads of step s are summed over ranks together with the step's other figures, so every rank has the same loads. While the device runs
+step s + 1, a thread decides from the loads of step s and of some steps before it (the window). Step s + 2 uses the decision. The delay is
+fixed, so a run is reproducible. The state of the run includes the window and the decisions that no step has used yet, so a resumed run
+decides as an uninterrupted run does.
 
-Where owners follow the loads (`training.expert_owners`), the same window decides them, and a step after a move begins without copies.
+If owners follow the loads (`training.expert_owners`), they are decided from the same window. A step after a move begins without copies.
 """
 
 from __future__ import annotations
@@ -37,24 +38,29 @@ from meshwright.training.expert_moves import ExpertMoves
 from meshwright.training.expert_owners import ExpertOwners
 
 DELAY = 2
-"""Steps between the loads that a decision is made from and the step that uses it."""
+"""A decision made from the loads of step s is used in step s + DELAY."""
 ELEMENTS = 20_000
-"""Layers × ranks × experts that are decided in a step, which takes about 20 ms; above this, layers take turns."""
+"""How many layers × ranks × experts are decided per step, which takes about 20 ms. If there are more, layers take turns."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Experts present on each rank in all layers, `(layers, ranks, experts)`, and the tables of this rank's layers."""
+    """Which experts are present, `(layers, ranks, experts)`, and the tables for this rank's layers, by layer."""
 
     present: np.ndarray
     tables: Mapping[int, Tables]
 
 
 class ExpertDecisions:
-    """Decisions for a model's MoE layers, of which this rank has the layers of `presents`; `shape` as below.
+    """Makes the decisions for the MoE layers of a model.
 
-    All ranks decide for all layers, of which `first` is the first; `costs` are equal on all ranks, None with policy none. `rank` is this
-    rank's index in the group that has a layer's experts. `owners` are those that follow the loads, if any.
+    All ranks decide for all layers and come to the same decisions; this rank has only the layers in `presents`.
+
+    - `shape`: numbers of layers with experts, of ranks in a group, and of experts.
+    - `first`: the first layer with experts.
+    - `rank`: this rank's index in the group that has a layer's experts.
+    - `costs`: costs of copies and of compute, equal on all ranks; None with policy none.
+    - `owners`: moves experts between their owners; None if owners do not change.
     """
 
     def __init__(
@@ -74,28 +80,28 @@ class ExpertDecisions:
         self._rank = rank
         self._costs = costs
         self.shape = shape
-        """Layers with experts, ranks of a group, experts."""
+        """(layers with experts, ranks of a group, experts)."""
         layers, ranks, experts = shape
         self._even = even_owners(layers, experts, ranks)
         self._thread = BackgroundThread("expert decisions")
         self._step = 0
         self._counts: dict[int, np.ndarray] = {}
         self._decided: dict[int, Future[Decision]] = {}
-        """Decisions by step; the last ones are kept, as a checkpoint of an earlier step may still need them."""
+        """Decisions by the step that uses them. The latest are kept after their use, because a checkpoint of an earlier step needs them."""
         self._due = min(layers, max(1, ELEMENTS // (ranks * experts)))
-        """Layers that are decided in a step."""
+        """Number of layers that are decided per step."""
         self._initial = self._decision(owned(self._even, ranks), {}, range(layers))
         self._latest = self._initial
         self._moved = 0
-        """Step before which owners last moved."""
+        """Owners last moved before this step; 0 if they have not moved."""
         self._states_before_move: dict[int, dict[str, Any]] = {}
-        """State of the steps before that move, which a checkpoint may still need."""
+        """The states of the steps before the last move, which a checkpoint of these steps needs."""
 
     @classmethod
     def open(
         cls, run: RunSpec, plan: Plan, mesh: Mesh, presents: Mapping[int, PresentExperts], moves: ExpertMoves | None
     ) -> ExpertDecisions | None:
-        """The decisions of a rank, with `moves` also about owners; None if none are to be made. Collective."""
+        """Return the decisions of a rank, with `moves` also about owners; None if the plan needs no decisions. Collective."""
         experts = plan.experts
         group = mesh.experts
         if experts is None or group is None or (experts.policy in ("none", "fixed") and moves is None):
@@ -122,9 +128,9 @@ class ExpertDecisions:
         return cls(experts, presents, shape, first, group.rank(), costs, owners)
 
     def begin_step(self, step: int) -> bool:
-        """Make the experts of the decision for `step` present; without a decision, only those that ranks own.
+        """Make the experts present that were decided for `step`. If nothing was decided, only owned experts are present.
 
-        Returns whether owners have moved. That is collective over a stage.
+        Returns whether owners have moved. A move is collective over a stage.
         """
         moved = self.owners is not None and self.owners.due(step) and self._move_owners(self.owners, step)
         self._step = step
@@ -134,7 +140,7 @@ class ExpertDecisions:
         return moved
 
     def _move_owners(self, owners: ExpertOwners, step: int) -> bool:
-        """Balance the owners by the loads of the window before `step`, for which the host waits; returns whether they moved."""
+        """Balance the owners by the loads of the window before `step`. The host waits for these loads. Returns whether owners moved."""
         self._thread.wait()
         window = [counts for number, counts in self._counts.items() if step - self._plan.load_window <= number < step]
         states = {number: self.state(number) for number in range(step - DELAY, step)}
@@ -151,13 +157,16 @@ class ExpertDecisions:
         return True
 
     def rank_loads(self, loads: Tensor) -> Tensor:
-        """Return `loads` `(blocks, experts)` at this rank's place in `(layers, ranks, experts)`, flat, to be summed over ranks."""
+        """Put `loads` `(blocks, experts)` in this rank's place of a zero tensor `(layers, ranks, experts)`, and return it flat.
+
+        The sum of these tensors over ranks has the loads of all ranks side by side.
+        """
         by_rank = loads.new_zeros(self.shape)
         by_rank[:, self._rank] = loads[-self.shape[0] :]
         return by_rank.flatten()
 
     def add(self, sums: Tensor) -> None:
-        """Begin to decide for a later step from the sums over all ranks of `rank_loads` of the current one."""
+        """Start to decide for a later step. `sums` are the sums over all ranks of `rank_loads` of the current step."""
         host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=sums.is_cuda)
         host.copy_(sums, non_blocking=True)
         ready = torch.cuda.current_stream().record_event() if sums.is_cuda else None
@@ -165,11 +174,11 @@ class ExpertDecisions:
         self._decided[self._step + DELAY] = self._thread.submit(self._decide, self._step, host, ready)
 
     def by_number(self, loads: Tensor) -> Tensor:
-        """Return `loads` `(layers, experts)`, given by position, in the order of the experts' original numbers."""
+        """Reorder `loads` `(layers, experts)` from the experts' positions to their original numbers."""
         return loads if self.owners is None else self.owners.by_number(loads)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the state that a resume after `step` needs, as plain values; waits for the decisions."""
+        """Return the state that a resume after `step` needs, as plain values. Waits for decisions in progress."""
         if step < self._moved and step in self._states_before_move:
             return self._states_before_move[step]
         decided = {
@@ -189,7 +198,7 @@ class ExpertDecisions:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's state; start without loads if the state has other ranks or slots, or no copies."""
+        """Restore the state of a checkpoint. If it is for other ranks or slots, or has no copies, start without loads."""
         self._thread.wait()
         self._counts.clear()
         self._decided.clear()
@@ -239,7 +248,7 @@ class ExpertDecisions:
         return self._latest
 
     def _decision(self, present: np.ndarray, tables: Mapping[int, Tables], changed: Iterable[int]) -> Decision:
-        """The decision `present`, with new tables for the `changed` ones of all layers."""
+        """Return the decision with these `present` experts; tables are computed for the `changed` layers and otherwise taken over."""
         layers = [self._first + index for index in changed]
         new = {
             layer: self._presents[layer].tables(present[layer - self._first])
@@ -250,14 +259,14 @@ class ExpertDecisions:
 
 
 def routed_layers(spec: ModelSpec) -> tuple[int, int]:
-    """The first block with experts, and the number of such blocks; prediction modules follow the layers."""
+    """Return the first block with experts, and the number of such blocks. Blocks of prediction modules are counted after the layers."""
     blocks = range(spec.layers + spec.prediction_depth)
     routed = [block for block in blocks if spec.routed(block)]
     return routed[0], len(routed)
 
 
 def _ranks_per_node(mesh: Mesh) -> int:
-    """Ranks of one node in each group that has a layer's experts; all of a group if nodes have different numbers."""
+    """Return the number of ranks per node in a group that has a layer's experts; the group's size if nodes have different numbers."""
     group = next(ranks for ranks in mesh.layout.expert_groups() if mesh.rank in ranks)
     nodes = [mesh.layout.node(rank) for rank in group]
     count = nodes.count(nodes[0])

@@ -1,7 +1,7 @@
-"""Moves experts between the ranks of a stage: rows of all their state change places along dimension 0, bit for bit.
+"""Moves experts between the ranks of a stage. The rows of their state change places along dimension 0, bit for bit.
 
-The experts of a layer are renumbered: their weights, moments and averages, and the rows of the router that choose them. The model computes
-the same function before and after, and a checkpoint is that of a model with the new numbers.
+A move renumbers the experts of a layer: their weights, moments and averages, and the rows of the router that choose them. The model
+computes the same function before and after. A checkpoint has the model with the new numbers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from meshwright.state.parts import StateParts
 
 @dataclass(frozen=True)
 class RowTransfers:
-    """Local rows of a tensor that this rank sends to each rank of the group, and those that it receives from each."""
+    """By rank of the group, the local rows of a tensor that this rank sends to it, and the local rows that it receives from it."""
 
     sent: tuple[list[int], ...]
     received: tuple[list[int], ...]
 
 
 class ExpertMoves:
-    """Exchanges the state of this rank's MoE layers with the other ranks of its stage and model copy.
+    """Exchanges the state of this rank's MoE layers with the other ranks of its stage, in its copy of the model.
 
-    Creation is collective over all ranks of the job, `move` over those of the stage and model copy.
+    Creation is collective over all ranks of the job, `move` over the ranks of the stage and model copy.
     """
 
     def __init__(self, model: Decoder, mesh: Mesh, optimizer: Optimizer, weights: Mapping[str, StateParts]) -> None:
@@ -53,7 +53,7 @@ class ExpertMoves:
 
     @torch.no_grad()
     def move(self, orders: Mapping[int, np.ndarray]) -> None:
-        """Give position p of each layer in `orders` the expert that is now at position `orders[layer][p]`."""
+        """Move experts: position p of each layer in `orders` gets the expert that is now at position `orders[layer][p]`."""
         self._optimizer.wait_for_copies()
         parameter_of_state = self._optimizer.parameter_of_state()
         states: dict[str, list[StateParts]] = defaultdict(list)
@@ -82,11 +82,10 @@ class ExpertMoves:
 
 
 def row_transfers(boxes: Sequence[Sequence[Box]], order: Sequence[int], index: int) -> RowTransfers:
-    """Return the rows that rank `index` exchanges, for a tensor divided into `boxes` by rank.
+    """Return which rows rank `index` sends and receives, for a tensor whose boxes on each rank are `boxes`.
 
-    Row p becomes the old row `order[p]`.
-
-    A rank that has the old row keeps it; otherwise the first rank that has the old row sends it.
+    Row p becomes the old row `order[p]`. If a rank has this old row itself, it takes its own; otherwise the first rank with the row sends
+    it.
     """
     holders: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     for rank, own in enumerate(boxes):
@@ -111,7 +110,7 @@ def row_transfers(boxes: Sequence[Sequence[Box]], order: Sequence[int], index: i
 
 
 def _expert_parameters(model: Decoder) -> Iterator[tuple[str, int]]:
-    """Name and layer of each parameter of an MoE layer that has its experts along dimension 0."""
+    """Yield name and layer of each parameter of an MoE layer whose dimension 0 is the experts. Includes the router."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for layer, block in numbered_blocks(model):
         if block.routed:

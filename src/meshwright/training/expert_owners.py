@@ -1,7 +1,7 @@
-"""Expert placement that follows the loads: when and how the experts of a run are renumbered.
+"""Expert placement that follows the loads: decides when experts change places, and keeps their original numbers.
 
-A rank owns consecutive positions of each layer. Owners change by other experts at these positions, every `placement_every` steps and
-equally on all ranks. Loads that a run reports, records and replays have the experts' first numbers.
+In each layer a rank owns the experts at consecutive positions. Every `placement_every` steps experts may move to other positions, in the
+same way on all ranks. Loads that a run reports, records and replays are always given by the experts' original numbers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from meshwright.policies.expert_owners import better_owners, even_owners, positi
 
 
 class ExpertOwners:
-    """The experts at the positions of all layers `(layers, ranks, experts)`, of which the layer `first` is the first.
+    """Which expert is at which position, in all layers with experts; `first` is the first such layer.
 
-    The `copied` most loaded experts of a layer are on all ranks anyway. `move` exchanges the state of layers by the order of their
-    positions (`ExpertMoves.move`).
+    `shape` has the numbers of layers, ranks and experts. The `copied` most loaded experts of a layer are present on all ranks anyway, so
+    their owner does not matter. `move` exchanges the state of layers, given the new order of their positions (`ExpertMoves.move`).
     """
 
     def __init__(
@@ -47,13 +47,14 @@ class ExpertOwners:
         self._upload()
 
     def due(self, step: int) -> bool:
-        """Whether owners may move before `step`."""
+        """Whether owners may change just before `step`."""
         return step > 1 and (step - 1) % self._every == 0
 
     def balance(self, loads: np.ndarray) -> np.ndarray | None:
-        """Move experts so that owners balance `loads` `(layers, experts)` by position; returns the order of the old positions.
+        """Move experts so that the owners' loads are balanced. `loads` `(layers, experts)` are given by position.
 
-        None if no layer gains. Collective over a stage, and equal on all ranks.
+        Returns, for each layer, the old position of the expert at each new position; None if no layer gains. Collective over a stage; the
+        result is equal on all ranks.
         """
         layers, ranks, experts = self._shape
         even = even_owners(layers, experts, ranks)
@@ -67,11 +68,11 @@ class ExpertOwners:
         return order
 
     def by_number(self, loads: Tensor) -> Tensor:
-        """Return `loads` `(layers, experts)`, given by position, in the order of the experts' original numbers."""
+        """Reorder `loads` `(layers, experts)` from the experts' positions to their original numbers."""
         return loads.gather(1, self.positions)
 
     def restore(self, numbers: np.ndarray) -> None:
-        """Set the original numbers of the experts at all positions, as a loaded checkpoint has them."""
+        """Set the original number of the expert at each position, from a loaded checkpoint."""
         self.numbers = numbers
         self._upload()
 

@@ -1,4 +1,4 @@
-"""Text generation under a plan; each new token runs the model on all tokens so far."""
+"""Text generation under a training plan. For each new token the model runs on all tokens so far."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from meshwright.parallel.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSampling:
-    """Sampling parameters: at most `tokens` new tokens, ending early at one of `stops`.
+    """Sampling parameters.
 
-    temperature 0 takes the likeliest token; otherwise one of the `top_k` likeliest (0: any) is drawn. A draw is a function
-    of `seed` and the token's position (`kernels.token_draw`).
+    - `tokens`: the most new tokens.
+    - `temperature`: 0 takes the likeliest token, otherwise a token is drawn.
+    - `top_k`: tokens are drawn among this many likeliest ones; 0: among all.
+    - `seed`: a draw is a function of the seed and the token's position (`kernels.token_draw`).
+    - `stops`: tokens at which the text ends; they are not part of it.
     """
 
     tokens: int
@@ -39,10 +42,10 @@ def generate_under_plan(
     *,
     progress: Callable[[int], None],
 ) -> list[list[int]]:
-    """The new token ids after each prompt, by a model distributed over ranks; every rank returns all of them. Collective.
+    """Return the new token ids for each prompt, computed by a model distributed over ranks. Every rank returns all of them. Collective.
 
-    Each prompt is a micro-batch, so several fill a pipeline. All data ranks run the same prompts: they share the
-    weights' memory, not the work. `progress` receives the number of tokens of the longest text.
+    Each prompt is a micro-batch, so several prompts fill a pipeline. All data ranks run the same prompts: more data ranks need less memory
+    per rank for weights, but do not save time. `progress` is called with the number of new tokens of the longest text.
     """
     schedule_for = cache(engine.evaluation_schedule)
     parts = mesh.axis_size("tensor") * mesh.axis_size("context_ulysses") * mesh.axis_size("context_ring")
@@ -70,7 +73,7 @@ def generate_under_plan(
 
 
 class _Text:
-    """A prompt and its new tokens."""
+    """A prompt and the new tokens after it."""
 
     def __init__(self, prompt: Sequence[int], how: GenerationSampling, longest: int) -> None:
         self._prompt = list(prompt)
@@ -81,11 +84,11 @@ class _Text:
 
     @property
     def window(self) -> list[int]:
-        """The tokens the model reads: the last ones that fit its positions."""
+        """The tokens that the model reads: the latest ones, as many as it has positions for."""
         return [*self._prompt, *self.new][-self._longest :]
 
     def draw(self, logits: torch.Tensor) -> int:
-        """The next token, by the logits `(vocab)` after the last one."""
+        """Return the next token, given the logits `(vocab)` after the last token."""
         how = self._how
         position = len(self._prompt) + len(self.new)
         options = (torch.tensor([value]) for value in (how.temperature, how.top_k, how.seed, position))
@@ -98,7 +101,7 @@ class _Text:
 
 
 def _padded(tokens: Sequence[int], multiple: int) -> list[int]:
-    """`tokens`, padded to a multiple; causal attention does not read the padding."""
+    """Return `tokens` padded to a multiple of `multiple`. Attention is causal, so no token reads the padding."""
     return [*tokens, *[0] * (-len(tokens) % multiple)]
 
 

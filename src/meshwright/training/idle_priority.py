@@ -1,9 +1,9 @@
-"""Work at idle priority: it uses the processor time that other processes leave, and delays none of them.
+"""Runs work at idle priority: it uses processor time that other processes leave, and delays none of them.
 
-A spare imports for some seconds of processor time while ranks train. At usual priority it would slow every rank: a step
-ends with its slowest rank. Linux sets the policy of each thread, and a process without privileges cannot leave
-`SCHED_IDLE` again. Therefore the work gets a thread of its own. Linux can also share processor time between sessions first
-(sched(7), autogroup): then the policy counts within this session only, and its weight is lowered too.
+A spare process needs some seconds of processor time for imports while ranks train. At usual priority it would slow the ranks it shares
+cores with, and a step ends only when its slowest rank does. Linux sets the scheduling policy of each thread, and a process without
+privileges cannot leave `SCHED_IDLE` again. Therefore the work gets a thread of its own. Linux may also divide processor time between
+sessions first (sched(7), autogroup). The policy then counts only within this session, so the weight of the session is lowered too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LEAST_WEIGHT = "19"
 USUAL_WEIGHT = "0"
 """Nice value of a new session."""
 RETRY_SECONDS = 2.0
-"""Linux accepts ten new weights a second from all processes without privileges; a session tries for this time."""
+"""Linux accepts ten new weights per second from all processes without privileges together; a change is tried again for this long."""
 POLL_SECONDS = 0.05
 
 
 def run_at_idle_priority(work: Callable[[], T], urgent: threading.Event) -> T:
-    """The result of `work`, called in a thread at idle priority; its exception is raised.
+    """Call `work` in a thread at idle priority, and return its result or raise its exception.
 
-    Once `urgent` is set the rest runs at usual priority, where the system lets a thread leave idle priority.
+    When `urgent` is set, the rest of the work runs at usual priority, if the system lets a thread leave idle priority.
     """
     with _least_weight() as restore:
         thread = BackgroundThread("idle priority")
@@ -45,15 +45,15 @@ def run_at_idle_priority(work: Callable[[], T], urgent: threading.Event) -> T:
                 _raise_threads(os.getpid())
                 break
         value = result.result()
-    _raise_threads(os.getpid())  # those that native libraries created inherit the policy
+    _raise_threads(os.getpid())  # threads that native libraries created meanwhile have inherited the policy
     return value
 
 
 def end_idle_priority(process: int) -> None:
-    """Let another process of this user go on at usual priority, where the system permits that.
+    """Let another process of this user continue at usual priority, if the system permits it.
 
-    One that waits for processor time cannot leave idle priority by itself: its threads wait for Python's lock, and for
-    the weight of their session.
+    A process that gets no processor time cannot leave idle priority by itself: its threads wait for Python's lock, and for their session's
+    turn.
     """
     with suppress(OSError, ValueError):
         group = _autogroup(process)
@@ -67,7 +67,7 @@ def _autogroup(process: int) -> Path:
 
 
 def _weight(group: Path) -> str:
-    """The nice value of a session. Raises OSError or ValueError where Linux does not group by session."""
+    """Return the nice value of a session. Raises OSError or ValueError if Linux does not group processes by session."""
     return str(int(group.read_text(encoding="ascii").rpartition("nice")[2]))
 
 
@@ -77,7 +77,7 @@ def _idle() -> None:
 
 
 def _raise_threads(process: int) -> None:
-    """Give the idle threads of a process the usual policy, as far as this one may."""
+    """Give the idle threads of a process the usual policy, as far as this process is permitted to."""
     try:
         threads = os.listdir(f"/proc/{process}/task")
     except OSError:  # it has ended
@@ -90,9 +90,9 @@ def _raise_threads(process: int) -> None:
 
 @contextmanager
 def _least_weight() -> Iterator[Callable[[], None]]:
-    """Give this session the least weight; yields the function that restores the weight, which runs at the end too.
+    """Give this session the least weight. Yields a function that restores the weight; it is also called at the end of the block.
 
-    Only a session of this process alone changes, and only if Linux groups processes by session.
+    The weight changes only if this process alone is the session, and only if Linux groups processes by session.
     """
     before = None
     if os.getsid(0) == os.getpid():

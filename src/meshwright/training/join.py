@@ -16,10 +16,10 @@ from meshwright.spec.run import Assignment
 
 
 def broadcast_assignment(world: World, prepare: Callable[[], Assignment | None]) -> Assignment | None:
-    """Rank 0's assignment on every rank; None if the run is finished; collective.
+    """Return rank 0's assignment on every rank, or None if the run is finished. Collective.
 
-    An exception of `prepare` on rank 0 is raised there, and an error with the same exit code on the others, so that no
-    rank keeps waiting.
+    `prepare` is called on rank 0 only. If it raises, the exception is raised on rank 0, and an error with the same exit code on the other
+    ranks, so that no rank keeps waiting.
     """
     if not world.leads:
         answer = json.loads(_broadcast(world, ""))
@@ -37,7 +37,7 @@ def broadcast_assignment(world: World, prepare: Callable[[], Assignment | None])
 
 
 def _broadcast(world: World, text: str) -> str:
-    """Rank 0's `text` on every rank, as bytes over the control group."""
+    """Return rank 0's `text` on every rank. It is sent as bytes over the control group."""
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
     size = torch.tensor([data.numel()])
     dist.broadcast(size, 0, group=world.control)

@@ -1,8 +1,8 @@
 """Life cycle of a rank's process, from its first line to its exit code.
 
-`RankLife.run` runs a rank's work and ends its process: it converts any exception to one exit code and one message (by
-the table in `spec.failures`), informs the launcher, runs the cleanups in bounded time, and exits. A cleanup that fails
-or hangs changes neither code nor message.
+`RankLife.run` runs a rank's work and ends its process. It converts any exception to one exit code and one message (by the table in
+`spec.failures`), informs the launcher, runs the cleanups in bounded time, and exits. A cleanup that fails or hangs changes neither the exit
+code nor the message.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from meshwright.training.stop import StopRequest
 log = logging.getLogger("meshwright")
 
 FINISH_SECONDS = 8.0
-"""Seconds for all cleanups of a rank that failed; policies.job_end.GRACE_SECONDS is longer."""
+"""Time for all cleanups of a rank that failed; `policies.job_end.GRACE_SECONDS` is longer."""
 DONE_SECONDS = 120.0
-"""Seconds for all cleanups after the rank's work is done."""
+"""Time for all cleanups after the rank's work is done."""
 
 
 class RankLife:
-    """This process as a rank. Create it first: it handles logging, signals and the launcher's messages."""
+    """This process as a rank. Create it before anything else: it handles logging, signals and the launcher's messages."""
 
     def __init__(self, environment: RankEnvironment, stop: StopRequest | None = None, *, spare: bool = False) -> None:
-        """`stop` is set by stop signals; by default it ends training after the current step.
+        """`stop` receives stop signals; None: a new `StopRequest`, which ends training after the current step.
 
-        A `spare` has no rank yet: `environment` is replaced once `BeginMessage` names its rank.
+        A `spare` process has no rank yet. Its `environment` is replaced when `BeginMessage` gives it a rank.
         """
         end_with_parent()
         write_stacks_on_signal()
@@ -67,17 +67,17 @@ class RankLife:
         self._cleanups: list[Callable[[], object]] = []
         self._ending = threading.Lock()
         self._requests: queue.SimpleQueue[BeginMessage | SelfTest | None] = queue.SimpleQueue()
-        # Without a target it keeps every record, whatever its capacity.
+        # A MemoryHandler without a target keeps every record, whatever its capacity.
         self._early = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
         _log_through(self._early, first=environment.rank == 0 and not spare)
         if self.channel.connected:
             threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def wait_for_assignment(self, self_test: Callable[[SelfTest], SelfTestResult]) -> Path:
-        """The assignment file that the launcher names. Exits with code 0 if the pipe closes without one.
+        """Wait for `BeginMessage` and return the assignment file that it names. Exits with code 0 if the launcher's pipe closes before.
 
-        Until then it answers each request of the launcher with the result of `self_test`. The variables of `BeginMessage` are
-        set first. With a RANK among them this process, so far a spare, becomes that rank.
+        Meanwhile each self-test that the launcher requests is answered by `self_test`. The environment variables of `BeginMessage` are set
+        first. If RANK is one of them, this process was a spare and becomes that rank.
         """
         begin = self._requests.get() if self.channel.connected else None
         while isinstance(begin, SelfTest):
@@ -94,7 +94,7 @@ class RankLife:
         return Path(begin.assignment)
 
     def log_to(self, folder: Path) -> None:
-        """Log to the run's folder from now on; earlier records are written there first."""
+        """Log to the run's folder from now on. The records so far are written there first."""
         file = folder / "logs" / f"rank-{self.environment.rank:05d}.log"
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(file, encoding="utf-8")
@@ -105,9 +105,9 @@ class RankLife:
         self.log_file = file
 
     def add_cleanup(self, action: Callable[[], object]) -> None:
-        """Run `action` when the rank ends, for whatever reason; the last one added runs first.
+        """Run `action` when the rank ends, for whatever reason. The action added last runs first.
 
-        After a failure of another rank it may run while this rank's main thread still waits in a collective.
+        If another rank has failed, the action may run while this rank's main thread still waits in a collective.
         """
         self._cleanups.append(action)
 
@@ -120,7 +120,7 @@ class RankLife:
         self.end(None)
 
     def end(self, error: BaseException | None) -> NoReturn:
-        """End the process; `error` is None after finished work. If another thread is ending it already, wait for that."""
+        """End the process. `error` is None after finished work. If another thread already ends the process, this call only waits."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()
         code = EXIT_INTERNAL
@@ -137,7 +137,7 @@ class RankLife:
         end_process(code)
 
     def _report(self, error: BaseException, failure: MeshwrightError) -> None:
-        """Send the failure to the launcher first, then log it with its traceback."""
+        """Report a failure: first to the launcher, then in the log with its traceback."""
         self.channel.send(FailureMessage(failure.exit_code, str(failure), str(self.log_file or "")))
         trace = "".join(traceback.format_exception(error))
         log.error("rank %d: %s", self.environment.rank, failure)
@@ -147,13 +147,16 @@ class RankLife:
 
     def _prints(self, failure: MeshwrightError) -> bool:
         """Whether this rank prints the message.
-        The launcher prints for its own ranks. Of lost peers, once the job is joined, only rank 0 prints."""
+
+        The launcher prints for the ranks that it started. Without a launcher, every rank prints its own failure; but once ranks have
+        joined the job, only rank 0 prints that it lost others.
+        """
         if self.channel.connected:
             return False
         return self.environment.rank == 0 or failure.exit_code != EXIT_COMMUNICATION or self.log_file is None
 
     def _clean_up(self, failure: MeshwrightError | None) -> None:
-        """Run the cleanups in a thread, so that a hanging one is abandoned."""
+        """Run the cleanups in a thread, so that a cleanup that hangs can be abandoned."""
 
         def run() -> None:
             while self._cleanups:
@@ -171,7 +174,7 @@ class RankLife:
             log.warning("cleaning up took more than %.0f s and was given up", limit)
 
     def _listen(self) -> None:
-        """Follow the launcher's messages: begin with an assignment, end when another rank failed."""
+        """Handle the launcher's messages: start with an assignment, run self-tests, end because another rank failed."""
         incomplete = b""
         try:
             while data := os.read(
@@ -193,7 +196,7 @@ class RankLife:
 
 
 def _answer(request: CollectivesRequest) -> None:
-    """Write the collectives that torch has recorded; nothing if that fails, for example because the launcher is gone."""
+    """Write the collectives that torch has recorded. If that fails, for example because the launcher is gone, write nothing."""
     from meshwright.observe.flight_recorder import write_collectives  # imports nothing that needs torch
 
     try:
@@ -203,14 +206,14 @@ def _answer(request: CollectivesRequest) -> None:
 
 
 def _log_through(handler: logging.Handler, first: bool) -> None:
-    """Send every record of meshwright to `handler`, and warnings of the first rank also to the terminal."""
+    """Send every record of meshwright to `handler`. The first rank also prints its warnings on the terminal."""
     log.handlers[:] = [handler, _Warnings()] if first else [handler]
     log.setLevel(logging.DEBUG)
     log.propagate = False
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that reports its first write error on the terminal, writes nothing more, and does not stop the run."""
+    """A log file that never stops the run: after its first write error it reports the error on the terminal and writes nothing more."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         log.removeHandler(self)
@@ -226,7 +229,7 @@ class _Warnings(logging.Handler):
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit at once: communicator destructors of a rank with lost peers must not wait for them."""
+    """Exit at once. A rank with lost peers must not run the destructors of communicators, which would wait for the peers."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed, gone, or None
             stream.flush()

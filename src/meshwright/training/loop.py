@@ -34,12 +34,12 @@ from meshwright.training.wire_count import WireCount, wire_count
 
 log = logging.getLogger("meshwright")
 MOST_ANSWERS = 100
-"""Steps of a run with `rl` whose answers are recorded for people, beside the first."""
+"""At most this many steps of a run with `rl` have their answers recorded for people to read, in addition to the first step."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Result of a run: its last validation and the comparison with the prediction; None if there is none."""
+    """Result of a run: its last validation, and the comparison with the prediction; each is None if there was none."""
 
     validation: Evaluation | None
     prediction_check: PredictionCheck | None
@@ -48,8 +48,9 @@ class TrainingResult:
 def train(session: TrainingSession, reporter: Reporter, stop: StopRequest) -> TrainingResult:
     """Run the session's remaining steps.
 
-    Raises Preempted or Interrupted on a request to stop, after writing a checkpoint if the run has any; NumericalFailure when a loss is
-    not finite; and the error of `as_meshwright_error` when metrics cannot be written, after a checkpoint if the disk has space for it.
+    On a request to stop, writes a checkpoint if the run has any, and raises Preempted or Interrupted. Raises NumericalFailure if a loss is
+    not finite. If metrics cannot be written, writes a checkpoint if the disk has space for it, and raises the error that
+    `as_meshwright_error` makes.
     """
     wire = wire_count(session)
     last = None
@@ -89,7 +90,7 @@ def _train_steps(
     timelines: StepTimelines,
     wire: WireCount | None,
 ) -> Evaluation | None:
-    """Run the remaining steps and return the last validation. Raises Rollback where the run has to go back."""
+    """Run the remaining steps and return the last validation. Raises Rollback if the run has to return to a checkpoint."""
     run = session.run
     last = None
     preferences = session.preferences
@@ -97,7 +98,7 @@ def _train_steps(
     figures = StepFigureReader(run, session.plan, session.world.device, session.tokens, wire, of_sums)
 
     def flag() -> int:
-        """This rank's flag for all ranks at the end of the current step."""
+        """This rank's flag, which is summed over all ranks at the end of the current step."""
         return (FAILED if reporter.failure else stop.flag) + saver.flag()
 
     with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session, reporter) as trace:
@@ -135,7 +136,7 @@ def _train_steps(
 
 
 def _begin_preferences(session: TrainingSession, reporter: Reporter, preferences: PreferenceRun) -> Evaluation | None:
-    """Report what the start has computed, and validate before the first step: later figures are compared with these."""
+    """Report what the start has computed. If no step has run, also validate, because later figures are compared with the first ones."""
     if preferences.note is not None:
         reporter.event(session.step, preferences.note)
     if session.step:
@@ -152,7 +153,7 @@ def _prediction_check(
     prediction_checks: PredictionChecks,
     timelines: StepTimelines,
 ) -> PredictionCheck | None:
-    """Report the sums over the run and the comparison with the prediction. Collective."""
+    """Report the sums over the run, and the comparison with the prediction, which is returned. Collective."""
     for total in sums:
         line = total.line(session.world.control) if total is not None else None
         if line is not None:
@@ -161,7 +162,7 @@ def _prediction_check(
 
 
 def _note_new_length(session: TrainingSession, reporter: Reporter) -> None:
-    """Report the effect on the learning rate of a `train.steps` raised since the checkpoint."""
+    """If `train.steps` is larger than in the checkpoint, report how this changes the learning rate."""
     train = session.run.train
     before = session.steps_before
     if before is None or before == train.steps:
@@ -175,7 +176,7 @@ def _note_new_length(session: TrainingSession, reporter: Reporter) -> None:
 
 
 def _due(every: int, step: int) -> bool:
-    """Whether an action every `every` steps (0: never) is due after `step`."""
+    """Whether something that is done every `every` steps (0: never) is due after `step`."""
     return every > 0 and step % every == 0
 
 
@@ -186,7 +187,8 @@ def _loader(session: TrainingSession) -> Iterator[Loader]:
         start_sample=session.next_sample,
         skipped=session.numerics.skip_samples,
         device=session.world.device,
-        **({} if session.rollouts is None else {"prefetch": 0}),  # a step's answers are those of the weights before it
+        # The answers of a step are sampled with the weights of the previous step, so they cannot be read ahead.
+        **({} if session.rollouts is None else {"prefetch": 0}),
     )
     with loader:
         yield loader
@@ -194,10 +196,10 @@ def _loader(session: TrainingSession) -> Iterator[Loader]:
 
 @contextmanager
 def _planned_collections(every: int) -> Iterator[None]:
-    """Run Python's garbage collector on all ranks after the same steps, so that no rank waits for another's pause."""
+    """Run Python's garbage collector after the same steps on all ranks, so that no rank waits for another rank's pause."""
     if every:
         gc.collect()
-        gc.freeze()  # objects that exist now stay for the whole run; later collections skip them
+        gc.freeze()  # objects that exist now stay for the whole run, so later collections skip them
         gc.disable()
     try:
         yield
@@ -267,7 +269,7 @@ def _one_step(
 
 
 def _objective(session: TrainingSession) -> Objective | None:
-    """The loss that takes the place of the tokens' cross-entropy; None without."""
+    """The objective that replaces the cross-entropy of the tokens; None if the run has none."""
     of_run = session.preferences if session.rollouts is None else session.rollouts
     return None if of_run is None else of_run.objective
 
@@ -279,7 +281,7 @@ def _read(
     saver: Saver,
     check: StateCheck | None,
 ) -> None:
-    """Wait for the device, so that every launched step is reported."""
+    """Wait for the device and report every step that was launched."""
     session.recorder.wait()
     for record in figures.drain():
         _report(session, prediction_checks, saver, check, record)
@@ -328,7 +330,7 @@ def _validate(session: TrainingSession, reporter: Reporter) -> Evaluation | None
 
 
 def _stop(session: TrainingSession, flag: int, reporter: Reporter, saver: Saver) -> None:
-    """End the run after this step, on all ranks, with a checkpoint if the run writes any."""
+    """End the run after this step, on all ranks, with a checkpoint if the run writes checkpoints."""
     checkpoint = session.run.checkpoint
     where = f"after step {session.step}"
     session.progress.begin("save", session.step)

@@ -1,4 +1,4 @@
-"""Numerical policies of a run: what happens after a step whose loss or gradient norm is not finite or spikes."""
+"""Decides what happens after a step whose loss or gradient norm is not finite, or much larger than before (a spike)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from meshwright.spec.job import TrainSpec
 
 
 class Rollback(Exception):
-    """The run goes back to the newest good checkpoint before `step`; `cause` says why. Without one it raises `failure`."""
+    """The run must return to the newest good checkpoint before `step`. If there is none, it ends with the error class `failure`.
+
+    `cause` says why. With `skips_samples` the run leaves out the samples of the step from then on.
+    """
 
     def __init__(
         self,
@@ -44,21 +47,21 @@ class Rollback(Exception):
 
 
 class NumericalPolicy:
-    """History of good steps, and the steps and samples skipped so far. Equal on all ranks."""
+    """The history of good steps, and the steps and samples that were skipped so far. It is equal on all ranks."""
 
     def __init__(self, train: TrainSpec, skip_samples: tuple[SampleRange, ...] = (), replicas: int = 1) -> None:
-        """`replicas` is the number of copies of the model."""
+        """`replicas` is the number of copies of the model (ranks along the axis `replicate`)."""
         self._train = train
         self._replicas = replicas
         self.skip_samples = skip_samples
-        """Global samples that the run leaves out (`policies.skipped_samples`)."""
+        """Ranges of global sample numbers that the run leaves out (`policies.skipped_samples`)."""
         self.skipped_steps: list[int] = []
-        """Steps without an update, ascending."""
+        """Steps whose update was skipped, in ascending order."""
         self._history: deque[GoodStep] = deque(maxlen=WINDOW_STEPS + LAG_STEPS)
         self._rollbacks: Counter[int] = Counter()
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the state for a checkpoint of `step`; empty if nothing was skipped and spikes are ignored."""
+        """Return the state for a checkpoint of `step`. It is empty if nothing was skipped and spikes are ignored."""
         skipped = [each for each in self.skipped_steps if each <= step]
         state: dict[str, Any] = {"skipped_steps": skipped} if skipped else {}
         if self.skip_samples:
@@ -68,7 +71,7 @@ class NumericalPolicy:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's state; samples that the run itself leaves out are added to it."""
+        """Restore the state of a checkpoint. The samples that this start leaves out are added to those of the checkpoint."""
         self.skipped_steps = list(state.get("skipped_steps", []))
         self.skip_samples = merge_skips(
             self.skip_samples, [(first, end) for first, end in state.get("skip_samples", [])]
@@ -77,18 +80,18 @@ class NumericalPolicy:
         self._history.extend(GoodStep(step, loss, norm) for step, loss, norm in state.get("history", []))
 
     def updates(self, step: int) -> int:
-        """Number of updates that the weights contain after `step`."""
+        """Return the number of updates that the weights contain after `step`."""
         return step - sum(skipped <= step for skipped in self.skipped_steps)
 
     def norm_limit(self, step: int) -> float:
-        """Gradient norm above which the update of `step` is skipped on the device; that of a spike if these are skipped."""
+        """Return the gradient norm above which the device skips the update of `step`; infinite unless spikes are to be skipped."""
         return self._limits(step).norm if self._train.on_spike == "skip" else math.inf
 
     def check(self, record: Mapping[str, Any]) -> str | None:
-        """Decide on a step whose record was read; returns a sentence if its update was skipped.
+        """Decide about a step whose record was read. Returns a sentence if its update was skipped, and None if the step is good.
 
-        All ranks have the same record. Raises Rollback, or NumericalFailure where the run ends. If only some replicas of the
-        model skipped the update, their weights differ, and a rollback takes the place of a skip.
+        All ranks have the same record. Raises Rollback, or NumericalFailure if the run must end. If only some replicas of the model skipped
+        the update, their weights differ now; then a rollback replaces the skip.
         """
         step = record["step"]
         loss = record["loss"]
@@ -96,7 +99,7 @@ class NumericalPolicy:
         skips = record.get("skipping_replicas", 0)
         verdict = judge(loss, norm, self._limits(step))
         if verdict == "nonfinite":
-            check_received_rows()  # a known cause, with its own remedy
+            check_received_rows()  # raises if rows beyond an exchange's bound caused this, because that has its own remedy
         if verdict == "good":
             self._history.append(GoodStep(step, loss, norm))
             return None
@@ -119,13 +122,13 @@ class NumericalPolicy:
         )
 
     def count_rollback(self, target: int, cause: str) -> None:
-        """Count a rollback to step `target`. Raises NumericalFailure after `MOST_ROLLBACKS`."""
+        """Count a rollback to step `target`. Raises NumericalFailure after `MOST_ROLLBACKS` rollbacks to the same step."""
         self._rollbacks[target] += 1
         if self._rollbacks[target] > MOST_ROLLBACKS:
             raise NumericalFailure(f"{cause}; {MOST_ROLLBACKS} rollbacks to step {target} did not help")
 
     def skip(self, samples: SampleRange) -> None:
-        """Leave out the samples of a step from now on."""
+        """Leave out these samples from now on."""
         self.skip_samples = merge_skips(self.skip_samples, (samples,))
 
     def _limits(self, step: int) -> SpikeLimits:

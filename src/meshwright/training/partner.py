@@ -1,4 +1,4 @@
-"""Copies of a rank's snapshots (`checkpoint.partner: host`): at a partner host, or in the snapshot buffer of a replica."""
+"""Chooses where copies of a rank's snapshots are kept (`checkpoint.partner: host`): at a partner host, or by a replica on another host."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from meshwright.spec.run import RunSpec
 def find_copies(
     run: RunSpec, plan: Plan, ranks: RankGroup, say: Callable[[str], None]
 ) -> tuple[Partner | None, tuple[int, ...] | None]:
-    """Return this rank's partner, or by rank its replica on another host; at most one of the two. Collective.
+    """Return this rank's partner, or for each rank its replica on another host; at most one of the two is not None. Collective.
 
-    Returns neither, on all ranks, without `checkpoint.partner` or if a host has no snapshot server. `say` receives one sentence about the
-    choice, or about why there is none.
+    Both are None on all ranks without `checkpoint.partner`, with a single host, or if a host has no snapshot server. `say` receives one
+    sentence that explains the choice.
     """
     if run.checkpoint.partner == "none":
         return None, None
@@ -57,9 +57,9 @@ def find_copies(
 
 
 def missing_copy_bytes(rank_bytes: int, local_ranks: int) -> int:
-    """Bytes of this host's memory that the copies of another host's snapshots still need.
+    """Return how many more bytes of this host's memory the copies of another host's snapshots need.
 
-    A snapshot has `rank_bytes` bytes for each rank. Memory that the copies have already is not counted.
+    A snapshot has `rank_bytes` bytes for each rank. Memory that the copies already occupy is not counted.
     """
     needed = SLOTS * rank_bytes * local_ranks
     address = os.environ.get(SERVER_VARIABLE)
@@ -68,5 +68,5 @@ def missing_copy_bytes(rank_bytes: int, local_ranks: int) -> int:
     try:
         with closing(SnapshotClient(address, job_token())) as client:
             return max(0, needed - client.slot_bytes())
-    except TransportFailure:  # the agent starts another server, whose copies may need all of it
+    except TransportFailure:  # the agent starts another server, which has no copies yet
         return needed

@@ -1,7 +1,7 @@
-"""Comparison of measured and predicted step time and memory, once after warm-up and again at the end of a run.
+"""Comparison of measured and predicted step time and memory: once after warm-up, and again at the end of a run.
 
-A run without a predicted step time reports only at its end. The figures come from step lines that are already written;
-ranks exchange two short CPU tensors, twice a run.
+A run without a predicted step time reports only at its end. The figures come from step records that are already written. For each
+comparison the ranks exchange two short CPU tensors.
 """
 
 from __future__ import annotations
@@ -42,31 +42,36 @@ PARTS = {
     "rollout_seconds": ("sampling", "rollout"),
     "rewards_seconds": ("waiting for rewards", None),
 }
-"""Figures of a step with `rl` in which the trainer waits: their names for people, and in the prediction; training is what they leave."""
+"""In a step with `rl`, the figures of phases in which the trainer waits: each with its name for people and its name in the prediction.
+
+The rest of the step is training.
+"""
 
 
 class PredictionChecks:
-    """Passes step lines to the reporter and keeps the newest of this start, on every rank."""
+    """Passes step records to the reporter, and keeps the newest records of this start, on every rank."""
 
     def __init__(self, session: TrainingSession, reporter: Reporter) -> None:
         self._session = session
         self.reporter = reporter
-        # The prediction is for steps of `train.global_batch`.
+        # Steps of the batch ramp are left out, because the prediction is for steps of `train.global_batch`.
         self._cold = max(session.step, session.run.train.ramp_steps) + WARM_UP
         self._enough = self._cold + COMPARED_STEPS
         self._steps: deque[dict[str, Any]] = deque(maxlen=KEPT_STEPS)
         self.waiting = DataWait(session.step + WARM_UP)
 
     def step(self, record: dict[str, Any]) -> None:
-        """Process a finished step's line.
-        The reporter is last: if it fails on one rank, all ranks have still counted the same steps."""
+        """Process the record of a finished step.
+
+        The reporter comes last: if it fails on one rank, all ranks have still counted the same steps.
+        """
         self.waiting.step(record)
         if record["step"] > self._cold:
             self._steps.append(record)
         self.reporter.step(record)
 
     def end_step(self, step: int, timeline: Summary | None) -> None:
-        """Step `step` was launched. Reports the comparison once, after the first steps behind the warm-up. Collective then."""
+        """Call it when `step` was launched. Reports the comparison once, when enough steps follow the warm-up; this is collective."""
         predicted = self._session.plan.predicted
         if predicted is None or predicted.step_seconds is None:
             return
@@ -74,7 +79,7 @@ class PredictionChecks:
             self._compare([record for record in self._steps if record["step"] <= self._enough], timeline)
 
     def close(self, timeline: Summary | None) -> PredictionCheck | None:
-        """Report the comparison over all steps; None if there were too few. Collective, after every step was read."""
+        """Report the comparison over all kept steps; returns None if there were too few. Collective; call it after every step was read."""
         return self._compare(list(self._steps), timeline)
 
     def _compare(self, records: list[dict[str, Any]], timeline: Summary | None) -> PredictionCheck | None:
@@ -95,7 +100,7 @@ class PredictionChecks:
     def _with_sampling(
         self, prediction_check: PredictionCheck, records: Sequence[Mapping[str, Any]]
     ) -> PredictionCheck:
-        """The prediction check of steps that sample what they train on, by the lengths that their answers had."""
+        """Compare steps that sample what they train on, with a prediction for the lengths that the sampled answers had."""
         session = self._session
         assert session.rollouts is not None
         expected = None
@@ -134,12 +139,12 @@ def _part(name: str, measured: float, expected: Mapping[str, float] | None, of_p
 
 
 def _without_prediction(rate: Comparison | None) -> Comparison | None:
-    """A rate of a step, of which only one of `train.global_batch` rows is predicted."""
+    """Return a rate without its prediction, which is for steps of `train.global_batch` rows only."""
     return None if rate is None else Comparison(measured=rate.measured)
 
 
 def over_ranks(rank_step: TypicalStep, world: World) -> TypicalStep:
-    """`mine` with the mean phases of all ranks and the memory of the fullest rank, over the control group; collective."""
+    """Return `rank_step` with the mean phases of all ranks and the largest memory of a rank. Collective over the control group."""
     means = torch.tensor(
         [bool(rank_step.phases), *(rank_step.phases.get(name, 0.0) for name in PHASES)], dtype=torch.float64
     )

@@ -1,7 +1,8 @@
-"""A run on preferences on one rank: the reference's log-probabilities, the objective of each step, and held-out answers.
+"""A run on preferences, on one rank: the log-probabilities of the reference, the objective of each step, and held-out answers.
 
-The reference needs no second model. Before a run resumes or loads its first weights, the trainer's own model has those of the reference
-and computes, in the run's layout, the log-probabilities of the answers that the run reads; they are kept beside the corpus.
+The reference needs no second model in memory. Before a run resumes or loads its first weights, the reference's weights are loaded into the
+trainer's own model. In the run's layout it computes the reference's log-probabilities of the answers that the run reads. They are stored
+next to the corpus.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class PreferenceRun:
-    """The objective of a run with `preference`, and what it needs around each step."""
+    """The objective of a run with `preference`, and what must be computed around each step."""
 
     def __init__(self, session: TrainingSession, spec: PreferenceSpec) -> None:
         self._session = session
@@ -54,14 +55,14 @@ class PreferenceRun:
             names = session.held_out.source.order.names
             self._held_out = PreferenceObjective(spec, names, device, calibrates=True)
         self.note: str | None = None
-        """A sentence about the log-probabilities of the reference that this start has computed."""
+        """A sentence about the log-probabilities of the reference that this start has computed; None if it computed none."""
 
     @classmethod
     def open(cls, session: TrainingSession, on_action: Callable[[int], None]) -> PreferenceRun:
-        """Open it for a session whose frozen weights are loaded and whose others are not. Collective.
+        """Open it for a session whose frozen weights are loaded and whose other weights are not loaded yet. Collective.
 
-        Where log-probabilities of the reference are missing, it computes and writes them; the weights are then those of the reference.
-        `on_action` is called at each action of that.
+        If log-probabilities of the reference are missing, they are computed and written. The model then has the reference's weights.
+        `on_action` is called at each action of these forwards.
         """
         spec = session.run.preference
         assert spec is not None
@@ -74,7 +75,10 @@ class PreferenceRun:
         return opened
 
     def begin_step(self, batches: Sequence[MicroBatch], objective: PreferenceObjective | None = None) -> None:
-        """For kto, compute how likely the model finds answers to other prompts, the zero of the step's rewards. Collective."""
+        """For kto, compute how likely the model finds answers to other prompts: the zero point of the step's rewards. Collective.
+
+        Does nothing for losses of pairs.
+        """
         if self._spec.paired:
             return
         objective = objective or self.objective
@@ -89,7 +93,7 @@ class PreferenceRun:
         objective.shift = self._spec.scale * (total / count.clamp(min=1)).clamp(min=0)
 
     def evaluate(self) -> Evaluation | None:
-        """The loss and figures of held-out answers; None without any. Collective."""
+        """Return the loss and figures of held-out answers; None if there are none. Collective."""
         session = self._session
         objective = self._held_out
         if session.held_out is None or objective is None:
@@ -111,7 +115,7 @@ class PreferenceRun:
         return Evaluation(sums[0] / counts.judged, round(counts.tokens), None, preferences=figures)
 
     def _add_references(self, sources: Sequence[DataSource], on_action: Callable[[int], None]) -> None:
-        """Give each source the log-probabilities of its answers under the reference. Collective."""
+        """Give each source the reference's log-probabilities of its answers. Missing ones are computed. Collective."""
         session = self._session
         began = time.monotonic()
         ranks = RankGroup(session.world.control)
@@ -140,7 +144,11 @@ class PreferenceRun:
             each.source.mismatched_reference = found.get("mismatched")
 
     def _needed(self, data: DataSource, source: CorpusSource) -> np.ndarray:
-        """The windows of a source that the run reads: of the training data those of its steps, and of later ones if it may skip samples."""
+        """Return the numbers of a source's windows that the run reads.
+
+        For training data these are the windows of the run's steps, and of some more steps if the run may skip samples. For validation data
+        these are all windows.
+        """
         session = self._session
         if data is not session.data:
             return np.arange(source.windows)
@@ -152,7 +160,7 @@ class PreferenceRun:
         return np.unique(draws.window[draws.source == data.order.names.index(source.name)])
 
     def _stored(self, wanted: _Wanted, weights: str) -> dict[str, np.ndarray]:
-        """The log-probabilities that are stored, NaN where they are not."""
+        """Return the stored log-probabilities; NaN for answers without a stored one."""
         documents = wanted.documents
         found = {}
         for name in self._names:
@@ -173,7 +181,7 @@ class PreferenceRun:
         return ("answers",) if self._spec.paired else ("answers", "mismatched")
 
     def _paths(self, wanted: _Wanted, weights: str, name: str) -> list[Any]:
-        """The files of log-probabilities, the one to write first."""
+        """Return the files that may have these log-probabilities; the first is the one to write."""
         session = self._session
         directory = wanted.source.directory
         more = "" if name == "answers" else f"mismatched {session.run.train.seq_len} {self._spec.too_long}"
@@ -193,16 +201,16 @@ class PreferenceRun:
             assert session.base is not None
             load_adapters(engine.weights, run.model, session.base)
         else:
-            load_base(engine, run.model, init, run.seed)  # adapters have their first values, which change nothing
+            load_base(engine, run.model, init, run.seed)  # the adapters have their initial values, which change nothing
 
     def _restore(self) -> None:
-        """Load the frozen weights again if the reference's took their place. Collective."""
+        """Load the run's frozen weights again if the reference's weights have replaced them. Collective."""
         session = self._session
         if session.run.model.adapter is not None and self._spec.reference != START:
             session.base = load_base(session.engine, session.run.model, session.run.model.init, session.run.seed)
 
     def _compute(self, wanted: _Wanted, found: Mapping[str, np.ndarray], windows: np.ndarray, rate: PassRate) -> None:
-        """Compute the log-probabilities of the answers in these windows, and put them into `found`. Collective."""
+        """Compute the log-probabilities of the answers in these `windows` and store them in `found`. Collective."""
         session = self._session
         device = self._session.world.device
         sums = {name: torch.zeros(wanted.documents, dtype=torch.float64, device=device) for name in self._names}
@@ -230,17 +238,18 @@ class PreferenceRun:
 
 
 PAIRS = PreferenceSpec(loss="simpo", too_long="leave_out")
-"""Reads pairs to compare their answers without a reference."""
+"""Settings to read pairs whose answers are compared by likelihood, without a reference."""
 SCORED_PAIRS = PreferenceSpec(loss="reward", too_long="leave_out")
-"""Reads pairs to compare the scores that a reward model gives their answers."""
+"""Settings to read pairs whose answers are compared by the scores of a reward model."""
 
 
 @torch.no_grad()
 def evaluate_pairs(model: Decoder, held_out: HeldOut, *, micro_batch: int, device: torch.device) -> Evaluation:
-    """How often a whole model finds the chosen answer of a pair likelier per token; the loss is that of chosen answers, nat per token.
+    """Evaluate a whole model on pairs of a chosen and a rejected answer.
 
-    Of a reward model: how often it has the higher score, the loss of pairs, and how well its probabilities are calibrated.
-    `held_out` was opened with `PAIRS`, for a reward model with `SCORED_PAIRS`.
+    For a language model: how often it finds the chosen answer likelier per token, and as the loss the nats per token of chosen answers. For
+    a reward model: how often the chosen answer has the higher score, the loss of pairs, and how well its probabilities are calibrated.
+    `held_out` must have been opened with `PAIRS`, for a reward model with `SCORED_PAIRS`.
     """
     spec = SCORED_PAIRS if model.spec.head == "score" else PAIRS
     objective = PreferenceObjective(spec, held_out.source.order.names, device, calibrates=True)
@@ -264,7 +273,10 @@ def evaluate_pairs(model: Decoder, held_out: HeldOut, *, micro_batch: int, devic
 
 
 class PassRate:
-    """The rate of forward passes, without the first, in which kernels may be compiled; `tokens` are those of a micro-batch on all ranks."""
+    """Measures the rate of forward passes. The first pass is left out, because kernels may be compiled in it.
+
+    `tokens` is the number of tokens of a micro-batch on all ranks together.
+    """
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -273,7 +285,7 @@ class PassRate:
         self._last = 0.0
 
     def end_pass(self, micro_batches: int) -> None:
-        """Count a pass whose results the host has waited for."""
+        """Count a pass of so many micro-batches. The host must have waited for its results."""
         self._last = time.monotonic()
         if self._first:
             self._counted += micro_batches
@@ -282,19 +294,19 @@ class PassRate:
 
     @property
     def words(self) -> str:
-        """The rate for people; empty with one pass."""
+        """The rate in words; empty if there was only one pass."""
         if not self._counted:
             return ""
         return f", {self._counted * self._tokens / (self._last - self._first):,.0f} tokens/s after the first pass"
 
 
 SPARE_STEPS = 16
-"""Steps whose samples a run may leave out before it starts again, beyond those of its length."""
+"""If a run may skip samples, the reference covers the samples of this many steps beyond the run's length."""
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A source whose windows of these numbers the run reads."""
+    """A source, and the numbers of the windows of it that the run reads."""
 
     data: DataSource
     source: CorpusSource
@@ -307,11 +319,11 @@ class _Wanted:
 
     @property
     def documents(self) -> int:
-        """Documents of the source."""
+        """Number of documents of the source."""
         return sum(file.documents for file in self.source.stream.files)
 
     def missing(self, found: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The windows with an answer whose log-probability is not known."""
+        """Return the windows with at least one answer whose log-probability is not known."""
         unknown = np.isnan(sum(found.values()))
         return np.array(
             [w for w in self.windows.tolist() if unknown[self.layout.answers_of(np.array([w]))].any()], dtype=np.int64
@@ -319,7 +331,7 @@ class _Wanted:
 
 
 class _OfSource:
-    """Windows of one source as samples, repeated after the last one."""
+    """Given windows of one source as samples. After the last window they start again."""
 
     document_mask = True
 
@@ -329,28 +341,28 @@ class _OfSource:
         self._windows = windows
 
     def begin_step(self, indices: Sequence[int] | np.ndarray) -> None:
-        """Nothing: the data are checked when a step reads them."""
+        """Do nothing: the data are checked when a step reads them."""
 
     def samples(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
-        """The windows with these numbers in the list."""
+        """Return the windows at these indices in the list of windows."""
         count = len(self._windows)
         return self._data.batch([(self._source, int(self._windows[index % count])) for index in indices])
 
 
 class _Drawn(_OfSource):
-    """Held-out samples with these global indices, repeated after the last one."""
+    """Held-out samples with given global indices. After the last sample they start again."""
 
     def __init__(self, held_out: HeldOut, indices: np.ndarray) -> None:
         self._held_out = held_out.source
         self._indices = indices
 
     def samples(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
-        """The samples with these numbers in the list."""
+        """Return the samples at these indices in the list of global indices."""
         return self._held_out.samples(self._indices[np.asarray(indices) % len(self._indices)])
 
 
 def _passes(session: TrainingSession, samples: _OfSource, count: int) -> Iterator[list[MicroBatch]]:
-    """This data rank's micro-batches of each pass over so many samples."""
+    """Yield this data rank's micro-batches of each pass over `count` samples."""
     mesh = session.mesh
     at_once = mesh.layout.size("pipeline")
     size = {"micro_batch": session.plan.batch.micro_batch, "at_once": at_once}
@@ -360,7 +372,7 @@ def _passes(session: TrainingSession, samples: _OfSource, count: int) -> Iterato
 def _log_probabilities(
     session: TrainingSession, batches: Sequence[MicroBatch]
 ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-    """The log-probabilities of the targets of each micro-batch, on the ranks that have them. Collective."""
+    """Yield each micro-batch with the log-probabilities of its targets, on the ranks that have these. Collective."""
     schedule = session.engine.evaluation_schedule(len(batches))
     found = session.engine.executor.log_probabilities(schedule, batches, NullRecorder())
     for number, values in found.items():
@@ -368,6 +380,6 @@ def _log_probabilities(
 
 
 def _mismatched(batch: MicroBatch) -> MicroBatch:
-    """The micro-batch with the answers to other prompts."""
+    """Return the micro-batch in which each answer follows another prompt."""
     tokens, targets, positions, documents = (batch.columns[f"mismatched_{name}"] for name in MISMATCHED)
     return replace(batch, tokens=tokens, targets=targets, positions=positions, documents=documents)

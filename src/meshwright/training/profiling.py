@@ -33,18 +33,18 @@ ENVIRONMENT_KEYS = ("meshwright", "commit", "python", "torch", "cuda", "rocm", "
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileJob:
-    """Input of every rank: its cluster, how long to measure (None: the default of `profile`), and the run to measure for."""
+    """Input of every rank. `seconds` is the time for the measurement; None: the default of `profile`."""
 
     cluster: ClusterSpec
     seconds: float | None = None
     run: str | None = None
-    """Folder of a run whose shapes are measured, instead of a selection for all models."""
+    """Folder of a run whose shapes are measured; None: a selection of shapes for all models."""
 
 
 def run_profile_job(job: ProfileJob, environment: RankEnvironment) -> MachineProfile:
-    """Run one rank of the job, from joining to leaving; a single rank joins no group.
+    """Run one rank of the job, from joining the other ranks to leaving them. A single rank joins no group.
 
-    A `Team` is a rank's device with its world, the group of all ranks; the world is None for a single rank.
+    A `Team` is the rank's device together with its world, the group of all ranks. The world is None for a single rank.
     """
     if environment.ranks == 1:
         device = torch.device("cpu") if job.cluster.is_cpu else torch.device("cuda", 0)
@@ -70,7 +70,7 @@ def _versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Main function of a locally launched rank; rank 0 writes the answer."""
+    """Run a locally launched rank; rank 0 writes the answer."""
 
     def answer(job: str, environment: RankEnvironment) -> str:
         return to_json(run_profile_job(from_plain(ProfileJob, json.loads(job)), environment))

@@ -1,9 +1,9 @@
-"""Process of a locally launched rank: imports during the launcher's planning, then trains.
+"""Process of a locally launched rank: imports modules while the launcher plans, then trains.
 
-`python -m meshwright.training.rank cpu|cuda [spare]` waits for the message `Begin` on its standard input
-(`events.messages`), which names the run's assignment, and runs the self-test on request. If the input ends without
-`Begin`, there is nothing to run. A spare imports the same modules, at idle priority because ranks train meanwhile. It has
-no rank and opens no device until `Begin` gives it the variables of a rank.
+`python -m meshwright.training.rank cpu|cuda [spare]` waits for the message `Begin` on its standard input (`events.messages`), which names
+the run's assignment. Until then it runs a self-test on request. If the input ends without `Begin`, the process ends. A spare imports the
+same modules, at idle priority because ranks train meanwhile. It has no rank and opens no device until `Begin` gives it the environment
+variables of a rank.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def import_all(cuda: bool, *, open_device: bool = True) -> None:
-    """Import what a rank needs before its first step; for a GPU rank, open the device meanwhile with `open_device`."""
+    """Import what a rank needs before its first step. With `open_device` a GPU rank's device is opened at the same time."""
     with uncollected():
         if cuda:
             if open_device:
@@ -63,10 +63,9 @@ def import_all(cuda: bool, *, open_device: bool = True) -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Exclude the objects created in this block from garbage collection, now and later.
+    """Exclude the objects that are created in this block from garbage collection, now and later.
 
-    Imports create hundreds of thousands of permanent objects; scanning them repeatedly takes a sixth of the import
-    time.
+    Imports create hundreds of thousands of permanent objects. Scanning them again and again takes a sixth of the import time.
     """
     gc.disable()
     try:
@@ -77,7 +76,7 @@ def uncollected() -> Iterator[None]:
 
 
 def _begin_device() -> None:
-    """Open the rank's device in a thread: the driver takes seconds and releases Python's lock."""
+    """Open the rank's device in a thread. The driver needs seconds for this and releases Python's lock meanwhile."""
     import torch
 
     local_rank = RankEnvironment.from_environment().local_rank
@@ -90,7 +89,7 @@ def _begin_device() -> None:
 
 
 def _write_to(log: Path) -> None:
-    """Redirect the output of this process to `log`: the terminal is rank 0's."""
+    """Redirect the output of this process to the file `log`, because only rank 0 writes to the terminal."""
     with log.open("ab") as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -1,4 +1,4 @@
-"""Reports of a run in progress: terminal, metrics.jsonl, optional sinks. Only rank 0 has them."""
+"""Reports the progress of a run: on the terminal, in metrics.jsonl, and to optional sinks. Only rank 0 has these."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from meshwright.training.session import TrainingSession
 log = logging.getLogger("meshwright")
 
 LOG_SECONDS = 60.0
-"""Minimum time between two step lines in a rank's log."""
+"""Least time between two step lines in a rank's log, seconds."""
 
 
 class Reporter:
-    """Passes records to the metrics file, the terminal and the sinks; does nothing on ranks other than the first."""
+    """Passes records to the metrics file, the terminal and the sinks. On other ranks than the first it only informs the launcher."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Reporter:
         self._channel = channel or MessageChannel(None)
         self._leads = metrics is not None
         self.failure: MeshwrightError | None = None
-        """The error that prevents this rank from reporting about the run."""
+        """The error because of which this rank can no longer report about the run; None without one."""
         self._logged_at = -LOG_SECONDS
 
     @classmethod
@@ -82,7 +82,7 @@ class Reporter:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Store a disk error of the block as `failure`; all ranks then end after the step, with a checkpoint if it fits."""
+        """Store a disk error in the block as `failure`. All ranks then end after the step, with a checkpoint if the disk has space."""
         try:
             yield
         except (OSError, MeshwrightError) as error:
@@ -90,15 +90,15 @@ class Reporter:
 
     @property
     def channel_descriptors(self) -> list[int]:
-        """The descriptor of the pipe to the launcher, where there is one: while a process has it open, the launcher waits."""
+        """The file descriptor of the pipe to the launcher, if there is one. The launcher waits while any process has it open."""
         return self._channel.descriptors
 
     def fail(self, failure: MeshwrightError) -> None:
-        """End the run after the step, on all ranks, for a failure that is not this rank's own."""
+        """End the run after the step, on all ranks, because of a failure that did not happen in this rank's reports."""
         self.failure = self.failure or failure
 
     def check(self) -> None:
-        """Raise this rank's failure, if there is one."""
+        """Raise the stored failure, if there is one."""
         if self.failure:
             raise self.failure
 
@@ -118,12 +118,12 @@ class Reporter:
             self._start = None
 
     def _record_time(self, wall_time: WallTimeWriter, record: dict[str, Any]) -> None:
-        """Write when the step ended and, of the first step, how long the start took."""
+        """Write when the step ended. For the first step also write how long the start took."""
         step = record["step"]
         seconds = record["step_seconds"]
         if self._start:
             wall_time.start(step - 1, sum(self._start.phases.values()) + seconds, seconds)
-        samples = "rollout_seconds" in record  # its batch is work of the run, no wait
+        samples = "rollout_seconds" in record  # producing the batch is then part of the run's work and no wait
         data_seconds = 0.0 if samples else record.get("phases", {}).get("data", record["data_wait_seconds"])
         wall_time.step(step, data_seconds, skipped=bool(record.get("update_skipped")))
         self._last_step = step
@@ -139,14 +139,14 @@ class Reporter:
                 self._wall_time.pause(activity, session.step, time.monotonic() - began)
 
     def _log_step(self, record: dict[str, Any]) -> None:
-        """Write a line to the rank's log every `LOG_SECONDS`; metrics.jsonl has every step."""
+        """Write a line to the rank's log at most every `LOG_SECONDS`; metrics.jsonl has every step."""
         now = time.monotonic()
         if now - self._logged_at >= LOG_SECONDS:
             self._logged_at = now
             log.debug("step %d, loss %s, %.3g s", record["step"], record["loss"], record["step_seconds"])
 
     def _say_start(self, clock: StartClock, first: dict[str, Any]) -> None:
-        """Report the duration of the start, which ends with the `first` step."""
+        """Report how long the start took. It ends with the step `first`."""
         waited = first["data_wait_seconds"]
         clock.add("first batch", waited)
         clock.add("first step", first["step_seconds"] - waited)
@@ -170,7 +170,7 @@ class Reporter:
         self._show({"kind": "validation", "step": step, "loss": result.loss, **more})
 
     def event(self, step: int, text: str) -> None:
-        """Report an event after `step`: a line for people, and in the metrics for the report."""
+        """Report an event after `step`, as a line for people and in the metrics."""
         log.info("%s", text)
         if self._metrics:
             with self.writing():
@@ -179,7 +179,7 @@ class Reporter:
             self._progress.note(text)
 
     def answers(self, step: int, details: Mapping[str, Any]) -> None:
-        """Record some answers of a step with `rl`, for people to read, and the lengths of all."""
+        """Record some answers of a step with `rl` for people to read, and the lengths of all its answers."""
         if self._metrics:
             with self.writing():
                 self._metrics.write_answers(step, details)
@@ -192,35 +192,35 @@ class Reporter:
             self._channel.send(Checkpoint(step, str(path)))
 
     def sync(self, *, waits: bool = False) -> None:
-        """Have the lines of the metrics flushed to the disk; on return they are, if it `waits`."""
+        """Start to flush the lines of the metrics to the disk; with `waits` return only when they are on the disk."""
         if self._metrics:
             self._metrics.sync(waits=waits)
 
     def skip_samples(self, first: int, end: int) -> None:
-        """Report that the run leaves out these samples from now on, so that a restart leaves them out too."""
+        """Report to the launcher that the run leaves out these samples from now on, so that a restart leaves them out too."""
         if self._leads:
             self._channel.send(SkippedSamplesMessage(first, end))
 
     def corruption(self, rank: int, step: int, cause: str) -> None:
-        """Report that state of `rank` was corrupt after `step`, so that its host is tested before the next attempt."""
+        """Report that the state of `rank` was corrupt after `step`. Its host is then tested before the next attempt."""
         if self._leads:
             self._channel.send(Corruption(rank, step, cause))
 
     def rewind(self, step: int) -> None:
-        """Remove the records after `step`: the run continues from there again."""
+        """Remove the records after `step`, because the run continues from this step again."""
         if self._metrics:
             with self.writing():
                 self._metrics.rewind(step)
 
     def prediction_check(self, step: int, comparison: PredictionCheck, lines: Sequence[str]) -> None:
-        """Report the comparison with the prediction after `step`: `lines` for people, the figures in the metrics."""
+        """Report the comparison with the prediction after `step`: print `lines` for people and write the figures to the metrics."""
         if self._metrics:
             with self.writing():
                 self._metrics.write_check(step, to_plain(comparison))
         self.say("\n".join(lines))
 
     def say(self, text: str) -> None:
-        """Print lines for people."""
+        """Print lines for people, and log them."""
         log.info("%s", text)
         if self._progress:
             self._progress.note(text)
@@ -232,7 +232,7 @@ class Reporter:
             self._sinks.put(record)
 
     def close(self) -> None:
-        """Close the display, deliver pending records to the sinks, close the file; a second call does nothing."""
+        """Close the display, deliver pending records to the sinks, and close the files. A second call does nothing."""
         for target in (self._progress, self._sinks, self._metrics):
             if target is not None:
                 target.close()

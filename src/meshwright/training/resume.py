@@ -1,4 +1,4 @@
-"""Resume of a run: the newest step that is complete in host memory or in storage, on all ranks."""
+"""Resume of a run: all ranks load the newest step that is complete, from host memory or from storage."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from meshwright.training.session import TrainingSession
 
 Tier = MemoryTier | Literal["storage"]
-"""Location of a checkpoint: a tier of host memory, or storage."""
+"""Where a checkpoint is: in a tier of host memory, or in storage."""
 
 log = logging.getLogger("meshwright")
 
 
 def resume(session: TrainingSession, at_most: int | None = None) -> Tier | None:
-    """Load the newest good state, of step `at_most` or before if there is one; returns its tier, None if the run begins. Collective.
+    """Load the newest good state and return where it was; None if the run begins. Collective.
 
-    Raises Damaged if the run had a checkpoint and none is good: it must not start from scratch.
+    With `at_most` the newest good state of this step or an earlier one is loaded, if there is one; otherwise the newest of any step. Raises
+    Damaged if the run had a checkpoint and none is good, because the run must not silently start from scratch.
     """
     tier = load_newest(session, at_most)
     if tier is None and at_most is not None:
@@ -41,7 +42,7 @@ def resume(session: TrainingSession, at_most: int | None = None) -> Tier | None:
 
 
 def check_none_damaged(session: TrainingSession, at_most: int) -> None:
-    """Raise Damaged on all ranks if the run has checkpoints of at most step `at_most`, none of which could be loaded. Collective."""
+    """Raise Damaged on all ranks if the run has checkpoints up to step `at_most` but none of them could be loaded. Collective."""
 
     def check() -> None:
         if (lost := take_inventory(session.folder).up_to(at_most).lost()) is not None:
@@ -51,9 +52,9 @@ def check_none_damaged(session: TrainingSession, at_most: int) -> None:
 
 
 def load_newest(session: TrainingSession, at_most: int | None = None) -> Tier | None:
-    """Load the newest good state of at most step `at_most`; returns its tier, None without any. Collective.
+    """Load the newest good state whose step is not beyond `at_most`, and return where it was; None if there is none. Collective.
 
-    Memory comes first where both tiers have the step. On damage all ranks turn to the next older state together.
+    If host memory and storage both have the step, host memory is read. On damage all ranks turn to the next older state together.
     """
     loaded = _from_memory(session, at_most)
     if loaded is None:
@@ -68,7 +69,7 @@ def load_newest(session: TrainingSession, at_most: int | None = None) -> Tier | 
 
 
 def _from_memory(session: TrainingSession, at_most: int | None) -> tuple[dict[str, Any], Tier] | None:
-    """The run's state from host memory, and its tier; None if there is none, an older one than storage, or a damaged one."""
+    """Load the run's state from host memory. Returns it with its tier; None if there is none, if storage has a newer one, or on damage."""
     ranks = RankGroup(session.world.control)
     snapshot = find_snapshot(ranks, session.lease.run_id)
     if snapshot is None:
@@ -77,7 +78,8 @@ def _from_memory(session: TrainingSession, at_most: int | None) -> tuple[dict[st
     try:
         if (at_most is not None and snapshot.step > at_most) or snapshot.step < (stored or 0):
             return None
-        if stored is None:  # a load that fails overwrites initial weights, which no checkpoint would replace
+        # Without a stored checkpoint, a failed load would overwrite initial weights that nothing could replace, so verify first.
+        if stored is None:
             snapshot.verify(ranks)
         return snapshot.load(ranks, session.state(), session.recorder, session.world.device_group), snapshot.tier
     except Damaged as error:
@@ -107,7 +109,7 @@ def _continue_from(session: TrainingSession, state: dict[str, Any]) -> None:
 
 
 def _check_begin(session: TrainingSession) -> None:
-    """Raise Damaged if the run had a checkpoint, of which none could be loaded."""
+    """Raise Damaged if the run had a checkpoint but none could be loaded."""
     mirror = session.run.checkpoint.mirror
     folder = session.folder
     lost = take_inventory(folder).lost(lambda: describe_copies(mirror, folder))

@@ -1,4 +1,4 @@
-"""Return of a running job to its newest good checkpoint, without new processes."""
+"""Returns a running job to its newest good checkpoint, without starting new processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.training.session import TrainingSession
 def roll_back(session: TrainingSession, reporter: Reporter, saver: Saver, request: Rollback) -> None:
     """Load the newest good state before the failed step into the session. Collective; all ranks have the same `request`.
 
-    Raises the request's failure if there is none, and NumericalFailure if rollbacks to it did not help.
+    Raises the error class that the request names if there is no such state, and NumericalFailure if rollbacks to it did not help.
     """
     session.progress.begin("start", request.step)
     session.recorder.wait()

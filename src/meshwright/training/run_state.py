@@ -1,7 +1,7 @@
-"""State that a run keeps over a restart: weights, moments, and a few integers.
+"""The state that a run keeps over a restart: weights, moments, and a few integers.
 
-Learning rate and data order are functions of the step, and nothing is drawn at random, so there is no other state but one: the positions
-of the lanes of data that are read without preparation, which would cost the tokenizing of everything before them.
+Learning rate and data order are functions of the step, and nothing is drawn at random. So there is only one other state: the positions in
+data that are read without preparation. To compute these again, everything before them would have to be tokenized.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters, w
 from meshwright.state.parts import StateParts
 
 CURSORS = "cursors"
-"""Key of the positions in data that are read without preparation."""
+"""Key of the positions in data that are read without preparation, in the plain state."""
 log = logging.getLogger("meshwright")
 
 
 def run_state(
     step: int, train: TrainSpec, tokens: int, next_sample: int, data: dict[str, Any], numerics: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Plain values of a checkpoint: steps and tokens done, first sample of the next step, length of the schedule, corpus.
+    """Return the plain values of a checkpoint.
 
-    `numerics` adds what was skipped, the history of numerical policies, and the loads of experts.
+    `step` and `tokens` are what was done so far, `next_sample` is the first sample of the next step, `train` gives the length of the
+    schedule, `data` describes the corpus. `numerics` has what was skipped, the history of numerical policies, and the loads of experts.
     """
     plain = {"step": step, "next_sample": next_sample, "tokens": tokens, "train_steps": train.steps, "data": data}
     return {**plain, **numerics}
 
 
 def load_initial(weights: Mapping[str, StateParts], spec: ModelSpec, init: str) -> None:
-    """Load the initial weights that `init` names, if any; each rank reads only the rows of its shards."""
+    """Load the initial weights that `init` names, if it names any. Each rank reads only the rows of its shards."""
     with initial_weights(spec, init) as initial:
         if initial is None:
             return
@@ -54,7 +55,7 @@ def load_initial(weights: Mapping[str, StateParts], spec: ModelSpec, init: str) 
 
 
 def load_base(engine: PlannedModel, spec: ModelSpec, init: str, seed: int) -> str:
-    """Load the frozen weights of a run with adapters and return their digest; DoRA's magnitudes start as the lengths of their rows."""
+    """Load the frozen weights of a run with adapters and return their digest. DoRA's magnitudes start as the norms of the weights' rows."""
     weights = engine.weights
     load_initial({name: parts for name, parts in weights.items() if not _is_adapter(name)}, spec, init)
     with base_weights(spec, init, seed) as base:
@@ -72,7 +73,7 @@ def load_base(engine: PlannedModel, spec: ModelSpec, init: str, seed: int) -> st
 
 @torch.no_grad()
 def load_adapters(weights: Mapping[str, StateParts], spec: ModelSpec, base: str) -> None:
-    """Load the adapters that `spec.adapter.init` names, if any; `base` is the digest of the frozen weights."""
+    """Load the adapters that `spec.adapter.init` names, if it names any. `base` is the digest of the frozen weights, which must match."""
     if spec.adapter is None or spec.adapter.init is None:
         return
     stored = open_adapter(Path(spec.adapter.init), spec)

@@ -1,4 +1,4 @@
-"""Saves of a run: when a checkpoint is due, its plain files, and the choice between saves beside training and pauses."""
+"""Saves of a run: when a checkpoint is due, its plain files, and whether it is written while training continues or while it waits."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from meshwright.training.session import TrainingSession
 from meshwright.training.stop import BUSY, NO_REQUEST, SAVE, UNREADY, StopFlags
 
 COUNTED_STEPS = 50
-"""Most steps without a save whose median is the step time."""
+"""The step time is the median of at most this many recent steps without a save."""
 FEWEST_STEPS = 5
-"""Fewest such steps."""
+"""Fewest steps without a save from which the median is taken."""
 WAIT_SECONDS = 2.0
-"""Longest time for which the first rank waits for a save before it answers the other ranks, seconds."""
+"""Longest time for which the first rank waits for a save before it answers the other ranks, in seconds."""
 
 log = logging.getLogger("meshwright")
 
 
 class CheckpointTimer:
-    """Timer of the checkpoints that are due by the clock, under `checkpoint.every: auto`.
+    """Decides when a checkpoint is due by the clock, under `checkpoint.every: auto`.
 
-    Clocks of ranks differ, so the first rank decides and sends its answer to all ranks with the stop flags.
+    The clocks of ranks differ, so the first rank decides and sends its answer to all ranks with the stop flags.
     """
 
     def __init__(self, spec: CheckpointSpec, cluster: ClusterSpec) -> None:
@@ -57,28 +57,28 @@ class CheckpointTimer:
         return due_by_clock(self._spec, time.monotonic() - self._since, self._written, self._interval)
 
     def restart(self) -> None:
-        """Count a checkpoint that begins, and start the interval again."""
+        """Count a checkpoint that begins now, and start the interval again."""
         self._since = time.monotonic()
         self._written = self._written + 1
 
     def measured(self, cost_seconds: float, save_seconds: float) -> None:
-        """Set the interval from the training time that a checkpoint cost and the time until it was durable."""
+        """Set the interval, given the training time that a checkpoint cost and the time until it was durable."""
         self._interval = auto_interval(cost_seconds, save_seconds, self._cluster.nodes, self._cluster.host_mtbf_hours)
 
 
 class SaveCost:
-    """Cost of saves beside training: the seconds that steps beside a save take longer than other steps."""
+    """Measures what a background save costs: the seconds by which steps during the save take longer than other steps."""
 
     def __init__(self) -> None:
         self._free: deque[float] = deque(maxlen=COUNTED_STEPS)
         self._beside: list[float] = []
 
     def step(self, seconds: float, beside: bool) -> None:
-        """Count a step's time; `beside`: a save was in flight."""
+        """Count the time of a step. `beside` tells whether a save was in flight."""
         self._beside.append(seconds) if beside else self._free.append(seconds)
 
     def take(self) -> float | None:
-        """Return the seconds that the finished save cost training; None if too few steps ran without a save."""
+        """Return the seconds of training that the finished save cost; None if too few steps ran without a save."""
         beside = self._beside
         self._beside = []
         if len(self._free) < FEWEST_STEPS:
@@ -87,12 +87,12 @@ class SaveCost:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median time of a step without a save in flight, seconds; None if too few steps were measured."""
+        """Median time of a step without a save in flight, in seconds; None if too few such steps were measured."""
         return statistics.median(self._free) if len(self._free) >= FEWEST_STEPS else None
 
 
 class Saver:
-    """The checkpoints of one start, written beside training or, where that is not possible, while training waits.
+    """The checkpoints of one start. They are written in the background or, if that is not possible, while training waits.
 
     All ranks decide from the same values: the step, and the flags of steps that all ranks have read. The first rank's flags tell whether a
     save is in flight.
@@ -107,7 +107,7 @@ class Saver:
         self._timer = CheckpointTimer(session.run.checkpoint, session.run.cluster)
         self._cost = SaveCost()
         self._began = self._reported = self._committed = self._read = 0
-        """Steps of the last save that began, of the last one reported and committed by this start, and of the last line."""
+        """Steps: of the last save that began, of the last save that was reported, of the last committed save, of the last record read."""
         self._tokens = session.tokens
         self._parent = session.step or None
         self._skipped = 0
@@ -118,12 +118,13 @@ class Saver:
             if spec.mirror is not None and session.world.leads
             else None
         )
-        if self._mirror is not None and session.step:  # an earlier start may have ended before it was copied
+        # An earlier start may have ended before it copied this checkpoint.
+        if self._mirror is not None and session.step:
             self._mirror.offer(session.store.folder / step_name(session.step))
 
     @classmethod
     def open(cls, session: TrainingSession, reporter: Reporter) -> Saver:
-        """The saver of a session whose state has its final memory. Collective."""
+        """Return the saver of a session whose state has its final memory. Collective."""
         spec = session.run.checkpoint
         if spec.mode == "sync" or not spec.every or session.step >= session.run.train.steps:
             return cls(session, reporter, None)
@@ -185,7 +186,7 @@ class Saver:
             background.second_buffers = obstacle is None
             if obstacle is not None:
                 reporter.say(f"updates of state in host memory wait for copies of snapshots: {obstacle}")
-        # The first step updates in groups, so that what this loads and compiles does not delay the step beside the first save.
+        # The first step already updates in groups, so that what this loads and compiles does not delay the step during the first save.
         optimizer.protect(Copies([tuple(group) for group in state.groups]))
         reporter.say(
             f"checkpoints are written beside training, from {background.layout.bytes / 1e9:.2f} GB of host memory a rank"
@@ -193,7 +194,7 @@ class Saver:
         return cls(session, reporter, background)
 
     def flag(self) -> int:
-        """Return the flag of saves that this rank sends to all ranks at the end of the running step."""
+        """Return this rank's flag about saves, which all ranks get at the end of the running step."""
         background = self._background
         flag = NO_REQUEST if background is None or background.prepared else UNREADY
         if self._session.world.leads:
@@ -204,7 +205,8 @@ class Saver:
     def due(self, step: int, flags: StopFlags) -> bool:
         """Whether a save begins now, after `step`.
 
-        One that is due while another is in flight is skipped and counted. One that is due before all ranks are ready begins once they are.
+        A save that is due while another one is in flight is skipped and counted. A save that is due before all ranks are ready begins as
+        soon as they are.
         """
         last = self._session.run.train.steps
         by_steps = due_after_step(self._session.run.checkpoint, step, last)
@@ -223,11 +225,11 @@ class Saver:
         return due
 
     def blocks(self, step: int) -> bool:
-        """Whether the save after `step` waits for its commit."""
+        """Whether training waits until the save after `step` is committed."""
         return self._background is None or step == self._session.run.train.steps
 
     def read(self, record: Mapping[str, Any]) -> None:
-        """Take the line of a step; its token count completes the save that began after the step."""
+        """Receive the record of a step. Its token count completes the plain files of a save that began after the step."""
         self._read = record["step"]
         self._tokens = record["tokens"]
         self._cost.step(
@@ -238,7 +240,7 @@ class Saver:
             self._describe()
 
     def skip(self, record: Mapping[str, Any]) -> None:
-        """Take the line of a step with a skipped update: give up a save that began after it, and begin another one soon."""
+        """Receive the record of a step with a skipped update. A save that began after the step is given up, and another one begins soon."""
         self._read = record["step"]
         self._tokens = record["tokens"]
         if self._background is None:
@@ -250,9 +252,10 @@ class Saver:
             self._delayed = True
 
     def settle(self, step: int) -> int:
-        """Settle the save in flight before a rollback; returns the first step whose snapshot must not be loaded. Collective.
+        """Settle the save in flight before a rollback because of `step`. Returns the first step whose snapshot must not be loaded.
 
-        A save of `step` or later is given up, as is one of a step whose line was not read; any other save is awaited.
+        A save of `step` or later is given up, and so is the save of a step whose record was not read. Any other save is awaited.
+        Collective.
         """
         if self._background is None:
             return step
@@ -273,10 +276,10 @@ class Saver:
         self._timer.restart()
 
     def save(self, step: int, *, waits: bool = False, limit: float | None = None) -> bool:
-        """Save the state after `step`, the current one, unless that is done; then keep the newest checkpoints only. Collective.
+        """Save the current state, which is the state after `step`, unless this is done; then delete old checkpoints. Collective.
 
-        With `waits`, and after the last step, it returns once the checkpoint is committed and raises a failure; it returns False where
-        `limit` is given and the commit takes more seconds. Otherwise it returns once the save has begun.
+        With `waits`, and after the last step, it returns once the checkpoint is committed, and raises a failure. If the commit then takes
+        more than `limit` seconds, it returns False. Otherwise it returns as soon as the save has begun.
         """
         self._timer.restart()
         if step in self._session.numerics.skipped_steps and not self._state_is_finite():
@@ -292,7 +295,7 @@ class Saver:
         return self._finish(self._background, step, limit) if waits else self._begin(self._background, step)
 
     def report(self) -> None:
-        """Report a background save that has ended."""
+        """Report a background save, if one has ended."""
         result = self._background.result() if self._background is not None else None
         if result is None:
             return
@@ -308,14 +311,14 @@ class Saver:
             self._reporter.event(self._session.step, f"no checkpoint of step {result.step}: {result.failure}")
 
     def close(self) -> None:
-        """Let the writer complete its saves and end."""
+        """Let the background writer complete its saves and end."""
         if self._background is not None:
             self._background.close()
         if self._mirror is not None:
             self._mirror.close(self._session.run.checkpoint.grace_seconds)
 
     def _state_is_finite(self) -> bool:
-        """Whether all weights and moments of all ranks are finite. Collective; reads the whole state."""
+        """Whether all weights and moments on all ranks are finite. Collective; reads the whole state."""
 
         def check() -> bool:
             return all(parts.is_finite() for parts in self._session.state().values())
@@ -323,7 +326,7 @@ class Saver:
         return all(self._ranks.run_on_all("checking the state", check))
 
     def _busy(self, flags: StopFlags) -> bool:
-        """Whether a save is in flight by the flags that all ranks have read; true until the first rank reports its end."""
+        """Whether a save is in flight, by the flags that all ranks have read. True until the first rank reports that it has ended."""
         return self._background is not None and self._began > 0 and (flags.busy or flags.step <= self._began)
 
     def _make_ready(self) -> None:
@@ -346,7 +349,7 @@ class Saver:
         return True
 
     def _step_times(self, background: BackgroundSaver) -> PassTimes | None:
-        """The times of a step without a save; None on a CPU, on a device whose rates are not known, and before they are measured."""
+        """Return the times of a step without a save; None on a CPU, if the device's rates are not known, and before steps are measured."""
         seconds = self._cost.step_seconds
         cluster = as_nodes(self._session.run.cluster)
         if seconds is None or cluster.is_cpu:
@@ -358,7 +361,7 @@ class Saver:
         return PassTimes.of_step(seconds, background.layout.bytes, number(machine.hbm), number(host_rate(machine)))
 
     def _describe(self) -> None:
-        """Give the background save that began its plain files, without which it does not commit, once the step's tokens are known."""
+        """Give the background save its plain files once the tokens of its step are known. Without them the save does not commit."""
         if self._background is not None and self._began == self._read:
             self._reporter.sync()
             self._background.describe(self._began, self._plain(self._began, self._tokens))
@@ -371,7 +374,7 @@ class Saver:
         return lambda: encode_plain(state, _texts(session))
 
     def _finish(self, background: BackgroundSaver, step: int, limit: float | None) -> bool:
-        """Wait for the save in flight, begin that of `step` unless it is this one, and wait for its commit."""
+        """Wait for the save in flight. If it is not the save of `step`, begin that one and wait for its commit."""
         deadline = None if limit is None else time.monotonic() + limit
         if not self._wait(background, step, deadline):
             return False
@@ -419,8 +422,8 @@ class Saver:
         self._began = step
         state = session.plain_state(step, session.tokens)
         with session.recorder.span("checkpoint"):
-            # Every step was read before: its loss and gradient norm are finite, or the state was checked. The lines of these
-            # steps are durable before the checkpoint is, as a resume does not repeat them.
+            # Every step so far was read: its loss and gradient norm are finite, or the state was checked. The records of these steps
+            # become durable before the checkpoint, because a resume does not repeat the steps.
             self._reporter.sync(waits=True)
             saved = session.store.save(step, session.state(), state, _texts(session), parent=self._parent, finite=True)
             session.store.retain(session.run.checkpoint.keep)
@@ -441,7 +444,7 @@ def _raise_failure(result: SaveResult | None) -> SaveResult | None:
 
 
 def _texts(session: TrainingSession) -> dict[str, str]:
-    """Configuration, plan and text format as texts of the run folder's files; empty on all ranks but the first, which writes them."""
+    """Return configuration, plan and text format as texts by file name, on the first rank, which writes them; empty on other ranks."""
     if not session.world.leads:
         return {}
     from meshwright.config.load import plan_yaml, resolved_yaml  # imported at the first save: a start needs none of it

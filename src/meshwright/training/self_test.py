@@ -1,10 +1,10 @@
-"""Self-test of a host's devices: a matmul with a known result, a memory pattern, and exchanges in pairs.
+"""Self-test of a host's devices: a matmul with a known result, a memory pattern, and exchanges between pairs of ranks.
 
 After a failure that hardware may have caused, processes that wait for the next attempt call `answer_self_test`.
 
-`python -m meshwright.training.self_test cpu|cuda RANKS [SECONDS]` starts one process per device of this host and prints one
-JSON object: {ok, device, ranks, seconds, checks: [{rank, check, ok, detail}]}. The exit code is 0 if all checks pass, else
-3. A process that does not answer in time fails the check `answer`.
+`python -m meshwright.training.self_test cpu|cuda RANKS [SECONDS]` starts one process per device of this host and prints one JSON object:
+{ok, device, ranks, seconds, checks: [{rank, check, ok, detail}]}. The exit code is 0 if all checks pass, else 3. A process that does not
+answer in time fails the check `answer`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.spec.secrets import without_secrets
 
 SECONDS = 60.0
-"""Default limit of a whole test."""
+"""Default time limit of a whole test, in seconds."""
 SIZE = 512
-"""Rows of the square matrices."""
+"""Number of rows and columns of the matrices."""
 MATMULS = 8
-"""Matmuls for each dtype."""
+"""Number of matmuls for each dtype."""
 MEMORY_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}
 EXCHANGE_ELEMENTS = 1 << 20
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -47,7 +47,7 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check on one rank; `detail` says what differed."""
+    """The result of one check on one rank. `detail` says what was wrong; it is empty if `ok`."""
 
     rank: int
     check: str
@@ -56,10 +56,10 @@ class Check:
 
 
 def wrong_matmul(device: torch.device, multiply: Multiply = torch.mm) -> str:
-    """Return the first error in matmuls on `device`, whose exact results follow from integers; empty if there is none."""
+    """Compute matmuls of small integers on `device` and compare them with the exact result. Returns the first error, or an empty text."""
     left = _integers(3, 5)
     right = _integers(2, 11)
-    exact = left @ right  # in int64 on the CPU, whose arithmetic the matmuls below do not use
+    exact = left @ right  # int64 on the CPU, whose arithmetic the matmuls below do not use
     dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
     for dtype in dtypes:
         a, b, expected = (matrix.to(dtype).to(device) for matrix in (left, right, exact))
@@ -74,13 +74,13 @@ def wrong_matmul(device: torch.device, multiply: Multiply = torch.mm) -> str:
 
 
 def _integers(row_factor: int, column_factor: int) -> Tensor:
-    """A matrix of integers from -3 to 3: their products and sums are exact in fp32."""
+    """Return a matrix of integers from -3 to 3. Their products, and sums of these, are exact in fp32."""
     index = torch.arange(SIZE)
     return (index[:, None] * row_factor + index * column_factor + index[:, None] * index) % 7 - 3
 
 
 def wrong_memory(device: torch.device, count: int) -> str:
-    """Return the first error in `count` bytes of memory, written with a pattern and its complement; empty if there is none."""
+    """Write a pattern and its complement to `count` bytes of memory and read them back. Returns the first error, or an empty text."""
     words = torch.empty(count // 8, dtype=torch.int64, device=device)
     for pattern in (0x5555555555555555, -0x5555555555555556):
         write_pattern(words, pattern)
@@ -91,13 +91,13 @@ def wrong_memory(device: torch.device, count: int) -> str:
 
 
 def write_pattern(words: Tensor, pattern: int) -> None:
-    """Fill `words` with their indices xor `pattern`."""
+    """Fill `words` with their indices, each xor `pattern`."""
     torch.arange(len(words), out=words)
     words.bitwise_xor_(pattern)
 
 
 def find_wrong_word(words: Tensor, pattern: int) -> int | None:
-    """The first word that differs from what `write_pattern` wrote."""
+    """Return the index of the first word that differs from what `write_pattern` wrote; None if there is none."""
     for start in range(0, len(words), 1 << 22):
         part = words[start : start + (1 << 22)]
         expected = torch.arange(start, start + len(part), device=words.device).bitwise_xor_(pattern)
@@ -108,12 +108,12 @@ def find_wrong_word(words: Tensor, pattern: int) -> int | None:
 
 
 def partners(rank: int, ranks: int) -> list[int | None]:
-    """The partner of `rank` in each round of a round-robin, in which every pair meets once; None: no partner."""
+    """Return the partner of `rank` in each round of a round-robin, in which every pair meets once; None: no partner in this round."""
     even = ranks + ranks % 2
     rounds: list[int | None] = []
     for turn in range(even - 1):
         if rank == even - 1:
-            partner = turn * (even // 2) % (even - 1)  # the solution of 2 p = turn
+            partner = turn * (even // 2) % (even - 1)  # the solution p of 2 · p = turn modulo even - 1
         else:
             partner = (turn - rank) % (even - 1)
             partner = even - 1 if partner == rank else partner
@@ -122,7 +122,7 @@ def partners(rank: int, ranks: int) -> list[int | None]:
 
 
 def wrong_exchange(device: torch.device, rank: int, ranks: int) -> str:
-    """Return the first error in exchanges of this rank with the others; empty if there is none. Collective."""
+    """Exchange data with each other rank and check it. Returns the first error, or an empty text. Collective."""
     for partner in partners(rank, ranks):
         if partner is None:
             continue
@@ -141,7 +141,7 @@ def wrong_exchange(device: torch.device, rank: int, ranks: int) -> str:
 
 
 def run_rank(device_type: str, rank: int, ranks: int, store: str) -> Iterator[Check]:
-    """All checks of one rank."""
+    """Run all checks of one rank and yield their results."""
     device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -159,7 +159,7 @@ def run_rank(device_type: str, rank: int, ranks: int, store: str) -> Iterator[Ch
 
 
 def _run_check(function: Callable[[], str]) -> str:
-    """Return the error that a check found or raised; empty if there is none."""
+    """Run a check and return the error that it found or raised; empty if there is none."""
     try:
         return function()
     except Exception as error:
@@ -171,7 +171,7 @@ def _description(error: Exception) -> str:
 
 
 def answer_self_test(device_type: str, request: SelfTest) -> SelfTestResult:
-    """The self-test of a process that waits for an attempt, together with the ranks that `request` names."""
+    """Run the self-test in a process that waits for an attempt, together with the other ranks that `request` names."""
     environment = RankEnvironment.from_environment({**os.environ, **request.environment})
     device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", environment.local_rank)
     matmul = _run_check(lambda: _prepare(device) or wrong_matmul(device))
@@ -194,7 +194,7 @@ def _prepare(device: torch.device) -> str:
 
 
 def _wrong_memory_if_free(device: torch.device, ranks: int) -> str:
-    """`wrong_memory` of free memory; memory that others hold is no defect. The allocator's statistics start anew."""
+    """`wrong_memory` for free memory. Memory that other processes use is no error. Afterwards the allocator's statistics start anew."""
     try:
         return wrong_memory(device, _memory_bytes(device, ranks))
     except Exception as error:
@@ -216,7 +216,7 @@ def _memory_bytes(device: torch.device, ranks: int) -> int:
 def _join_and_exchange(
     backend: str, device: torch.device, rank: int, ranks: int, store: Callable[[], dist.Store], limit: timedelta
 ) -> str:
-    """Exchange data with each other rank; `store` opens the store through which the ranks meet."""
+    """Exchange data with each other rank. `store` opens the store through which the ranks find each other."""
     if ranks == 1:
         return ""
     dist.init_process_group(backend, store=store(), rank=rank, world_size=ranks, timeout=limit)
@@ -227,7 +227,7 @@ def _join_and_exchange(
 
 
 def check_host(device_type: str, ranks: int, seconds: float = SECONDS) -> list[Check]:
-    """The checks of all ranks of this host, each in a process of its own."""
+    """Run the checks of all ranks of this host, each rank in a process of its own."""
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "meshwright.training.self_test", device_type]
@@ -256,7 +256,7 @@ def _answers(process: subprocess.Popen[bytes], rank: int, deadline: float) -> li
 
 
 def _arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The device, its ranks and the seconds that they may take. Ends with a usage and code 2 for other words."""
+    """Parse the command's arguments: device, ranks and time limit. For other arguments prints a usage and ends with code 2."""
     parser = argparse.ArgumentParser(prog="python -m meshwright.training.self_test", description="Test this host.")
     parser.add_argument("device", choices=("cpu", "cuda"))
     parser.add_argument("ranks", type=int, help="number of GPUs, or of processes on a CPU")

@@ -1,4 +1,4 @@
-"""A rank's session: all objects that a run needs, opened in order."""
+"""A rank's session: all objects that a run needs, created in order."""
 
 from __future__ import annotations
 
@@ -59,18 +59,21 @@ if TYPE_CHECKING:
     from meshwright.rl.rollouts import Rollouts
 
 KEPT_CURSORS = 4
-"""Latest saves whose positions in the data a session knows; a save is described after it has begun."""
+"""Number of latest saves whose positions in the data a session keeps. A save is described only some time after it has begun."""
 KEPT_RANGES = 64
-"""Latest steps whose samples a session knows; a step's figures are read one step late."""
+"""Number of latest steps whose sample ranges a session keeps. The figures of a step are read one step late."""
 
 
 @dataclass
 class TrainingSession:
     """A run on one rank, ready for its next step.
 
-    `step` is the last step whose update the weights contain; `tokens` the valid tokens consumed until then; `next_sample` the first sample
-    of the next step, `samples_of` the samples of the latest steps; `attempt` counts the starts of the ranks within the job. `steps_before`
-    is the `train.steps` of the start that wrote the resumed checkpoint.
+    - `step`: the last step whose update the weights contain.
+    - `tokens`: the valid tokens that were consumed until then.
+    - `next_sample`: the first sample of the next step.
+    - `samples_of`: the sample ranges of the latest steps.
+    - `attempt`: counts how often the ranks were started within the job.
+    - `steps_before`: `train.steps` of the start that wrote the resumed checkpoint.
     """
 
     run: RunSpec
@@ -100,15 +103,15 @@ class TrainingSession:
     samples_of: dict[int, SampleRange] = field(default_factory=dict)
     steps_before: int | None = None
     loaded: Mapping[str, Any] = field(default_factory=dict)
-    """Plain values of the checkpoint that was loaded last."""
+    """Plain values of the checkpoint that was loaded last; empty if none was loaded."""
     rollouts: Rollouts | None = None
-    """Reads the steps of a run with reinforcement learning."""
+    """Samples the steps of a run with reinforcement learning; None for other runs."""
     preferences: PreferenceRun | None = None
-    """The objective of a run with preferences."""
+    """The objective of a run on preferences; None for other runs."""
     cursors: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By step, the positions of the lanes of data that are read without preparation, of all ranks."""
+    """For each of the latest saved steps, the positions of all ranks in data that are read without preparation."""
     base: str | None = None
-    """Digest of the frozen weights of a run with adapters."""
+    """Digest of the frozen weights of a run with adapters; None for other runs."""
     progress: ProgressSender = field(
         default_factory=lambda: ProgressSender(ProgressPage.create(), MessageChannel(None))
     )
@@ -148,14 +151,14 @@ class TrainingSession:
         )
 
     def end_step(self, step: int, samples: SampleRange) -> None:
-        """Record that step `step`, which read `samples`, is the last one."""
+        """Record that `step`, which read `samples`, is now the last step."""
         self.step = step
         self.next_sample = samples[1]
         self.samples_of[step] = samples
         self.samples_of.pop(step - KEPT_RANGES, None)
 
     def phases(self, step: int) -> dict[str, float]:
-        """Seconds of a step by phase; empty if the run does not report them."""
+        """Return the seconds of a step by phase; empty if the run does not report phases."""
         seconds = self.recorder.step_times(step) if self.run.observe.phases else {}
         if self.rollouts is not None and "data" in seconds:
             seconds["rollout"] = seconds.pop("data")
@@ -163,7 +166,7 @@ class TrainingSession:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record garbage collections in a block, and complete the file of spans at its end."""
+        """Record garbage collections in a `with` block. At its end, complete the file of spans."""
         try:
             with self.recorder.garbage_collections():
                 yield
@@ -176,9 +179,9 @@ class TrainingSession:
                 self.spans.close()
 
     def plain_state(self, step: int, tokens: int) -> dict[str, Any]:
-        """The plain values of a checkpoint of `step`, after which `tokens` were consumed."""
+        """Return the plain values for a checkpoint of `step`; `tokens` were consumed until then."""
         others = self.numerics.state(step) | ({} if self.decisions is None else self.decisions.state(step))
-        # A background save describes its step when later steps have been launched.
+        # A background save calls this when later steps have already been launched.
         others |= {} if self.base is None else {BASE: self.base}
         next_sample = self.samples_of[step][1] if step in self.samples_of else self.next_sample
         others |= {} if self.rollouts is None else self.rollouts.state(next_sample)
@@ -186,7 +189,7 @@ class TrainingSession:
         return run_state(step, self.run.train, tokens, next_sample, self.data.record(), others)
 
     def gather_cursors(self, step: int) -> None:
-        """Learn the positions of all lanes of streamed data after `step`, the current one, from the ranks that read them. Collective."""
+        """Collect the positions in streamed data after `step`, the current step, from all ranks. Collective."""
         if not self.data.streams:
             return
         own = {name: known.tolist() for name, known in self.data.cursors(self.next_sample).items()}
@@ -196,7 +199,7 @@ class TrainingSession:
             del self.cursors[earlier]
 
     def state(self) -> dict[str, StateParts]:
-        """This rank's tensors of the run's state by logical name; waits for the last update of offloaded state."""
+        """Return this rank's tensors of the run's state by name. Waits for the last update of offloaded state."""
         return {parts.name: parts for parts in self.optimizer.state()}
 
 
@@ -208,7 +211,7 @@ def open_session(
 ) -> TrainingSession:
     """Build model, optimizer and data on the plan's mesh, and resume from the newest good checkpoint if there is one.
 
-    `clock` continues to count the start's phases. `on_action` is called at each action of a forward before the first step.
+    `clock` counts the phases of the start. `on_action` is called at each action of forwards that run before the first step.
     """
     clock = clock or StartClock()
     run = assignment.run
@@ -300,7 +303,7 @@ def open_session(
 
 
 def _replayed_routing(session: TrainingSession, path: Path) -> ReplayedRouting:
-    """Give the routers of the session's model the choices of a file."""
+    """Make the routers of the session's model replay the loads that are recorded in a file."""
     spec = session.run.model
     routing = session.engine.executor.rank_model.routing
     if session.run.train.batch_ramp:
@@ -313,7 +316,7 @@ def _replayed_routing(session: TrainingSession, path: Path) -> ReplayedRouting:
 
 
 def open_optimizer(engine: PlannedModel, model: ModelSpec, train: TrainSpec, mesh: Mesh) -> Optimizer:
-    """The optimizer of a rank's engine. Collective for optimizers that update whole matrices."""
+    """Create the optimizer of a rank's engine. Collective for optimizers that update whole matrices."""
     ranks = ranks_of_stage(mesh) if isinstance(train.optimizer, (LambSpec, MuonSpec)) else None
     optimizer = Optimizer(
         engine.model,
@@ -332,7 +335,7 @@ def open_optimizer(engine: PlannedModel, model: ModelSpec, train: TrainSpec, mes
 
 
 def _defer_updates(engine: PlannedModel, optimizer: Optimizer) -> None:
-    """Have each unit's update of state in host memory launched just before the unit's weights are gathered."""
+    """Arrange that a unit's update of state in host memory is launched just before the unit's weights are gathered."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
 
     def complete(unit: ShardedUnit | None) -> bool:
@@ -347,7 +350,7 @@ def _defer_updates(engine: PlannedModel, optimizer: Optimizer) -> None:
 
 
 def _span_file(assignment: Assignment, world: World, mesh: Mesh) -> tuple[Path, dict[str, Any]]:
-    """Path and header of this rank's file of spans."""
+    """Return the path and the header of this rank's file of spans."""
     epoch = assignment.lease.epoch
     attempt = assignment.attempt
     header = {
@@ -366,7 +369,7 @@ def _span_file(assignment: Assignment, world: World, mesh: Mesh) -> tuple[Path, 
 
 
 def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldOut | None]:
-    """The training data, and the validation data if there is some: documents or windows, as in training."""
+    """Open the training data, and the validation data if there are any; both consist of documents, or both of windows."""
     opened = partial(
         open_data,
         run.data,
@@ -384,7 +387,7 @@ def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldO
 
 
 def _check_same_streams(data: DataSource, ranks: RankGroup) -> None:
-    """Raise BadInput where ranks see other files in a source that is read without preparation. Collective if there is one."""
+    """Raise BadInput if ranks see different files in a source that is read without preparation. Collective if there is such a source."""
     if not data.streams:
         return
     seen = ranks.run_on_all(

@@ -1,7 +1,7 @@
-"""Generation and evaluation with a trained model distributed over ranks, for models too large for one device.
+"""Generation and evaluation with a trained model that is distributed over ranks, for models too large for one device.
 
-A local launch starts ranks through `training.answer_rank`; under torchrun and similar launchers `meshwright generate`
-and `meshwright eval` call `join_and_answer` themselves.
+A local launch starts ranks through `training.answer_rank`. Under torchrun and similar launchers `meshwright generate` and `meshwright eval`
+call `join_and_answer` themselves.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from meshwright.training.run_state import load_initial
 from meshwright.training.worker import answer_as_rank
 
 TIMEOUT_SECONDS = 600
-"""Seconds that a rank waits for the others to read their weights."""
+"""Seconds that a rank waits for the other ranks, for example while they read their weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """Prompts as token ids, and sampling parameters."""
+    """Text to generate: prompts as token ids, and sampling parameters."""
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: GenerationSampling
@@ -39,7 +39,7 @@ class Continuation:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Held-out text to evaluate: sequences of `seq_len` tokens, `micro_batch` at a time; `data` says how many tokens."""
+    """Held-out text to evaluate, as sequences of `seq_len` tokens, `micro_batch` at a time. `data` says how many tokens are read."""
 
     data: DataSpec
     seq_len: int
@@ -48,7 +48,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class SpreadJob:
-    """Input of every rank. `weights` is `hf:DIR` or `checkpoint:DIR`."""
+    """What every rank of the job computes. `weights` is `hf:DIR` or `checkpoint:DIR`."""
 
     model: ModelSpec
     weights: str
@@ -60,18 +60,18 @@ class SpreadJob:
 
 @dataclass(frozen=True, kw_only=True)
 class SpreadAnswer:
-    """New token ids by prompt, or an evaluation; the other one is None."""
+    """The answer to a job: new token ids for each prompt, or an evaluation; the other one is None."""
 
     tokens: tuple[tuple[int, ...], ...] | None = None
     evaluation: Evaluation | None = None
 
 
 def compute_answer(job: SpreadJob, world: World) -> SpreadAnswer:
-    """Load each rank's part of the model and run the job; collective, and every rank has the answer.
+    """Load each rank's part of the model and run the job. Collective; every rank returns the answer.
 
-    Raises BadInput if the plan is not for this many ranks or the weights are another model's.
+    Raises BadInput if the plan is for another number of ranks or the weights belong to another model.
     """
-    # Every text has another length, and compiled blocks would be compiled again for each.
+    # Every text has another length, and compiled blocks would be compiled again for each length.
     plan = replace(job.plan, compile=False)
     mesh = build_mesh(plan, world)
     engine = build_engine(job.model, plan, mesh, loss_chunk=4096, seed=0)
@@ -101,7 +101,7 @@ def compute_answer(job: SpreadJob, world: World) -> SpreadAnswer:
 
 
 def join_and_answer(job: SpreadJob, environment: RankEnvironment) -> SpreadAnswer:
-    """Run one rank of the job, from joining to leaving."""
+    """Run one rank of the job, from joining the other ranks to leaving them."""
     world = join(environment, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
     answer = compute_answer(job, world)
     world.leave()
@@ -109,7 +109,7 @@ def join_and_answer(job: SpreadJob, environment: RankEnvironment) -> SpreadAnswe
 
 
 def main() -> None:
-    """Main function of a locally launched rank; rank 0 writes the answer."""
+    """Run a locally launched rank; rank 0 writes the answer."""
 
     def answer(question: str, environment: RankEnvironment) -> str:
         return json.dumps(to_plain(join_and_answer(from_plain(SpreadJob, json.loads(question)), environment)))

@@ -1,7 +1,8 @@
-"""Checks of a run's state for silent corruption, between its steps and before its checkpoints.
+"""Checks the state of a run for silent corruption, between steps and before checkpoints.
 
-Ranks with copies of the same piece of the state must have the same bits after each update, because they receive the same gradients and
-update them alike. No bit of the state may change between two updates. The result is read before a save of the state can be committed.
+Ranks that have copies of the same part of the state receive the same gradients and update them alike, so the copies must have the same bits
+after each update. Between two updates no bit of the state may change. The result of a check is read before a save of the state can be
+committed.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from meshwright.training.session import TrainingSession
 from meshwright.training.state_digests import DigestExchange, StateDigests
 
 CHUNKS = 1024
-"""Parts of a piece of which one is sent to all ranks, to compare it with the recomputed values."""
+"""A piece whose copies differ is divided into this many chunks. One differing chunk is sent to all ranks for comparison."""
 SHOWN = 4
-"""Tensors that a line names at most."""
+"""A message names at most this many tensors."""
 
 
 @dataclass(frozen=True)
 class Unresolved:
-    """Copies of a piece that differ without a majority: the elements of one chunk as they are after `step`, by rank.
+    """Copies of a piece that differ, without a majority that shows which copy is wrong.
 
-    `names` describes each rank.
+    `copies` has, by rank, the elements of one chunk as they are after `step`. `names` describes each rank. When the run has recomputed the
+    step, the copies are compared with the recomputed elements.
     """
 
     step: int
@@ -47,7 +49,7 @@ class Unresolved:
 
 
 class StateCheck:
-    """The checks of one start. Every method is collective, and all ranks come to the same result."""
+    """The checks of one start. Every method is collective, and all ranks get the same result."""
 
     def __init__(self, session: TrainingSession, reporter: Reporter, saver: Saver) -> None:
         self._session = session
@@ -58,20 +60,20 @@ class StateCheck:
         self._digests = StateDigests(list(session.state().values()), session.world)
         self._pending: deque[DigestExchange] = deque()
         self._values: Tensor | None = None
-        """Digests after the last update, if the next one is preceded by a check."""
+        """Digests of the state after the last update, if a check before the next update compares the state with them; else None."""
         self._changed = self._none_changed()
         self._unresolved: Unresolved | None = None
         self._held: deque[Mapping[str, Any]] = deque()
-        """Records of steps whose save must not be committed yet: a bit may have flipped before the state was copied."""
+        """Records of steps whose save must not be committed yet, because a bit may have flipped before the state was copied."""
         reporter.event(session.step, self._digests.coverage.text(self._every))
 
     @classmethod
     def open(cls, session: TrainingSession, reporter: Reporter, saver: Saver) -> StateCheck | None:
-        """The checks of a session whose state has its final memory; None if the run has none."""
+        """Return the checks of a session whose state has its final memory; None if the run does not check its state."""
         return cls(session, reporter, saver) if session.run.supervision.check_state_every else None
 
     def begin(self) -> None:
-        """Check the state with which training begins or continues. Raises Rollback."""
+        """Check the state with which training begins or continues. Raises Rollback if it is corrupt."""
         self._pending.clear()
         self._held.clear()
         self._changed = self._none_changed()
@@ -79,18 +81,19 @@ class StateCheck:
         self.read()
 
     def before_update(self) -> None:
-        """Find pieces that have changed since the last update, if the state was checked after it."""
+        """Find the pieces that have changed since the last update, if digests were taken after that update."""
         if self._values is not None:
             self._changed = (self._digests.compute() != self._values).any(dim=1)
 
     def skip_comparison(self) -> None:
-        """Do not compare the state with that after the last update: experts have moved since."""
+        """Do not compare the state with the digests after the last update, because experts have moved since then."""
         self._values = None
 
     def end_step(self, step: int, *, saves: bool, waits: bool, stops: bool) -> None:
-        """Check the state after `step` if that is due, if a save of it follows, or if copies of it wait for a comparison.
+        """Check the state after `step` if a check is due, if a save follows, or if differing copies wait for recomputed elements.
 
-        With `waits`, and on a CPU, the result is read here, otherwise by a later `read`. After `stops` no step follows. Raises Rollback.
+        With `waits`, and on a CPU, the result is read here; otherwise a later `read` reads it. With `stops` no further step follows. Raises
+        Rollback if the state is corrupt.
         """
         unresolved = self._unresolved is not None and step == self._unresolved.step
         if step % self._every == 0 or saves or unresolved:
@@ -107,11 +110,11 @@ class StateCheck:
             self._release(step)
 
     def hold(self, record: Mapping[str, Any]) -> None:
-        """Pass the record of a good step to the saver later: once no bit of a checked state changed until the next update."""
+        """Keep the record of a good step until it is known that no bit of a checked state changed; then pass it to the saver."""
         self._held.append(record)
 
     def read(self, step: int | None = None) -> None:
-        """Read the answers of the checks until `step`, by default of all. Raises Rollback where state is corrupt."""
+        """Read the results of the checks up to `step`; None: of all checks. Raises Rollback if the state is corrupt."""
         while self._pending and (step is None or self._pending[0].step <= step):
             exchange = self._pending.popleft()
             sums_by_rank = exchange.read_sums()
@@ -127,7 +130,7 @@ class StateCheck:
                 )
 
     def _release(self, step: int) -> None:
-        """Pass the held records until `step` to the saver."""
+        """Pass the held records up to `step` to the saver."""
         while self._held and self._held[0]["step"] <= step:
             self._saver.read(self._held.popleft())
 
@@ -140,7 +143,7 @@ class StateCheck:
         return torch.zeros(len(self._digests.pieces), dtype=torch.bool, device=self._session.world.device)
 
     def _cause(self, exchange: DigestExchange, groups: Sequence[int]) -> str:
-        """The sentence that names rank, host and tensors."""
+        """Return the sentence that names the rank, the host and the tensors concerned."""
         pieces = self._digests.pieces
         values = exchange.digests.tolist()
         changed = exchange.changed.tolist()
@@ -167,7 +170,7 @@ class StateCheck:
         )
 
     def _named(self, labels_by_rank: Mapping[int, list[str]], names: Mapping[int, str], step: int, problem: str) -> str:
-        """The sentence that names each rank with its tensors; also reports these ranks to the launcher."""
+        """Return the sentence that names each rank with its tensors. Also reports these ranks to the launcher."""
         texts = [f"on {names[rank]} {_some(labels)} {problem}" for rank, labels in sorted(labels_by_rank.items())]
         for rank, text in zip(sorted(labels_by_rank), texts, strict=True):
             self._reporter.corruption(rank, step, f"silent corruption: {text}")
@@ -176,7 +179,7 @@ class StateCheck:
     def _compare(
         self, copies: Mapping[tuple[str, int], Mapping[int, tuple[int, ...]]], names: Mapping[int, str], step: int
     ) -> str:
-        """Name the ranks whose copies differ from a majority's; without one, keep the elements that differ for `_resolve`."""
+        """Name the ranks whose copies differ from the majority. Without a majority, keep differing elements for `_resolve`."""
         labels_by_rank: dict[int, list[str]] = {}
         open_cases = []
         for (label, key), by_rank in copies.items():
@@ -208,11 +211,11 @@ class StateCheck:
         return Unresolved(self._session.step, key, label, chunk, copies, names)
 
     def _elements(self, key: int) -> Tensor | None:
-        """This rank's piece with `key`, flat; None if it has none."""
+        """Return this rank's piece with this `key`, flat; None if the rank does not have the piece."""
         return next((piece.elements.reshape(-1) for piece in self._digests.pieces if piece.key == key), None)
 
     def _resolve(self) -> None:
-        """Name the rank whose copy is farthest from the recomputed elements."""
+        """Name the rank whose copy differs most from the recomputed elements."""
         unresolved = self._unresolved
         self._unresolved = None
         assert unresolved is not None
@@ -239,7 +242,7 @@ def _chunks(elements: Tensor) -> tuple[Tensor, ...]:
 
 
 def _distance(copy: Tensor, right: Tensor) -> float:
-    """The largest distance of an element from the right one; infinite where the copy is not a number."""
+    """Return the largest distance of an element of `copy` from the right element; infinite where the copy is NaN."""
     distance = (copy.double() - right.double()).abs().nan_to_num(nan=torch.inf)
     return float(distance.max()) if distance.numel() else 0.0
 

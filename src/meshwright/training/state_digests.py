@@ -1,4 +1,4 @@
-"""Digests of a rank's training state, and their exchange, without a wait for the device."""
+"""Computes digests of a rank's training state and exchanges them, without a wait for the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A piece of a state tensor on this rank; ranks with the same `key` must have the same elements."""
+    """One box of a state tensor on this rank. Pieces with the same `key` on different ranks must have the same elements."""
 
     label: str
     key: int
@@ -41,14 +41,14 @@ class StatePiece:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Bytes of the state on all ranks: those with a copy on another rank, those in host memory, and all."""
+    """Bytes of the state on all ranks: with a copy on another rank, in host memory, and in total."""
 
     replicated: int
     host: int
     total: int
 
     def text(self, every: int) -> str:
-        """The sentence about the coverage of a check every `every` steps."""
+        """Return the sentence about what a check every `every` steps covers."""
         share = self.replicated / self.total
         host = self.host / self.total
         compared = (
@@ -65,7 +65,13 @@ class Coverage:
 
 @dataclass(frozen=True)
 class DigestExchange:
-    """The results of a check on their way to the host: sums by rank and group, and this rank's digests and changes by piece."""
+    """The results of a check, on their way to the host.
+
+    - `sums` `(ranks, rows, 2)`: by rank, a row with the two digest sums of each group that the rank is in; its last row counts changed
+      pieces.
+    - `event`: after it `sums` can be read; None on a CPU.
+    - `digests`, `changed`: this rank's digests, and whether they changed, by piece.
+    """
 
     step: int
     sums: Tensor
@@ -74,14 +80,14 @@ class DigestExchange:
     changed: Tensor
 
     def read_sums(self) -> list[list[list[int]]]:
-        """Return both sums by rank and group; waits for them."""
+        """Wait for the sums and return both digest sums, by rank and group."""
         if self.event is not None:
             self.event.synchronize()
         return self.sums.tolist()
 
 
 class StateDigests:
-    """The pieces of this rank's state on its device, and the groups of ranks with the same pieces. Creation is collective."""
+    """The pieces of this rank's state on its device, and the groups of ranks that have the same pieces. Creation is collective."""
 
     def __init__(self, state: Sequence[StateParts], world: World) -> None:
         self.pieces = [
@@ -98,7 +104,7 @@ class StateDigests:
         answers = RankGroup(world.control).run_on_all("listing replicated state", lambda: (keys_and_bytes, host))
         owners = ranks_by_key([[key for key, _ in pieces] for pieces, _ in answers])
         self.groups = sorted(set(owners.values()))
-        """Ranks of each set of copies, equal on all ranks."""
+        """The ranks of each set of copies; the list is equal on all ranks."""
         sizes = [(key in owners, count) for pieces, _ in answers for key, count in pieces]
         self.coverage = Coverage(
             sum(count for replicated, count in sizes if replicated),
@@ -117,18 +123,18 @@ class StateDigests:
         self._index_of_sum = torch.tensor(
             [own_index[self.group_of_piece[index]] for index in replicated], dtype=torch.int64, device=self._device
         )
-        # Odd factors by key: pieces that swapped their contents, or changes that cancel, do not leave the sum as it was.
+        # The factors are odd and depend on the key. Pieces that swapped their contents, or changes that cancel out, then change the sum.
         factors = [[self.pieces[index].key | 1] for index in replicated]
         self._factors = torch.tensor(factors, dtype=torch.int64, device=self._device).view(-1, 1)
 
     def compute(self) -> Tensor:
-        """Return both sums of each piece, on the device: `(pieces, 2)`."""
+        """Return the two digests of each piece, `(pieces, 2)`, on the device."""
         if not self.pieces:
             return torch.zeros((0, 2), dtype=torch.int64, device=self._device)
         return digests([piece.elements for piece in self.pieces])
 
     def exchange(self, step: int, values: Tensor, changed: Tensor, *, compare: bool) -> DigestExchange:
-        """Start to send all ranks the sums over each group's pieces, if `compare`, and the number of `changed` pieces. Collective."""
+        """Start to send all ranks the number of `changed` pieces and, with `compare`, the digest sums of each group. Collective."""
         sums = torch.zeros((self._sums_per_rank, 2), dtype=torch.int64, device=self._device)
         if compare:
             sums.index_add_(0, self._index_of_sum, values[self._replicated] * self._factors)
@@ -144,7 +150,7 @@ class StateDigests:
         return DigestExchange(step, table.view(self._world.ranks, self._sums_per_rank, 2), event, values, changed)
 
     def differing_groups(self, sums_by_rank: Sequence[Sequence[Sequence[int]]]) -> list[int]:
-        """The groups whose ranks have different sums."""
+        """Return the groups whose ranks have different sums."""
         sums: list[set[tuple[int, ...]]] = [set() for _ in self.groups]
         for rank, numbers in enumerate(self._own):
             for index, number in enumerate(numbers):

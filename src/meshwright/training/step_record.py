@@ -1,7 +1,8 @@
-"""Conversion of a step's device values to its line in metrics.jsonl, one step late to avoid synchronisation.
+"""Converts a step's values on the device to its record in metrics.jsonl, one step late to avoid synchronisation.
 
-The host launches step n + 1 before it reads step n; then the device still has work, so reading costs nothing. A stream of its own copies
-figures to the host: on the compute stream they would wait there behind chunks of an offloaded optimizer in the copy engine's queue.
+The host launches step n + 1 before it reads the values of step n. The device then still has work, so reading costs no time. The values are
+copied to the host on a stream of their own. On the compute stream they would wait in the copy engine's queue behind chunks of an offloaded
+optimizer.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from meshwright.training.train_step import StepFigures
 from meshwright.training.wire_count import WireCount
 
 LENGTHS_INTERVAL = 50
-"""Steps between two records of sample lengths."""
+"""Number of steps between two records of sample lengths."""
 MOST_LENGTHS = 16_384
-"""Most samples of a recorded step."""
+"""Lengths are recorded only for steps with at most this many samples."""
 SHORT_LOADS = 1024
-"""Most expert loads in every line of metrics.jsonl."""
+"""Up to this many expert loads are recorded in every step."""
 LOADS_INTERVAL = 10
-"""Steps between two lines with more loads than that."""
+"""Number of steps between two records of expert loads, if there are more loads than `SHORT_LOADS`."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,15 @@ class _Pending:
     lengths: np.ndarray | None = None
     sequences: int | None = None
     copied: Any = None
-    """The stamp after the copies of `values`, `loads` and `sums`; None where nothing is copied."""
+    """The clock's stamp after the copies of `values`, `loads` and `sums`; None if nothing is copied (on a CPU)."""
     figures: StepFigures | None = None
-    """The copied tensors on the device, which must exist until then."""
+    """The tensors on the device that are copied. They are referenced here until the copies have ended."""
 
 
 class StepFigureReader:
-    """Converts step figures to metric records in order.
+    """Converts the figures of steps to metric records, in order.
 
-    A step's time runs from the end of the previous step to its own end, on the device's clock.
+    The time of a step is measured on the device's clock, from the end of the previous step to the end of this step.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class StepFigureReader:
         wire: WireCount | None = None,
         of_sums: Callable[[Sequence[float]], dict[str, Any]] | None = None,
     ) -> None:
-        """`of_sums` makes figures of the sums of a step's objective."""
+        """`of_sums` computes figures from the sums of a step's objective; None if the run has none."""
         self._of_sums = of_sums
         self._run = run
         self._device = device
@@ -89,10 +90,10 @@ class StepFigureReader:
         lengths: np.ndarray | None = None,
         sequences: int | None = None,
     ) -> list[dict[str, Any]]:
-        """Add a launched step's figures; returns the records that are complete.
+        """Add the figures of a launched step. Returns the records that are complete now.
 
-        `lengths` are those of the step's samples over all ranks; None if all have `train.seq_len` tokens. Then `sequences` is their number;
-        None: `train.global_batch`.
+        `lengths` has the lengths of the step's samples on all ranks. If all samples have `train.seq_len` tokens, it is None, and
+        `sequences` is their number; None: `train.global_batch`.
         """
         loads = figures.loads
         if loads is not None and step > 1 and step % loads_interval(loads.numel()):
@@ -101,14 +102,14 @@ class StepFigureReader:
         if self._copies is None:
             self._pending.append(pending)
             return self.drain()
-        # Stamped and copied before the host waits for the step before it.
+        # The step is stamped and copied before `drain` makes the host wait for the previous step.
         pending = self._copied(pending, figures, self._copies)
         earlier = self.drain()
         self._pending.append(pending)
         return earlier
 
     def _copied(self, pending: _Pending, figures: StepFigures, copies: torch.cuda.Stream) -> _Pending:
-        """The step with tensors in host memory, complete at its stamp `copied`."""
+        """Start the copies of a step's tensors. Returns the step with tensors in host memory, complete at its stamp `copied`."""
         copies.wait_event(pending.end)
         with torch.cuda.stream(copies):
             values, loads, sums = (
@@ -119,16 +120,16 @@ class StepFigureReader:
             return replace(pending, values=values, loads=loads, sums=sums, copied=copied, figures=figures)
 
     def drain(self) -> list[dict[str, Any]]:
-        """Records of all added steps; waits for the device if necessary."""
+        """Return the records of all added steps; waits for the device if necessary."""
         records = []
         while self._pending:
             records.append(self._record(self._pending.pop(0)))
         return records
 
     def pause(self) -> None:
-        """Exclude the time since the last step (a checkpoint, a validation) from the next step.
+        """Exclude the time since the last step from the time of the next step, for example the time of a checkpoint or a validation.
 
-        Raises RuntimeError if a step has not been read yet: it would end before it began.
+        Raises RuntimeError if a step has not been read yet, because that step would then end before it began.
         """
         if self._pending:
             raise RuntimeError(f"pause before step {self._pending[0].step} was read: drain first")
@@ -170,7 +171,7 @@ class StepFigureReader:
         }
 
     def _wire_bytes(self, sequences: int | None) -> dict[str, float]:
-        """Bytes between nodes of the step; none in a step of fewer sequences than the prediction is for."""
+        """Return the bytes that the step sent between nodes. Steps with fewer sequences than the prediction is for return none."""
         if self._wire is None:
             return {}
         if sequences is not None and self._run.train.batch_ramp and sequences < self._run.train.global_batch:
@@ -179,7 +180,7 @@ class StepFigureReader:
         return self._wire.step()
 
     def _work(self, lengths: np.ndarray | None, sequences: int) -> tuple[int, dict[bool, float]]:
-        """Tokens of a step over all ranks, and its FLOPs with attention counted causal (True) or full."""
+        """Return the tokens of a step on all ranks, and its FLOPs: with causal attention (True) and with full attention (False)."""
         train = self._run.train
         model = self._run.model
         if lengths is None:
@@ -198,12 +199,12 @@ class StepFigureReader:
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned host memory, launched on the current stream."""
+    """Start a copy to pinned host memory on the current stream and return the copy."""
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 def sample_figures(step: int, lengths: np.ndarray, padding: float) -> dict[str, Any]:
-    """Figures of a step's samples of any length; in some steps also the lengths `(S,)`, if they are not too many."""
+    """Return figures of a step with samples of any length. Some steps also have the lengths themselves, if they are not too many."""
     figures: dict[str, Any] = {"samples": len(lengths), "padding": padding}
     if step % LENGTHS_INTERVAL == 1 and len(lengths) <= MOST_LENGTHS:
         figures["sample_lengths"] = lengths.tolist()
@@ -211,12 +212,12 @@ def sample_figures(step: int, lengths: np.ndarray, padding: float) -> dict[str, 
 
 
 def loads_interval(counts: int) -> int:
-    """Return the interval in steps between records of expert loads, for `counts` loads a record."""
+    """Return after how many steps expert loads are recorded, if a record has `counts` loads."""
     return 1 if counts <= SHORT_LOADS else LOADS_INTERVAL
 
 
 def memory_peak(device: torch.device) -> dict[str, int]:
-    """Peak memory of this rank: reserved and allocated by torch on a GPU, resident on a CPU."""
+    """Return the peak memory of this rank: reserved and allocated by torch on a GPU, resident in host memory on a CPU."""
     if device.type == "cuda":
         allocated = torch.cuda.max_memory_allocated(device)
         return {"memory_peak_bytes": torch.cuda.max_memory_reserved(device), "memory_allocated_peak_bytes": allocated}

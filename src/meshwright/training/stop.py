@@ -1,8 +1,11 @@
-"""Requests to stop: SIGTERM, SIGUSR1, SIGHUP and the program that started the run end it with a checkpoint and the code of a preempted
-run; the first Ctrl-C interrupts, the second ends at once.
+"""Requests to stop a run.
 
-A signal only sets a flag. At the end of each step the flags of all ranks are summed with its loss, so all ranks stop
-after the same step.
+- SIGTERM, SIGUSR1, SIGHUP, or a request of the program that started the run: the run ends after the current step with a checkpoint and the
+  exit code of a preempted run.
+- Ctrl-C: the first one interrupts the run after the current step, the second one ends it at once.
+
+A signal only sets a flag. At the end of each step the flags of all ranks are summed together with the loss, so all ranks stop after the
+same step.
 """
 
 from __future__ import annotations
@@ -27,14 +30,18 @@ UNREADY = 4
 PREEMPT = 1 << 22
 INTERRUPT = 1 << 42
 FAILED = 1 << 62
-"""Values of the flag, far enough apart to be summed over a million ranks.
-SAVE requests a checkpoint and BUSY means that a save is in flight: they request no stop, are added to other values, and
-come from the first rank only. UNREADY means that a rank cannot begin a save yet. FAILED means that a rank cannot write its reports."""
+"""Values of the flag. They are so far apart that the flags of a million ranks can be added.
+
+- SAVE: a checkpoint is due; BUSY: a save is in flight. Only the first rank sends these, added to other values. They request no stop.
+- UNREADY: the rank cannot begin a save yet.
+- PREEMPT, INTERRUPT: the rank received a request to stop.
+- FAILED: the rank cannot write its reports.
+"""
 
 
 @dataclass(frozen=True)
 class StopFlags:
-    """The flags of all ranks at the end of `step`, summed."""
+    """The sum of the flags of all ranks at the end of `step`."""
 
     step: int = 0
     total: int = NO_REQUEST
@@ -56,12 +63,12 @@ class StopFlags:
 
     @property
     def stop(self) -> int:
-        """NO_REQUEST, or at least PREEMPT, INTERRUPT or FAILED."""
+        """NO_REQUEST, or a number that is at least PREEMPT, INTERRUPT or FAILED, for the strongest request."""
         return self.total // PREEMPT * PREEMPT
 
 
 class StopRequest:
-    """This rank's request to stop. `show` prints messages about it and may be replaced."""
+    """This rank's request to stop. `show` prints messages about the request and may be replaced."""
 
     def __init__(self, show: Callable[[str], object] = lambda text: None) -> None:
         self.flag = NO_REQUEST
@@ -71,16 +78,15 @@ class StopRequest:
 
     @classmethod
     def for_rank(cls, rank: int) -> StopRequest:
-        """A request that is set by signals; the first rank's prints on the terminal."""
+        """Return a request that signals set. The first rank's request prints on the terminal."""
         stop = cls() if rank else cls(_to_terminal)
         stop.listen()
         return stop
 
     def listen(self) -> None:
-        """Handle the process's stop signals, including those that arrived while the launcher blocked them.
+        """Handle the stop signals of the process, also those that arrived while the launcher blocked them.
 
-        A thread receives them, so that they are counted and acknowledged while the main thread waits for a device or a
-        peer.
+        A thread receives the signals. So they are counted and acknowledged even while the main thread waits for a device or a peer.
         """
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -116,4 +122,4 @@ def _to_terminal(text: str) -> None:
 
 
 def _ignore_in_main_thread(number: int, frame: FrameType | None) -> None:
-    """Does nothing: Python writes a signal's number to the pipe only if it has a handler."""
+    """Do nothing. Python writes the number of a signal to the pipe only if the signal has a handler."""

@@ -1,4 +1,4 @@
-"""`train --timeline A:B`: the actions of every rank in these steps and the prediction, as one trace and a summary."""
+"""`train --timeline A:B`: writes the actions of every rank in steps A to B, and the predicted ones, as one trace and a summary."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from meshwright.training.session import TrainingSession
 log = logging.getLogger("meshwright")
 
 ALIGNMENT_REDUCES = 2
-"""All-reduces before a mark: the first synchronises the ranks, the second ends on all of them at nearly one time."""
+"""Number of all-reduces before an alignment mark. The first synchronises the ranks; the second ends on all ranks at nearly one time."""
 
 
 class StepTimelines:
-    """Records steps in detail, and lets rank 0 write them after the last. Collective over all ranks.
+    """Records the steps of a range in detail; after the last of them rank 0 writes them to a file. Collective over all ranks.
 
-    Raises BadInput when the session begins inside or after the range of steps.
+    Raises BadInput if the session begins inside or after the range.
     """
 
     def __init__(self, session: TrainingSession, reporter: Reporter) -> None:
@@ -50,7 +50,7 @@ class StepTimelines:
                 f"{session.step + 1} to {session.run.train.steps}, or start anew with --fresh"
             )
         self.summary: Mapping[str, Any] | None = None
-        """Figures of the recorded steps after the last of them, on rank 0."""
+        """Figures of the recorded steps, on rank 0, once the last of them has ended; None before."""
         self.end_step(session.step)
 
     def writes_after(self, step: int) -> bool:
@@ -58,7 +58,7 @@ class StepTimelines:
         return step == self._last > 0
 
     def end_step(self, step: int) -> bool:
-        """End `step` (or the step before this session). True if a timeline was written, which takes time."""
+        """Call it at the end of `step`, and once before the first step. Returns True if a timeline was written, which takes time."""
         if step + 1 == self._first:
             self._session.recorder.detail = True
             self._align()
@@ -104,7 +104,7 @@ class StepTimelines:
 
 
 def gather_bytes(world: World, data: bytes) -> list[bytes]:
-    """Every rank's bytes, by rank, on rank 0 (empty elsewhere), over the control group; collective."""
+    """Gather the bytes of every rank on rank 0 and return them there, by rank; empty on other ranks. Collective over the control group."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.ranks)]
     dist.all_gather(sizes, torch.tensor([len(data)]), group=world.control)
     longest = int(max(sizes))

@@ -1,4 +1,4 @@
-"""`train --profile-steps A:B`: one Chrome/Perfetto trace per rank of these steps."""
+"""`train --profile-steps A:B`: writes one Chrome/Perfetto trace per rank of steps A to B."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.training.session import TrainingSession
 
 
 class _Trace:
-    """Starts the profiler before the first step of the range and writes the trace after the last."""
+    """Starts the profiler before the first step of the range, and writes the trace after the last step."""
 
     def __init__(self, session: TrainingSession, reporter: Reporter) -> None:
         self._session = session
@@ -22,7 +22,7 @@ class _Trace:
         self.end_step(session.step)
 
     def end_step(self, step: int) -> None:
-        """End `step` (or the step before this session)."""
+        """Call it at the end of `step`, and once before the first step."""
         first, last = self._session.profile or (0, 0)
         if self._profiler is None and first <= step + 1 <= last:
             activities = [ProfilerActivity.CPU]
@@ -52,7 +52,7 @@ class _Trace:
 
 @contextmanager
 def step_trace(session: TrainingSession, reporter: Reporter) -> Iterator[_Trace]:
-    """The session's trace, written at the latest at the end of the block."""
+    """Yield the session's trace. At the end of the block it is written, if it was not written before."""
     trace = _Trace(session, reporter)
     try:
         yield trace

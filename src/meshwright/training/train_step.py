@@ -1,8 +1,8 @@
 """Training step: count the tokens, run the schedule, clip, update.
 
-The number of valid tokens is summed over all ranks before the first backward and every micro-batch's loss is divided by it; gradients
-are then summed, never averaged. So the update is that of the global batch's mean token loss for any number of ranks and micro-batches,
-also when ranks hold different numbers of valid tokens.
+The number of valid tokens is summed over all ranks before the first backward, and the loss of every micro-batch is divided by it. Gradients
+are then summed, never averaged. So the gradient is that of the mean token loss of the global batch, for any number of ranks and
+micro-batches, also if ranks have different numbers of valid tokens.
 """
 
 from __future__ import annotations
@@ -28,20 +28,28 @@ from meshwright.training.expert_decisions import ExpertDecisions
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of a step on the device, as one float64 tensor.
+    """Figures of a step, on the device.
 
-    In order: loss (nats per valid token), gradient norm, valid tokens, sum of all token ids, stop flag, replicas that skipped the
-    update. All ranks have the same values: the norm is the largest of all replicas, NaN if one is NaN. The sum of ids is the same
-    for any number of ranks exactly when they read the same samples. Prediction modules add their mean loss (`parallel.predictions`),
-    MoE models balance loss, busiest expert and router z-loss (`parallel.routing`). The last value is the z-loss before
-    its weight.
+    `values` is one float64 tensor. Its elements are, in this order:
+
+    1. loss (nats per valid token)
+    2. gradient norm: the largest of all replicas, NaN if one is NaN
+    3. number of valid tokens
+    4. sum of all token ids. It is the same for any number of ranks exactly if they read the same samples.
+    5. stop flag
+    6. number of replicas that skipped the update
+    7. with prediction modules, their mean loss (`parallel.predictions`)
+    8. for MoE models, balance loss, load of the busiest expert, router z-loss (`parallel.routing`)
+    9. z-loss, not yet multiplied by its weight
+
+    All ranks have the same values.
     """
 
     values: torch.Tensor
     loads: torch.Tensor | None = None
-    """MoE models: tokens of each expert over all ranks, `(layers with experts, experts)`."""
+    """For MoE models: number of tokens of each expert over all ranks, `(layers with experts, experts)`."""
     sums: torch.Tensor | None = None
-    """What `take_sums` of the step returned, summed over all ranks."""
+    """What `take_sums` returned in this step, summed over all ranks; None without `take_sums`."""
 
 
 def train_step(
@@ -61,13 +69,16 @@ def train_step(
     updates: bool = True,
     take_sums: Callable[[], torch.Tensor] | None = None,
 ) -> StepFigures:
-    """Run one step on this rank's micro-batches. Collective; nothing waits for the device.
+    """Run one step on this rank's micro-batches. Collective; the host does not wait for the device.
 
-    The update is skipped on the device if the gradient norm is not finite or above `norm_limit`.
-    `stop_flag` is called at the step's end, and its values are summed over ranks. `before_update` is called before the optimizer's update.
-    `decisions`, if any, get the loads of the step. `objective` takes the place of the tokens' weighted cross-entropy.
-    Without `updates` the optimizer does nothing: no token of the step has a gradient. `take_sums` is called after the last micro-batch;
-    what it returns, `(n,)` fp64, is summed over all ranks. Of ranks that have the same micro-batches only the first counts.
+    - `norm_limit`: the device skips the update if the gradient norm is above this limit or not finite.
+    - `stop_flag`: called at the end of the step; its values are summed over ranks.
+    - `before_update`: called before the optimizer's update.
+    - `decisions`: receives the expert loads of the step.
+    - `objective`: replaces the weighted cross-entropy of the tokens.
+    - `updates`: False if no token of the step has a gradient. The optimizer then does nothing.
+    - `take_sums`: called after the last micro-batch; its result `(n,)`, fp64, is summed over all ranks. Of the ranks that have the same
+      micro-batches only the first is counted.
     """
     recorder.attention_work([batch.attention_work for batch in micro_batches])
     with recorder.waiting("collective_wait"):
@@ -132,15 +143,15 @@ def train_step(
 
 
 def counted_once(sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """The sums of a rank; 0 on all but the first of the ranks that see whole micro-batches of the same samples."""
+    """Return the sums of a rank. Of the ranks with the same micro-batches, all but the first return 0, so that a sum counts them once."""
     return torch.zeros_like(sums) if any(mesh.coordinate(axis) for axis in ("tensor", *CONTEXT_AXES)) else sums
 
 
 def _norm_slots(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Return `(replicas,)`, to be summed over all ranks: a replica's gradient norm, on its first rank; zeros elsewhere.
+    """Return `(replicas,)`, which is to be summed over all ranks: the gradient norm of this replica on its first rank; otherwise zeros.
 
-    Replicas have equal gradients unless an error changes them after their sum. Then their norms differ, and with them what
-    each replica decides about its update.
+    Replicas have equal gradients unless an error changes them after they were summed. Then the norms of replicas differ, and one replica
+    may skip the update that another one makes.
     """
     slots = norm.new_zeros(mesh.axis_size("replicate"))
     if not any(index for axis, index in mesh.coordinates.items() if axis != "replicate"):
@@ -149,19 +160,20 @@ def _norm_slots(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def skipping_replicas(norms: torch.Tensor, limit: float) -> torch.Tensor:
-    """How many replicas with these gradient norms skip their update, a scalar on the device."""
+    """Return how many replicas with these gradient norms skip their update, as a scalar on the device."""
     return (~norms.isfinite() | (norms > limit)).sum(dtype=norms.dtype)
 
 
 def loss_divisor(valid: torch.Tensor) -> torch.Tensor:
-    """The number of tokens by which a step's losses are divided: those of `count_valid`; 1 if none is trained on."""
+    """Return the number of tokens by which a step's losses are divided, from the result of `count_valid`. It is at least 1."""
     return valid[0].clamp(min=1)
 
 
 def count_valid(micro_batches: Sequence[MicroBatch], mesh: Mesh, objective: Objective | None = None) -> torch.Tensor:
-    """[valid tokens, sum of token ids] summed over all ranks, float64; ranks with the same samples count them once.
+    """Return counts of the step summed over all ranks, float64: [valid tokens, sum of token ids, …].
 
-    Where micro-batches tell their fillers, the number of other tokens follows. The count of an `objective` is the last.
+    Ranks with the same samples count them once. If micro-batches mark filler tokens, the number of other tokens follows. If there is an
+    `objective`, its count is the last element.
     """
     fillers = micro_batches[0].real is not None
     sums = torch.zeros(2 + fillers + (objective is not None), dtype=torch.float64, device=mesh.device)

@@ -1,4 +1,4 @@
-"""Bytes between nodes per step: as counted by the kernel, and as predicted from the plan."""
+"""Bytes sent between nodes per step: as the kernel's counters of the network interface give them, and as predicted from the plan."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOOPBACK = "lo"
 
 @dataclass
 class WireCount:
-    """Counts bytes that this rank's host sends to other nodes, from the end of one step to the end of the next.
+    """Counts the bytes that this rank's host sends to other nodes, from the end of one step to the end of the next.
 
-    `counting` is None on ranks for which another rank of their host counts. `missing` means that this rank should count
-    and its kernel cannot.
+    One rank of each host counts; on the others `counting` is None. `missing` means that this rank should count but its kernel has no
+    counters.
     """
 
     predicted: float
@@ -32,10 +32,10 @@ class WireCount:
     _read: int = 0
 
     def step(self) -> dict[str, float]:
-        """End a step; returns its part of a metrics line, empty if no rank sees all traffic between nodes.
+        """End a step. Returns its part of a metrics record; empty if no single rank sees all traffic between nodes.
 
-        The device is a step behind its host, and the bytes of a step are read when the device ends it: single steps may
-        be slightly off, their sum is not.
+        The device is a step behind the host, and the counter is read when the host ends the step. So the bytes of a single step may be
+        slightly wrong; their sum over steps is not.
         """
         if self.counting is None:
             return {}
@@ -49,12 +49,12 @@ class WireCount:
         return {"counted_wire_bytes": sent, "predicted_wire_bytes": round(self.predicted)}
 
     def pause(self) -> None:
-        """Exclude bytes sent since the last step (a checkpoint, a validation)."""
+        """Exclude the bytes sent since the last step, for example those of a checkpoint or a validation."""
         if self.counting is not None:
             self._read = self.counting.bytes()
 
     def line(self, control: dist.ProcessGroup) -> str | None:
-        """A line about the steps so far, over all hosts; None without steps. Collective: every rank of `control` has a count."""
+        """Return a line about the steps so far, over all hosts; None without steps. Collective: every rank of `control` has a count."""
         sums = torch.tensor([self.counted, self.steps, int(self.missing)])
         dist.all_reduce(sums, group=control)
         counted, steps, missing = sums.tolist()
@@ -65,7 +65,7 @@ class WireCount:
 
 
 def wire_count(session: TrainingSession) -> WireCount | None:
-    """A new count if the interface between nodes is known; the same answer on every rank."""
+    """Return a new count, or None if it is not known which interface connects the nodes. The answer is the same on every rank."""
     cluster = session.run.cluster
     world = session.world
     interface = interface_between_nodes(cluster)
@@ -87,10 +87,10 @@ def wire_count(session: TrainingSession) -> WireCount | None:
 
 
 def interface_between_nodes(cluster: ClusterSpec) -> str | None:
-    """The interface that carries only traffic between nodes; None if there is none or it is unknown.
+    """Return the interface that carries traffic between nodes and nothing else; None if there is none or it is not known.
 
-    Emulated nodes communicate over loopback. CPU ranks use it inside a node too, so only nodes of one rank can be
-    separated.
+    Emulated nodes communicate over loopback. CPU ranks also use loopback inside a node, so their traffic between nodes can be counted only
+    if each node has one rank.
     """
     if cluster.emulate_nodes > 1:
         return None if cluster.is_cpu and cluster.ranks_per_node > 1 else LOOPBACK

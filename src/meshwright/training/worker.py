@@ -32,7 +32,7 @@ from meshwright.training.stop import StopRequest
 
 
 def main(life: RankLife, file: Path, clock: StartClock) -> NoReturn:
-    """Run the locally launched rank of the assignment in `file`; `clock` has counted the start so far."""
+    """Run the locally launched rank of the assignment in `file`. `clock` has counted the phases of the start so far."""
 
     def work() -> None:
         assignment = Assignment.read(file)
@@ -48,8 +48,10 @@ def main(life: RankLife, file: Path, clock: StartClock) -> NoReturn:
 
 
 def answer_as_rank(answer: Callable[[str, RankEnvironment], str]) -> NoReturn:
-    """Run a locally launched rank that answers a question; a stop signal interrupts it.
-    `argv` has the file of the question and that of the answer, which rank 0 writes."""
+    """Run a locally launched rank that computes an answer; a stop signal interrupts it.
+
+    The command's arguments are the file of the question and the file of the answer, which rank 0 writes.
+    """
     question, destination = map(Path, sys.argv[1:])
     life = RankLife(RankEnvironment.from_environment(), StopRequest())
     for number in stop_signals():
@@ -70,8 +72,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def run_rank(assignment: Assignment, world: World, life: RankLife, clock: StartClock) -> None:
-    """Train on this rank of a joined job; rank 0 writes metrics, summary and report.
-    `clock` has counted the start so far."""
+    """Train on this rank of a joined job; rank 0 writes metrics, summary and report. `clock` has counted the phases of the start so far."""
     folder = life.stop.folder = Path(assignment.folder)
     if assignment.run.train.keep_cores:
         keep_to_own_cores(world)

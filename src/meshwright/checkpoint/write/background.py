@@ -35,24 +35,25 @@ from meshwright.state.parts import StateParts
 from meshwright.state.snapshot import HostState
 
 RESERVED_SHARE = 0.1
-"""Part of the available host memory that snapshot buffers leave free."""
+"""Share of the available host memory that snapshot buffers leave free."""
 SLOWEST_RATE = 50e6
-"""Bytes a second of the slowest storage on which a flush is waited for."""
+"""Bytes per second of the slowest storage for which the writer is given enough time to flush a file."""
 PREPARE_SECONDS = 120.0
 """How long the first save waits for the snapshot buffer."""
 SAVES_PER_START = 1 << 20
-"""Numbers of saves that each start of the ranks under one lease has for itself."""
+"""Each start of the ranks under one lease has this many numbers for its saves, so that the numbers of two starts differ."""
 DEVICE_RESERVE = 0.09
-"""Part of a device's memory that stays free beside buffers of snapshots, as beside a plan."""
+"""Share of a device's memory that stays free when buffers for snapshots are allocated."""
 
 log = logging.getLogger("meshwright")
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How the save of `step` ended on this rank: a failure, or (on the first rank) the checkpoint's folder and figures.
+    """How the save of `step` ended on this rank: with a failure or, on the first rank, with the checkpoint's folder and figures.
 
-    `seconds` has the phases `staging`, `writing`, `waiting` (for other ranks) and `commit`; None, as `path`, on other ranks.
+    `seconds` has the seconds of the phases `staging`, `writing`, `waiting` (for other ranks) and `commit`. On other ranks `path` and
+    `seconds` are None.
     """
 
     step: int
@@ -64,10 +65,12 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class LiveState:
-    """A rank's tensors, whose memory stays where it is, and how its optimizer updates them.
+    """A rank's tensors, whose memory does not move, and how its optimizer updates them.
 
-    `groups` are parameters in the order of their update, and `parameter_of` names the parameter of each tensor. `host_state` returns the
-    state in host memory after the updates so far, if there is some. After `allocate_second_buffers` updates do not wait for its copies.
+    - `groups`: parameters in the order of their update.
+    - `parameter_of`: the name of the parameter that each tensor belongs to.
+    - `host_state`: returns the state in host memory after the updates so far; None if there is none.
+    - `allocate_second_buffers`: after this call, updates of state in host memory do not wait for the copies of a snapshot.
     """
 
     tensors: Mapping[str, StateParts]
@@ -78,7 +81,7 @@ class LiveState:
 
 
 class BackgroundSaver:
-    """The asynchronous saves of a start. Construction, `agree_on_readiness` and `begin` are collective, other methods are not."""
+    """The asynchronous saves of a start. Construction, `agree_on_readiness` and `begin` are collective; other methods are not."""
 
     def __init__(
         self,
@@ -99,11 +102,13 @@ class BackgroundSaver:
         warm_up: Callable[[], object] = lambda: None,
         **limits: float,
     ) -> None:
-        """`start` counts the starts of the ranks under the lease, from 1.
+        """Plan the saves of `state` into the folder `folder`.
 
-        `partner` gets a copy of every `partner_every`-th snapshot. `replicas` has for each rank another one with the same state whose part
-        its snapshots have too.
-        `kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared.
+        - `start`: number of this start of the ranks under the lease, from 1.
+        - `partner`: receives a copy of every `partner_every`-th snapshot.
+        - `replicas`: for each rank another rank with the same state. The rank's snapshots also contain the part of that other rank.
+        - `kept_open`, `limits` (of time): passed to `WriterProcess`.
+        - `warm_up`: called when everything else is prepared.
         """
         self._ranks = ranks
         self._state = state
@@ -149,7 +154,7 @@ class BackgroundSaver:
                 self._prepared.join()  # milliseconds
 
     def agree_on_readiness(self) -> None:
-        """Wait until the snapshot buffer and the writer of every rank are ready; raises the same error on all ranks where one is not."""
+        """Wait until snapshot buffer and writer are ready on every rank. If one is not, all ranks raise the same error."""
         self.prepare()
 
         def check() -> None:
@@ -164,7 +169,7 @@ class BackgroundSaver:
 
     @property
     def describes_first(self) -> bool:
-        """Whether this rank's snapshots have the first rank's part."""
+        """Whether this rank's snapshots contain the first rank's part."""
         return 0 in (self._setup.rank, self._setup.replica)
 
     @property
@@ -178,11 +183,11 @@ class BackgroundSaver:
         return self._prepared is not None and not self._prepared.is_alive()
 
     def begin(self, step: int, *, urgent: bool = False, times: PassTimes | None = None) -> Copies:
-        """Begin the save of the state after `step`, which is the last step given to the device. `describe` completes it.
+        """Begin the save of the state after `step`, the last step launched. `describe` completes the save.
 
-        The state may change behind the copies that are returned. Of a step that takes `times` the update would wait for some of them; that
-        state is first copied within device memory, as far as it has room. A save of this rank that is still in flight has failed elsewhere
-        and is given up.
+        Returns the copies of the state; a part of the state may change as soon as its copy has ended. With `times` (of a step), state whose
+        copies the next update would have to wait for is copied within device memory first, as far as there is room. If a save of this rank
+        is still in flight, it has failed on another rank and is given up.
         """
         assert self.stager is not None and self._buffer is not None and self.writer is not None, (
             "agree_on_readiness first"
@@ -194,9 +199,9 @@ class BackgroundSaver:
         self._saves += 1
         generation = self._buffer.begin_snapshot()
         copies = self.stager.start(self._state.host_state())
-        # The part behind the hyphen must be unique too: it names what is set aside.
+        # The part after the hyphen must be unique by itself, because it is used to name folders that are set aside.
         attempt = f"{self._lease.epoch}-{self._lease.epoch:x}{self._saves:08x}"
-        # While a run waits for its last checkpoint, nothing is sent: it would only be needed after it.
+        # If the run waits for its last checkpoint, no copy is sent to the partner, because it would only be needed later.
         to_partner = not urgent and (self._saves - 1) % SAVES_PER_START % self._partner_every == 0
         save = Save(
             step=step, attempt=attempt, generation=generation, staging_seconds=0.0, urgent=urgent, to_partner=to_partner
@@ -205,25 +210,24 @@ class BackgroundSaver:
         return copies
 
     def describe(self, step: int, plain: Callable[[], Mapping[str, bytes]]) -> None:
-        """Give the plain files of the save of `step`, which are made in another thread.
+        """Supply the plain files of the save of `step`. `plain` is called in another thread; only ranks with `describes_first` give files.
 
-        Only ranks with `describes_first` give some.
-        The call says that the step's loss and gradient norm were finite. Without it the snapshot is not written.
+        The call says that the loss and gradient norm of the step were finite. Without it the snapshot is not written.
         """
         if self._current is not None and self._current.save.step == step:
             self._current.describe(plain)
 
     def give_up(self) -> None:
-        """End the save in flight, if there is one, without a checkpoint; its copies complete first."""
+        """End the save in flight, if there is one, without a checkpoint. Its copies are completed first."""
         if self._current is not None:
             self._current.give_up()
 
     def result(self) -> SaveResult | None:
-        """The result of the last save, once; None while there is none."""
+        """Return the result of the last save once; None as long as there is none, and afterwards."""
         return None if self._current is None else self._current.take_result()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until no save of this rank is in flight; returns whether that is so after `seconds` at most."""
+        """Wait at most `seconds` until no save of this rank is in flight. Returns whether none is."""
         return self._current is None or self._current.join(seconds)
 
     def close(self) -> None:
@@ -232,7 +236,7 @@ class BackgroundSaver:
             self.writer.close()
 
     def _fit_device_copies(self, stager: Stager, times: PassTimes) -> None:
-        """Have as many groups copied on the device first as `times` and the last save's copies require, or as before."""
+        """Copy more groups on the device first, if `times` and the copies of the last save require it; never fewer than before."""
         sequence = stager.from_device
         if not sequence:
             return
@@ -368,7 +372,7 @@ def memory_obstacle(
 
 
 def _free_device_bytes(device: torch.device) -> int:
-    """Bytes of device memory that buffers may take."""
+    """Return the bytes of device memory that buffers for snapshots may use."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

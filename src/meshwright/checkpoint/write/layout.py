@@ -1,16 +1,15 @@
-"""The layout of a rank's checkpoint file: which pieces of state it writes, and where each begins.
+"""The layout of a rank's checkpoint file: which pieces of state the rank writes, and where each piece begins.
 
-Synchronous and asynchronous saves use it. A box is a rectangular part of a tensor that a rank has. A piece is a box with its
-tensor's name, an entry the header of a piece in a file, and a chunk what the manifest records of it. Each rank lists its
-boxes, and the first rank chooses which rank writes each (`checkpoint.write.assignment`). The layout follows from the
-distribution of the state alone, so it stays the same until the job starts again.
+Synchronous and asynchronous saves both use it. Four words: a box is a rectangular part of a tensor. A piece is a box that a rank has, with
+the name of its tensor. An entry is the header of a piece in a file. A chunk is what the manifest records about a piece. Each rank lists its
+boxes, and the first rank chooses which rank writes each of them (`checkpoint.write.assignment`). The layout depends only on how the state
+is distributed, so it stays the same until the job starts again.
 
-A snapshot buffer, the host memory that holds a snapshot for the writer process, has the layout of the
-file's data section.
+A snapshot buffer, the host memory that keeps a snapshot for the writer process, has the layout of the file's data section.
 
-Example: two ranks have rows 0 to 3 and 4 to 7 of `model.w`, shape (8, 2) in F32, and both have `model.b`, shape (2,).
-Rank 0 writes `model.b` (bytes 0 to 7 of its data section) and `model.w[0,0]` (bytes 8 to 39), rank 1 `model.w[4,0]`. The key
-`model.w[4,0]` is that of the box which begins at row 4, column 0.
+Example: two ranks have rows 0 to 3 and 4 to 7 of `model.w`, shape (8, 2) in F32, and both have `model.b`, shape (2,). Rank 0 writes
+`model.b` (bytes 0 to 7 of its data section) and `model.w[0,0]` (bytes 8 to 39); rank 1 writes `model.w[4,0]`. The key `model.w[4,0]`
+belongs to the box that begins at row 4, column 0.
 """
 
 from __future__ import annotations
