@@ -155,7 +155,7 @@ class RunningBatch:
         return max(self.cache.most_held(group, tokens, min(budget, tokens)) - matched_blocks, 0)
 
     def begin_block(self, step: EngineStep, index: int, part: RequestPart, start: int) -> bool:
-        """Take the block for position `start` of part `index`, preempting others if necessary. False if the request itself was preempted."""
+        """Take the block for position `start` of part `index`, preempting others if needed. False if the request itself was preempted."""
         progress = part.progress
         if self.cache.smallest_window is not None:
             self.leave_window(progress, start)
@@ -268,7 +268,7 @@ class RunningBatch:
         return max(self.requests.values(), key=lambda progress: (progress.draining, progress.key))
 
     def detach(self, progress: RequestProgress) -> None:
-        """Preempt a request: it loses its blocks. Once its tokens in flight are known, it is queued again, unless they are its last tokens."""
+        """Preempt a request: it loses its blocks. When its tokens in flight are known, it is queued again, unless they are the last."""
         if progress.draining:
             progress.expected = progress.total
         else:
