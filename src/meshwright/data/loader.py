@@ -32,14 +32,15 @@ __all__ = ["DataSource", "Loader", "MicroBatch", "SampleBatch", "has_validation"
 class MicroBatch:
     """A micro-batch on a rank. Tensors are int64 of shape `(micro_batch, seq)` unless stated otherwise.
 
-    - `targets`: -1 at positions that are not trained on. None if only logits are needed. - `positions`, `documents`: None without
-    `data.document_mask`. Then each sequence is one document with positions from 0. - `valid_tokens`: number of targets other than -1,
-    counted on the host so that the device need not be waited for. - `document_sizes`: number of documents, and tokens of the longest; None
-    if not counted. - `attention_work`: sum of the squared lengths of documents; None if not counted. - `slot`: what the tokens belong to,
-    if samples differ in length; else None. - `real`, bool: False for padding, which the routers of experts do not count. None if no
-    sequence of the run can have padding. - `weights`, float32: factors of the targets' losses, which may be negative. The sum of the losses
-    is divided by the number of targets other than
-      -1; a target of weight 0 must be -1. None if all weights are 1.
+    - `targets`: -1 at positions that are not trained on. None if only logits are needed.
+    - `positions`, `documents`: None without `data.document_mask`. Then each sequence is one document with positions from 0.
+    - `valid_tokens`: number of targets other than -1, counted on the host so that the device need not be waited for.
+    - `document_sizes`: number of documents, and tokens of the longest; None if not counted.
+    - `attention_work`: sum of the squared lengths of documents; None if not counted.
+    - `slot`: what the tokens belong to, if samples differ in length; else None.
+    - `real`, bool: False for padding, which the routers of experts do not count. None if no sequence of the run can have padding.
+    - `weights`, float32: factors of the targets' losses, which may be negative. The sum of the losses is divided by the number of targets
+      other than -1; a target of weight 0 must be -1. None if all weights are 1.
     - `columns`: further values for an objective (`parallel.objective`). Their first dimension is that of `tokens`.
     """
 

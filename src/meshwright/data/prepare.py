@@ -119,12 +119,16 @@ def prepare(
 
     A second call with the same arguments continues after a kill; if the work is done, it does nothing.
 
-    - `tokenizer`: a `tokenizer.json`, a folder with one, or `train:SIZE`. - `held_out`: fraction of documents that are kept apart for
-    validation. - `text_key`: key of the text in records, by default `text`; with `chat`, the key that fits the form of the records. -
-    `unended_answers`: what to do if answers of chats have no end token. - `cleaning`: filters, evaluations and duplicates to remove. -
-    `workers`: number of processes or threads that encode, by default one for each core. With `ray`, tasks on the Ray cluster at this
-    address. - `encoder`: `tokenizers` to use only this library. - `shown`: draw progress on stderr. - `wait`: wait if another process is
-    writing to `out`.
+    - `tokenizer`: a `tokenizer.json`, a folder with one, or `train:SIZE`.
+    - `held_out`: fraction of documents that are kept apart for validation.
+    - `text_key`: key of the text in records, by default `text`; with `chat`, the key that fits the form of the records.
+    - `unended_answers`: what to do if answers of chats have no end token.
+    - `cleaning`: filters, evaluations and duplicates to remove.
+    - `workers`: number of processes or threads that encode, by default one for each core. With `ray`, tasks on the Ray cluster at this
+      address.
+    - `encoder`: `tokenizers` to use only this library.
+    - `shown`: draw progress on stderr.
+    - `wait`: wait if another process is writing to `out`.
 
     Raises BadInput if inputs or tokenizer cannot be used, or if `out` has other contents; OutOfResources if the disk is too small. If a
     request is refused before its first shard is finished, nothing remains in `out`.

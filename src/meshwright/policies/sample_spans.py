@@ -4,9 +4,9 @@ All ranks of such a sample work on it at the same time. A segment is a group of 
 sample takes a whole segment or cuts one in two, so that no rank waits for another. Samples are placed in order, those that need the most
 ranks first.
 
-- Without pipelines, a sample takes the segment that is free first. At any time, all ranks then have samples of similar length. - A pipeline
-with p stages ends (p − 1) times its longest slot after its work. Long samples are therefore put one after another on the busiest
-  segment that can still end in time, and other pipelines get short samples only.
+- Without pipelines, a sample takes the segment that is free first. At any time, all ranks then have samples of similar length.
+- A pipeline with p stages ends (p − 1) times its longest slot after its work. Long samples are therefore put one after another on the
+  busiest segment that can still end in time, and other pipelines get short samples only.
 - A sample that would end too late gets more ranks than it needs: a whole segment, or several neighbouring segments.
 """
 
