@@ -1,4 +1,4 @@
-"""The tokens that end the answers of prepared chats, counted in the weights of their shards."""
+"""Counts which tokens end the answers of prepared chats. Answers are the ranges of tokens with a non-zero weight in the loss."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from meshwright.data.token_weights import WeightFile
 
 TOKENS_AT_ONCE = 1 << 22
 MOST_SPACES = 8
-"""Tokens of white space at most that may follow the end token of an answer."""
+"""White-space tokens that may follow the end token of an answer, at most."""
 
 
 @dataclass(frozen=True)
 class AnswerEnds:
-    """How many answers each special token ends, the most frequent first, and how many end with no special token.
-
-    `trained` are the tokens that are trained on, by the directory of their shards.
-    """
+    """How the answers in prepared chats end."""
 
     counts: dict[Token, int]
+    """Answers that each special token ends, the most frequent token first."""
     unended: int
+    """Answers that end without a special token."""
     trained: dict[Path, int]
+    """Number of tokens with a non-zero weight, by the directory of their shards."""
     first: str = ""
-    """File and id of the first chat with an answer that ends with no special token."""
+    """Source file and id of the first chat with an answer that ends without a special token; empty if there is none."""
 
     @property
     def answers(self) -> int:
@@ -40,9 +40,9 @@ class AnswerEnds:
 
 
 def count_answer_ends(shards: Iterable[tuple[Path, Shard]], tokenizer: Tokenizer) -> AnswerEnds:
-    """Count the last tokens of the answers, the ranges that are trained on, in shards of chats, each with its directory.
+    """Count the last token of each answer in `shards`, which are shards of chats, each with its directory.
 
-    A special token may be followed by white space that is trained on too.
+    If white space with a non-zero weight follows a special token, the special token still counts as the end.
     """
     reader = _Reader(tokenizer)
     for directory, shard in shards:
@@ -52,6 +52,8 @@ def count_answer_ends(shards: Iterable[tuple[Path, Shard]], tokenizer: Tokenizer
 
 
 class _Reader:
+    """Counts the ends of answers, one shard after another."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.ended: Counter[int] = Counter()
         self.trained: Counter[Path] = Counter()
@@ -62,6 +64,7 @@ class _Reader:
         self._spaces: dict[int, bool] = {}
 
     def read(self, stem: Path, shard: Shard) -> None:
+        """Count the answers of one shard, given by its path without suffix."""
         assert shard.weights is not None, "a shard of chats has weights"
         file = IndexedFile(stem)
         weights = WeightFile(stem, file.tokens, shard.weights)
@@ -70,8 +73,9 @@ class _Reader:
             self._read_range(file, weights, bounds, start, min(start + TOKENS_AT_ONCE, file.tokens))
 
     def _read_range(self, file: IndexedFile, weights: WeightFile, bounds: np.ndarray, start: int, stop: int) -> None:
-        """Count the answers whose last token is one of [start, stop)."""
-        # The window has tokens before the range, to look behind white space, and one after it, to see whether an answer goes on.
+        """Count the answers whose last token is in [start, stop)."""
+        # The window includes tokens before the range, to find an end token before white space, and one token after the range, to see
+        # whether an answer continues there.
         low = max(0, start - MOST_SPACES)
         high = min(stop + 1, file.tokens)
         tokens = file.read(low, high).astype(np.int64)
@@ -79,7 +83,7 @@ class _Reader:
         self.trained[file.stem.parent] += int(np.count_nonzero(trained[start - low : stop - low]))
         goes_on = np.append(trained[1:], False)
         inside = bounds[np.searchsorted(bounds, low, side="right") : np.searchsorted(bounds, high, side="left")]
-        goes_on[inside - low - 1] = False  # the next token is of another chat
+        goes_on[inside - low - 1] = False  # the next token belongs to another chat
         last = np.flatnonzero(trained & ~goes_on)
         last = last[(last >= start - low) & (last < stop - low)]
         at = self._without_spaces(tokens, trained, last)
@@ -91,7 +95,7 @@ class _Reader:
             self.first = self.first or _document(file.stem, bounds, low + int(last[~ends][0]))
 
     def _without_spaces(self, tokens: np.ndarray, trained: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """For each answer, which ends at `last`, the position of the special token before its white space; without one, `last`."""
+        """For each answer, the position of the special token before its final white space; if there is none, its position in `last`."""
         at = last.copy()
         for _ in range(MOST_SPACES):
             back = (at > 0) & ~np.isin(tokens[at], self._special)
@@ -103,13 +107,14 @@ class _Reader:
         return np.where(np.isin(tokens[at], self._special), at, last)
 
     def _is_space(self, id: int) -> bool:
+        """Whether a token decodes to white space only."""
         if id not in self._spaces:
             self._spaces[id] = not self._tokenizer.decode([id], skip_special_tokens=False).strip()
         return self._spaces[id]
 
 
 def _document(stem: Path, bounds: np.ndarray, token: int) -> str:
-    """The file and id of the document that has a token of a shard."""
+    """Source file and id of the document that contains token number `token` of a shard, as "file [id]"."""
     number = int(np.searchsorted(bounds, token, side="right")) - 1
     with documents_path(stem).open(encoding="utf-8") as lines:
         for line_number, line in enumerate(lines):

@@ -1,6 +1,6 @@
-"""Chats as documents: the template's text of the messages of a record, and the ranges of it to train on.
+"""Chats as documents: the text that a template renders from the messages of a record, and the ranges of this text to train on.
 
-A template may mark what the assistant writes by `{% generation %}`. Otherwise `message_ranges` finds the range of each message.
+A template may mark what the assistant writes with `{% generation %}`. If it does not, `message_ranges` finds the range of each message.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WeightedSpan = tuple[int, int, float]
 CHAT_ENDINGS = [ending for ending, layout in LAYOUTS.items() if layout in ("lines", "json", "parquet")]
 """Endings of files that may have chats; csv has text only."""
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", "train")
-"""Keys of a message; it may also have any that the template names."""
+"""Known keys of a message. Other keys are allowed if the template contains them."""
 UNUSED_KEYS = (
     "functions",
     "function_call",
@@ -59,34 +59,35 @@ UNUSED_KEYS = (
     "label",
     "rejected_response",
 )
-"""Keys of a chat that other programs read, and that would be lost."""
+"""Keys of a chat that have a meaning for other programs. They are refused, because their content would be lost."""
 ALMOST = 0.85
-"""Similarity from which an unknown key of a chat is a misspelling."""
+"""If an unknown key is at least this similar to a known one, it is taken for a misspelling."""
 LEAST_WEIGHT = 1e-6
 MOST_WEIGHT = 1e6
-"""Least and most weight of a message or chat, besides 0."""
+"""Least and largest weight of a message or chat. A weight of 0 is allowed too."""
 
 
 @dataclass(frozen=True)
 class ChatFiles:
-    """The template of a tokenizer's folder, or the one in its place; `config` is the folder's tokenizer_config.json, with
-    the tokens that only its special_tokens_map.json names."""
+    """The template of a tokenizer's folder, or a template given in its place.
+
+    `config` is the folder's tokenizer_config.json, with tokens added that only special_tokens_map.json names."""
 
     source: str
     config: dict[str, Any]
     name: str
     tool_source: str | None = None
-    """Template of chats with tools, if it is another."""
+    """Template for chats with tools, if it differs."""
 
     @property
     def digest(self) -> str:
-        """Digest of the templates and of the tokens that they can name."""
+        """Digest of the templates and of the tokens to which they can refer."""
         tools = [] if self.tool_source is None else [self.tool_source]
         tokens = map(repr, sorted(special_tokens(self.config).items()))
         return digest("\n".join([self.source, *tools, *tokens]).encode())
 
     def write(self, folder: Path) -> None:
-        """Write the template and the configuration, without its own template, into `folder`."""
+        """Write the template, and the configuration without its own template, into `folder`."""
         config = {key: value for key, value in self.config.items() if key != "chat_template"}
         write_durable(folder / TEMPLATE, self.source.encode())
         if self.tool_source is not None:
@@ -96,7 +97,7 @@ class ChatFiles:
 
 
 def read_chat_files(tokenizer: Path, template: Path | None) -> ChatFiles:
-    """The files beside `tokenizer` (a folder, or a file in it); `template` replaces its template. Raises BadInput without one."""
+    """The chat files of `tokenizer`, a folder or a file in it. `template`, if given, replaces its template. Raises BadInput without one."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     config = {**special_tokens(read_object(folder / SPECIAL_TOKENS_MAP)), **read_object(folder / TOKENIZER_CONFIG)}
     source = read_text(template) if template is not None else folder_template(folder, config)
@@ -109,13 +110,13 @@ def read_chat_files(tokenizer: Path, template: Path | None) -> ChatFiles:
 
 
 def reads_chats(file: InputFile) -> bool:
-    """Whether chats are read from files of this format."""
+    """Whether files of this format can have chats."""
     return not file.format.refused and file.format.layout in {LAYOUTS[ending] for ending in CHAT_ENDINGS}
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A checked chat: messages in the form that templates expect, and the weight of each in the loss."""
+    """A checked chat: its messages as templates expect them, and the weight of each message in the loss."""
 
     messages: list[dict[str, Any]]
     weights: list[float]
@@ -124,12 +125,12 @@ class Chat:
 
 @dataclass
 class ChatCounts:
-    """Chats that were read, by their form, and their messages by role."""
+    """Number of chats that were read, by form, and of their messages, by role."""
 
     forms: Counter[str] = field(default_factory=Counter)
     roles: Counter[str] = field(default_factory=Counter)
     without_reasoning: int = 0
-    """Chats whose last answer has reasoning that the template leaves out."""
+    """Chats whose last answer has reasoning that the template does not write."""
 
     def __str__(self) -> str:
         forms = ", ".join(f"{count:,} {form}" for form, count in self.forms.most_common())
@@ -139,14 +140,14 @@ class ChatCounts:
 
 
 class ChatReader:
-    """Reads the chats of files. `roles` are those to train on."""
+    """Reads the chats of files. Messages of the given `roles` are trained on."""
 
     unknown_form: Reason = "no chats"
     default_form: Any = MESSAGES
-    """The form of a file without records."""
+    """The form that is assumed for a file without records."""
 
     def __init__(self, files: ChatFiles, roles: Sequence[str], tokenizer: Tokenizer, now_ns: int) -> None:
-        """`now_ns` is the time that the template can show: the same for each run, so that its output is.
+        """`now_ns` is the time that a template may write. It stays the same when a run is repeated, so the output does too.
 
         Raises BadInput if the template cannot be used.
         """
@@ -155,7 +156,7 @@ class ChatReader:
         self.counts = ChatCounts()
         now = datetime.fromtimestamp(now_ns // 10**9, UTC)
         self._sources = {False: files.source, True: files.tool_source or files.source}
-        """The template of chats without and with tools."""
+        """The template for chats without tools (False) and with tools (True)."""
         self._template = ChatTemplate(files.source, special_tokens(files.config), lambda: now, files.tool_source)
         self._spelled = SpelledTokens(tokenizer, special_tokens(files.config).values())
         self._named_by_template = lru_cache(maxsize=None)(self._is_named)
@@ -163,9 +164,9 @@ class ChatReader:
         self._ranges = MessageRanges(self._template.render, added, self._spelled.special)
 
     def read(self, file: InputFile, key: str | None) -> Iterator[FromFile]:
-        """The chats of a file, whose form its first records show; `key` names their list of messages.
+        """The chats of a file. Their form is recognised from the first records; `key` is the key of a list of messages, if given.
 
-        Raises BadInput for a chat that the template writes in a way that does not show the range of each message.
+        Raises BadInput if the template writes a chat in such a way that the ranges of its messages are not certain.
         """
         if not reads_chats(file):
             yield NotRead(file.name, "format not read", f"chats are in {', '.join(CHAT_ENDINGS)} files", file.size)
@@ -191,17 +192,17 @@ class ChatReader:
                 yield BadDocument(record.where, str(error))
 
     def form_of(self, names: Collection[str], key: str | None) -> Any:
-        """The form of records with these keys; None if it is none."""
+        """The form of records with these keys; None if they match none."""
         return form_of(names, key)
 
     def no_form(self, record: Mapping[str, Any], key: str | None) -> str:
-        """Why a record is of no form."""
+        """Why a record matches no form."""
         if key is None and (form := preference_form_of(list(record))) is not None:
             return f"its records have {', '.join(map(repr, record))}, preferences of the form {form.name}: --preferences reads them"
         return no_form(record, key)
 
     def _documents(self, file: InputFile, record: DataRecord, form: Any) -> Iterator[CorpusDocument | BadDocument]:
-        """The documents of a record of this form. Raises BadChat before the first."""
+        """The documents of a record of this form. Raises BadChat before it yields any."""
         chat = self._chat(record, form)
         document = self._document(file, record, chat)
         if isinstance(document, CorpusDocument):
@@ -229,14 +230,14 @@ class ChatReader:
         return Chat(messages, weights, tools)
 
     def _tools(self, value: Any) -> list[dict[str, Any]] | None:
-        """The tools of a chat. Raises BadChat for others than a list, and where the template does not write them."""
+        """The tools of a chat. Raises BadChat if they are not a list, or if the template does not write tools."""
         tools = _tools(value)
         if tools and not self._named_by_template("tools", True):
             raise BadChat(f"tools: the chat template of {self.name} does not write them")
         return tools
 
     def _check_record(self, record: DataRecord, known: Sequence[str]) -> None:
-        """Raise BadChat if a record has a key that is lost, or is almost one of those `known`."""
+        """Raise BadChat if a record has a key that would be lost, or that looks like a misspelling of a `known` one."""
         for name in (name for name, value in record.fields.items() if value is not None and name not in known):
             near = nearest(name, (*known, "train"), ALMOST)
             if name in UNUSED_KEYS or near is not None:
@@ -245,7 +246,7 @@ class ChatReader:
                 raise BadChat(f"{name}: unknown key{hint}; a chat has {', '.join(map(repr, known))}")
 
     def _check_keys(self, message: Mapping[str, Any], where: str, with_tools: bool) -> None:
-        """Raise BadChat if a message has a key that is lost."""
+        """Raise BadChat if a message has a key that would be lost."""
         for name in message:
             if name == "tool_calls" and message[name] and not self._named_by_template(name, with_tools):
                 raise BadChat(f"{where}.{name}: the chat template of {self.name} does not write them")
@@ -256,11 +257,11 @@ class ChatReader:
                 raise BadChat(f"{where}.{name}: unknown key{hint}; {known}")
 
     def _is_named(self, key: str, with_tools: bool) -> bool:
-        """Whether the text of the template has the word `key`."""
+        """Whether the word `key` occurs in the template."""
         return re.search(rf"\b{re.escape(key)}\b", self._sources[with_tools]) is not None
 
     def _weight(self, message: dict[str, Any], where: str) -> float:
-        """The weight of a message in the loss; its `weight` and `train` are removed. Raises BadChat."""
+        """The weight of a message in the loss. Removes `weight` and `train` from the message. Raises BadChat."""
         given = [name for name in ("weight", "train") if name in message]
         train = message.pop("train", None)
         if not (train is None or isinstance(train, bool)):
@@ -296,7 +297,7 @@ class ChatReader:
         if not self._spelled.found_in((chat.messages, chat.tools)):
             return document
         marked = self._spelled.write(self._render, chat.messages, chat.tools)
-        if not text.startswith(marked.text):  # the end of its last answer may follow
+        if not text.startswith(marked.text):  # `text` may be longer, by the end of its last answer
             return BadDocument(record.where, "the chat template changes a special token that a message spells")
         return replace(document, spelled=marked.spelled)
 
@@ -304,7 +305,7 @@ class ChatReader:
         return self._template.render(messages, tools, add_generation_prompt=False)
 
     def _fitting(self, chat: Chat) -> tuple[str, list[WeightedSpan]]:
-        """As `text_and_spans`; some templates need the arguments of calls as JSON in a text, and others as an object."""
+        """Like `text_and_spans`, but if necessary with the arguments of tool calls as JSON text or as an object, as the template needs."""
         try:
             return self.text_and_spans(chat.messages, chat.tools, chat.weights)
         except TemplateRefusal:
@@ -321,11 +322,11 @@ class ChatReader:
     ) -> tuple[str, list[WeightedSpan]]:
         """The text of a chat, and the ranges of its characters to train on, ascending, each with the weight of its message.
 
-        `weights` are those of the messages, of which 0 is not trained on; None: all 1.
+        `weights` has the weight of each message; a message of weight 0 is not trained on. None means that all are 1.
 
-        If a template ends answers only by what begins the next message, the text has that behind its last answer too.
+        If a template ends answers only by the start of the next message, this start is appended after the last answer, too.
 
-        Raises TemplateRefusal if the template refuses the messages, InexactTemplate if the ranges are not certain.
+        Raises TemplateRefusal if the template refuses the messages, and InexactTemplate if the ranges are not certain.
         """
         spans: list[WeightedSpan] = []
         searched = set(self.roles)
@@ -350,7 +351,7 @@ class ChatReader:
         tools: Sequence[Mapping[str, Any]] | None,
         weights: Sequence[float],
     ) -> list[float]:
-        """The weight of each generated span: that of its answer. Raises InexactTemplate for a span of answers of several weights."""
+        """The weight of each generated span: that of its answer. Raises InexactTemplate if a span covers answers of different weights."""
         answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(answers) == len(spans):
             return [weights[index] for index in answers]
@@ -371,7 +372,7 @@ class ChatReader:
 
 
 def _weight(value: Any, where: str) -> float:
-    """The weight that a message or a chat states; 1 if it states none. Raises BadChat."""
+    """The weight that a message or chat states; 1 if it states none. Raises BadChat."""
     if value is None:
         return 1.0
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -384,7 +385,7 @@ def _weight(value: Any, where: str) -> float:
 
 
 def _reasoning(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The reasoning of the last message if it is an answer, under a key of its own or in the content; empty without one."""
+    """The reasoning of the last message if that is an answer, from a separate key or from the content; empty if there is none."""
     last = messages[-1]
     if last["role"] != ASSISTANT:
         return ""
@@ -395,7 +396,7 @@ def _reasoning(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def checked_message(value: Any, where: str) -> dict[str, Any]:
-    """A message without keys that are null, except its content; text parts of a content are joined. Raises BadChat."""
+    """A message without null values, except for its content. Text parts of a content are joined. Raises BadChat."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise BadChat(f"{where}: expected an object with a role")
     content = value.get("content")
@@ -410,7 +411,7 @@ def checked_message(value: Any, where: str) -> dict[str, Any]:
 
 
 def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The message with the arguments of its calls changed, where these are objects with a function."""
+    """The message with `change` applied to the arguments of its tool calls, if these are objects with a function."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -425,7 +426,7 @@ def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> di
 
 
 def _as_object(arguments: Any) -> Any:
-    """The object in a text of JSON, as of OpenAI's API; anything else as it is."""
+    """If the arguments are JSON text, as in OpenAI's API, the object in it; otherwise the arguments as they are."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
@@ -438,7 +439,7 @@ def _as_text(arguments: Any) -> Any:
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """The tools of a chat, which may be JSON in text, as columns of parquet have them. Raises BadChat."""
+    """The tools of a chat. They may be JSON text, as in columns of parquet files. Raises BadChat."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None

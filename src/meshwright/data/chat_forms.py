@@ -1,4 +1,4 @@
-"""The forms in which data sets have chats, and the messages that a record of each becomes."""
+"""The forms in which data sets store chats, and how a record of each form becomes messages."""
 
 from __future__ import annotations
 
@@ -24,35 +24,38 @@ ROLES = {
     "function_response": "tool",
     "tool": "tool",
 }
-"""The role of a message by its sender, as ShareGPT names it; the value of a function_call or tool_call is the JSON of calls."""
+"""Role of a message, by the sender's name in ShareGPT data. The text of a function_call or tool_call message is the JSON of its calls."""
 
 
 class BadChat(Exception):
-    """A record that is no chat: the key, and what was expected."""
+    """A record is not a valid chat: its key, and what was expected."""
 
 
 @dataclass(frozen=True)
 class ChatForm:
-    """A form of records. `keys` are those that each record has, `also` those that it may have; `meaning` is for the page on chats."""
+    """A form of records.
+
+    Each record has the `keys`, and may have the keys in `also`. `meaning` describes the form in the docs about chats.
+    """
 
     name: str
     keys: tuple[str, ...]
     meaning: str
     read: Callable[[Mapping[str, Any], str], list[Any]]
-    """The messages of a record whose first key is given. Raises BadChat."""
+    """A function (record, its first key) that returns the messages. Raises BadChat."""
     also: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.keys)})"
 
     def messages(self, record: Mapping[str, Any]) -> list[Any]:
-        """The messages of a record, with those of a list as they are. Raises BadChat."""
+        """The messages of a record. If the record has a list of messages, they are returned as they are. Raises BadChat."""
         found = self.read(record, self.keys[0])
         return [message("system", text_of(record, "system")), *found] if record.get("system") else found
 
 
 def listed(record: Mapping[str, Any], key: str) -> list[Any]:
-    """The list of messages under a key, those with `from` and `value` as messages with role and content. Raises BadChat."""
+    """The list of messages under a key. Messages with `from` and `value` are changed to messages with role and content. Raises BadChat."""
     value = record.get(key)
     if not isinstance(value, list) or not value:
         raise BadChat(f"{key}: expected a list of messages")
@@ -63,14 +66,14 @@ def listed(record: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _instructed(record: Mapping[str, Any], key: str) -> list[Any]:
-    """The question under a key, a blank line and `input` if there is one; and the answer under `output`."""
+    """Two messages: the text under `key`, with a blank line and `input` if there is one, as the question; `output` as the answer."""
     more = text_of(record, "input") if record.get("input") is not None else ""
     question = text_of(record, key) + (f"\n\n{more}" if more else "")
     return [message("user", question), message("assistant", text_of(record, "output"))]
 
 
 def _prompted(record: Mapping[str, Any], key: str) -> list[Any]:
-    """The question under a key and the answer under `completion`, each a text or a list of messages."""
+    """The question under a key and the answer under `completion`. Each is a text or a list of messages."""
     messages = []
     for name, role in ((key, "user"), ("completion", "assistant")):
         given_as_list = isinstance(record.get(name), list)
@@ -100,18 +103,18 @@ FORMS = (
 )
 """The forms that are recognised by the keys of a record."""
 COMMON_KEYS = ("tools", "system", "weight")
-"""Keys that a chat of any form may have: tools, the text of a system message before the others, and the chat's weight in the loss."""
+"""Keys that a chat of any form may have: tools; the text of a system message to put first; and the weight of the chat in the loss."""
 
 
 def form_of(names: Collection[str], text_key: str | None = None) -> ChatForm | None:
-    """The form of records with these keys; `text_key` names a list of messages. None if it is none of those known."""
+    """The form of records with these keys; None if they match none. `text_key` is the key of a list of messages, if the user names one."""
     if text_key is not None:
         return replace(MESSAGES, keys=(text_key,)) if text_key in names else None
     return next((form for form in FORMS if set(form.keys) <= set(names)), None)
 
 
 def no_form(record: Mapping[str, Any], text_key: str | None) -> str:
-    """Why a record is of no form, for a person: what was seen, what is known, and the key to give."""
+    """A message about why a record matches no form: which keys it has, which forms are known, and which key to give."""
     seen = f"its records have {', '.join(map(repr, record))}"
     lists = [name for name, value in record.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if text_key is not None:
@@ -146,7 +149,7 @@ def _sent(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def text_of(record: Mapping[str, Any], key: str) -> str:
-    """The text under a key. Raises BadChat."""
+    """The text under a key. Raises BadChat if the value is not a text."""
     value = record.get(key)
     if not isinstance(value, str):
         raise BadChat(f"{key}: expected text, got {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""The template that turns the messages of a chat into text, rendered in a sandbox."""
+"""The template that converts the messages of a chat to text. It is rendered in a sandbox."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 GENERATION_CONFIG = "generation_config.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
-"""Template of chats with tools, where a folder has one beside its default."""
+"""File of a folder that has a separate template for chats with tools."""
 PROCESSOR_TEMPLATE = "chat_template.json"
-"""Where older folders of models that also read images have their template."""
+"""File with the template in older folders of models that also read images."""
 TEXT_FILES = (TEMPLATE, TOOL_TEMPLATE, PROCESSOR_TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
-"""Files about texts that a folder can have beside its tokenizer.json."""
+"""Files about texts that a folder may have in addition to its tokenizer.json."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Names of the reasoning of a message, the usual one first; templates of gpt-oss and LFM2 read the second."""
+"""Keys for the reasoning in a message, the usual one first. Templates of gpt-oss and LFM2 read the second one."""
 START = "\ufdd0"
 END = "\ufdd1"
-"""Marks around the text of a generation block: code points that Unicode reserves for internal use."""
+"""Marks before and after the text of a generation block. Unicode reserves these code points for internal use."""
 
 
 class _NoContent(str):
-    """A content that is null: no text where a template writes it, and none where a template tests it."""
+    """The content of a message that is null: a template that writes it writes nothing, and a template that tests it finds no text."""
 
     def __eq__(self, other: object) -> bool:
         return other is None or str.__eq__(self, other)
@@ -57,7 +57,7 @@ class TemplateRefusal(Exception):
 
 
 class ChatTemplate:
-    """A Jinja template with the functions and the `{% generation %}` block that templates of Hugging Face folders use."""
+    """A Jinja template, with the functions and the `{% generation %}` block that templates in Hugging Face folders use."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class ChatTemplate:
         now: Callable[[], datetime] = datetime.now,
         tool_source: str | None = None,
     ) -> None:
-        """`now` is the time that the template can show; `tool_source` is the template of chats with tools, if it is another.
+        """`now` is the time that the template may write. `tool_source` is the template for chats with tools, if it differs.
 
-        Raises BadInput if a source is no template.
+        Raises BadInput if a source is not a valid template.
         """
         self._plain = _compile(source, now, marks=False)
         self._marked = _compile(source, now, marks=True)
@@ -92,9 +92,9 @@ class ChatTemplate:
     def generated_spans(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a chat and the ranges [start, stop) of its characters from the template's generation blocks.
+        """The text of a chat, and the ranges [start, stop) of its characters that generation blocks of the template have written.
 
-        Raises TemplateRefusal if the template refuses the messages, or does more with a block's text than to write it.
+        Raises TemplateRefusal if the template refuses the messages, or if it does more with the text of a block than write it.
         """
         text = self.render(messages, tools, add_generation_prompt=False)
         pieces = []
@@ -137,12 +137,12 @@ class ChatTemplate:
             return template.render(values)
         except MemoryError:
             raise
-        except Exception as error:  # a template may raise anything on messages that it does not expect
+        except Exception as error:  # a template may raise anything if messages are not as it expects
             raise TemplateRefusal(str(error)) from None
 
 
 def _shown(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message as templates expect it: a content that is null is no text, and reasoning has each name that a template reads."""
+    """A message as templates expect it: a null content is `_NoContent`, and its reasoning is under every key that a template may read."""
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -150,7 +150,7 @@ def _shown(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The source of a folder's template: its chat_template.jinja, or the default one in `config`, its tokenizer_config.json, or its
+    """The source of a folder's template. It is in chat_template.jinja, or the default template in `config` (tokenizer_config.json), or in
     chat_template.json."""
     source = _template_source(folder / TEMPLATE, config, "default")
     older = read_object(folder / PROCESSOR_TEMPLATE).get("chat_template") if source is None else source
@@ -158,12 +158,12 @@ def folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def folder_tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The source of a folder's template of chats with tools; None if it has none beside the default one."""
+    """The source of a folder's separate template for chats with tools; None if it has none."""
     return _template_source(folder / TOOL_TEMPLATE, config, "tool_use")
 
 
 def _template_source(file: Path, config: Mapping[str, Any], name: str) -> str | None:
-    """The template in a file, or else the one of that name in a tokenizer_config.json, where text is the default one."""
+    """The template in `file`; else the template called `name` in `config`. If `config` has only one text, that is the default one."""
     folder = file.parent.parent if file.parent.name == Path(TOOL_TEMPLATE).parent.name else file.parent
     if file.is_file():
         return read_folder_text(file, TEMPLATE_BYTES, folder)
@@ -177,7 +177,7 @@ def _template_source(file: Path, config: Mapping[str, Any], name: str) -> str | 
 
 
 def copy_chat_files(source: Path, folder: Path, *, leave_out: Collection[str] = ()) -> None:
-    """Copy the files about texts (`TEXT_FILES`) that `source` has and `folder` lacks, but not those named by `leave_out`."""
+    """Copy the files about texts (`TEXT_FILES`) that `source` has and `folder` does not have, except for those named in `leave_out`."""
     for name in TEXT_FILES:
         if name not in leave_out and (source / name).is_file() and not (folder / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -186,14 +186,14 @@ def copy_chat_files(source: Path, folder: Path, *, leave_out: Collection[str] = 
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The tokens that a tokenizer_config.json names, such as `bos_token`: variables of the template."""
+    """The tokens that a tokenizer_config.json names, such as `bos_token`. They are variables in the template."""
     return {
         name: text for name in config if name.endswith("_token") and (text := _token_text(config[name])) is not None
     }
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty without the file. Raises BadInput if it is not JSON."""
+    """The JSON object in a file; empty if the file does not exist. Raises BadInput if it is not JSON."""
     if not file.is_file():
         return {}
     value = read_folder_json(file, error_class=BadInput)
@@ -201,7 +201,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_text(file: Path) -> str:
-    """The text of a template that a person names. Raises BadInput if it cannot be read."""
+    """The text of a template file that the user named. Raises BadInput if it cannot be read."""
     return read_folder_text(file, TEMPLATE_BYTES, Path(os.path.realpath(file)).parent)
 
 
@@ -212,7 +212,7 @@ def _compile(source: str, now: Callable[[], datetime], *, marks: bool) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The block `{% generation %}`, around what the model writes; it does not change the text."""
+        """The block `{% generation %}` around text that the model writes. It does not change the text."""
 
         tags = {"generation"}
 
@@ -225,7 +225,10 @@ def _compile(source: str, now: Callable[[], datetime], *, marks: bool) -> Any:
             return f"{START}{caller()}{END}" if marks else caller()
 
     class NothingComputed(CodeGenerator):
-        """Leaves constants such as `'a' * 10**9` to rendering, whose time and memory the server limits."""
+        """Does not compute constants such as `'a' * 10**9` at compile time.
+
+        They are computed at rendering, which has limits in the server.
+        """
 
         def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
             if not isinstance(node, (nodes.TemplateData, nodes.Const)):
@@ -256,12 +259,12 @@ def _compile(source: str, now: Callable[[], datetime], *, marks: bool) -> Any:
 
 
 def _split(text: str) -> list[str]:
-    """The text cut before and after each mark."""
+    """The text, cut before and after each mark."""
     return re.split(f"([{START}{END}])", text)
 
 
 class _Refused(Exception):
-    """Raised by a template."""
+    """Raised when a template calls `raise_exception`."""
 
 
 def _refuse(message: str) -> NoReturn:
@@ -277,15 +280,15 @@ def _to_json(
 ) -> str:
     """JSON without the HTML escapes of Jinja's own filter.
 
-    The options are those of transformers. `default` and `cls` of `json.dumps` are not among them: it would call what a template
-    passes, outside the sandbox.
+    It has the options of transformers. The options `default` and `cls` of `json.dumps` are left out, because they would call objects from
+    the template outside of the sandbox.
     """
     pair: Any = None if separators is None else tuple(map(str, separators))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
 
 
 def _token_text(value: Any) -> str | None:
-    """The text of a token in tokenizer_config.json, where it is text or an object."""
+    """The text of a token in tokenizer_config.json, which is either a text or an object."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

@@ -1,12 +1,12 @@
-"""The result of a unit of work on the disk: its encoded documents, their signatures, and a record that is written last.
+"""The files in which a finished unit of work is stored: its encoded documents, their signatures, and a record that is written last.
 
     unit-000003.tokens       the tokens of all documents, one after another
-    unit-000003.documents    a line of JSON for each: [file, id, key, bytes read until its end, tokens, bytes of text]
-    unit-000003.signatures   where duplicates are removed (data/signatures.py); with near-duplicates also
-    unit-000003.sets, .ends  the shingles of each document
-    unit-000003.json         counts, what was left out, sizes
+    unit-000003.documents    one line of JSON for each document: [file, id, key, bytes read until its end, tokens, bytes of text]
+    unit-000003.signatures   only if duplicates are removed (data/signatures.py)
+    unit-000003.sets, .ends  only if near-duplicates are removed: the shingles of each document, and the end of each document's shingles
+    unit-000003.json         the record: counts, what was left out, sizes
 
-Everything is a function of the unit and the request, so that a unit which two processes have done has the same files.
+The files depend only on the unit and the request. If two processes do the same unit, they write equal files.
 """
 
 from __future__ import annotations
@@ -41,20 +41,23 @@ ENDS = "ends"
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """What a unit of `size` bytes gave: `bytes` are the sizes of its files by their ending."""
+    """What a finished unit has read and written."""
 
     size: int
+    """Bytes of input."""
     documents: int
     tokens: int
     bytes: dict[str, int]
+    """Size of each file of the unit, by its suffix."""
     left_out: LeftOut
     removed: Removed
     digests: dict[str, str]
+    """Digest of each input file that was read, by its name."""
     segments: tuple[SignatureSegment, ...] = field(default=())
 
 
 def chunk_path(folder: Path, unit: int, sort: str) -> Path:
-    """The path of a file of a unit; its record has the ending `json`."""
+    """The path of one file of a unit; `sort` is its suffix, "json" for the record."""
     return folder / f"unit-{unit:06d}.{sort}"
 
 
@@ -67,7 +70,11 @@ def write_chunk(
     signed: bool,
     near: bool,
 ) -> None:
-    """Write the documents of a unit of `size` bytes, which `encoded` makes of `reading`; with `signed` their signatures too."""
+    """Encode and write the documents of a unit of `size` bytes, then its record.
+
+    `encoded` yields the documents while it consumes `reading`, which afterwards says what was left out. With `signed`, signatures are
+    written; with `near`, also the shingles.
+    """
     sorts = [TOKENS, DOCUMENTS, *([SIGNATURES] if signed else []), *([SETS, ENDS] if near else [])]
     count = tokens = 0
     with ExitStack() as opened:
@@ -122,13 +129,13 @@ def read_record(folder: Path, unit: int) -> ChunkRecord | None:
 
 
 def has_documents(folder: Path, unit: int, record: ChunkRecord) -> bool:
-    """Whether the documents of a unit are there as its record has them."""
+    """Whether the files with the documents of a unit exist and have the sizes in its record."""
     paths = {sort: chunk_path(folder, unit, sort) for sort in (TOKENS, DOCUMENTS)}
     return all(path.is_file() and path.stat().st_size == record.bytes[sort] for sort, path in paths.items())
 
 
 def read_chunk(folder: Path, unit: int, dtype: str) -> Iterator[EncodedDocument]:
-    """The documents of a unit, without their texts."""
+    """The documents of a unit with their tokens, but without texts. Raises Damaged if a file is too short."""
     size = np.dtype(dtype).itemsize
     with (
         chunk_path(folder, unit, TOKENS).open("rb", buffering=1 << 20) as tokens,
@@ -144,7 +151,7 @@ def read_chunk(folder: Path, unit: int, dtype: str) -> Iterator[EncodedDocument]
 
 
 def signed_unit(folder: Path, unit: int, record: ChunkRecord) -> SignedUnit:
-    """The signatures of a unit that is done."""
+    """The paths and segments of the signatures of a finished unit."""
     near = SETS in record.bytes
     return SignedUnit(
         chunk_path(folder, unit, SIGNATURES),
@@ -156,24 +163,24 @@ def signed_unit(folder: Path, unit: int, record: ChunkRecord) -> SignedUnit:
 
 
 def remove_documents(folder: Path, unit: int) -> None:
-    """Remove the documents of a unit, which are in shards; its record stays."""
+    """Delete the documents of a unit after they were written to shards. The record stays."""
     for sort in (TOKENS, DOCUMENTS):
         chunk_path(folder, unit, sort).unlink(missing_ok=True)
 
 
 def remove_signatures(folder: Path, unit: int) -> None:
-    """Remove the signatures of a unit, whose duplicates are known."""
+    """Delete the signatures of a unit after its duplicates were found."""
     for sort in (SIGNATURES, SETS, ENDS):
         chunk_path(folder, unit, sort).unlink(missing_ok=True)
 
 
 def _partial(folder: Path, unit: int, sort: str) -> Path:
-    """A name of this process alone: a worker that was taken for lost may still write the same unit."""
+    """A temporary path that only this process uses. A worker that was declared lost may still be writing the same unit."""
     return folder / f"unit-{unit:06d}.{sort}.{os.getpid()}{PARTIAL}"
 
 
 def _publish(file: BinaryIO, path: Path) -> int:
-    """Flush a written file and give it its name; its size."""
+    """Flush a temporary file, rename it to `path`, and return its size in bytes."""
     file.flush()
     sync_open_file(file.fileno(), path)
     size = file.tell()

@@ -1,10 +1,12 @@
-"""Windows of whole conversations: best-fit packing, so that no conversation is cut where a sequence ends.
+"""Windows of whole conversations, packed by best fit, so that no conversation is cut at the end of a sequence.
 
-A window has room for `seq_len` + 1 tokens, inputs and one more target. Conversations are taken from the longest to the
-shortest; each goes into the window with the least space that is enough, or into a new one (best fit decreasing). Space
-that is left is filled with a token that is not trained on. Of a conversation that is longer than a window only the
-beginning is read, or nothing if no token of it is trained on. Which conversations share a window follows from their
-lengths alone, so every rank and every start packs alike, and each epoch reads every conversation once.
+A window has room for `seq_len` + 1 tokens: the inputs and one more target. Conversations are placed from the longest to the shortest. Each
+goes into the window with the least space that is still enough, or into a new window (best fit decreasing). Space that is left is filled
+with a padding token, which is not trained on.
+
+If a conversation is longer than a window, only its beginning is used, or nothing if no token of the beginning is trained on. Which
+conversations share a window depends only on their lengths, so every rank and every start packs in the same way. Each epoch reads every
+conversation once.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from meshwright.data.packing import DocumentPart, TokenStream, WindowTokens
 from meshwright.policies.sample_order import permute
 
 FEWEST_TOKENS = 2
-"""Tokens of the shortest conversation that is read: one to read and one to predict."""
+"""A shorter conversation is not used: training needs one token to read and one to predict."""
 
 
 @dataclass(frozen=True)
 class PackingCounts:
-    """The conversations of a source in its windows, how many of them are truncated, and how many are left out.
+    """How the conversations of a source were packed.
 
-    `left_out` are longer than a window, and no token of their beginning is trained on; `lost_tokens` are those that are not read. `fill` is
-    the share of the windows' tokens that are of conversations.
+    `left_out` counts conversations that are longer than a window and have no trained token in their beginning. `lost_tokens` counts all
+    tokens that are not used. `fill` is the share of the windows' tokens that belong to conversations.
     """
 
     conversations: int
@@ -36,7 +38,7 @@ class PackingCounts:
     lost_tokens: int
     fill: float
     what: str = "conversations"
-    """What is packed: conversations, or answers to prompts."""
+    """What was packed, for messages: conversations, or answers to prompts."""
 
     def __str__(self) -> str:
         packed = f"{self.conversations:,} {self.what} fill {self.sequences:,} sequences"
@@ -53,7 +55,7 @@ class PackingCounts:
 
 
 class ConversationWindows:
-    """The conversations of a stream in windows of `seq_len` inputs; `filler` is the id of the token after the last one."""
+    """The conversations of a stream in windows of `seq_len` inputs. `filler` is the padding token."""
 
     def __init__(self, stream: TokenStream, seq_len: int, filler: int) -> None:
         starts, whole = stream.document_ranges()
@@ -79,9 +81,9 @@ class ConversationWindows:
         together: int = 1,
         room: int | None = None,
     ) -> None:
-        """Pack documents of these `starts` and `lengths`, of which so many consecutive ones are `together` in a window.
+        """Pack documents with these `starts` and `lengths`. Each `together` consecutive documents stay in one window.
 
-        `room` is that of a window for them, by default all its `seq_len` + 1 tokens.
+        `room` is the number of tokens for them in a window, by default `seq_len` + 1.
         """
         room = seq_len + 1 if room is None else room
         self._stream = stream
@@ -91,7 +93,7 @@ class ConversationWindows:
         self._lengths = lengths
         window = best_fit(lengths.reshape(-1, together).sum(1), room)
         count = int(window.max(initial=-1)) + 1
-        # Long conversations fill the first windows; in another order the first ones are a sample of all.
+        # Best fit puts long conversations into the first windows. Shuffle the windows, so that the first ones are a sample of all.
         window = np.repeat(permute(window, count, "windows") if count else window, together)
         self._by_window = np.argsort(window, kind="stable")
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=count))]).astype(np.int64)
@@ -105,11 +107,11 @@ class ConversationWindows:
 
     @property
     def inputs(self) -> int:
-        """Inputs of all windows together, those that fill them included."""
+        """Number of inputs in all windows, including padding."""
         return self.count * self._seq_len
 
     def read(self, window: int, with_documents: bool) -> WindowTokens:
-        """The tokens of a window, those after the last conversation included, which count as one more document."""
+        """The tokens of a window. Padding after the last conversation counts as one more document."""
         starts, lengths = self._conversations(window)
         stops = np.cumsum(lengths)
         room = self._seq_len + 1
@@ -118,12 +120,12 @@ class ConversationWindows:
         for start, length, stop in zip(starts.tolist(), lengths.tolist(), stops.tolist(), strict=True):
             tokens[stop - length : stop] = self._stream.read(start, start + length)
             weights[stop - length : stop] = self._stream.read_weights(start, start + length)
-            weights[stop - length] = 0  # its first token follows another conversation
+            weights[stop - length] = 0  # this token would be predicted from the conversation before
         begins = np.concatenate([[0], stops if stops[-1] < room else stops[:-1]]).astype(np.int64)
         return WindowTokens(tokens, begins if with_documents else begins[:1], weights, int(stops[-1]))
 
     def parts(self, window: int) -> list[DocumentPart]:
-        """The conversations of a window's inputs, each with the part that lies inside."""
+        """The conversations in a window's inputs, each with the range of it that is in the window."""
         parts = []
         room = self._seq_len
         starts, lengths = self._conversations(window)
@@ -133,7 +135,7 @@ class ConversationWindows:
         return parts
 
     def weights(self, window: int) -> np.ndarray:
-        """The weights of a window's inputs in the loss, bool or float32, without the filling tokens."""
+        """The weights of a window's inputs in the loss, bool or float32, without padding."""
         starts, lengths = self._conversations(window)
         weights = [
             self._stream.read_weights(start, start + length)
@@ -142,29 +144,29 @@ class ConversationWindows:
         return np.concatenate(weights)[: self._seq_len]
 
     def files_of(self, windows: np.ndarray) -> set[int]:
-        """The numbers of the files that hold a part of these windows."""
+        """The numbers of the files that contain tokens of these windows."""
         if not len(windows):
             return set()
         starts = np.concatenate([self._conversations(int(window))[0] for window in windows])
         return self._stream.files_at(starts)
 
     def locate(self, window: int, at: int) -> tuple[IndexedFile, int]:
-        """The file that holds token `at` of a window, and the token's number there."""
+        """The file that contains token `at` of a window, and the token's number in that file."""
         starts, lengths = self._conversations(window)
         number = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
         return self._stream.locate(int(starts[number]) + at - int(lengths[:number].sum()))
 
     def _conversations(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the starts of a window's conversations in the stream, and the numbers of their tokens that are read."""
+        """For each conversation of a window: its start in the stream, and how many of its tokens are used."""
         numbers = self._by_window[self._bounds[window] : self._bounds[window + 1]]
         return self._document_starts[numbers], self._lengths[numbers]
 
 
 def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
-    """The bin of each length, of bins with this room: best fit decreasing. Lengths are 1 to `room`."""
+    """For each length, the number of the bin into which best fit decreasing puts it. Bins have space `room`; lengths are 1 to `room`."""
     bins = np.empty(len(lengths), dtype=np.int64)
     bins_by_space: dict[int, list[int]] = {}
-    spaces = 0  # bit s is set if a bin has space s, so that one shift finds the least space that is enough
+    spaces = 0  # bit s is set if a bin has s free tokens, so one shift finds the least space that is enough
     count = 0
     order = np.argsort(-lengths, kind="stable")
     for number, length in zip(order.tolist(), lengths[order].tolist(), strict=True):

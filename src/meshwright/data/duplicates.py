@@ -1,9 +1,10 @@
-"""Finds documents that are the same as, or similar to, an earlier one, from the signatures of all units.
+"""Finds documents that are equal or similar to an earlier document, from the signatures of all units.
 
-Every removed document is similar to a kept one: pairs of documents that share a key are compared in the order of the corpus, and a document
-is removed if an earlier one that stays is similar enough. Similarity is that of Jaccard, of the sets of all shingles, and not estimated.
+Pairs of documents that share a key are compared, in the order of the corpus. A document is removed if an earlier document that stays is
+similar enough, so every removed document is similar to one that is kept. Similarity is the exact Jaccard similarity of the sets of all
+shingles, not an estimate.
 
-Memory: `KEYS_AT_ONCE` keys of a band, and 8 bytes for each pair that shares a key. The rest is on the disk.
+In memory are `KEYS_AT_ONCE` keys of a band, and 8 bytes for each pair that shares a key. Everything else is on disk.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ SETS_IN_MEMORY = 256
 
 @dataclass(frozen=True)
 class SignedUnit:
-    """The signatures of a unit. `sets` has the shingles of its documents, up to `ends`; both are None if only exact texts are compared."""
+    """The signatures of a unit.
+
+    `sets` has the shingles of its documents, `ends` where they end; both are None if only equal texts are found.
+    """
 
     signatures: Path
     sets: Path | None
@@ -37,7 +41,7 @@ class SignedUnit:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Documents to remove, ascending, the kept document to which each is similar, and how similar they are: 1 for the same text."""
+    """Documents to remove, ascending; for each, the kept document to which it is similar, and the similarity (1 for the same text)."""
 
     documents: np.ndarray
     kept: np.ndarray
@@ -46,7 +50,7 @@ class Duplicates:
 
 
 def find_duplicates(units: Sequence[SignedUnit], similarity: float | None) -> Duplicates:
-    """The duplicates among the documents of all units, numbered through in order; `similarity` is None for exact ones alone."""
+    """Find duplicates among the documents of all units, which are numbered in order. If `similarity` is None, only equal texts count."""
     starts = np.concatenate([[0], np.cumsum([unit.documents for unit in units], dtype=np.int64)]).astype(np.int64)
     assert starts[-1] < MOST_DOCUMENTS, "a pair of numbers has 64 bits"
     near = similarity is not None
@@ -59,9 +63,9 @@ def find_duplicates(units: Sequence[SignedUnit], similarity: float | None) -> Du
 
 
 def _pairs(units: Sequence[SignedUnit], starts: np.ndarray, near: bool, band: int) -> np.ndarray:
-    """The pairs of documents that share a key of a band, later · 2^32 + earlier, ascending.
+    """The pairs of documents that share a key of a band, each as later document · 2^32 + earlier document, ascending.
 
-    Of the documents with one key, each is paired with the first and with the one before it.
+    Of documents with the same key, each is paired with the first one and with the one before it.
     """
     found = [np.zeros(0, np.uint64)]
     for first, stop in _key_ranges(int(starts[-1])):
@@ -81,7 +85,7 @@ def _pairs(units: Sequence[SignedUnit], starts: np.ndarray, near: bool, band: in
 
 
 def _key_ranges(documents: int) -> Iterator[tuple[int, int]]:
-    """Ranges of the leading byte of keys, so that each has at most some `KEYS_AT_ONCE` keys of a band."""
+    """Ranges of the leading byte of keys, such that about `KEYS_AT_ONCE` keys of a band fall into each range."""
     ranges = min(-(-documents // KEYS_AT_ONCE), LEADING) or 1
     bounds = [LEADING * number // ranges for number in range(ranges + 1)]
     yield from pairwise(bounds)
@@ -101,7 +105,7 @@ def _pairs_of(keys: np.ndarray, documents: np.ndarray, second: np.ndarray) -> np
 
 
 def _removed(exact: np.ndarray, alike: np.ndarray, sets: _Sets | None, similarity: float | None) -> Duplicates:
-    """Go through the pairs in the order of their later document."""
+    """Decide which documents to remove, by going through the pairs in the order of their later document."""
     pairs = np.concatenate([exact, alike])
     is_exact = np.arange(len(pairs)) < len(exact)
     order = np.lexsort((pairs & np.uint64(MOST_DOCUMENTS - 1), ~is_exact, pairs >> np.uint64(32)))
@@ -111,7 +115,7 @@ def _removed(exact: np.ndarray, alike: np.ndarray, sets: _Sets | None, similarit
         earlier = pair & (MOST_DOCUMENTS - 1)
         if later in keeper:
             continue
-        if same:  # also if the earlier one went: then both are similar to the one that stays
+        if same:  # if the earlier one was removed, too, both are similar to the document that stays
             keeper[later] = keeper.get(earlier, (earlier, 1.0, True))
         elif earlier not in keeper and sets is not None and similarity is not None:
             found = sets.similarity(earlier, later)
@@ -127,7 +131,7 @@ def _removed(exact: np.ndarray, alike: np.ndarray, sets: _Sets | None, similarit
 
 
 class _Sets:
-    """The sets of shingles of all documents, on the disk."""
+    """The sets of shingles of all documents, on disk."""
 
     def __init__(self, units: Sequence[SignedUnit], starts: np.ndarray) -> None:
         self._units = units

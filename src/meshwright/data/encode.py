@@ -1,6 +1,6 @@
 """Encodes documents to token ids with several threads, in order.
 
-`gigatoken` and `tokenizers` release Python's lock while they work, so threads use every core; each thread encodes one batch.
+`gigatoken` and `tokenizers` release Python's lock while they work, so threads can use all cores. Each thread encodes one batch at a time.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from meshwright.data.fast_encoder import FastEncoder
 from meshwright.data.tokenizer import LoadedTokenizer
 
 BATCH_CHARACTERS = 1 << 18
-"""Text that a thread encodes in one call of `tokenizers`, whose memory is some hundred bytes for each character."""
+"""Characters that a thread encodes in one call of `tokenizers`, which needs some hundred bytes of memory for each character."""
 FAST_BATCH_CHARACTERS = 1 << 20
-"""The same of `gigatoken`, of which a call costs as much as some 50 kB of text."""
+"""Characters that a thread encodes in one call of `gigatoken`. The overhead of a call is as large as encoding some 50 kB of text."""
 LONGEST_PIECE = 1 << 18
 CONTEXT = 1000
 CUT_ATTEMPTS = 100
 MARKS = ("\n", ".", "|")
-"""Characters of which one stands before a piece where no context does."""
+"""One of these characters is put before a part of a text if the text before that part is not known to the encoder."""
 LINE_END = re.compile(r"(?<!\n)(?=\n)")
 WORD_END = re.compile(r"(?<=\w)(?=\W)|(?= )")
 
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """A document with its token ids, those that begin each text first, the end-of-document token last; `text_bytes` is its length in utf-8.
+    """A document with its token ids: first the ids that begin each text, last the end-of-document token.
 
-    `weights` are those of the tokens in the loss: bool if all are 0 or 1, else float32; None: all 1.
+    `text_bytes` is the length of its text in UTF-8.
+
+    `weights` are the weights of the tokens in the loss: bool if all are 0 or 1, else float32; None if all are 1.
     """
 
     document: CorpusDocument
@@ -50,7 +52,7 @@ class EncodedDocument:
 
 @dataclass(frozen=True)
 class EncodePiece:
-    """A part of a document that is encoded in one call; `context` is the text before it that affects its first tokens."""
+    """A part of a document that is encoded in one call. `context` is the text before it that can affect its first tokens."""
 
     document: CorpusDocument
     text: str
@@ -59,7 +61,7 @@ class EncodePiece:
 
 
 Item = TypeVar("Item", EncodePiece, CorpusDocument)
-"""Type of an item with a `text` to encode."""
+"""Type of items that have a `text` to encode."""
 Result = TypeVar("Result")
 
 
@@ -70,10 +72,10 @@ def encode_documents(
     workers: int,
     fast: FastEncoder | None = None,
 ) -> Generator[EncodedDocument, None, None]:
-    """Encode `documents` with `workers` threads, by `fast` if given; results have the order of the documents.
+    """Encode `documents` with `workers` threads, with the encoder `fast` if it is given. Results are in the order of the documents.
 
-    Raises EncodersDiffer where `fast` does not give the ids of the tokenizer. At most two batches per worker are in
-    memory. Besides its text a long document needs only the memory of its tokens.
+    Raises EncodersDiffer if `fast` gives other ids than the tokenizer. At most two batches for each worker are in memory. For a long
+    document, only its text and its tokens are in memory in addition.
     """
     begin = [np.array(tokenizer.text.begin_ids, dtype=dtype)] if tokenizer.text.begin else []
     ids = list(begin)
@@ -88,7 +90,7 @@ def encode_documents(
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The smallest dtype for a vocabulary that Megatron's readers support."""
+    """The smallest type for token ids of a vocabulary that Megatron's readers support."""
     return "uint16" if vocab_size < 65536 else "int32"
 
 
@@ -98,7 +100,7 @@ def encode_in_order(
     workers: int,
     characters: int = BATCH_CHARACTERS,
 ) -> Generator[Result, None, None]:
-    """The results of `encode` for batches of `items` of so many characters, computed by `workers` threads, in the order of the items."""
+    """Encode batches of `items` with about `characters` characters each, in `workers` threads. Results are in the order of the items."""
     pending: deque[Future[list[Result]]] = deque()
     with one_thread_for_each_call(), ThreadPoolExecutor(workers, "encode") as pool:
         for batch in _batches(items, characters):
@@ -110,7 +112,7 @@ def encode_in_order(
 
 
 def _batches(items: Iterable[Item], characters: int) -> Iterator[list[Item]]:
-    """Consecutive items with at least so many characters of text together; the last batch may have less."""
+    """Consecutive items with at least `characters` characters in total. The last batch may have less."""
     batch: list[Item] = []
     size = 0
     for item in items:
@@ -143,9 +145,9 @@ def _encode_batch(
 def _pieces_of(
     documents: Iterable[CorpusDocument], tokenizer: LoadedTokenizer, fast: FastEncoder | None = None
 ) -> Iterator[EncodePiece]:
-    """Each document in pieces of bounded length, whose concatenated tokens are those of the whole document.
+    """Cut each document into parts of limited length. The tokens of the parts, one after another, are the tokens of the whole document.
 
-    The encoder needs some hundred bytes of memory per character, and one thread per piece.
+    The encoder needs some hundred bytes of memory for each character, and uses one thread for each part.
     """
     for document in documents:
         text = document.text
@@ -160,11 +162,11 @@ def _pieces_of(
 
 
 def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer, fast: FastEncoder | None) -> tuple[int, str]:
-    """(position at or after `near` to cut at, context for the next piece).
+    """Where to cut a text: (position at or after `near`, context for the part that follows).
 
-    The cut is before a line end or after a word, where the tokenizer shows that no token crosses it. It is before a
-    line end because the rules of GPT-2 and similar tokenizers join it to the indentation that follows. A text without
-    such a cut is cut at `near`, behind a character that keeps tokenizers from putting a space before the next piece.
+    The cut is before a line end or after a word, if the tokenizer confirms that no token crosses it. It is before the line end because
+    tokenizers such as GPT-2's join a line end with the indentation after it. If there is no such position, the text is cut at `near`, and
+    the context is a character after which tokenizers do not add a space.
     """
     end = near + LONGEST_PIECE // 4
     for pattern in (LINE_END, WORD_END):
@@ -179,7 +181,7 @@ def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer, fast: FastEncode
 
 
 def _keeps_apart(before: str, after: str, tokenizer: LoadedTokenizer, fast: FastEncoder | None) -> bool:
-    """Whether the tokens of `before` are the first ones of the text that both make together."""
+    """Whether no token crosses the border: the tokens of `before` + `after` begin with the tokens of `before`."""
     if fast is not None:
         both, first = fast.ids([before + after, before])
         return np.array_equal(both[: len(first)], first)
@@ -189,7 +191,7 @@ def _keeps_apart(before: str, after: str, tokenizer: LoadedTokenizer, fast: Fast
 
 @contextmanager
 def one_thread_for_each_call() -> Iterator[None]:
-    """Disable the threads of `tokenizers` for a block, by an environment variable that is restored afterwards."""
+    """Within a `with` block, disable the threads of `tokenizers`, by an environment variable that is restored afterwards."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

@@ -16,7 +16,7 @@ from meshwright.spec.errors import BadInput
 
 
 def chat_tokenizer(content: bytes) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json` for texts whose special tokens are tokens, as a template writes them."""
+    """The tokenizer of a `tokenizer.json` for texts that a template has written: special tokens in them become tokens."""
     tokenizer = Tokenizer.from_str(content.decode("utf-8"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -26,12 +26,10 @@ def chat_tokenizer(content: bytes) -> Tokenizer:
 def encode_chats(
     documents: Iterable[CorpusDocument], tokenizer: Tokenizer, named: Iterable[str], dtype: str, workers: int
 ) -> Generator[EncodedDocument, None, None]:
-    """Encode `documents`, which have spans, with `workers` threads; results have the order of the documents.
+    """Encode chats (documents with spans) with `workers` threads. Results are in the order of the documents.
 
-    Special tokens that a message spells are encoded as text; `named` are those of `SpelledTokens`.
-
-    No end-of-text token is added: the template writes the end tokens. Raises BadInput for a span that is not made of
-    whole tokens.
+    Special tokens that a message spells are encoded as text; `named` is passed to `SpelledTokens`. No end-of-text token is added, because
+    the template writes the end tokens. Raises BadInput if a span does not consist of whole tokens.
     """
     spelled = SpelledTokens(tokenizer, named)
     encode = partial(_encode_batch, tokenizer=tokenizer, spelled=spelled, dtype=dtype)
@@ -70,13 +68,13 @@ def _tokens_and_ends(
     decode: Callable[[list[int]], str],
     where: str,
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a text, and how many of them lie before each bound, which are ascending characters.
+    """The tokens of a text, and the number of tokens before each of `bounds`, which are positions in the text, ascending.
 
-    `encoded` has the tokens of ranges of the text, `decode` the text of tokens.
+    `encoded` returns the tokens of ranges of the text. `decode` returns the text of tokens.
 
-    The tokens are those of the whole text if those before each bound are also the tokens of the text before it, as a server
-    encodes the prompt of an answer. Otherwise each part between bounds is encoded by itself. Raises BadInput if the parts
-    are then another text.
+    The text is encoded as a whole if every prefix up to a bound has the same tokens as when it is encoded alone. This is how a server
+    encodes the prompt of an answer. Otherwise each part between two bounds is encoded separately. Raises BadInput if the separate parts do
+    not decode to the text.
     """
     whole, *by_part = encoded([(0, bounds[-1]), *pairwise(bounds)])
     joined = [id for part in by_part for id in part]

@@ -1,7 +1,7 @@
-"""Encodes texts with `gigatoken`, where its ids are those of `tokenizers`, in a small part of the time.
+"""Encodes texts with `gigatoken`, which takes a small fraction of the time of `tokenizers`, if both give the same ids.
 
-`tokenizers` stays the truth. It is asked about a sample of the corpus before the work and about an excerpt of every batch during it, and it
-encodes each text with a character that the two libraries treat differently (`unicode_14.py`).
+`tokenizers` remains the reference. It encodes a sample of the corpus before the work begins, and an excerpt of every batch during the work,
+and the ids are compared. It also encodes every text with a character that the two libraries treat differently (`unicode_14.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from meshwright.data.unicode_14 import treated_alike
 from meshwright.spec.errors import shorten
 
 WORD_MEMORY = 128 << 20
-"""Bytes for each worker by which memory may grow before an encoder is loaded anew: `gigatoken` keeps every word that it has seen. English
-documents of which one word in fifty is random reach it after some 270 MB."""
+"""An encoder is loaded anew when memory has grown by this many bytes for each worker: `gigatoken` keeps every word that it has seen.
+
+English documents in which one word in fifty is random reach this after some 270 MB.
+"""
 LEAST_TEXT = 16 << 20
-"""An encoder is not loaded anew before it has encoded so many characters, because loading takes as long as some 50 MB of text."""
+"""Characters that an encoder must have encoded before it is loaded anew, because loading takes as long as encoding some 50 MB of text."""
 EXCERPTS = 4
 EXCERPT = 128
-"""Texts of each batch, and characters of each, that `tokenizers` encodes too: 0.05% of the text, some 1% of the time."""
+"""Excerpts of a batch that `tokenizers` encodes too, and characters in each: 0.05% of the text, which takes some 1% of the time."""
 HARD_TEXTS = (
     "I'd've said it's THEIRS, wouldn't you?  We'LL see.",
     "  leading and trailing  ",
@@ -44,21 +46,21 @@ HARD_TEXTS = (
     "x" * 300 + " " * 40 + "=" * 77 + "\n" * 12,
     "\x00\x07\x1b[0m \ufffd \U0010fffd",
 )
-"""Texts in which tokenizers differ; every encoder is asked about them."""
+"""Texts for which tokenizers differ. Every encoder is checked with them."""
 
 
 class EncodersDiffer(Exception):
-    """`gigatoken` does not give the ids of `tokenizers`; the message says where, or why it has none."""
+    """`gigatoken` gives other ids than `tokenizers`, or cannot be used. The message says where, or why."""
 
 
 class FastEncoder:
-    """Encodes texts as the `tokenizers` object `oracle`, for which special tokens are text, with encoders of `gigatoken`.
+    """Encodes texts with `gigatoken` like the `tokenizers` object `oracle`, for which special tokens must be ordinary text.
 
-    Any number of threads may call it, `workers` at a time; each call uses an encoder of its own.
+    Any number of threads may call it, but only `workers` calls run at the same time. Each call uses an encoder that no other call uses.
     """
 
     def __init__(self, content: bytes, oracle: Tokenizer, workers: int) -> None:
-        """`content` is the `tokenizer.json` of `oracle`. Raises EncodersDiffer if `gigatoken` does not read it."""
+        """`content` is the `tokenizer.json` of `oracle`. Raises EncodersDiffer if `gigatoken` cannot read it."""
         described = json.loads(content)
         special = [token for token in described.get("added_tokens") or () if token["special"]]
         described["added_tokens"] = [token for token in described.get("added_tokens") or () if not token["special"]]
@@ -67,23 +69,25 @@ class FastEncoder:
         self._content = json.dumps(described)
         self._oracle = oracle
         self._idle: list[_Encoder] = []
-        """Encoders that no call uses."""
+        """Encoders that no call is using."""
         self._workers = workers
         self._turn = threading.Semaphore(workers)
-        """There are at most as many encoders as workers, because each takes some 0.1 GB and half a second to load."""
+        """Limits the number of encoders to that of workers, because each encoder takes some 0.1 GB and half a second to load."""
         self._idle.append(self._load())
         self.check([*HARD_TEXTS, *(f"a {token['content']}b" for token in special)])
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, uint32. Raises EncodersDiffer if an excerpt has other ids in `tokenizers`."""
+        """The ids of each text, uint32. Raises EncodersDiffer if `tokenizers` gives other ids for an excerpt."""
         step = max(len(texts) // EXCERPTS, 1)
         excerpts = [_middle(text) for text in texts[::step][:EXCERPTS]]
-        rows = self.ids([*texts, *excerpts])  # one call: each costs as much as some 50 kB of text
+        rows = self.ids(
+            [*texts, *excerpts]
+        )  # in one call, because the overhead of a call is as large as encoding some 50 kB
         self._compare(excerpts, rows[len(texts) :])
         return rows[: len(texts)]
 
     def check(self, texts: Iterable[str]) -> None:
-        """Raises EncodersDiffer if a text has other ids in `tokenizers`."""
+        """Raise EncodersDiffer if `tokenizers` gives other ids for any of these texts."""
         asked = list(texts)
         self._compare(asked, self.ids(asked))
 
@@ -93,7 +97,7 @@ class FastEncoder:
                 raise EncodersDiffer(f"the ids of gigatoken are not those of tokenizers at {shorten(repr(text))}")
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text as `encode` has them, with no excerpt compared."""
+        """The ids of each text, uint32, without comparing excerpts."""
         known = [is_known(text) for text in texts]
         with self._turn:
             encoder = self._idle.pop() if self._idle else self._load()
@@ -126,7 +130,10 @@ class FastEncoder:
 
 @dataclass
 class _Encoder:
-    """An encoder of `gigatoken`, dropped once the process uses `most_resident` bytes. `encoded` are the characters that it has encoded."""
+    """An encoder of `gigatoken`, to be dropped when the process uses `most_resident` bytes.
+
+    `encoded` counts the characters it has encoded.
+    """
 
     backend: Any
     most_resident: int
@@ -134,7 +141,7 @@ class _Encoder:
 
 
 def is_known(text: str) -> bool:
-    """Whether `gigatoken` treats every character of a text as `tokenizers` does."""
+    """Whether `gigatoken` and `tokenizers` treat every character of a text in the same way."""
     if text.isascii():
         return True
     return bool(treated_alike()[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)].all())
@@ -146,7 +153,7 @@ def _middle(text: str) -> str:
 
 
 def _rows(encoded: Any) -> list[np.ndarray]:
-    """The ids of each text in what `encode_batch` returns: a list of arrays where `awkward` is not installed."""
+    """The ids of each text in the result of `encode_batch`, which is a list of arrays if `awkward` is not installed."""
     if isinstance(encoded, list):
         return encoded
     offsets = encoded.layout.offsets.data
@@ -156,7 +163,7 @@ def _rows(encoded: Any) -> list[np.ndarray]:
 
 @contextmanager
 def _as_difference() -> Iterator[None]:
-    """Raise what `gigatoken` raises, panics too, as EncodersDiffer."""
+    """Within a `with` block, raise anything that `gigatoken` raises, including Rust panics, as EncodersDiffer."""
     try:
         yield
     except BaseException as error:
@@ -167,13 +174,13 @@ def _as_difference() -> Iterator[None]:
 
 
 def return_memory() -> None:
-    """Give freed memory back to the system, which the C library otherwise keeps; without effect where it is not glibc."""
+    """Return freed memory to the system. The C library would keep it otherwise. Has an effect only with glibc."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident() -> int:
-    """Bytes of memory that this process uses now; where the system does not say, the most that it has used."""
+    """Bytes of memory that this process uses now. If the system does not say, the most that it has used."""
     status = Path("/proc/self/statm")
     if status.exists():
         return int(status.read_text().split()[1]) * resource.getpagesize()

@@ -1,9 +1,18 @@
-"""Megatron's `.bin`/`.idx` pair: tokens one after another, and where each sequence and document starts.
+"""Megatron's file pair `.bin` and `.idx`. `.bin` has all tokens, one after another; `.idx` says where sequences and documents begin.
 
-Layout of `.idx`, little-endian: 9 bytes magic, uint64 version (1), uint8 dtype code, uint64 sequences n, uint64
-document entries d; then n int32 lengths, n int64 byte pointers into `.bin`, d int64 sequence numbers at which documents
-start (the first 0, the last n). Multimodal files append n int8 modes, which are not read here. Source:
-NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py (the format, not the code).
+The layout of `.idx`, little-endian, for n sequences and d document entries:
+
+    9 bytes      magic
+    uint64       version (1)
+    uint8        code of the token type
+    uint64       n
+    uint64       d
+    n × int32    length of each sequence
+    n × int64    position of each sequence in `.bin`, in bytes
+    d × int64    number of the sequence at which each document begins; the first entry is 0, the last is n
+
+Multimodal files have n more bytes (int8 modes), which are not read here. Source: NVIDIA/Megatron-LM,
+megatron/core/datasets/indexed_dataset.py (the format, not the code).
 """
 
 from __future__ import annotations
@@ -31,7 +40,7 @@ SPANS_AT_ONCE = 16
 
 
 class DocumentSpan(NamedTuple):
-    """A part of a document: the document's number, and its token range [start, stop) in the file."""
+    """The number of a document in its file, and a range [start, stop) of the file's tokens that belong to the document."""
 
     document: int
     start: int
@@ -39,11 +48,10 @@ class DocumentSpan(NamedTuple):
 
 
 class IndexedFile:
-    """An open `.bin`/`.idx` pair; opening reads a few pages for files of any size.
+    """An open `.bin`/`.idx` pair. Opening reads only a few pages, whatever the size of the files.
 
-    `stem` is the path without suffix. Raises BadInput if a file is missing, Damaged if header or sizes disagree;
-    `check_layout` detects gaps between sequences, which needs a pass over the index. A read raises Damaged if a file
-    was truncated.
+    `stem` is the path without suffix. Raises BadInput if a file is missing, and Damaged if header and sizes do not match. Gaps between
+    sequences are only detected by `check_layout`, which reads the whole index. A read raises Damaged if a file was truncated.
     """
 
     def __init__(self, stem: Path) -> None:
@@ -62,7 +70,7 @@ class IndexedFile:
         self._tokens = Entries(self._bin, self.dtype, 0, self.tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the file, in its own dtype, read-only."""
+        """Tokens [start, stop) of the file, in the file's own type, read-only."""
         return self._tokens.read(start, stop)
 
     def check_sizes(self) -> None:
@@ -71,12 +79,12 @@ class IndexedFile:
         self._idx.check_size()
 
     def digests(self) -> Iterator[tuple[str, Path, str]]:
-        """Read both files completely: (key in the manifest, path, xxh3_128) of each."""
+        """Read both files completely. Yields (key in the manifest, path, xxh3_128) for each."""
         yield "idx", self.idx_path, self._idx.digest()
         yield "bin", self.bin_path, self._bin.digest()
 
     def document_spans(self, start: int, stop: int) -> list[DocumentSpan]:
-        """The documents with tokens in [start, stop), in order; empty documents are skipped. Raises Damaged unless they fill it."""
+        """The documents with tokens in [start, stop), in order. Empty documents are skipped. Raises Damaged if they leave a gap."""
         spans: list[DocumentSpan] = []
         document = self._document_at(start)
         end = start
@@ -94,15 +102,15 @@ class IndexedFile:
         return spans
 
     def document_bounds(self) -> np.ndarray:
-        """Starts of all documents in tokens, and the end of the last one: `(documents + 1,)` int64, from the whole index."""
+        """The start of each document in tokens, and the end of the last one, `(documents + 1,)` int64. Reads the whole index."""
         return self._bounds(0, self.documents)
 
     def token_offset(self, token: int) -> int:
-        """Offset in `.bin` of a token, in bytes."""
+        """The position of a token in `.bin`, in bytes."""
         return token * self.dtype.itemsize
 
     def check_layout(self) -> None:
-        """Read the whole index; raise Damaged unless sequences have no gaps and documents ascend."""
+        """Read the whole index. Raises Damaged if there are gaps between sequences, or if documents are not in ascending order."""
         pointers = self._pointers.read(0, self.sequences)
         ends = np.cumsum(self._lengths.read(0, self.sequences), dtype=np.int64) * self.dtype.itemsize
         expected = np.concatenate([[0], ends])[: self.sequences]
@@ -116,12 +124,12 @@ class IndexedFile:
             raise Damaged(f"{self.idx_path}: document starts do not ascend")
 
     def _spans(self, first: int, last: int) -> list[DocumentSpan]:
-        """The spans of documents [first, last)."""
+        """The spans of the documents [first, last)."""
         ends = self._bounds(first, last).tolist()
         return [DocumentSpan(first + number, *ends[number : number + 2]) for number in range(last - first)]
 
     def _bounds(self, first: int, last: int) -> np.ndarray:
-        """Starts of the documents [first, last) in tokens, and the end of the last one, int64. Raises Damaged unless they ascend."""
+        """Starts of the documents [first, last) in tokens, and the end of the last one, int64. Raises Damaged if they do not ascend."""
         sequences = self._document_starts.read(first, last + 1)
         if sequences[0] < 0 or sequences[-1] > self.sequences or np.any(np.diff(sequences) < 0):
             raise Damaged(f"{self.idx_path}: document starts {first} to {last} do not ascend; put the file back")
@@ -172,7 +180,7 @@ class IndexedFile:
         return lengths, pointers, documents
 
     def _check_end(self) -> int:
-        """Number of tokens; raises Damaged unless the last sequence ends at the end of `.bin`."""
+        """The number of tokens. Raises Damaged if the last sequence does not end at the end of `.bin`."""
         expected = 0
         if self.sequences:
             expected = self._pointers[-1] + self._lengths[-1] * self.dtype.itemsize
@@ -183,9 +191,9 @@ class IndexedFile:
 
 
 class IndexedWriter:
-    """Writes a `.bin`/`.idx` pair, one sequence per document; `finish` gives the files their names.
+    """Writes a `.bin`/`.idx` pair with one sequence for each document. The files get their final names in `finish`.
 
-    `digests` has the xxh3_128 of "bin" and "idx" after `finish`.
+    After `finish`, `digests` has the xxh3_128 of both files under "bin" and "idx".
     """
 
     def __init__(self, stem: Path, dtype: str) -> None:
@@ -198,7 +206,7 @@ class IndexedWriter:
         self._bin: BinaryIO = _partial(bin_path(stem)).open("wb")
 
     def add_document(self, tokens: np.ndarray) -> None:
-        """Append a document. Raises BadInput if its length exceeds the format."""
+        """Append a document. Raises BadInput if it is too long for the format."""
         if len(tokens) > LONGEST_DOCUMENT:
             raise BadInput(f"{self.stem}: a document of {len(tokens)} tokens; .idx can hold at most {LONGEST_DOCUMENT}")
         content = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
@@ -208,7 +216,7 @@ class IndexedWriter:
         self.tokens += len(tokens)
 
     def finish(self) -> None:
-        """Make both files durable and publish them, `.idx` last: a pair with an `.idx` is complete."""
+        """Make both files durable and give them their names, `.idx` last. So if an `.idx` exists, the pair is complete."""
         _sync_and_close(self._bin)
         index = self._index()
         with _partial(idx_path(self.stem)).open("wb") as file:
@@ -219,7 +227,7 @@ class IndexedWriter:
             publish(_partial(path), path)
 
     def abandon(self) -> None:
-        """Close without publishing; the next attempt overwrites the partial file."""
+        """Close without giving the files their names. A later attempt overwrites the partial files."""
         self._bin.close()
 
     def _index(self) -> bytes:

@@ -1,7 +1,7 @@
-"""The files that the inputs of a preparation name, and everything beside them that is not read, each with the reason.
+"""The files that the inputs of a preparation name, and everything that is not read, each with a reason.
 
-A directory names every file below it whose name does not begin with a dot. Links to files and directories are followed; a file or
-directory that several names lead to is read once.
+A directory stands for every file below it whose name does not begin with a dot. Links to files and directories are followed. If several
+names lead to the same file or directory, it is read once.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Reason = Literal[
     "cannot be read",
 ]
 HARMLESS: tuple[Reason, ...] = ("hidden", "empty", "the same as another")
-"""Reasons that leave out no text that the inputs name."""
+"""Reasons that do not mean a loss of text that the inputs name."""
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """A part of a file: bytes [start, stop) of lines, or row groups of parquet, with `before` lines or rows before it in the file.
+    """A part of a file: bytes [start, stop) of a file of lines, or row groups [start, stop) of a parquet file.
 
-    `size` is its share of the file in bytes.
+    `before` is the number of lines or rows before this part. `size` is the part's share of the file in bytes.
     """
 
     start: int
@@ -55,11 +55,13 @@ class FileRange:
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read. `name` is shown to people; `key` is its path in its input and does not change if the input moves.
+    """A file to read.
 
-    `from_search` means that it comes from the search of a directory, so that a binary or empty file is skipped.
-    `before` is the size of all files before this one in bytes; `modified_ns` and `changed_ns` are the times of its contents and
-    of its inode. With `range` only a part of the file is read.
+    - `name` is shown to people. `key` is the path of the file within its input; it does not change if the input is moved.
+    - `from_search`: the file was found in a directory, so it is skipped if it is binary or empty. Otherwise such a file is an error.
+    - `before`: size of all files before this one, in bytes.
+    - `modified_ns` and `changed_ns`: modification time and inode change time.
+    - `range`: if set, only this part of the file is read.
     """
 
     path: Path
@@ -80,7 +82,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class NotRead:
-    """A file or directory, or the last part of a file, that is not read: `bytes` of it, 0 where unknown."""
+    """A file or directory, or the end of a file, that is not read. `bytes` is its size, 0 if unknown."""
 
     where: str
     reason: Reason
@@ -92,17 +94,17 @@ class NotRead:
 
 
 class Inputs(NamedTuple):
-    """The files to read, and what the inputs name beside them."""
+    """The files to read, and what the inputs name but is not read."""
 
     files: list[InputFile]
     not_read: list[NotRead]
 
 
 def list_inputs(inputs: Sequence[str], exclude: Path | None = None) -> Inputs:
-    """Every file of `inputs` (files, directories, or the word `stdlib`), in an order that depends on names only.
+    """All files of `inputs`, which are files, directories, or the word `stdlib`. Their order depends only on names.
 
-    The files below `exclude` (the output) are left out. Raises BadInput if an input is missing, empty, given twice, or a file
-    that is not read.
+    Files below `exclude` (the output) are left out. Raises BadInput if an input is missing, empty, given twice, or is a file that cannot be
+    read as text.
     """
     files: list[InputFile] = []
     not_read: list[NotRead] = []
@@ -132,7 +134,7 @@ def list_inputs(inputs: Sequence[str], exclude: Path | None = None) -> Inputs:
 
 
 Identity = tuple[int, int, int, int]
-"""Device, inode, size and time of a file: equal for two names of one file."""
+"""Device, inode, size and modification time of a file. They are equal for two names of the same file."""
 Named = list[tuple[InputFile, Identity]]
 
 
@@ -162,7 +164,7 @@ def _input_file(
 
 
 class _Search:
-    """The search of a directory; `not_read` has what it does not read once `files` is done."""
+    """The search of a directory. After `files` has been read to its end, `not_read` has what was not read."""
 
     def __init__(self, root: Path, exclude: Path | None, skipped: Iterable[str] = CACHES) -> None:
         self.not_read: list[NotRead] = []
@@ -170,10 +172,10 @@ class _Search:
         self._skipped = set(skipped)
         self._excluded = None if exclude is None else os.path.realpath(exclude)
         self._trees = [os.path.realpath(root)]
-        """Real paths of the directories that are read with everything below them."""
+        """Real paths of directories that are read with everything below them."""
 
     def files(self) -> Named:
-        """Every file, those of a directory before those of its subdirectories, each in order of name."""
+        """All files. Files of a directory come before those of its subdirectories, each in the order of names."""
         return list(self._below(self._root, ""))
 
     def _below(self, folder: str, key: str) -> Iterator[tuple[InputFile, Identity]]:
@@ -200,11 +202,11 @@ class _Search:
     def _is_folder(self, entry: os.DirEntry[str]) -> bool:
         try:
             return entry.is_dir()
-        except OSError:  # links in a circle; `_status` reports them
+        except OSError:  # links that form a circle; `_status` reports them
             return False
 
     def _status(self, entry: os.DirEntry[str]) -> os.stat_result | None:
-        """The status of a regular file, links followed."""
+        """The status of a regular file, after following links."""
         try:
             status = entry.stat()
         except OSError as error:
@@ -220,7 +222,7 @@ class _Search:
         return status
 
     def _follows(self, entry: os.DirEntry[str]) -> bool:
-        """Whether a linked directory is read here: not if it is read by its own name or by an earlier link."""
+        """Whether to follow a link to a directory. It is not followed if the directory is read under its own name or by an earlier link."""
         target = os.path.realpath(entry.path)
         if any(self._reads(tree, target) for tree in self._trees):
             self.not_read.append(NotRead(entry.path, "the same as another", target))
@@ -253,7 +255,7 @@ def _stdlib_files() -> Named:
 
 
 def _check_packages(files: list[InputFile]) -> None:
-    """Raise BadInput before any work if a file needs a package that is not installed."""
+    """Raise BadInput, before any work, if a file needs a package that is not installed."""
     needed: dict[str, InputFile] = {}
     for file in files:
         for package in file.format.packages:
@@ -267,7 +269,7 @@ def _check_packages(files: list[InputFile]) -> None:
 
 
 def check_text_key(text_key: str | None, files: list[InputFile]) -> None:
-    """Raise BadInput if a key is given and no file has records."""
+    """Raise BadInput if a text key is given but no file has records."""
     if text_key is not None and all(file.format.layout == "text" for file in files):
         raise BadInput(f"--text-key {text_key}: no input has records ({RECORDS}); leave it out")
 

@@ -1,7 +1,7 @@
 """Micro-batches of one rank as torch tensors, prefetched by a thread.
 
-What a step holds follows from its first sample alone. So the state is one integer, the first sample of the next step, and is valid for any
-number of ranks.
+The content of a step depends only on its first sample. The state of a loader is therefore one integer, the first sample of the next step,
+and is valid for any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ __all__ = ["DataSource", "Loader", "MicroBatch", "SampleBatch", "has_validation"
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """int64 tensors of shape `(micro_batch, seq)`; `targets` is -1 for ignored positions, None if only logits are needed.
+    """A micro-batch on a rank. Tensors are int64 of shape `(micro_batch, seq)` unless stated otherwise.
 
-    `positions` and `documents` are None without `data.document_mask`: each sequence is then one document, counted from
-    0. `valid_tokens` is the number of targets other than -1, counted on the host to avoid synchronisation.
-    `document_sizes` are the number of documents and the tokens of the longest, None if they are not counted.
-    `attention_work` is the sum of the squared lengths of the documents, None if it is not counted. `slot` tells what the tokens belong to,
-    None if sequences have equal length. `real`, bool, is false for tokens that only fill a sequence, which routers of experts do not count;
-    None if no sequence of the run can have any. `weights`, float32, multiply the losses of the targets and may be negative; the sum is
-    divided by the number of targets other than -1, so a target of weight 0 is -1. None: all are 1. `columns` are further values that an
-    objective reads (`parallel.objective`), of which the first dimension is that of `tokens`.
+    - `targets`: -1 at positions that are not trained on. None if only logits are needed.
+    - `positions`, `documents`: None without `data.document_mask`. Then each sequence is one document with positions from 0.
+    - `valid_tokens`: number of targets other than -1, counted on the host so that the device need not be waited for.
+    - `document_sizes`: number of documents, and tokens of the longest; None if not counted.
+    - `attention_work`: sum of the squared lengths of documents; None if not counted.
+    - `slot`: what the tokens belong to, if samples differ in length; else None.
+    - `real`, bool: False for padding, which the routers of experts do not count. None if no sequence of the run can have padding.
+    - `weights`, float32: factors of the targets' losses, which may be negative. The sum of the losses is divided by the number of targets
+      other than -1; a target of weight 0 must be -1. None if all weights are 1.
+    - `columns`: further values for an objective (`parallel.objective`). Their first dimension is that of `tokens`.
     """
 
     tokens: torch.Tensor
@@ -56,7 +58,7 @@ class MicroBatch:
 
     @property
     def common(self) -> CommonNumber | None:
-        """Number of the micro-batch in an order of all ranks; None if each rank counts its own."""
+        """Number of the micro-batch in the order that all ranks have in common; None if each rank counts its own."""
         return None if self.slot is None else self.slot.common
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
@@ -70,41 +72,41 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """A rank's part of a step, and figures of the whole step."""
+    """A rank's part of a step, and some figures of the whole step."""
 
     micro_batches: list[MicroBatch]
     samples: SampleRange
-    """The samples of all ranks."""
+    """The samples of the step, over all ranks."""
     tokens: int
-    """Tokens of this rank without padding."""
+    """Tokens of this rank, without padding."""
     lengths: np.ndarray | None = None
-    """Inputs of each sample of all ranks; None if samples have equal length."""
+    """Number of inputs of each sample, over all ranks; None if all samples have the same length."""
     padding: float = 0.0
-    """Share of all ranks' tokens that is padding."""
+    """Share of all ranks' tokens that are padding."""
 
 
 def scheduled_micro_batches(micro_batches: Sequence[MicroBatch]) -> int:
-    """Micro-batches of the schedule of a rank's `micro_batches`, with those that other ranks have."""
+    """Number of micro-batches in the schedule of a rank, including numbers that only other ranks use."""
     common = micro_batches[0].common
     return len(micro_batches) if common is None else common.count
 
 
 class StepReader(Protocol):
-    """Reads the step that begins at a sample."""
+    """Reads the step that begins at a given sample."""
 
     def read(self, sample: int, skipped: Sequence[SampleRange]) -> LoadedStep: ...
 
 
 @dataclass(frozen=True)
 class _Copied:
-    """A prefetched step, and the event after its copies to the device, if there are any."""
+    """A prefetched step, and an event that marks the end of its copies to the device, if there are any."""
 
     step: LoadedStep
     copy_done: torch.cuda.Event | None
 
 
 class Samples(Protocol):
-    """The source of a loader: a `DataSource`, or a part of it."""
+    """The source of a loader, such as a `DataSource`."""
 
     document_mask: bool
 
@@ -114,10 +116,11 @@ class Samples(Protocol):
 
 
 class Windows:
-    """Reads steps of samples of equal length.
+    """Reads steps whose samples have equal length.
 
-    A step that begins at sample n has samples [n, n + B); data rank d takes the d-th contiguous part. B is `global_batch`, or at the begin
-    of the data the batch of a stage of `ramp`. Raises BadInput if one of these does not divide evenly.
+    A step that begins at sample n has the samples [n, n + B), and data rank d gets the d-th of equal consecutive parts. B is
+    `global_batch`, or at the beginning of the data the batch size of a stage of `ramp`. Raises BadInput if any of these cannot be divided
+    evenly.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class Windows:
         self._data_ranks = data_ranks
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> LoadedStep:
-        """This rank's micro-batches of the step; skipped samples are whole steps."""
+        """This rank's micro-batches of the step. Only whole steps can be skipped."""
         del skipped
         size = self._sizes.at(sample)
         end = sample + size
@@ -167,11 +170,11 @@ class Windows:
 
 
 class Loader:
-    """Endless iterator over steps; each item is this data rank's list of micro-batches for one step.
+    """An endless iterator over steps. Each item is the list of this data rank's micro-batches for one step.
 
-    A thread prefetches `prefetch` steps; with 0 there is none, and `next` reads. For a CUDA device they are also copied there on a
-    stream of their own, so that `next` returns device tensors: the current stream waits for the copy, the host does not. The samples of
-    `skipped` are left out. Close it, or use it in a `with` block. `next` raises the errors of the thread.
+    A thread prefetches `prefetch` steps; with 0 there is no thread, and `next` reads. For a CUDA device, the thread also copies steps to
+    the device, on a separate stream. `next` then returns device tensors: the current stream waits for the copy, but the host does not.
+    Samples in `skipped` are left out. Close the loader, or use it in a `with` block. Errors of the thread are raised by `next`.
     """
 
     def __init__(
@@ -187,11 +190,11 @@ class Loader:
         self._skipped = tuple(skipped)
         self.device = _with_index(torch.device(device or "cpu"))
         self.consumed = start_sample
-        """Index after the last sample of the latest step, over all ranks; the complete state of the data."""
+        """Index after the last sample of the latest step, over all ranks. This is the complete state of the data."""
         self.step: LoadedStep | None = None
         """The latest step."""
         self.wait_seconds = 0.0
-        """Seconds that the last `next` waited for the thread."""
+        """How long the last `next` waited for the thread, in seconds."""
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._ready: queue.Queue[_Copied | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
         self._stop = threading.Event()
@@ -217,7 +220,7 @@ class Loader:
         return self._on_current_stream(item)
 
     def close(self) -> None:
-        """End the thread; a second call does nothing."""
+        """End the thread. Further calls do nothing."""
         self._stop.set()
         while not self._ready.empty():
             self._ready.get_nowait()
@@ -235,19 +238,19 @@ class Loader:
     def _read_ahead(self, sample: int) -> None:
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # otherwise pinning memory would also open a context on device 0
+                torch.cuda.set_device(self.device)  # otherwise pinning memory would open a context on device 0, too
             item = self._read(sample)
             while self._offer(item):
                 item = self._read(item.step.samples[1])
-        except BaseException as error:  # the consumer raises it
+        except BaseException as error:  # `next` raises it
             self._offer(error)
 
     def _read(self, sample: int) -> _Copied:
-        """Read the step that begins at `sample`, or behind those that are skipped, and start its copies."""
+        """Read the step that begins at `sample`, or the next one that is not skipped, and start its copies to the device."""
         return self._copy_to_device(self._reader.read(skip_forward(sample, self._skipped), self._skipped))
 
     def _offer(self, item: _Copied | BaseException) -> bool:
-        """Wait for space in the queue; False if the loader was closed meanwhile."""
+        """Put an item into the queue as soon as there is space. Returns False if the loader was closed in the meantime."""
         while not self._stop.is_set():
             try:
                 self._ready.put(item, timeout=0.1)
@@ -270,7 +273,7 @@ class Loader:
         return _Copied(replace(step, micro_batches=copied), copy_done)
 
     def _on_current_stream(self, ahead: _Copied) -> list[MicroBatch]:
-        """The step for the current stream, which waits for the copies; their memory is kept until the stream has used it."""
+        """The micro-batches, for use on the current stream, which waits for the copies. Memory is not reused before this stream is done."""
         if ahead.copy_done is None:
             return ahead.step.micro_batches
         stream = torch.cuda.current_stream(self.device)

@@ -1,13 +1,14 @@
-"""The manifest of a prepared data directory: contents, look-up, and the check that its files are as written.
+"""The manifest of a directory with prepared data: its contents, how to find and open it, and the check of its files.
 
-    manifest.json   this record          tokenizer.json   the tokenizer the shards were made with
+    manifest.json                        the manifest
+    tokenizer.json                       the tokenizer that made the shards
     inputs.jsonl                         the files that were read (data/input_record.py)
     shard-00000.bin, .idx                tokens, in Megatron's format (data/indexed.py)
-    shard-00000.documents.jsonl          one line for each document: [source file, id], of an answer with a score [source file, id, score]
-    shard-00000.mask or .weights         of chats: the weight of each token in the loss (data/token_weights.py)
+    shard-00000.documents.jsonl          one line for each document: [source file, id], plus a score for answers that have one
+    shard-00000.mask or .weights         only for chats: the weight of each token in the loss (data/token_weights.py)
 
-A directory of foreign `.bin`/`.idx` pairs without manifest is read too: its tokenizer is unknown, its documents are
-numbered.
+A directory of `.bin`/`.idx` pairs without a manifest, written by another program, is called foreign. It can be read too, but its tokenizer
+is unknown, and its documents have only numbers.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class Shard:
-    """Files `.bin` and `.idx`.
+    """A pair of files `name`.bin and `name`.idx, with other files of the same name.
 
-    `bytes` and `digest` (xxh3_128) have the keys "bin", "idx", "documents" and, of chats, "mask" or "weights".
+    `bytes` and `digest` (xxh3_128) have an entry for each file: "bin", "idx", "documents", and for chats "mask" or "weights".
     """
 
     name: str
@@ -68,13 +69,16 @@ class Shard:
 
     @property
     def weights(self) -> Kind | None:
-        """The kind of the shard's file of weights; None if it is not of chats."""
+        """The kind of the shard's weight file; None if the shard is not of chats."""
         return next((kind for kind in KINDS if kind in self.digest), None)
 
 
 @dataclass(frozen=True)
 class PreferenceCounts:
-    """The answers of a directory of preferences: of pairs, a good and a bad one in turn, or with labels, in any order."""
+    """Good and bad answers in a directory of preferences.
+
+    With `kind` "pairs", good and bad answers alternate. With "labels", each answer has a label, in any order.
+    """
 
     kind: Literal["pairs", "labels"]
     good: Count
@@ -83,26 +87,30 @@ class PreferenceCounts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Record of one prepared directory. `request` is the command that made it, `skipped` the number of bad documents.
-
-    `inputs` is the digest of `inputs.jsonl`; `not_read` has the files and bytes that were not read, by reason. `text_format` is None only
-    while a manifest is parsed. `unended_answers` counts answers of chats without end token. `trained_tokens` counts the tokens of chats
-    that are trained on; None for text. With `preferences` each document is a prompt with one answer, whose tokens have the weight 1 if it
-    is good and -1 if not. `removed` has the documents and bytes of text that cleaning removed from the whole corpus, by reason.
-    """
+    """Record of one prepared directory."""
 
     tokenizer: TokenizerRecord
     dtype: str
+    """Type of the tokens on disk, one of TOKEN_DTYPES."""
     shards: tuple[Shard, ...]
     skipped: Count
+    """Bad documents that were skipped."""
     request: dict[str, Any]
+    """The command that made the directory."""
     inputs: str
+    """Digest of `inputs.jsonl`."""
     not_read: dict[str, dict[str, Count]]
+    """Files and bytes that were not read, by reason."""
     text_format: TextFormat | None = None
+    """How the texts were made into tokens. None only while a manifest is parsed."""
     unended_answers: Count = 0
+    """In chats, answers without an end token."""
     trained_tokens: Count | None = None
+    """In chats, tokens that are trained on; None for text."""
     preferences: PreferenceCounts | None = None
+    """If set, each document is a prompt with one answer. The answer's tokens have weight 1 if the answer is good, -1 if it is bad."""
     removed: dict[str, dict[str, Count]] = field(default_factory=dict)
+    """Documents and bytes of text that cleaning removed from the whole corpus, by reason."""
 
     @property
     def tokens(self) -> int:
@@ -122,7 +130,7 @@ class Manifest:
         return any(shard.weights is not None for shard in self.shards)
 
     def write(self, directory: Path) -> None:
-        """Write `manifest.json` whole or not at all."""
+        """Write `manifest.json` into `directory`. A crash leaves either the old file or the new one."""
         totals = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
         assert self.text_format is not None
         values = {"version": VERSION, **totals, **asdict(self), "text_format": self.text_format.to_plain()}
@@ -134,7 +142,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Raises Damaged when the file is not a manifest of this version."""
+        """Read `manifest.json` of `directory`. Raises Damaged if it is not a manifest of this version."""
         path = directory / MANIFEST
         try:
             return _parse(parse_json(path.read_bytes(), f"{path}: not a readable manifest", own=True), str(path))
@@ -146,7 +154,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class OpenShard:
-    """A shard that passed the check at opening. `record` is None when it is foreign, `weights` when it is not of chats."""
+    """A shard that passed the check at opening. `record` is None if the shard is foreign, `weights` if it is not of chats."""
 
     file: IndexedFile
     record: Shard | None
@@ -168,18 +176,18 @@ class PreparedDirectory:
 
     @property
     def tokenizer_digest(self) -> str | None:
-        """None when the directory is foreign, and its tokenizer unknown."""
+        """Digest of the tokenizer file; None if the directory is foreign."""
         return self.manifest.tokenizer.digest if self.manifest else None
 
     @property
     def text_format(self) -> TextFormat | None:
-        """None when the directory is foreign, and its tokenizer unknown."""
+        """How texts were made into tokens; None if the directory is foreign."""
         return None if self.manifest is None else self.manifest.text_format
 
     def format_difference(self, other: PreparedDirectory) -> str | None:
-        """The difference between the texts of two directories in words; None without one, and if one of them is foreign.
+        """A sentence about how the text formats of two directories differ. None if they are equal or if one directory is foreign.
 
-        In chats the template writes what begins and ends a text, so that only their tokenizers are compared.
+        For chats only the tokenizers are compared, because the chat template writes the tokens that begin and end a text.
         """
         ours = self.manifest
         theirs = other.manifest
@@ -193,7 +201,7 @@ class PreparedDirectory:
 
     @property
     def content_digest(self) -> str:
-        """Digest of all shards in order, as the manifest describes them; of foreign shards, of their sizes alone."""
+        """Digest of all opened shards in order, from the digests in the manifest; for foreign shards, from their sizes only."""
         shards = [
             [shard.record.digest[key] for key in ("bin", "idx", *KINDS) if key in shard.record.digest]
             if shard.record
@@ -204,9 +212,9 @@ class PreparedDirectory:
 
     @property
     def order_digest(self) -> str:
-        """Digest that the order of samples follows from: of all shards in the manifest, or of the .idx files without one.
+        """Digest from which the order of samples is derived: of all shards in the manifest, or of the .idx files if there is none.
 
-        It depends neither on the directory's path nor on where its text came from.
+        It depends neither on the path of the directory nor on the files from which its text was read.
         """
         if self.manifest is not None:
             shards = [[shard.digest["bin"], shard.digest["idx"]] for shard in self.manifest.shards]
@@ -216,10 +224,10 @@ class PreparedDirectory:
 
 
 def open_directory(path: Path, damaged: Literal["refuse", "skip"] = "refuse") -> PreparedDirectory:
-    """Open what `locate` finds at `path`, comparing every shard's sizes and header with the manifest.
+    """Open the prepared data at `path` (see `locate`). Sizes and header of every shard are compared with the manifest.
 
-    A shard that disagrees raises Damaged, or is left out with one warning line. Files alone decide, so every rank
-    decides alike.
+    If a shard does not match, Damaged is raised; with `damaged="skip"`, the shard is left out with a warning of one line. The decision
+    depends on the files only, so every rank decides the same.
     """
     directory, stems = locate(path)
     manifest = Manifest.read(directory) if not stems else None
@@ -243,10 +251,10 @@ def open_directory(path: Path, damaged: Literal["refuse", "skip"] = "refuse") ->
 
 
 def locate(path: Path) -> tuple[Path, tuple[Path, ...]]:
-    """(directory, no stems) of prepared data at `path` or `path/train`; (directory, stems) of foreign `.bin`/`.idx`
-    pairs.
+    """Find prepared or foreign data at `path`.
 
-    `path` may also be one foreign pair, with or without suffix. Raises BadInput when nothing is there.
+    Returns (directory, ()) for prepared data at `path` or `path/train`, and (directory, paths without suffix) for foreign `.bin`/`.idx`
+    pairs. `path` may also be one foreign pair, with or without suffix. Raises BadInput if there is no data.
     """
     for directory in (path, path / TRAIN):
         if (directory / MANIFEST).is_file():
@@ -266,15 +274,15 @@ def locate(path: Path) -> tuple[Path, tuple[Path, ...]]:
 
 
 def held_out_beside(path: Path) -> Path | None:
-    """The held-out set that was prepared together with the data at `path`, if there is one."""
+    """The held-out set that was prepared together with the data at `path`; None if there is none."""
     candidates = [path / HELD_OUT] + ([path.parent / HELD_OUT] if path.name == TRAIN else [])
     return next((folder for folder in candidates if (folder / MANIFEST).is_file()), None)
 
 
 def verify(path: Path) -> list[str]:
-    """Read every file of a prepared directory (and of its held-out set) and compare digests; one line for each fault.
+    """Read every file of a prepared directory and of its held-out set, and compare digests. Returns one line for each fault.
 
-    Of foreign files, which carry no digest, only the layout is checked.
+    Foreign files have no digests; only their layout is checked.
     """
     faults = []
     held_out = held_out_beside(path)
@@ -298,7 +306,7 @@ def documents_path(stem: Path) -> Path:
 
 
 def shard_files(stem: Path) -> dict[str, Path]:
-    """The files that a prepared shard can have by their key in the manifest."""
+    """The paths of all files that a prepared shard can have, by their keys in the manifest."""
     weights = {kind: weight_path(stem, kind) for kind in KINDS}
     return {"bin": bin_path(stem), "idx": idx_path(stem), "documents": documents_path(stem), **weights}
 
@@ -306,6 +314,7 @@ def shard_files(stem: Path) -> dict[str, Path]:
 def _shards_of(
     directory: Path, manifest: Manifest | None, stems: tuple[Path, ...]
 ) -> Iterator[tuple[Path, Shard | None]]:
+    """(path without suffix, record) of each shard; the record of a foreign shard is None."""
     if manifest is None:
         yield from ((stem, None) for stem in stems)
     else:
@@ -313,7 +322,7 @@ def _shards_of(
 
 
 def _check_tokenizer(directory: Path, manifest: Manifest) -> None:
-    """Raise Damaged when the tokenizer beside the shards is not the one that made them."""
+    """Raise Damaged if the tokenizer file in the directory is not the one that made the shards."""
     path = directory / manifest.tokenizer.file
     expected = manifest.tokenizer.digest
     actual = _digest_or_none(path)
@@ -324,6 +333,7 @@ def _check_tokenizer(directory: Path, manifest: Manifest) -> None:
 
 
 def _check_shard(stem: Path, record: Shard | None) -> IndexedFile:
+    """Open a shard and compare sizes and counts with its record. Raises Damaged."""
     if record is not None:
         for key in [key for key in ("bin", "idx", *KINDS) if key in record.bytes]:
             path = shard_files(stem)[key]
@@ -341,6 +351,7 @@ def _check_shard(stem: Path, record: Shard | None) -> IndexedFile:
 
 
 def _verify_shard(stem: Path, record: Shard | None) -> list[str]:
+    """One line for each fault of a shard, after all its files were read."""
     try:
         _check_shard(stem, record).check_layout()
     except (Damaged, BadInput) as error:
@@ -360,7 +371,7 @@ def _digest_or_none(path: Path) -> str | None:
 
 
 def _parse(data: dict[str, Any], where: str) -> Manifest:
-    """The manifest in plain data. Raises ValueError that names the first value that is no part of one, Damaged for its text format."""
+    """The manifest from parsed JSON. Raises ValueError that names the first wrong value, and Damaged for a wrong text format."""
     if data["version"] != VERSION:
         raise ValueError(f"version {data['version']}, this release reads version {VERSION}")
     totals = {key: data.get(key) for key in ("tokens", "documents", "text_bytes")}

@@ -1,15 +1,19 @@
-"""The range of each message in the text of a chat, for templates that do not mark answers by `{% generation %}`.
+"""Finds where each message is in the rendered text of a chat, for templates that do not mark answers with `{% generation %}`.
 
-A template may write an earlier answer otherwise than the last one, drop its reasoning, move a system message or join messages. So the text
-of the first messages need not be a beginning of the whole text. Instead, contents are marked:
+A template may write an earlier answer differently from the last answer. It may also drop its reasoning, move a system message or join two
+messages. The text of the first n messages is therefore not always a prefix of the text of the whole chat. This module puts marks into the
+contents instead and renders two chats:
 
-    marked    The chat with a mark before and behind each content. Without the marks it must be the text of the chat.
-    outline   A chat with the same roles and kinds of messages, but short contents, marked too. What the template writes between two
-              contents is the same as in the chat. It is compared with what the template writes of the first messages only, with and
-              without the prompt of an answer. That divides what is between two contents:
+    marked chat   The real chat, with one mark before and one mark after each content. Without its marks, the rendered text must be equal to
+                  the text of the chat.
+    outline       A chat with the same roles and the same kinds of messages, but with the content "x" in each message, also with marks. The
+                  template writes the same text between two contents here as in the real chat.
+
+The outline shows how to divide the text between two contents. For this it is compared with two other renderings: of the first messages
+only, and of the first messages with the generation prompt. An example, where `|` is a cut:
 
     question | <|im_end|>⏎<|im_start|>assistant⏎ | answer <|im_end|> | ⏎<|im_start|>user⏎ | question
-                   end, and prompt of the answer     range              begin of the next message
+               end of the question, and the prompt  range of the answer  header of the next message
 """
 
 from __future__ import annotations
@@ -27,14 +31,16 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 FIRST_MARK = 0x100000
 MOST_MESSAGES = 0x7FF0
-"""Marks are code points for private use, two for each message."""
+"""Longest chat, in messages. Each message needs two marks, and there are 2 · 0x7FF0 of them."""
 MARKS = re.compile("[\U00100000-\U0010ffdf]")
+"""Matches a mark: a private-use code point. Message n has the marks FIRST_MARK + 2n (before) and FIRST_MARK + 2n + 1 (after)."""
 REASONING = re.compile(r"<think>|<\|channel>thought")
-"""What begins reasoning. Prompts of some templates end with it; it belongs to the answer, as the model writes what follows."""
+"""Matches the start of reasoning. If a prompt ends with it, it counts as part of the answer: a model writes the text that follows it."""
 END_OF_REASONING = "</think>"
 OPENING_TAG = re.compile(r"<\w{1,32}>\s*")
+"""Matches a tag at the start of a content, such as <tool_response>. It stays outside the marks, because a template may search for it."""
 CLOSING_TAG = re.compile(r"\s*</\w{1,32}>\Z")
-"""Tags around a content, which a template may look for, as for <tool_response>."""
+"""Matches the tag at the end of a content, which also stays outside the marks."""
 SHORT = "x"
 MOST_OUTLINES = 4096
 
@@ -44,45 +50,51 @@ class InexactTemplate(Exception):
 
 
 class MessageParts(NamedTuple):
-    """A message cut into the content that is marked, `core`, and what is around it.
+    """A message, cut into the text that is marked (`core`) and the text around it.
 
-    Without a content the name of the last tool call is marked. `core` is empty without either.
+    If the message has no content, `core` is the name of its last tool call. If it has no tool call either, `core` is empty.
     """
 
     kind: tuple[Any, ...]
-    """Equal for messages that have the same place in an outline."""
+    """Two messages of equal kind have the same outline."""
     before: str = ""
+    """Content before `core`, for example reasoning and an opening tag."""
     core: str = ""
     after: str = ""
+    """Content after `core`, for example a closing tag."""
     short_before: str = ""
-    """`before` with a short reasoning."""
+    """`before` with its reasoning replaced by "x"; the outline uses it."""
     is_call: bool = False
     """Whether `core` is the name of a tool call."""
 
 
 class Mark(NamedTuple):
-    """A mark in a text: it begins or ends the content of a message."""
+    """A mark that was found in a rendered text."""
 
     message: int
+    """Index of the message in the chat."""
     ends: bool
+    """Whether the mark is the one after the content; else it is the one before."""
     at: int
+    """Position in the text without marks, in characters."""
 
 
 class Marked(NamedTuple):
-    """A text and the marks in it, ascending."""
+    """A rendered text without its marks, and the marks in ascending order of their positions."""
 
     text: str
     marks: list[Mark]
 
     def between(self, first: int | None, second: int | None) -> str:
-        """The text from a mark to another, each by its number; None is the beginning or the end of the text."""
+        """The text between two marks, given by their indices in `marks`. None as `first` is the start of the text, as `second` its end."""
         return self.text[self.at(first, 0) : self.at(second, len(self.text))]
 
     def at(self, number: int | None, otherwise: int) -> int:
+        """The position of mark `number`; `otherwise` if it is None."""
         return otherwise if number is None else self.marks[number].at
 
     def behind(self, mark: Mark | None) -> str:
-        """The text behind the last mark, which must be of the same message as `mark`. Raises InexactTemplate."""
+        """The text after the last mark. Raises InexactTemplate if the last mark and `mark` are not of the same message and side."""
         last = self.marks[-1] if self.marks else None
         if (last is None) != (mark is None) or (last and mark and last[:2] != mark[:2]):
             raise InexactTemplate("it changes the order of the messages before it")
@@ -90,22 +102,26 @@ class Marked(NamedTuple):
 
 
 class MessagePlace(NamedTuple):
-    """Where the range of a message is: behind `lead`, which follows one mark, and before `behind`, which another mark follows.
+    """How to find the range of one message in a text whose marks are in the order of the outline.
 
-    Marks are numbers; None stands for the beginning and the end of the text.
+    The text around the range is: mark `before`, `lead`, the range, `behind`, mark `after`. Marks are given by their indices. None as
+    `before` is the start of the text, and None as `after` its end. A user's message has its own first mark as `before` and an empty `lead`.
     """
 
     before: int | None
     lead: str
+    """Text between mark `before` and the range. Of an answer: the end of the message before it, and the generation prompt."""
     after: int | None
     behind: str
+    """Text between the range and mark `after`."""
     end: str
-    """What the range ends with."""
+    """Token that the range ends with; empty without one."""
     missing: str = ""
-    """What begins another message and thereby ends an answer, which the text of the chat lacks behind its last answer."""
+    """Text to append to the chat, so that its last answer is ended. Some templates end an answer only by the token that begins the next
+    message, and no message follows the last answer."""
 
     def range_in(self, chat: Marked) -> Span:
-        """The range in a text with the marks of the outline. Raises InexactTemplate."""
+        """The range of the message in `chat`. Raises InexactTemplate if the text around it differs from the outline."""
         begin = chat.at(self.before, 0)
         after = chat.at(self.after, len(chat.text))
         start = begin + len(self.lead)
@@ -117,10 +133,10 @@ class MessagePlace(NamedTuple):
 
 
 class MessageRanges:
-    """Finds the ranges of messages in the texts of a template."""
+    """Finds the ranges of messages in the texts that a chat template renders. Outlines are cached by the kinds of the messages."""
 
     def __init__(self, render: Callable[..., str], added: Iterable[str], special: Iterable[str]) -> None:
-        """`render` is that of a ChatTemplate; `added` are the added tokens of the tokenizer, and `special` those that are special."""
+        """`render` is the method of a ChatTemplate. `added` are all added tokens of the tokenizer; `special` are those that are special."""
         self._render = render
         self._added = _search_for(added)
         self._special = _search_for(special)
@@ -129,11 +145,11 @@ class MessageRanges:
     def find(
         self, text: str, messages: Sequence[Message], tools: Tools, wanted: Sequence[int]
     ) -> tuple[str, list[Span]]:
-        """The ranges of the `wanted` messages in the text of a chat, in their order, and the text itself.
+        """The text of the chat, and a range (start, stop) in it for each message index of `wanted`, in the order of `wanted`.
 
-        A range begins behind the header of its message and ends with its end token. If the template ends an answer only by what
-        begins the next message, the text gets that behind its last answer. Raises InexactTemplate, and TemplateRefusal for a
-        message that contains a mark.
+        `text` is the rendered chat. A range begins after the header of its message and ends after its end token. The returned text differs
+        from `text` only if the template ends an answer by the start of the next message: then that start is appended after the last answer.
+        Raises InexactTemplate if a range is not certain, and TemplateRefusal if a message contains one of the code points used as marks.
         """
         if not wanted:
             return text, []
@@ -151,14 +167,14 @@ class MessageRanges:
             try:
                 return known.ranges(chat, wanted)
             except InexactTemplate:
-                pass  # it may be for a value that is not part of the key
+                pass  # the template may depend on a value that is not part of the key, so make a new outline
         outline = _Outline(self, messages, parts, tools)
         if len(self._outlines) < MOST_OUTLINES:
             self._outlines[key] = outline
         return outline.ranges(chat, wanted)
 
     def marked(self, messages: Iterable[Message], tools: Tools, *, prompt: bool = False) -> Marked:
-        """The text of marked messages. Raises InexactTemplate if the template refuses them."""
+        """Render messages that contain marks, and take the marks out. Raises InexactTemplate if the template refuses the messages."""
         try:
             text = self._render(list(messages), tools, add_generation_prompt=prompt)
         except TemplateRefusal as error:
@@ -174,11 +190,11 @@ class MessageRanges:
         return Marked("".join([*pieces, text[end:]]), marks)
 
     def added_in(self, text: str) -> list[re.Match[str]]:
-        """The added tokens in a text."""
+        """The matches of added tokens in a text."""
         return [] if self._added is None else list(self._added.finditer(text))
 
     def common(self, *texts: str) -> str:
-        """What texts begin with together, in whole tokens."""
+        """The longest common prefix of the texts that does not cut an added token of any of them."""
         common = _common_beginning(texts)
         for text in texts:
             cut = (found.start() for found in self.added_in(text) if found.start() < len(common) < found.end())
@@ -186,17 +202,17 @@ class MessageRanges:
         return common
 
     def special_in(self, text: str) -> list[re.Match[str]]:
-        """The special tokens in a text."""
+        """The matches of special tokens in a text."""
         return [] if self._special is None else list(self._special.finditer(text))
 
     def next_special(self, text: str) -> str:
-        """The special token that a text begins with, and the blanks before it; empty without one."""
+        """The special token at the start of a text, together with the white space before it; empty if the text starts with other text."""
         found = self.special_in(text)
         return text[: found[0].end()] if found and not text[: found[0].start()].strip() else ""
 
 
 class _Outline:
-    """A chat with short contents, and the places of its messages."""
+    """A chat with the content "x" in each message, and the places of its messages, which are found when they are first needed."""
 
     def __init__(
         self, ranges: MessageRanges, messages: Sequence[Message], parts: Sequence[MessageParts], tools: Tools
@@ -214,8 +230,8 @@ class _Outline:
         self._places: dict[int, MessagePlace] = {}
         first = ranges.added_in(self._whole.text)
         self._openers = set[str]()
+        """The added tokens at the very start of the text: the token that begins a text, and the token that begins a turn."""
         end = 0
-        """Tokens that the text begins with: the beginning of the text, and that of a turn."""
         for found in first:
             if self._whole.text[end : found.start()].strip():
                 break
@@ -223,7 +239,7 @@ class _Outline:
             end = found.end()
 
     def ranges(self, chat: Marked, wanted: Sequence[int]) -> tuple[str, list[Span]]:
-        """The text of a chat and the ranges of messages in it."""
+        """The text of `chat` and the ranges of the `wanted` messages in it. Raises InexactTemplate if a range is not certain."""
         sequence = [mark[:2] for mark in chat.marks]
         if sequence != self._sequence:
             differing = next((a for a, b in zip(sequence, self._sequence, strict=False) if a != b), (0, False))
@@ -245,6 +261,7 @@ class _Outline:
         return text, spans
 
     def _place(self, message: int) -> MessagePlace:
+        """Compare renderings of the outline to find the place of a message. Raises InexactTemplate."""
         marks = self._whole.marks
         own = [number for number, mark in enumerate(marks) if mark.message == message]
         if self._parts[message].core:
@@ -269,7 +286,10 @@ class _Outline:
         return MessagePlace(before, lead, after, behind, end, missing)
 
     def _own_marks(self, message: int, numbers: list[int]) -> list[int]:
-        """Those of the marks of a message, by their numbers, that are in its own text; the name of a tool may be in its result too."""
+        """From `numbers`, which are the marks of a message, keep only the marks in the message's own text.
+
+        The name of a tool call can appear a second time, in the text of the tool's result.
+        """
         first = numbers
         if self._parts[message].is_call:
             alone = self._of.marked(self._messages[: message + 1], self._tools)
@@ -284,9 +304,10 @@ class _Outline:
         return self._messages[message]["role"]
 
     def _lead(self, message: int, before: int | None, own: int | None) -> str:
-        """What the template writes before an answer and behind mark `before`: the end of the last message, and the prompt of the answer.
+        """The text between mark `before` and an answer: the end of the message before, and the prompt of the answer.
 
-        It is what the prompt and the text before the answer have in common, wherever the answer is: `own` is the mark of its content.
+        `own` is the first mark of the answer's content. Three renderings write this text before the answer: the generation prompt, the
+        answer as the last message, and the answer inside the chat. Their common prefix, without the start of reasoning, is the result.
         """
         mark = None if before is None else self._whole.marks[before]
         earlier = self._messages[:message]
@@ -310,10 +331,10 @@ class _Outline:
         return lead
 
     def _end(self, message: int, last: int | None, after: int | None, lead: str) -> tuple[str, str, str]:
-        """What ends the range of a message, what is between its end and mark `after`, and what the text lacks of the end.
+        """Three texts at the end of a message: the token that ends its range, the text between the range and mark `after`, the missing end.
 
-        `last` is the last mark of the message. If no special token ends an answer, the one that begins the next message does, unless it
-        begins answers too.
+        `last` is the last mark of the message. If no special token ends an answer, the special token that begins the next message is used
+        as its end, unless that token also begins answers. The third text is this token if the answer is the last message, else it is empty.
         """
         of = self._of
         written = self._whole.between(last, after)
@@ -338,21 +359,22 @@ class _Outline:
         return (tokens[-1][0] if tokens and end.endswith(tokens[-1][0]) else ""), written[len(end) :], missing
 
     def _is_ended(self, end: str) -> bool:
+        """Whether a text ends with a special token, apart from white space."""
         tokens = self._of.special_in(end)
         return bool(tokens) and not end[tokens[-1].end() :].strip()
 
     def _ends_with_opener(self, end: str, tokens: list[re.Match[str]]) -> bool:
-        """Whether a text with these tokens ends with one that begins a turn, and has another token before it."""
+        """Whether `end`, which contains these added `tokens`, ends with a token that begins a turn and has another token before it."""
         return len(tokens) > 1 and tokens[-1][0] in self._openers and not end[tokens[-1].end() :].strip()
 
     def _without_next(self, end: str) -> str:
-        """The end of a text without the header of another message, which some templates add."""
+        """`end` cut before the header of a next message, which some templates append at the end of a chat."""
         tokens = self._of.added_in(end)
         openers = [token for token in tokens[1:] if token[0] in self._openers]
         return end[: openers[0].start()] if openers else end
 
     def _followed(self, message: int, mark: Mark | None) -> str:
-        """What the template writes behind an answer and before the next message; empty if it refuses one."""
+        """The text that the template writes between an answer and a next message; empty if the template refuses a next message."""
         role = "tool" if self._messages[message].get("tool_calls") else "user"
         number = len(self._messages)
         following = {"role": role, "content": _marked(number, SHORT)}
@@ -366,7 +388,7 @@ class _Outline:
 
 
 def _parts(message: Message) -> MessageParts:
-    """A message, cut around what is marked."""
+    """Cut a message into the text to mark and the text around it. Reasoning, white space and tags stay outside."""
     content = message.get("content")
     calls = message.get("tool_calls") or ()
     text = content if isinstance(content, str) else ""
@@ -398,7 +420,7 @@ def _name(call: Any) -> str:
 
 
 def _with(message: Message, parts: MessageParts, text: str) -> Message:
-    """The message with another text in place of what `parts` has of it."""
+    """The message with `text` in place of its content, or in place of the name of its last tool call if `parts.is_call`."""
     if not parts.is_call:
         return {**message, "content": text} if parts.core else message
     *calls, last = message["tool_calls"]
@@ -413,7 +435,7 @@ def _marked(number: int, text: str) -> str:
 
 
 def _place_of_difference(chat: Marked, text: str) -> str:
-    """The message in whose text a difference begins."""
+    """The message, as `messages[n]`, in whose text the first difference between `chat` and `text` is."""
     same = len(_common_beginning((chat.text, text)))
     message = next((mark.message for mark in reversed(chat.marks) if mark.at <= same), 0)
     return f"messages[{message}]"
@@ -421,7 +443,7 @@ def _place_of_difference(chat: Marked, text: str) -> str:
 
 def _common_beginning(texts: Sequence[str]) -> str:
     """The characters that all texts begin with."""
-    # every other text is between these two
+    # Of sorted texts, the first and the last differ at the earliest position.
     first = min(texts)
     last = max(texts)
     different = (at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1])
@@ -429,6 +451,6 @@ def _common_beginning(texts: Sequence[str]) -> str:
 
 
 def _search_for(words: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds the longest of some words at a place; None without words."""
+    """A pattern that matches the longest of `words` at a position; None if there are no words."""
     pattern = any_of(filter(None, words))
     return re.compile(pattern) if pattern else None

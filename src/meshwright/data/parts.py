@@ -1,7 +1,7 @@
-"""Preparation on independent hosts: `--part I/N` prepares a part of the files, and `data merge` joins all parts to the corpus.
+"""Preparation on independent hosts. `--part I/N` prepares a part of the files; `data merge` joins all parts to one corpus.
 
-A part has consecutive files, so that the parts one after another are the corpus, as one host makes it. Its folder has `part.json`, the
-tokenizer, and in `units` the results of its units (data/chunks.py).
+Each part has consecutive files. The parts, one after another, give the same corpus that a single host would make. The folder of a part
+contains `part.json`, the tokenizer, and in `units` the results of its units of work (data/chunks.py).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """Part `number` of `count`, from 1 on."""
+    """Part `number` of `count` parts. Numbers begin at 1."""
 
     number: int
     count: int
@@ -75,14 +75,14 @@ class CorpusPart:
 
     @classmethod
     def parse(cls, text: str) -> CorpusPart:
-        """The part in `I/N`. Raises BadInput for anything else."""
+        """The part that a text such as "2/8" names. Raises BadInput for another form or a number out of range."""
         number, _, count = text.partition("/")
         if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
             raise BadInput(f"--part {text}: expected I/N with I from 1 to N, for example 2/8")
         return cls(int(number), int(count))
 
     def files(self, files: Sequence[InputFile]) -> list[InputFile]:
-        """The files of this part: those whose middle is in its share of all bytes."""
+        """The files of this part. All bytes are divided into `count` equal shares; a file belongs to the share that contains its middle."""
         total = sum(file.size for file in files) or 1
         return [file for file in files if (2 * file.before + file.size) * self.count // (2 * total) == self.number - 1]
 
@@ -101,18 +101,22 @@ class PreparedPart:
 
 @dataclass(frozen=True)
 class _PartRecord:
-    """What `part.json` has: the request of the whole corpus, and what its folder holds of it."""
+    """The content of `part.json`."""
 
     folder: Path
     part: CorpusPart
     request: dict[str, Any]
+    """The request for the whole corpus; all parts have the same."""
     units: int
+    """Number of units in this part."""
     fast: bool
+    """Whether the fast encoder (gigatoken) encoded this part."""
     differs: bool
+    """Whether the fast encoder gave other ids than `tokenizers` here."""
     rows: list[list[Any]]
-    """Name, size, time of the contents and time of the inode of each file."""
+    """For each file: name, size in bytes, modification time and inode change time in nanoseconds."""
     left_out: dict[str, Any]
-    """What the listing of all inputs left out."""
+    """Inputs that were left out when the files were listed, for the whole corpus."""
 
 
 def prepare_part(
@@ -125,9 +129,10 @@ def prepare_part(
     encoder: Encoder = "auto",
     shown: bool = False,
 ) -> PreparedPart:
-    """Prepare a part of the corpus of `preparation` in its folder `out`. The same call continues after a kill, or finds the work done.
+    """Prepare one part of a corpus in the folder `preparation.out`.
 
-    Raises BadInput as `prepare` does.
+    If an earlier call was killed, the same call continues it; if the part is finished, it is returned as it is. Raises BadInput as
+    `prepare` does.
     """
     if preparation.chat is not None:
         raise BadInput("--part: is for text; chats and preferences are prepared on one host")
@@ -192,7 +197,7 @@ def _run_part(
     encoder: Encoder,
     shown: bool,
 ) -> EncodeJob:
-    """Do the units of a part that are not done."""
+    """Do the units of a part that have no result yet. If the two encoders differ, start again with `tokenizers`."""
     out = preparation.out
     fast = fast_encoder(preparation, listed, tokenizer, workers, encoder, shown) is not None
     job = job_of(preparation, files, tokenizer, fast)
@@ -212,7 +217,7 @@ def _run_part(
 
 
 def read_part(folder: Path) -> _PartRecord:
-    """The record of the part in `folder`. Raises BadInput if there is no finished part, Damaged if the record cannot be read."""
+    """The record of the part in `folder`. Raises BadInput if the part is missing or unfinished, Damaged if its record is unreadable."""
     path = folder / PART
     if not path.is_file() or (folder / UNFINISHED).is_file():
         raise BadInput(_no_part(folder))
@@ -235,9 +240,10 @@ def read_part(folder: Path) -> _PartRecord:
 
 
 def merge(folders: Sequence[Path], out: Path, *, shown: bool = False) -> PreparedCorpus:
-    """Join the parts in `folders` to the corpus that one host would have made, in `out`. The parts stay.
+    """Join the parts in `folders` to one corpus in `out`, equal to the corpus that one host would have made. The parts are not deleted.
 
-    Raises BadInput that names a part which is missing, unfinished, given twice, or of another command; Damaged for files that are missing.
+    Raises BadInput, naming the part, if a part is missing, unfinished, given twice, or was prepared by another command. Raises Damaged if
+    files of a part are missing.
     """
     parts = sorted((read_part(folder) for folder in folders), key=lambda record: record.part.number)
     _check_parts(parts)
@@ -267,6 +273,7 @@ def merge(folders: Sequence[Path], out: Path, *, shown: bool = False) -> Prepare
 
 
 def _merge(parts: Sequence[_PartRecord], preparation: Preparation, shown: bool) -> PreparedCorpus:
+    """Write the corpus from parts that have passed all checks."""
     jobs = [EncodeJob.read(record.folder / UNITS) for record in parts]
     total_bytes = sum(size for record in parts for _, size, _, _ in record.rows)
     tokenizer = jobs[0].tokenizer
@@ -310,7 +317,7 @@ def _merge(parts: Sequence[_PartRecord], preparation: Preparation, shown: bool) 
 
 
 def _check_parts(parts: Sequence[_PartRecord]) -> None:
-    """Raise BadInput unless these are all parts of one corpus, each once."""
+    """Raise BadInput unless `parts` are all the parts of one corpus, each part once."""
     first = parts[0]
     for record in parts[1:]:
         if record.part.count != first.part.count:
@@ -345,7 +352,7 @@ def _check_parts(parts: Sequence[_PartRecord]) -> None:
 
 
 def _preparation(request: dict[str, Any], out: Path) -> Preparation:
-    """The preparation of a request that parts have in common."""
+    """The preparation of the whole corpus in `out`, from the request in the records of the parts."""
     names = {key: [name for name, _ in request[key] or ()] for key in ("filters", "evaluations")}
     return Preparation(
         tuple(request["inputs"]),
@@ -359,7 +366,7 @@ def _preparation(request: dict[str, Any], out: Path) -> Preparation:
 
 
 def _directories(preparation: Preparation, folder: Path) -> list[Path]:
-    """The folders of the splits, in that of a part."""
+    """The folders of the splits inside the folder of a part."""
     return [folder / directory.relative_to(preparation.out) for directory in preparation.directories().values()]
 
 
@@ -373,7 +380,7 @@ def _result(record: _PartRecord, reused: bool) -> PreparedPart:
 
 
 def _unit_records(record: _PartRecord) -> list[ChunkRecord]:
-    """What the units of a part gave. Raises Damaged if one is missing."""
+    """The records of the units of a part. Raises Damaged if one is missing."""
     records = []
     for unit in range(record.units):
         of_unit = read_record(record.folder / UNITS, unit)

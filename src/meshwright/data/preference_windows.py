@@ -1,6 +1,6 @@
-"""Windows of whole answers to prompts, good and bad ones: a pair is in one window, so in one micro-batch of one rank, and no answer is cut.
+"""Windows of good and bad answers to prompts. No answer is cut, and both answers of a pair are in one window, hence on one rank.
 
-Windows have equal lengths and are packed by best fit, so ranks and micro-batches have equal work.
+Windows have equal lengths, and answers are packed by best fit, so ranks and micro-batches have equal work.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from meshwright.spec.errors import Damaged
 
 
 class WindowAnswers(NamedTuple):
-    """The answers of a window in order: their numbers in the stream, int64, and 1 for a good one, -1 for a bad one, float32."""
+    """The answers in a window, in order: their numbers in the stream, int64; and signs, float32: 1 for a good answer, -1 for a bad one."""
 
     numbers: np.ndarray
     signs: np.ndarray
 
 
 class TooLong(Exception):
-    """Answers that do not fit in a window: how many there are, the number of the first, and its tokens and those of its partner."""
+    """Some answers are longer than a window.
+
+    `count`: how many answers (or pairs). `first`: number of the first such answer. `tokens`: its tokens, including the other answer of its
+    pair.
+    """
 
     def __init__(self, count: int, first: int, tokens: int) -> None:
         super().__init__(count, first, tokens)
@@ -33,10 +37,10 @@ class TooLong(Exception):
 
 
 class PreferenceWindows(ConversationWindows):
-    """The answers of a stream in windows of `seq_len` inputs: `together` 2 keeps the answers of a pair together, 1 each answer by itself.
+    """Answers of a stream in windows of `seq_len` inputs. `together` is 2 to keep both answers of a pair together, 1 for single answers.
 
-    `whole`: the last token of each answer is an input too, where its score is read; it need not be where the answer is only predicted.
-    Raises TooLong for the first that does not fit, unless these are left out.
+    With `whole`, the last token of each answer is an input too, because its score is read there. Otherwise, the last token is only a
+    target. Raises TooLong if an answer does not fit, unless such answers are left out (`leaves_out`).
     """
 
     def __init__(
@@ -65,11 +69,11 @@ class PreferenceWindows(ConversationWindows):
 
     @property
     def most_answers(self) -> int:
-        """Answers of the window that has most."""
+        """The number of answers in the window that has the most."""
         return int(np.diff(self._bounds).max(initial=0))
 
     def answers(self, window: int) -> WindowAnswers:
-        """The answers of a window. Raises Damaged where a pair is no good answer and a bad one."""
+        """The answers of a window. Raises Damaged if a pair does not consist of a good and a bad answer, in this order."""
         places = self._by_window[self._bounds[window] : self._bounds[window + 1]]
         starts, lengths = self._conversations(window)
         ranges = zip(starts.tolist(), lengths.tolist(), strict=True)
@@ -81,14 +85,14 @@ class PreferenceWindows(ConversationWindows):
         return WindowAnswers(self._numbers[places], np.where(bad, -1, 1).astype(np.float32))
 
     def answers_of(self, windows: np.ndarray) -> np.ndarray:
-        """The numbers of the answers of these windows in the stream."""
+        """The numbers, in the stream, of the answers in these windows."""
         places = [self._by_window[self._bounds[window] : self._bounds[window + 1]] for window in windows.tolist()]
         return self._numbers[np.concatenate(places)] if places else np.zeros(0, dtype=np.int64)
 
     def mismatched(self, window: int) -> WindowTokens:
-        """The window with the answers moved on by one prompt, so that each prompt has the answer to the next one, the last the first's.
+        """The window with answers exchanged: each prompt gets the answer to the next one, and the last prompt that to the first.
 
-        It has as many tokens as the window. A window of one answer has none that is trained on.
+        The number of tokens stays the same. In a window with one answer, no token is trained on.
         """
         starts, lengths = self._conversations(window)
         prompts = []
@@ -120,5 +124,5 @@ class PreferenceWindows(ConversationWindows):
 
 
 def padded(values: np.ndarray, count: int, filler: float) -> np.ndarray:
-    """The values `(n,)` as `(count,)`, the rest `filler`."""
+    """`values` `(n,)`, extended with `filler` to `(count,)`."""
     return np.concatenate([values, np.full(count - len(values), filler, dtype=values.dtype)])

@@ -1,7 +1,7 @@
-"""`meshwright data prepare`: converts text to token shards in parallel; continues after a kill with identical bytes.
+"""`meshwright data prepare`: converts text to token shards, in parallel. After a kill it continues, and the result has identical bytes.
 
-OUT has one prepared directory or, with held-out documents, two: OUT/train and OUT/held_out. During the work OUT also
-has `unfinished.json` (the request) and `journal.jsonl` (finished shards); only a complete directory has a manifest.
+OUT becomes one prepared directory or, with held-out documents, contains two: OUT/train and OUT/held_out. During the work, OUT also has
+`unfinished.json` (the request) and `journal.jsonl` (the finished shards). Only a complete directory has a manifest.
 """
 
 from __future__ import annotations
@@ -70,25 +70,28 @@ Encoder = Literal["auto", "tokenizers"]
 NO_PREFERENCES: Mapping[str, PreferenceCounts] = MappingProxyType({})
 
 COMPARED_BYTES = 1 << 20
-"""Text of the corpus, spread over its files, about whose ids both encoders are asked before the work: some 0.4 s."""
+"""Size of the sample of text, spread over the files, whose ids are compared between both encoders before the work begins.
+
+It takes some 0.4 s.
+"""
 READ_HERE = 2 * UNIT_BYTES
-"""Text that is read and encoded in this process; more is divided into units for several processes."""
+"""Up to this much text is read and encoded in this process. More text is divided into units for several processes."""
 FORM_OF_RECORDS = "messages"
-"""The key of chats in a request that names none: then the form of the records decides."""
+"""The key of chats in a request that names no key. Then the form of the records decides."""
 
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """The result of `prepare`. `left_out` is empty if all output existed already (`reused`)."""
+    """The result of `prepare`. If all output existed already (`reused`), `left_out` is empty."""
 
     out: Path
     manifests: dict[str, Manifest]
     left_out: LeftOut
     reused: bool
     answers: AnswerEnds | None = None
-    """Of chats, the tokens that end the answers; None for text."""
+    """For chats, the tokens that end the answers; None for text."""
     chats: ChatCounts | None = None
-    """The chats that were read; None for text and if all output existed already."""
+    """The chats that were read; None for text, and if all output existed already."""
     removed: Removed = field(default_factory=Removed)
     """What cleaning removed; empty if all output existed already."""
 
@@ -112,17 +115,23 @@ def prepare(
     shown: bool = False,
     wait: bool = False,
 ) -> PreparedCorpus:
-    """Turn `inputs` into token shards under `out`.
+    """Convert `inputs` to token shards under `out`.
 
-    `tokenizer` is a `tokenizer.json`, a folder with one, or `train:SIZE`; `held_out` the fraction of documents kept
-    apart; `text_key` by default `text`, with `chat` the one of the form that the records have; `unended_answers` is what
-    happens to answers of chats without end token; `cleaning` names filters, evaluations and duplicates to remove; `workers`
-    are the processes or threads that encode (all cores when None), or those of the Ray cluster at the address `ray`;
-    `encoder` may be `tokenizers` alone; `shown` draws progress on stderr; `wait` waits for another process that writes here.
-    A second call with the same arguments continues after a kill, or finds the work done.
+    A second call with the same arguments continues after a kill; if the work is done, it does nothing.
 
-    Raises BadInput for inputs or tokenizers that cannot be used and when `out` holds something else, OutOfResources
-    when the disk is too small. A request that is refused before its first shard is finished leaves nothing in `out`.
+    - `tokenizer`: a `tokenizer.json`, a folder with one, or `train:SIZE`.
+    - `held_out`: fraction of documents that are kept apart for validation.
+    - `text_key`: key of the text in records, by default `text`; with `chat`, the key that fits the form of the records.
+    - `unended_answers`: what to do if answers of chats have no end token.
+    - `cleaning`: filters, evaluations and duplicates to remove.
+    - `workers`: number of processes or threads that encode, by default one for each core. With `ray`, tasks on the Ray cluster at this
+      address.
+    - `encoder`: `tokenizers` to use only this library.
+    - `shown`: draw progress on stderr.
+    - `wait`: wait if another process is writing to `out`.
+
+    Raises BadInput if inputs or tokenizer cannot be used, or if `out` has other contents; OutOfResources if the disk is too small. If a
+    request is refused before its first shard is finished, nothing remains in `out`.
     """
     key = text_key or ("text" if chat is None else FORM_OF_RECORDS)
     preparation = Preparation(
@@ -149,7 +158,7 @@ def prepare(
             with full_disk_named(out, prepared_bytes(files, preparation.vocab_size)):
                 return _run(preparation, files, not_read, request, how)
         except MeshwrightError as error:
-            # Units that are done are worth keeping if the same command can go on with more memory or disk.
+            # Keep finished units if the same command could continue with more memory or disk space.
             goes_on = isinstance(error, OutOfResources) and any((out / UNITS).glob("unit-*.json"))
             if not ((out / JOURNAL).exists() or goes_on):
                 forget(out)
@@ -158,7 +167,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class _How:
-    """What does not change the corpus: processes or threads, the Ray cluster in their place, the encoder, whether progress is drawn."""
+    """Settings that do not change the corpus: number of processes or threads, or a Ray cluster; the encoder; whether to draw progress."""
 
     workers: int
     ray: str | None
@@ -224,7 +233,7 @@ def _run(
 
 
 def _in_units(preparation: Preparation, files: Sequence[InputFile], how: _How) -> bool:
-    """Whether the work is divided: it is much, or for several hosts, or duplicates can be found only when all is read."""
+    """Whether to divide the work: if there is much text, if several hosts do it, or if duplicates are removed (known only at the end)."""
     if preparation.chat is not None:
         return False
     much = sum(map(text_bytes, files)) > READ_HERE or (preparation.out / UNITS).exists()
@@ -259,7 +268,7 @@ def _stream_of_units(
 
 
 def job_of(preparation: Preparation, files: Sequence[InputFile], tokenizer: LoadedTokenizer, fast: bool) -> EncodeJob:
-    """The job of an earlier attempt, if it encodes by the same program, or a new one."""
+    """The job of an earlier attempt, if it used the same encoder; otherwise a new job."""
     folder = preparation.out / UNITS
     if (folder / JOB).is_file():
         job = EncodeJob.read(folder)
@@ -274,7 +283,7 @@ def job_of(preparation: Preparation, files: Sequence[InputFile], tokenizer: Load
 
 
 def run_units(folder: Path, units: Sequence[int], workers: int, ray: str | None) -> Iterator[int]:
-    """Do units of the job in `folder` by processes of this host or a Ray cluster; the number of each that is done."""
+    """Do these units of the job in `folder`, in processes of this host or on a Ray cluster. Yields the number of each finished unit."""
     if not units:
         return iter(())
     if ray is not None:
@@ -283,7 +292,7 @@ def run_units(folder: Path, units: Sequence[int], workers: int, ray: str | None)
 
 
 def split_writers(preparation: Preparation, tokenizer: LoadedTokenizer) -> dict[str, SplitWriter]:
-    """The writers of the shards of each split, behind those that are finished."""
+    """A writer for the shards of each split. It continues after the shards that are finished."""
     dtype = token_dtype(tokenizer.record.vocab_size)
     journal = recover_journal(preparation.out)
     return {
@@ -298,7 +307,7 @@ def check_splits(
     """Raise BadInput if a split has no document."""
     for split, writer in writers.items():
         if not writer.shards:
-            # Nothing here is worth keeping, and without a journal a corrected command may start afresh.
+            # Nothing is worth keeping here. Without a journal, a corrected command can start from the beginning.
             (preparation.out / JOURNAL).unlink(missing_ok=True)
             raise BadInput(_no_documents(preparation, split, left_out, removed))
 
@@ -315,7 +324,7 @@ def write_corpus(
     answers: AnswerEnds | None = None,
     preferences: Mapping[str, PreferenceCounts] = NO_PREFERENCES,
 ) -> dict[str, Manifest]:
-    """Write what stands beside the finished shards, the manifests last."""
+    """Write the other files next to the finished shards, and the manifests last."""
     figures = {
         reason: {"files": each["files"], "bytes": each["bytes"]} for reason, each in sorted(left_out.not_read.items())
     }
@@ -346,7 +355,7 @@ def write_corpus(
 def _count_answers(
     preparation: Preparation, shards: Mapping[str, Sequence[Shard]], tokenizer: LoadedTokenizer
 ) -> AnswerEnds:
-    """The tokens that end the answers of all chats. Raises BadInput for answers without any, unless the request accepts them."""
+    """Count the tokens that end the answers of all chats. Raises BadInput if answers have no end, unless the request accepts this."""
     directories = preparation.directories()
     written = [(directories[split], shard) for split, of_split in shards.items() for shard in of_split]
     answers = count_answer_ends(written, tokenizer.tokenizer)
@@ -376,7 +385,7 @@ def _encoded_here(
     writers: Mapping[str, SplitWriter],
     workers: int,
 ) -> Generator[Numbered, None, None]:
-    """Read and encode every document that is not in a finished shard, in threads of this process."""
+    """Read and encode every document that is not in a finished shard yet, in threads of this process."""
     pending: deque[tuple[str, int]] = deque()  # (split, number) of each document in the encoder
 
     def unfinished_documents() -> Iterator[CorpusDocument]:
@@ -408,7 +417,7 @@ def write_shards(
         progress("preparing", total_bytes, shown) as report,
     ):
         for writer in writers.values():
-            unfinished.callback(writer.abandon)  # after success no shard is open
+            unfinished.callback(writer.abandon)  # has no effect after success, when no shard is open
         for split, number, encoded in documents:
             writers[split].add(encoded, number)
             written = sum(writer.documents for writer in writers.values())
@@ -425,7 +434,7 @@ def fast_encoder(
     encoder: Encoder,
     shown: bool,
 ) -> FastEncoder | None:
-    """The fast encoder of texts, if it gives the ids of the tokenizer for a sample of the files; None for chats."""
+    """The fast encoder for texts, if it gives the ids of the tokenizer for a sample of the files; else None. None for chats."""
     differs = (preparation.out / ENCODERS_DIFFER).exists()
     if preparation.chat is not None or encoder == "tokenizers" or differs:
         return None
@@ -439,7 +448,7 @@ def fast_encoder(
 
 
 def tell(difference: EncodersDiffer, shown: bool) -> None:
-    """Say why tokenizers encodes all text."""
+    """Tell the user why `tokenizers` encodes all text."""
     if shown:
         sys.stderr.write(f"{difference}; tokenizers encodes all text, several times slower\n")
 
@@ -454,7 +463,7 @@ def _reader(preparation: Preparation, files: list[InputFile]) -> ChatReader | No
 
 
 def _read_of(preparation: Preparation, reader: ChatReader | None) -> tuple[Read, ChatCounts | None]:
-    """The function that reads the documents of a file, and the counts of chats that it keeps."""
+    """The function that reads the documents of a file, and the counts of chats that it updates."""
     key = preparation.text_key
     if reader is None:
         return lambda file: read_documents(file, key), None
@@ -463,14 +472,14 @@ def _read_of(preparation: Preparation, reader: ChatReader | None) -> tuple[Read,
 
 
 def _check_records(files: list[InputFile]) -> None:
-    """Raise BadInput if a file that is an input itself, or every file, has no chats."""
+    """Raise BadInput if a file that was given as an input has no chats, or if no file has any."""
     for file in files:
         if not reads_chats(file) and (not file.from_search or len(files) == 1):
             raise BadInput(f"{file.name}: chats are read from {', '.join(CHAT_ENDINGS)} files")
 
 
 def _check_reusable(preparation: Preparation, manifest: Manifest, files: list[InputFile]) -> None:
-    """Raise BadInput if the inputs changed since the preparation, or it left out what is now to be refused."""
+    """Raise BadInput if inputs have changed since the preparation, or if it left out something that must now be refused."""
     out = preparation.out
     choose = "choose another --out, or remove it to prepare again"
     if changed := changed_inputs(preparation.directories()[TRAIN], manifest, files):
@@ -483,7 +492,7 @@ def _check_reusable(preparation: Preparation, manifest: Manifest, files: list[In
 
 
 def tokenizer_of(preparation: Preparation, files: list[InputFile], shown: bool) -> LoadedTokenizer:
-    """The tokenizer of an earlier attempt or of the request; also written into every split's directory."""
+    """The tokenizer of an earlier attempt, or else of the request. It is also written into the directory of every split."""
     directories = list(preparation.directories().values())
     earlier = directories[0] / TOKENIZER
     if earlier.is_file():
@@ -500,9 +509,9 @@ def tokenizer_of(preparation: Preparation, files: list[InputFile], shown: bool) 
         where = preparation.tokenizer
     folder = preparation.tokenizer_folder
     chat_files = preparation.chat_files()
-    # Sampling values belong to the weights of the folder; the record of the text format has the end tokens.
+    # Values for sampling belong to the folder's weights, so they are left out. The record of the text format has the end tokens.
     left_out = (GENERATION_CONFIG,) if chat_files is None else (GENERATION_CONFIG, TEMPLATE, TOOL_TEMPLATE)
-    # The first directory last: a later attempt reads the tokenizer there, so all the others must have it by then.
+    # Write the first directory last. A later attempt reads the tokenizer there, so by then all other directories must have it.
     for directory in reversed(directories):
         directory.mkdir(exist_ok=True)
         if chat_files is not None:
@@ -517,7 +526,7 @@ def tokenizer_of(preparation: Preparation, files: list[InputFile], shown: bool) 
 
 
 def _commit(preparation: Preparation, manifests: dict[str, Manifest]) -> None:
-    # The training split last: once its manifest exists, so do those of the other splits.
+    # Write the manifest of the training split last: once it exists, those of the other splits exist too.
     for split in reversed(manifests):
         manifests[split].write(preparation.directories()[split])
     (preparation.out / UNFINISHED).unlink()
@@ -525,14 +534,14 @@ def _commit(preparation: Preparation, manifests: dict[str, Manifest]) -> None:
 
 
 def _forget_work(out: Path) -> None:
-    """Remove what only an unfinished preparation needs."""
+    """Remove the files that only an unfinished preparation needs."""
     for name in (JOURNAL, ENCODERS_DIFFER):
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / UNITS, ignore_errors=True)
 
 
 def refuse_bad(files: Sequence[InputFile], not_read: list[NotRead], read: Read) -> None:
-    """Raise BadInput if a document cannot be used."""
+    """Raise BadInput if any document cannot be used."""
     reading = DocumentReading(files, not_read, read)
     for _ in reading.documents():
         pass

@@ -1,4 +1,4 @@
-"""A prepared directory as the windows that a run reads."""
+"""A prepared directory, divided into the windows that a run reads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from meshwright.spec.preference import PreferenceSpec
 
 
 class CorpusSource:
-    """A prepared directory as windows: of chats whole conversations, of text a stream, or documents with `packing` none.
+    """A prepared directory as windows: whole conversations for chats, parts of a stream for text, or documents with `packing` none.
 
-    Documents have the order of the shards or, with `by_content`, that of `ContentOrder`. Raises BadInput if there is no window, and for
-    chats with `packing` none.
+    Documents are in the order of the shards or, with `by_content`, in that of `ContentOrder`. Raises BadInput if there is no window, and
+    for chats with `packing` none.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class CorpusSource:
         else:
             self.layout = self._answers(preference)
         self.reference: np.ndarray | None = None
-        """Of preferences: the log-probability of each answer under the reference, `(documents,)` float64; NaN where it is not known."""
+        """For preferences: log-probability of each answer under the reference model, `(documents,)` float64; NaN if it is not known."""
         self.mismatched_reference: np.ndarray | None = None
-        """The same of the answer that `PreferenceWindows.mismatched` has in the document's place."""
+        """The same for the answer that `PreferenceWindows.mismatched` puts in place of the document's answer."""
         self.scores = self._scores() if preference is not None and preference.score_margin else None
-        """Of a reward model that reads them: the score of each answer in the data, `(documents,)` float64, 0 where it has none."""
+        """For a reward model that reads scores from the data: the score of each answer, `(documents,)` float64; 0 without a score."""
         self.windows = self.layout.count
         if isinstance(self.layout, SingleConversations):
             if self.windows == 0:
@@ -118,14 +118,14 @@ class CorpusSource:
             ) from None
 
     def _scores(self) -> np.ndarray:
-        """The scores of all answers in the data, in the order of the shards, 0 where there is none."""
+        """The scores of all answers in the data, in the order of the shards; 0 for an answer without a score."""
         files = (
             (shard.file.documents, _DocumentNames(documents_path(shard.file.stem))) for shard in self.directory.shards
         )
         return np.array([names.score(number) or 0.0 for count, names in files for number in range(count)])
 
     def _name_of_document(self, number: int) -> tuple[str, int | str]:
-        """File and id of a document by its number in the stream, in the order of the shards."""
+        """Source file and id of a document. `number` counts documents of the stream in the order of the shards."""
         for shard in self.directory.shards:
             if number < shard.file.documents:
                 return _DocumentNames(documents_path(shard.file.stem))[number]
@@ -138,25 +138,25 @@ class CorpusSource:
 
     @property
     def packing(self) -> PackingCounts | None:
-        """Counts of the packed conversations of chats; None for text."""
+        """How conversations of chats were packed; None for text."""
         return self.layout.counts if isinstance(self.layout, ConversationWindows) else None
 
     @property
     def packed(self) -> str:
-        """What windows have whole, for the record of a checkpoint."""
+        """What windows contain as a whole, for the record in a checkpoint."""
         if not isinstance(self.layout, PreferenceWindows):
             return "whole conversations"
         return "whole pairs" if self.layout.together == 2 else "whole answers"
 
     def check_sizes(self) -> None:
-        """Raise Damaged if a file's size differs from its size at opening and in its manifest."""
+        """Raise Damaged if the size of a file differs from its size at opening and in the manifest."""
         for shard in self.directory.shards:
             shard.file.check_sizes()
             if shard.weights is not None:
                 shard.weights.check_size()
 
     def describe(self, window: int) -> list[dict[str, Any]]:
-        """The documents of a window's inputs: file, id, and the tokens [start, end) of the document that are in it."""
+        """The documents in a window's inputs: source file, id, and the range [start, end) of the document's tokens in the window."""
         parts = self.layout.parts(window)
         named = [(part, self._name_of(self.directory.shards[part.shard], part.document)) for part in parts]
         return [{"file": file, "id": ident, "start": part.start, "end": part.stop} for part, (file, ident) in named]
@@ -168,7 +168,7 @@ class CorpusSource:
 
 
 def _check_kind(directory: PreparedDirectory, preference: PreferenceSpec | None) -> None:
-    """Raise BadInput where the run does not train on what the directory has: answers with preferences, or others."""
+    """Raise BadInput if the run needs another kind of data: preferences and the directory has none, or the reverse."""
     found = None if directory.manifest is None else directory.manifest.preferences
     if preference is None and found is not None:
         raise BadInput(
@@ -206,7 +206,7 @@ class _DocumentNames:
         return name, identity
 
     def score(self, document: int) -> float | None:
-        """The score of an answer in the data, if it has one."""
+        """The score of an answer in the data; None if it has none."""
         return next(iter(self._line(document)[2:]), None)
 
     def _line(self, document: int) -> list[Any]:

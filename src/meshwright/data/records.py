@@ -20,16 +20,16 @@ from meshwright.durable.writes import digest_file
 from meshwright.spec.errors import BadInput, nearest
 
 LONGEST_ELEMENT = 128 << 20
-"""Most characters of an element of a JSON array."""
+"""Longest element of a JSON array, in characters."""
 LONGEST_LINE = 128 << 20
-"""Most bytes of a line, and of a JSON file that is one value. A few times as many are in memory while it is read."""
+"""Longest line, and largest JSON file that is a single value, in bytes. Reading takes a few times as much memory."""
 ROWS_AT_ONCE = 1024
 BLANK = " \t\r\n"
 
 
 @dataclass(frozen=True)
 class BadDocument:
-    """An unusable document: `where` is file:line (file:number for arrays and parquet), `why` what was expected."""
+    """A document that cannot be used. `where` is file:line (file:number for arrays and parquet); `why` says what was expected."""
 
     where: str
     why: str
@@ -40,7 +40,7 @@ class BadDocument:
 
 @dataclass(frozen=True)
 class DataRecord:
-    """A record of a file: `where` is file:line, `shown` its id, and `value` what it has under the key that is read."""
+    """A record of a file. `where` is file:line, `shown` is its id, and `value` is the value under the key that is read."""
 
     where: str
     number: int
@@ -54,9 +54,9 @@ ReadRecord = DataRecord | BadDocument | NotRead | Contents
 
 
 def read_records(file: InputFile, key: str, columns: Sequence[str] = ()) -> Iterator[ReadRecord]:
-    """The records of a file that have `key`, then the digest of the file; of a part of a file, its records alone.
+    """The records of a file that have `key`, and then the digest of the file. For a part of a file, only its records.
 
-    Of parquet only the columns `key`, `id` and `columns` are read.
+    From parquet files, only the columns `key`, `id` and `columns` are read.
     """
     if file.format.layout == "parquet":
         yield from _parquet(file, key, columns)
@@ -77,7 +77,7 @@ def read_records(file: InputFile, key: str, columns: Sequence[str] = ()) -> Iter
 
 
 def first_records(file: InputFile, most: int = 100) -> Iterator[Mapping[str, Any]]:
-    """The first records of a file that can be read, at most so many, with all their keys."""
+    """The first records of a file that can be read, with all their keys; `most` at most."""
     if file.format.layout == "parquet":
         yield from _first_rows(file)
         return
@@ -91,7 +91,7 @@ def first_records(file: InputFile, most: int = 100) -> Iterator[Mapping[str, Any
 
 
 def all_fields(file: InputFile) -> Iterator[Mapping[str, Any]]:
-    """The records of a file with all their keys. Raises BadInput if one cannot be read."""
+    """All records of a file with all their keys. Raises BadInput if a record cannot be read."""
     if file.format.layout == "parquet":
         import pyarrow
         import pyarrow.parquet
@@ -139,7 +139,7 @@ def _lines(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
 
 
 def _json(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
-    """The elements of an array, the objects of lines, or the only object of a file."""
+    """The elements of an array, the objects on separate lines, or the single object of a file."""
     if _first_byte(stream) == b"[":
         yield from _array(stream, key)
         return
@@ -173,7 +173,7 @@ def _array(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
 
 
 def _elements(stream: InputStream) -> Iterator[Any]:
-    """The elements of the array of a stream, of which little more than one element is in memory. Raises ValueError."""
+    """The elements of a JSON array in a stream. Little more than one element is in memory at a time. Raises ValueError."""
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     parse = json.JSONDecoder().raw_decode
     text = ""
@@ -198,7 +198,7 @@ def _elements(stream: InputStream) -> Iterator[Any]:
                 if complete or len(text) - at > LONGEST_ELEMENT:
                     raise
             else:
-                if end < len(text) or complete:  # else a number may go on
+                if end < len(text) or complete:  # otherwise a number may continue in the next block
                     yield element
                     at = end
                     count = count + 1
@@ -216,14 +216,14 @@ def _elements(stream: InputStream) -> Iterator[Any]:
 
 
 def _skip(text: str, at: int) -> int:
-    """The position of the first character at or after `at` that is not blank."""
+    """The position of the first character at or after `at` that is not white space."""
     while at < len(text) and text[at] in BLANK:
         at += 1
     return at
 
 
 def _first_byte(stream: InputStream) -> bytes:
-    """The first byte of a stream that is neither blank nor part of a byte-order mark; it is not consumed."""
+    """The first byte of a stream, after white space and a byte-order mark. It is not consumed."""
     while head := stream.peek(1):
         text = head.removeprefix(codecs.BOM_UTF8).lstrip()
         if text:
@@ -241,11 +241,11 @@ def _tsv(stream: InputStream, key: str | None) -> Iterator[ReadRecord]:
 
 
 def _table(stream: InputStream, key: str | None, delimiter: str) -> Iterator[ReadRecord]:
-    """The lines of a table below its first line, which names the columns."""
+    """The lines of a table. Its first line has the names of the columns."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     if stream.peek(3).startswith(codecs.BOM_UTF8):
         stream.read(len(codecs.BOM_UTF8))
-    # Bytes that are not UTF-8 become surrogates, which no document may have, so that only their own document is bad.
+    # Bytes that are not UTF-8 become surrogates. No document may have surrogates, so only the document with these bytes is refused.
     text = (line.decode("utf-8", "surrogateescape") for line in stream)
     lines = csv.reader(text, delimiter=delimiter, strict=True)
     columns = None
@@ -283,7 +283,7 @@ LAYOUT_READERS: dict[str, Callable[[InputStream, str | None], Iterator[ReadRecor
 
 
 def parse_line(where: str, number: int, line: bytes, key: str | None, consumed: int) -> DataRecord | BadDocument:
-    """The record of line `number`, which stands at `where`; a BadDocument if it is no JSON object or lacks `key`."""
+    """The record in line `number`, at position `where`. A BadDocument if it is not a JSON object or does not have `key`."""
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:
@@ -353,7 +353,7 @@ def _parquet(file: InputFile, key: str, columns: Sequence[str]) -> Iterator[Read
 
 
 def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a row, and in lists only keys that have a value: a struct of parquet has all keys that any row has."""
+    """The fields of a row. In lists of objects, null values are removed, because parquet gives every object the keys of all others."""
 
     def pruned(value: Any) -> Any:
         if isinstance(value, list):

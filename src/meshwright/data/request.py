@@ -1,4 +1,4 @@
-"""The request of a preparation, and whether an output directory has its result, a part of it, or other data."""
+"""The request of a preparation; and whether an output directory has its result, a part of the result, or other data."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from meshwright.spec.folder_files import parse_json
 
 SHARD_TOKENS = 1 << 27
 UNITS = "units"
-"""The folder in the output directory with the results of units of work (data/chunks.py), until they are in shards."""
+"""Folder in the output directory with the results of units of work (data/chunks.py), until their documents are in shards."""
 ENCODERS_DIFFER = ".encoders_differ"
-"""An empty file in the output directory: a batch had other ids in the fast encoder, so `tokenizers` encodes all text."""
+"""Empty file in the output directory. It means that the fast encoder gave other ids for some batch, so `tokenizers` encodes all text."""
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Records are chats: the roles to train on, and a template in place of the tokenizer folder's.
+    """Records are chats: the roles to train on, and optionally a template to use instead of the tokenizer folder's.
 
-    With `preferences` a record has answers to a prompt that are good or bad (`data.preference_forms`).
+    With `preferences`, a record has good or bad answers to a prompt (`data.preference_forms`).
     """
 
     roles: tuple[str, ...] = (ASSISTANT,)
@@ -47,7 +47,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class Preparation:
-    """The arguments that determine the bytes of the output, as in `prepare.prepare`."""
+    """The arguments that determine the bytes of the output. See `prepare.prepare`."""
 
     inputs: tuple[str, ...]
     tokenizer: str
@@ -63,7 +63,7 @@ class Preparation:
 
     @cached_property
     def loaded(self) -> LoadedTokenizer | None:
-        """The tokenizer of the request; None if it is to be trained. Raises BadInput for one that cannot be used."""
+        """The tokenizer of the request; None if it must be trained first. Raises BadInput if it cannot be used."""
         if parse_train_request(self.tokenizer) is not None:
             return None
         chat = self.chat_files()
@@ -76,7 +76,7 @@ class Preparation:
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """The folder of the tokenizer's file; None if it is to be trained."""
+        """The folder with the tokenizer's file; None if the tokenizer must be trained first."""
         return None if self.loaded is None else tokenizer_folder(Path(self.tokenizer))
 
     def directories(self) -> dict[str, Path]:
@@ -84,12 +84,12 @@ class Preparation:
         return {TRAIN: self.out / TRAIN, HELD_OUT: self.out / HELD_OUT} if self.held_out else {TRAIN: self.out}
 
     def split_of(self, key: str) -> str:
-        """The split of a document, a function of its key only: adding or removing other files does not change it."""
+        """The split of a document. It depends only on the document's key, so other files can be added or removed without changing it."""
         share = xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogateescape")) / 2**64
         return HELD_OUT if share < self.held_out else TRAIN
 
     def check(self) -> None:
-        """Raises BadInput for unusable arguments, before anything is written."""
+        """Raise BadInput if arguments cannot be used. Called before anything is written."""
         if not 0 <= self.held_out < 1:
             raise BadInput(f"held-out fraction {self.held_out}: expected at least 0 and below 1, for example 0.01")
         if self.shard_tokens < 1:
@@ -99,7 +99,7 @@ class Preparation:
         self.cleaning.check()
         _ = self.loaded
         with suppress(FileNotFoundError):
-            # One stat, not exists() and is_dir(): another process may remove its empty directory between two.
+            # Call stat once instead of exists() and is_dir(): between two calls, another process could remove its empty directory.
             if not stat.S_ISDIR(self.out.stat().st_mode):
                 raise BadInput(f"{self.out}: is a file, expected a directory to write into")
 
@@ -116,7 +116,7 @@ class Preparation:
         return None if self.chat is None else read_chat_files(Path(self.tokenizer), self.chat.template)
 
     def describe(self, files: list[InputFile]) -> dict[str, Any]:
-        """The request as the manifest records it."""
+        """The request as it is stored in the manifest."""
         listing = "\n".join(f"{file.name}\t{file.size}" for file in files)
         text = None if self.loaded is None else self.loaded.text
         end = None if text is None else text.document_end
@@ -144,7 +144,7 @@ class Preparation:
 
 
 def finished_manifests(preparation: Preparation) -> dict[str, Manifest]:
-    """The manifests in `preparation.out` if every split is complete, else empty."""
+    """The manifests in `preparation.out`, if every split is complete; else empty."""
     directories = preparation.directories()
     complete = all((directory / MANIFEST).is_file() for directory in directories.values())
     if not complete or (preparation.out / UNFINISHED).exists():
@@ -153,9 +153,9 @@ def finished_manifests(preparation: Preparation) -> dict[str, Manifest]:
 
 
 def begin(preparation: Preparation, files: list[InputFile], request: dict[str, Any]) -> None:
-    """Store the request in `out`, and continue an earlier attempt at the same request.
+    """Store the request in `out`, or continue an earlier attempt at the same request.
 
-    An attempt at another request raises BadInput if it has finished a shard, and is removed otherwise.
+    If there was an attempt at another request, BadInput is raised if it has finished a shard; otherwise its files are removed.
     """
     times = json.dumps([[file.modified_ns, file.changed_ns] for file in files])
     full = {**request, "newest_input_ns": newest_input_ns(files), "input_times": digest(times.encode())}
@@ -163,7 +163,7 @@ def begin(preparation: Preparation, files: list[InputFile], request: dict[str, A
 
 
 def begin_request(out: Path, full: dict[str, Any], request: dict[str, Any]) -> None:
-    """Store `full`, a request with what else an attempt depends on, as `begin` does."""
+    """Like `begin`. `full` is the request together with everything else on which an attempt depends."""
     path = out / UNFINISHED
     if path.is_file():
         before = parse_json(path.read_bytes(), path, own=True, hint=f"; remove {out} and prepare again")
@@ -172,7 +172,7 @@ def begin_request(out: Path, full: dict[str, Any], request: dict[str, Any]) -> N
         if (out / JOURNAL).exists():
             check_same(out, before, full)
         if before == full:
-            for directory in (out, out / TRAIN, out / HELD_OUT):  # workers write in `units`, which goes at the end
+            for directory in (out, out / TRAIN, out / HELD_OUT):  # not `units`: other processes may write there
                 remove_partials(directory)
             return
         forget(out)
@@ -187,7 +187,7 @@ def newest_input_ns(files: list[InputFile]) -> int:
 
 
 def check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises BadInput naming the differences between the request of `out` and this one."""
+    """Raise BadInput that names the differences between the request in `out` and this one, if there are any."""
     differing = [key for key in now if before.get(key) != now[key]]
     if differing:
         changes = "; ".join(f"{key}: {before.get(key)} before, {now[key]} now" for key in differing)
@@ -205,7 +205,7 @@ def _check_unused(out: Path, request: dict[str, Any]) -> None:
 
 
 def forget(out: Path) -> None:
-    """Remove the files of an attempt that finished no shard."""
+    """Remove the files of an attempt that has finished no shard."""
     (out / UNFINISHED).unlink(missing_ok=True)
     for split in (TRAIN, HELD_OUT):
         if (out / split).is_dir():

@@ -1,6 +1,6 @@
-"""Steps of samples of any length: this rank's slots of each.
+"""Reads steps whose samples differ in length: the time slots of this rank in each step.
 
-Every rank computes the balance of a step alike from the lengths of its samples, and reads only the tokens of its own slots.
+Every rank computes the same balance of a step from the lengths of its samples, and reads only the tokens of its own slots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.spec.hybrid import Numbering
 
 
 class Documents(SampleLengths, Protocol):
-    """Samples of any length, as those of a `DataSource`."""
+    """A source of samples of any length, such as a `DataSource`."""
 
     def begin_step(self, indices: Sequence[int] | np.ndarray) -> None: ...
 
@@ -29,7 +29,10 @@ class Documents(SampleLengths, Protocol):
 
 
 class SampleSteps:
-    """Reads steps of at most `tokens` tokens, divided over `pool`, for data rank `rank`, which has at least one slot."""
+    """Reads steps of at most `tokens` tokens that are balanced over `pool`.
+
+    `rank` is the data rank, which always gets at least one slot.
+    """
 
     def __init__(
         self, source: Documents, *, tokens: int, pool: RankPool, rank: int, numbering: Numbering = "equal"

@@ -1,4 +1,4 @@
-"""Writes the shards of a split, and a journal of finished shards with which a killed preparation continues."""
+"""Writes the shards of a split, and a journal of finished shards. After a kill, a preparation continues from the journal."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class JournalLine:
 
 
 def recover_journal(out: Path) -> list[JournalLine]:
-    """Shards that an earlier attempt finished. A truncated last line is removed; its shard is written again.
+    """The shards that an earlier attempt has finished. If the last line is truncated, it is removed, and its shard is written again.
 
-    Raises Damaged for another line that is not readable.
+    Raises Damaged if any other line cannot be read.
     """
     path = out / JOURNAL
     if not path.is_file():
@@ -52,9 +52,9 @@ def _journal_line(line: bytes, where: str) -> JournalLine:
 
 
 class SplitWriter:
-    """The shards of one split (`train` or `held_out`), each closed once it holds `shard_tokens` tokens.
+    """Writes the shards of one split (`train` or `held_out`). Each shard is closed when it has `shard_tokens` tokens.
 
-    Starts behind the shards that `journal` (in `out`) records; documents up to number `done_through` are in finished shards.
+    Continues after the shards in `journal`, whose file is in `out`. Documents up to number `done_through` are in finished shards.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SplitWriter:
             self.finish_shard()
 
     def finish_shard(self) -> None:
-        """Make the open shard durable, then add its line to the journal; does nothing without an open shard."""
+        """Make the open shard durable, then add its line to the journal. Does nothing if no shard is open."""
         if self._writer is None:
             return
         writer = self._writer
@@ -130,6 +130,6 @@ class SplitWriter:
         self._text_bytes = 0
 
     def abandon(self) -> None:
-        """Close the open file without publishing it."""
+        """Close the open file without giving it its name."""
         if self._writer is not None:
             self._writer.abandon()

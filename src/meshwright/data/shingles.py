@@ -1,7 +1,7 @@
-"""Hashes of the words of texts, and of runs of words (shingles), for many texts at once.
+"""Hashes of words, and of shingles (several consecutive words), computed for many texts at once.
 
-A word is a run of letters and digits in lower case, or one character of a script without spaces. All is a function of each text alone, not
-of the machine or of the texts beside it.
+A word is a maximal sequence of letters and digits in lower case. In a script without spaces, each character is a word. The hashes depend
+only on the text itself: they are the same on every machine, and in every batch of texts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 PIECE = 1 << 20
-"""Characters that are hashed at once: a longer text is cut at its multiples."""
+"""Characters that are hashed in one pass. A longer text is cut at multiples of this number."""
 NO_WORDS = (
     (0x00, 0x2F),
     (0x3A, 0x40),
@@ -53,18 +53,22 @@ WITHOUT_SPACES = (
 )
 """Ranges of scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, Chinese and Japanese."""
 SEPARATOR = 0
+"""Class of a character between words."""
 LETTER = 1
+"""Class of a character inside a word."""
 WORD = 2
-"""Classes of a character: between words, in a word, a word itself."""
+"""Class of a character that is a word by itself."""
 BASE = 0x9E3779B97F4A7C15
-"""An odd number, so that it has an inverse modulo 2^64."""
+"""Base of the polynomial hash of a word. It is odd, so it has an inverse modulo 2^64."""
 JOIN = np.uint64(0xD1342543DE82EF95)
+"""Base of the polynomial hash of a shingle over the hashes of its words."""
 
 
 def word_hashes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The hash of each word, uint64, and the first word of each text, `(texts + 1,)` int64.
+    """The hash of each word, `(words,)` uint64, and the index of each text's first word, `(texts + 1,)` int64.
 
-    The characters c of a word give the sum of c_j · BASE^j modulo 2^64, mixed; a running sum over all texts has those of every word.
+    The hash of a word with the characters c_0, c_1, … is the sum of c_j · BASE^j modulo 2^64, then mixed. Example: for the texts "a b" and
+    "c", the second array is [0, 2, 3].
     """
     hashes: list[np.ndarray] = []
     counts: list[int] = []
@@ -91,7 +95,10 @@ def word_hashes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shingles(hashes: np.ndarray, starts: np.ndarray, words: int) -> tuple[np.ndarray, np.ndarray]:
-    """The hash of each run of `words` words of a text, uint64, and the first of each text, `(texts + 1,)` int64."""
+    """The hash of each shingle of `words` consecutive words, uint64, and the index of each text's first shingle, `(texts + 1,)` int64.
+
+    `hashes` and `starts` are the results of `word_hashes`. A text with fewer than `words` words has no shingle.
+    """
     count = max(len(hashes) - words + 1, 0)
     joined = hashes[:count].copy()
     for offset in range(1, words):
@@ -102,18 +109,19 @@ def shingles(hashes: np.ndarray, starts: np.ndarray, words: int) -> tuple[np.nda
     with_any = of_text > 0
     np.add.at(inside, starts[:-1][with_any], 1)
     np.add.at(inside, (starts[:-1] + of_text)[with_any], -1)
+    # A shingle must not reach into the next text, so only the first `of_text` starts of each text count.
     kept = np.cumsum(inside)[:count] > 0
     return _mixed(joined[kept]), np.concatenate([[0], np.cumsum(of_text)]).astype(np.int64)
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """The different values, ascending. `numpy.unique` of numpy 2.3 and later takes five times as long for such values."""
+    """The distinct values in ascending order. `numpy.unique` of numpy 2.3 and later takes five times as long for such values."""
     ordered = np.sort(values)
     return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
 
 
 def joined_words(hashes: np.ndarray) -> int:
-    """The hash of a whole run of words."""
+    """The hash of all words of a text as one shingle, however many they are."""
     value = 0
     for hashed in hashes.tolist():
         value = (value * int(JOIN) + hashed) % 2**64
@@ -121,7 +129,7 @@ def joined_words(hashes: np.ndarray) -> int:
 
 
 def _hashed(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """As `word_hashes` of texts in lower case with at most PIECE characters together."""
+    """Like `word_hashes`, but the texts are in lower case already, and have at most PIECE characters in total."""
     joined = "\0".join(texts)
     characters = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     classes = _classes()[characters]
@@ -133,6 +141,7 @@ def _hashed(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     ends = np.flatnonzero((letters & ~after) | alone) + 1
     powers, inverses = _powers()
     sums = np.zeros(len(characters) + 1, dtype=np.uint64)
+    # With prefix sums of c_k · BASE^k, a word at position b has the sum (sums[end] - sums[b]) · BASE^-b.
     np.cumsum(characters * powers[: len(characters)], out=sums[1:])
     hashes = _mixed((sums[ends] - sums[begins]) * inverses[begins])
     text_starts = np.cumsum([0, *(len(text) + 1 for text in texts)])
@@ -151,7 +160,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _classes() -> np.ndarray:
-    """The class of each code point."""
+    """The class of each Unicode code point, `(0x110000,)` uint8."""
     classes = np.full(0x110000, LETTER, dtype=np.uint8)
     for value, ranges in ((SEPARATOR, NO_WORDS), (WORD, WITHOUT_SPACES)):
         for first, last in ranges:
@@ -161,7 +170,7 @@ def _classes() -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _powers() -> tuple[np.ndarray, np.ndarray]:
-    """BASE^j and BASE^-j modulo 2^64 for the characters of a piece and the marks between its texts."""
+    """BASE^j and BASE^-j modulo 2^64, for each position j of a batch: at most PIECE characters and one separator after each text."""
     size = 2 * PIECE + 1
     found = []
     for base in (BASE, pow(BASE, -1, 2**64)):

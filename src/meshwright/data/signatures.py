@@ -1,12 +1,21 @@
-"""Signatures of documents, by which duplicates are found without comparing every pair.
+"""Signatures of documents, by which duplicates are found without a comparison of all pairs.
 
-MinHash (Broder 1997): of 140 permutations of all shingles, the least value in a document. Two documents agree in one of these with the
-probability of their Jaccard similarity. Twenty bands of seven values each are hashed to a key; two documents of similarity 0.8 share a key
-with 0.99, of 0.5 with 0.15 (Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3).
+The method is MinHash (Broder 1997). A document is the set of its shingles. For each of 140 random permutations of all shingles, the
+signature has the least permuted value in the document. Two documents agree in one such value with a probability equal to their Jaccard
+similarity.
 
-A file of signatures has segments one after another. A segment has for each band where the keys of each leading byte begin (257 × uint32),
-its keys in ascending order (uint64), and the number of the document of each (uint32). The last band has the exact texts: keys are the
-first half of a 128-bit digest; the second halves (uint64) follow.
+The 140 values are grouped into 20 bands of 7 values, and each band is hashed to a key. Documents with a common key are compared. Two
+documents of similarity 0.8 have a common key with probability 0.99, and of similarity 0.5 with probability 0.15 (Leskovec, Rajaraman and
+Ullman, Mining of Massive Datasets, chapter 3).
+
+A file of signatures consists of segments, and a segment of bands. The layout of one band in one segment:
+
+    257 × uint32      index of the first key with leading byte 0, 1, …, 255, then the number of keys
+    keys × uint64     the keys, ascending
+    keys × uint32     the document of each key
+    keys × uint64     only in the last band, which finds equal texts: the second half of each digest
+
+The last band has as keys the first halves of 128-bit digests of the texts.
 """
 
 from __future__ import annotations
@@ -23,41 +32,49 @@ import xxhash
 from meshwright.data.shingles import distinct, joined_words, shingles, word_hashes
 
 WORDS = 5
-"""Words of a shingle."""
+"""Words in a shingle."""
 BANDS = 20
 ROWS = 7
+"""MinHash values in a band."""
 EXACT_BAND = BANDS
+"""Number of the band that finds equal texts."""
 LEADING = 256
+"""Values of a key's leading byte."""
 BLOCK_CHARACTERS = 1 << 18
-"""Text that is signed at once: its shingles stay in the processor's cache."""
+"""Characters of text that are signed in one pass, so few that their shingles stay in the processor's cache."""
 SEGMENT_DOCUMENTS = 1 << 17
+"""Documents in a segment, at most."""
 SEED = 20
 
 
 @dataclass(frozen=True)
 class SignatureSegment:
-    """A segment of a file of signatures: its offset in bytes, its documents, how many of them have words, its first document's number."""
+    """A segment of a file of signatures."""
 
     offset: int
+    """First byte in the file."""
     documents: int
     with_words: int
+    """Documents that have at least one word. Only these have MinHash keys."""
     first: int
+    """Number of the segment's first document in its unit."""
 
 
 @dataclass(frozen=True)
 class BandKeys:
-    """Some keys of a band, ascending, with the documents that have them, numbered from the first of the unit."""
+    """Keys of a band in ascending order, with the document of each key. Documents are numbered in their unit, from 0."""
 
     keys: np.ndarray
     documents: np.ndarray
     second: np.ndarray | None
-    """Of exact texts, the second halves of their digests."""
+    """In the band of equal texts, the second half of each digest; else None."""
 
 
 class SignatureWriter:
-    """Writes the signatures of documents into `signatures`, and with `near` their sorted shingles into `sets`.
+    """Writes the signatures of documents into the file `signatures`.
 
-    `segments` and `ends` are complete after `finish`; `ends` are the ends of each document's shingles, in shingles.
+    If the file `sets` is given, near-duplicates are wanted too: the sorted shingles of each document are written to it. After `finish`,
+    `segments` are complete, and so are `ends`: the index of the end of each document's shingles in `sets`.
     """
 
     def __init__(self, signatures: BinaryIO, sets: BinaryIO | None) -> None:
@@ -73,7 +90,7 @@ class SignatureWriter:
         self._first = 0
 
     def add(self, text: str) -> None:
-        """Sign the next document."""
+        """Add the signature of the next document."""
         self._digests.append(xxhash.xxh3_128_digest(text.encode("utf-8")))
         if self._sets is not None:
             self._texts.append(text)
@@ -84,12 +101,12 @@ class SignatureWriter:
             self._finish_segment()
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write the last segment."""
         if self._digests:
             self._finish_segment()
 
     def _sign(self, sets: BinaryIO) -> None:
-        """Compute the minima of the texts of a block, and write their shingles."""
+        """Compute the MinHash values of the collected texts, and write their shingles."""
         if not self._texts:
             return
         values, starts = shingle_sets(self._texts)
@@ -105,6 +122,7 @@ class SignatureWriter:
         self._size = 0
 
     def _finish_segment(self) -> None:
+        """Write the bands of the collected documents as a segment."""
         if self._sets is not None:
             self._sign(self._sets)
         segment = SignatureSegment(self._signatures.tell(), len(self._digests), len(self._with_words), self._first)
@@ -123,7 +141,7 @@ class SignatureWriter:
         self._with_words = []
 
     def _write_band(self, keys: np.ndarray, documents: np.ndarray) -> np.ndarray:
-        """Write the keys of a band in ascending order, which is returned."""
+        """Write a band, sorted by its keys. Returns the order: index of each written key in `keys`."""
         order = np.argsort(keys, kind="stable")
         ordered = keys[order]
         leading = np.searchsorted(ordered >> np.uint64(56), np.arange(LEADING + 1, dtype=np.uint64))
@@ -134,7 +152,7 @@ class SignatureWriter:
 
 
 def read_keys(file: BinaryIO, segment: SignatureSegment, near: bool, band: int, first: int, stop: int) -> BandKeys:
-    """The keys of a band whose leading byte is in [first, stop). Without `near` there is only the band of exact texts."""
+    """Read the keys of a band whose leading byte is in [first, stop). `near` says whether the file has bands for near-duplicates."""
     exact = band == EXACT_BAND
     count = segment.documents if exact else segment.with_words
     of_near = 4 * (LEADING + 1) + 12 * segment.with_words
@@ -150,7 +168,10 @@ def read_keys(file: BinaryIO, segment: SignatureSegment, near: bool, band: int, 
 
 
 def shingle_sets(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The different shingles of each text, ascending uint32, and the first of each text. A text of fewer words is one shingle."""
+    """The distinct shingles of each text, ascending, uint32, and the index of each text's first shingle.
+
+    A text of 1 to 4 words is one shingle. The upper half of the 64-bit hash of a shingle is used.
+    """
     hashes, starts = word_hashes(texts)
     runs, run_starts = shingles(hashes, starts, WORDS)
     values = (runs >> np.uint64(32)).astype(np.uint64)
@@ -169,7 +190,10 @@ def shingle_sets(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def minima(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The least value of each permutation in each document, `(documents, BANDS * ROWS)` uint32; `starts` are those of documents."""
+    """The least value of each permutation in each document, `(documents, BANDS * ROWS)` uint32.
+
+    `values` has the shingles of all documents, and `starts` the index of each document's first shingle. No document may be empty.
+    """
     factors, offsets = _permutations()
     least = np.empty((len(starts), BANDS * ROWS), dtype=np.uint32)
     permuted = np.empty_like(values)
@@ -181,7 +205,7 @@ def minima(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def band_keys(least: np.ndarray) -> np.ndarray:
-    """The key of each band of each document, `(BANDS, documents)` uint64."""
+    """The key of each band and document, `(BANDS, documents)` uint64: a hash of the band's seven values in `least`."""
     banded = least.reshape(len(least), BANDS, ROWS).astype(np.uint64)
     return np.stack(
         [
@@ -195,13 +219,14 @@ def band_keys(least: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _permutations() -> tuple[np.ndarray, np.ndarray]:
-    """Odd factors and offsets: x · factor + offset modulo 2^32 is a permutation."""
+    """The factor (odd) and the offset of each permutation x → x · factor + offset modulo 2^32, `(BANDS * ROWS,)` uint32 each."""
     random = np.random.Generator(np.random.PCG64(SEED))
     factors = random.integers(0, 2**31, BANDS * ROWS, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
     return factors, random.integers(0, 2**32, BANDS * ROWS, dtype=np.uint32)
 
 
 def _read(file: BinaryIO, offset: int, dtype: str, start: int, stop: int) -> np.ndarray:
+    """Values [start, stop) of the array that begins at byte `offset`."""
     size = np.dtype(dtype).itemsize
     file.seek(offset + size * start)
     return np.frombuffer(file.read(size * (stop - start)), dtype=dtype)

@@ -1,4 +1,4 @@
-"""The conversations of chats one by one, as questions to answer: what comes before their last answer, and that answer."""
+"""Conversations of chats, one by one, as questions to answer: the text before the last answer is the question."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from meshwright.data.packing import DocumentPart, TokenStream
 
 
 class TokenizedConversation(NamedTuple):
-    """Tokens of a conversation `(tokens,)` int64 up to the end of its last answer, which begins at token `answer`."""
+    """Tokens of a conversation, `(tokens,)` int64, up to the end of its last answer. The answer begins at index `answer`."""
 
     tokens: np.ndarray
     answer: int
 
 
 class SingleConversations:
-    """The conversations of a stream that have a question and an answer, in the order of the stream; each is a window."""
+    """The conversations of a stream that have a question and an answer, in the order of the stream. Each conversation is a window."""
 
     def __init__(self, stream: TokenStream) -> None:
         self._stream = stream
@@ -39,12 +39,12 @@ class SingleConversations:
 
     @property
     def inputs(self) -> int:
-        """Tokens of all of them."""
+        """Number of tokens in all conversations."""
         return int(self._answers[:, 1].sum())
 
     @property
     def longest_question(self) -> int:
-        """Tokens before the last answer, of the conversation that has most."""
+        """The most tokens that any conversation has before its last answer."""
         return int(self._answers[:, 0].max(initial=0))
 
     def read(self, window: int) -> TokenizedConversation:
@@ -58,16 +58,16 @@ class SingleConversations:
         return self._stream.parts(start, start + int(self._answers[window, 1]))
 
     def files_of(self, windows: np.ndarray) -> set[int]:
-        """The numbers of the files that hold these conversations."""
+        """The numbers of the files that contain these conversations."""
         return self._stream.files_at(self._starts[windows])
 
     def locate(self, window: int, at: int) -> tuple[IndexedFile, int]:
-        """The file that holds token `at` of a conversation, and the token's number there."""
+        """The file that contains token `at` of a conversation, and the token's number in that file."""
         return self._stream.locate(int(self._starts[window]) + at)
 
 
 def _last_answer(weights: np.ndarray) -> tuple[int, int] | None:
-    """First and last + 1 of the last run of trained tokens; None if there is none, or nothing before it."""
+    """The range (first, last + 1) of the last consecutive trained tokens. None if there are none, or if no token is before them."""
     trained = np.flatnonzero(weights)
     if not len(trained):
         return None

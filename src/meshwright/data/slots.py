@@ -1,10 +1,12 @@
-"""Time slots: the micro-batches of one rank in a step of samples of any length, from the balance of the step.
+"""Time slots: the micro-batches of one rank in a step whose samples differ in length. They follow from the balance of the step.
 
-A slot has a fixed number of tokens, its capacity C, or with selective offload one of two, so that nothing recompiles; with
-`RankPool.slot_unit` it ends behind its last sample. It holds whole samples and at most one part of a sample that several ranks divide; the
-part comes first. The rest is padding: token 0 at position 0, without target, each token a document of its own.
+A slot has a fixed number of tokens, its capacity, so that nothing recompiles. With selective offload there are two possible capacities. If
+`RankPool.slot_unit` is set, a slot ends shortly after its last sample instead.
 
-A sample of s inputs has s + 1 tokens, as the last input's target is the token behind it.
+A slot holds whole samples, and at most one part of a sample that is divided among several ranks. This part comes first. The rest of the
+slot is padding: token 0 at position 0, without target, where each padding token is a document of its own.
+
+A sample with s inputs has s + 1 tokens, because the target of the last input is the token after it.
 """
 
 from __future__ import annotations
@@ -23,29 +25,29 @@ from meshwright.policies.slot_order import slot_order
 from meshwright.spec.hybrid import Numbering
 
 TokenReader = Callable[[int, int, int], np.ndarray]
-"""Tokens [start, stop) of a sample, int64, by the sample's number in the step, start and stop."""
+"""A function (sample's number in the step, start, stop) that returns the tokens [start, stop) of that sample, int64."""
 
 
 @dataclass(frozen=True)
 class SamplePart:
-    """A part of a sample in a slot; the whole sample if one rank has it."""
+    """A part of a sample in a slot. If one rank has the whole sample, the part is the whole sample."""
 
     sample: int
     """Number of the sample in the step."""
     length: int
     """Inputs of the whole sample."""
     ranks: tuple[int, ...]
-    """Data ranks that divide the sample, in the order of their parts, which is the order of the ring."""
+    """Data ranks that divide the sample, in the order of their parts. Ring attention passes keys and values on in this order."""
     part: int
-    """Index of this part: `ranks[part]` has it."""
+    """Index of this part. The rank `ranks[part]` has it."""
     by_heads: bool = False
-    """Whether the ranks exchange tokens for heads in attention; otherwise keys and values go round a ring."""
+    """How attention sees the other parts: True if the ranks exchange tokens for heads, False if keys and values go round a ring."""
 
     @cached_property
     def ranges(self) -> tuple[range, ...]:
-        """Inputs of the sample in the slot, in order: one range of a whole sample, else two blocks.
+        """The sample's inputs that are in the slot, in order: one range for a whole sample, two blocks for a divided one.
 
-        Blocks of a divided sample may differ in length or be empty.
+        Blocks of a divided sample may differ in length, and may be empty.
         """
         if len(self.ranks) == 1:
             return (range(self.length),)
@@ -53,11 +55,12 @@ class SamplePart:
 
     @property
     def tokens(self) -> int:
+        """Inputs in this part."""
         return sum(map(len, self.ranges))
 
 
 class CommonNumber(NamedTuple):
-    """Number of a slot in the common order of all ranks, and how many numbers there are."""
+    """Number of a slot in the order that all ranks have in common, and the count of such numbers."""
 
     number: int
     count: int
@@ -65,18 +68,18 @@ class CommonNumber(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleSlot:
-    """Content of a micro-batch of `capacity` tokens: `parts` in order, then padding. Empty without parts."""
+    """Content of a micro-batch of `capacity` tokens: `parts` in order, then padding. Without parts it is padding only."""
 
     capacity: int
     parts: tuple[SamplePart, ...] = ()
     offloaded_layers: int = 0
-    """Blocks of the model, from the first, whose activations are offloaded to host memory."""
+    """Model blocks, counted from the first, whose activations are offloaded to host memory."""
     common: CommonNumber | None = None
-    """Number in the common order of all ranks; None if each rank counts its own slots."""
+    """Number in the order that all ranks have in common; None if each rank counts its own slots."""
 
     @property
     def divided(self) -> SamplePart | None:
-        """The part of a sample that several ranks divide, if any: tokens [0, `divided.tokens`) of the slot."""
+        """The part of a sample that is divided among several ranks, if any. It takes tokens [0, `divided.tokens`) of the slot."""
         return self.parts[0] if self.parts and len(self.parts[0].ranks) > 1 else None
 
     @cached_property
@@ -91,7 +94,7 @@ class SampleSlot:
 
 
 def rank_slots(balance: Balance, rank: int) -> list[SampleSlot]:
-    """The slots of a data rank, in the order of the balance."""
+    """The slots that `balance` gives to a data rank, in their order in `balance`. May be empty."""
     first, last = np.searchsorted(balance.rank, [rank, rank + 1])
     lengths = np.bincount(balance.sample, balance.tokens).astype(np.int64)
     by_slot: list[list[SamplePart]] = [[] for _ in range(int(balance.slots[rank]))]
@@ -109,7 +112,7 @@ def rank_slots(balance: Balance, rank: int) -> list[SampleSlot]:
 
 
 def _slot(parts: tuple[SamplePart, ...], pool: RankPool) -> SampleSlot:
-    """A slot of the pool with these parts; one with offload where they have more tokens than the capacity."""
+    """A slot with these parts. If they have more tokens than the pool's capacity, it is a slot with offloaded activations."""
     tokens = sum(part.tokens for part in parts)
     capacity = int(pool.slot_tokens(np.array(tokens)))
     if tokens <= pool.capacity:
@@ -119,7 +122,11 @@ def _slot(parts: tuple[SamplePart, ...], pool: RankPool) -> SampleSlot:
 
 
 def slots_to_run(balance: Balance, rank: int, numbering: Numbering) -> list[SampleSlot]:
-    """The micro-batches of a data rank in the order in which it runs them, at least one."""
+    """The micro-batches of a data rank, in the order in which the rank executes them. There is at least one.
+
+    With `numbering` "own", a rank counts its own slots. With "equal", every rank gets the same number of slots: an empty slot is added for
+    each number of the common order that the rank lacks. With any other numbering the slots have common numbers, and none is added.
+    """
     empty = _slot((), balance.pool)
     slots = rank_slots(balance, rank) or [empty]
     if numbering == "own":
@@ -135,9 +142,9 @@ def slots_to_run(balance: Balance, rank: int, numbering: Numbering) -> list[Samp
 
 
 def slot_arrays(slot: SampleSlot, read: TokenReader) -> PackedWindow:
-    """Tokens, targets, positions and documents of a slot, `(capacity,)` int64 each; the slot's parts are documents 0, 1, ….
+    """Tokens, targets, positions and documents of a slot, `(capacity,)` int64 each. The parts of the slot are documents 0, 1, ….
 
-    Reads only the tokens of the slot's own ranges.
+    `read` is called only for tokens of ranges in this slot, and for the target after each range.
     """
     tokens, positions = np.zeros((2, slot.capacity), dtype=np.int64)
     targets = np.full(slot.capacity, IGNORED, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The data of a run: maps a global sample index to token arrays, and back to the documents they came from."""
+"""The data of a run: maps a global sample index to token arrays, and to the documents from which they came."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from meshwright.spec.preference import PreferenceSpec
 
 Split = Literal["train", "validation"]
 MISMATCHED = ("tokens", "targets", "positions", "documents")
-"""Columns of a window whose answers are those to other prompts."""
+"""Columns of a window in which prompts have the answers of other prompts."""
 
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """Samples as int64 arrays of `(samples, seq)`; `targets` is -1 where nothing is to be learned.
+    """Samples as int64 arrays `(samples, seq)`. A target of -1 is not trained on.
 
-    `real` `(samples, seq)`, bool, is false for tokens that only fill a window; None if no source can have such tokens. `weights`
-    `(samples, seq)`, float32, are those of the targets in the loss; None if no source has others than 0 and 1. `columns` have what
-    an objective reads, of preferences those of `DataSource.preference_columns`.
+    - `real` `(samples, seq)`, bool: False for padding. None if no source can have padding.
+    - `weights` `(samples, seq)`, float32: weights of the targets in the loss. None if all weights are 0 or 1.
+    - `columns`: further arrays that an objective reads, for preferences those of `DataSource.preference_columns`.
     """
 
     tokens: np.ndarray
@@ -76,13 +76,18 @@ def open_data(
     conversations: bool = False,
     preference: PreferenceSpec | None = None,
 ) -> DataSource:
-    """Open what `spec` names: the mixture to train on, or with `split="validation"` the text kept apart, source after source, the documents
-    of each in the order of `ContentOrder`. Its samples are documents with `data.packing: none`, else windows of `seq_len` tokens.
+    """Open the data that `spec` names.
 
-    `vocab_size` is the model's: a tokenizer with more tokens is refused here, a larger token id when it is read.
-    `stdlib` is the folder for the source `stdlib` (the user's cache when None). `verifier` gets each shard when its first
-    sample is read. With `conversations` the samples are single conversations of chats (`DataSource.conversation`). `preference` is that of
-    a run whose data have good and bad answers. Raises BadInput and Damaged (see `data.damaged`).
+    With `split="train"` this is the mixture to train on. With `split="validation"` it is the text kept for validation: one source after
+    another, and within a source the documents in the order of `ContentOrder`. With `data.packing: none`, samples are documents; otherwise
+    they are windows of `seq_len` tokens.
+
+    `vocab_size` is the model's. A tokenizer with more tokens is refused here; a token id that is too large is refused when it is read.
+    `stdlib` is the folder for the source `stdlib`, by default the user's cache. `verifier` gets each shard when its first sample is read.
+    With `conversations`, the samples are single conversations of chats (`DataSource.conversation`). `preference` is given for a run whose
+    data have good and bad answers.
+
+    Raises BadInput, and Damaged as `data.damaged` says.
     """
     paths = _train_paths(spec, stdlib) if split == "train" else _validation_paths(spec, stdlib, seq_len)
     streamed = split == "train" and bool(spec.streamed)
@@ -146,12 +151,15 @@ def open_data(
 
 
 def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> bool:
-    """Whether `open_data(..., split="validation")` would succeed; without `data.validation` the text must fill a sample."""
+    """Whether `open_data(..., split="validation")` would find data.
+
+    Without `data.validation`, the text must be long enough for a sample.
+    """
     return bool(_validation_paths(spec, stdlib, seq_len))
 
 
 def preference_of(path: Path) -> PreferenceSpec | None:
-    """The settings that read the good and bad answers of the prepared data at `path`; None if it has none. Raises BadInput and Damaged."""
+    """Settings with which to read the good and bad answers prepared at `path`; None if there are none. Raises BadInput and Damaged."""
     directory, foreign = locate(path)
     found = None if foreign else Manifest.read(directory).preferences
     if found is None:
@@ -160,10 +168,10 @@ def preference_of(path: Path) -> PreferenceSpec | None:
 
 
 class DataSource:
-    """All samples of a run, addressed by global sample index.
+    """All samples of a run, by global sample index.
 
-    The order of samples, `order`, follows from the contents of the sources, not from their paths. `weights` are those of `data.mix` by
-    source.
+    The order of samples, `order`, depends on the contents of the sources, not on their paths. `weights` has the weight of each source in
+    `data.mix`.
     """
 
     def __init__(
@@ -182,7 +190,7 @@ class DataSource:
         self.sources = {source.name: source for source in sources}
         """The prepared sources."""
         self.streams = dict(streams or {})
-        """The sources that are read without preparation, with the tokenizer `stream_tokenizer`."""
+        """The sources that are read without preparation. They are encoded by `stream_tokenizer`."""
         self.stream_tokenizer = stream_tokenizer
         self._step_samples = 1
         self.weights = weights
@@ -190,25 +198,26 @@ class DataSource:
         self.document_mask = document_mask
         self._limit = vocab_size
         self._fills = any(source.packing is not None for source in sources)
-        """Whether windows of a source may end with tokens that only fill them."""
+        """Whether windows of any source may end with padding."""
         self._answers = max(
             (source.layout.most_answers for source in sources if isinstance(source.layout, PreferenceWindows)),
             default=0,
         )
-        """Answers of the window that has most; 0 without preferences."""
+        """The number of answers in the window that has the most; 0 without preferences."""
         self._weighted = not self._answers and any(source.stream.weighted for source in sources)
         self.mismatched = False
-        """Whether samples of preferences have the columns of mismatched answers."""
+        """Whether samples of preferences get columns with mismatched answers."""
         self._verifier = verifier
         self._used: set[int] = set()
-        """Numbers of the shards given to the verifier, over all sources."""
+        """Numbers of the shards that the verifier has got. Shards are numbered over all sources."""
         self._set_order(order)
 
     def _set_order(self, order: Mixture | InTurn) -> None:
+        """Set the order of samples, and what depends on it."""
         self.order = order
         self._ordered = [self.sources[name] for name in order.names if name in self.sources]
         self._numbers = [number for number, name in enumerate(order.names) if name in self.sources]
-        """Numbers of the prepared sources in the order."""
+        """Numbers of the prepared sources in `order.names`."""
         for number, name in enumerate(order.names):
             if name in self.streams and isinstance(order, Mixture):
                 self.streams[name].drawn = partial(order.drawn_by_lane, number, self.streams[name].lanes)
@@ -216,13 +225,13 @@ class DataSource:
         self._first_numbers = list(accumulate((len(source.stream.files) for source in self._ordered), initial=0))
 
     def cursors(self, sample: int) -> dict[str, np.ndarray]:
-        """The position of each lane of each stream before global sample `sample`, as far as this rank knows."""
+        """The position of each lane of each stream before global sample `sample`, as far as this rank knows it."""
         return {name: stream.cursors(sample) for name, stream in self.streams.items()}
 
     def restore_cursors(self, cursors: Mapping[str, Any], record: Mapping[str, Any], *, accept: bool = False) -> None:
-        """Go on from the `cursors` of a checkpoint with this `record`.
+        """Continue from the `cursors` in a checkpoint. `record` is what the checkpoint says about the streams.
 
-        Raises BadInput for a stream that has changed since; with `accept` it begins again from its start.
+        Raises BadInput if a stream has changed since the checkpoint. With `accept`, a changed stream begins again from its start.
         """
         for name, stream in self.streams.items():
             if name not in cursors:
@@ -245,7 +254,7 @@ class DataSource:
 
     @property
     def _tokenizers(self) -> list[TokenizerRecord]:
-        """The tokenizers of the sources, as far as they are known."""
+        """The tokenizers of the sources that have a known one."""
         known = [source.directory.manifest.tokenizer for source in self._ordered if source.directory.manifest]
         return known + ([] if self.stream_tokenizer is None else [self.stream_tokenizer.loaded.record])
 
@@ -256,7 +265,7 @@ class DataSource:
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The `tokenizer.json` of the data, one with the template of its chats beside it if there are any; None if no source has one."""
+        """The `tokenizer.json` of the data; None if no source has one. If there are chats, it is one with a chat template in its folder."""
         source = self._describing()
         if source is None:
             return None if self.stream_tokenizer is None else self.stream_tokenizer.file
@@ -264,12 +273,12 @@ class DataSource:
 
     @property
     def has_chats(self) -> bool:
-        """Whether a source has chats."""
+        """Whether any source has chats."""
         return any(source.stream.masked for source in self._ordered)
 
     @property
     def text_format(self) -> TextFormat | None:
-        """The format of the texts; the answers of chats in any source have their ends. None if no source has a tokenizer."""
+        """The format of the texts, with the end tokens of answers from all sources of chats. None if no source has a tokenizer."""
         source = self._describing()
         if source is None:
             return None if self.stream_tokenizer is None else self.stream_tokenizer.loaded.text
@@ -280,16 +289,16 @@ class DataSource:
         return text.with_answer_ends(dict.fromkeys(end for each in texts if each for end in each.answer_ends))
 
     def _describing(self) -> CorpusSource | None:
-        """The source whose files about texts are those of the data: one of chats, else one with a template, else any with a tokenizer."""
+        """The source whose tokenizer files stand for all data: if possible one of chats, then one with a chat template."""
         known = [source for source in self._ordered if source.directory.manifest]
         with_template = [source for source in known if (source.directory.path / TEMPLATE).is_file()]
         return next(iter([source for source in known if source.stream.masked] or with_template or known), None)
 
     @cached_property
     def token_bytes(self) -> np.ndarray | None:
-        """Bytes that each token id adds to a text, 0 for special tokens and the end of a document, `(vocabulary,)` int64.
+        """Bytes that each token id adds to a text, `(vocabulary,)` int64; 0 for special tokens and for the end of a document.
 
-        None where a source has no tokenizer, or where the bytes of a token depend on those beside it.
+        None if a source has no tokenizer, or if the bytes of a token depend on the tokens around it.
         """
         file = self.tokenizer_file
         if file is None or any(source.directory.manifest is None for source in self._ordered):
@@ -303,7 +312,7 @@ class DataSource:
         return counts
 
     def record(self) -> dict[str, dict[str, str | None]]:
-        """The record of each source in a checkpoint: the digests of its content and tokenizer, and the one its order follows from."""
+        """What a checkpoint records about each source: digests of its content, of its tokenizer, and of the order of its samples."""
         return {
             source.name: {"content": source.directory.content_digest, "tokenizer": source.directory.tokenizer_digest}
             | _identity(source.directory)
@@ -313,21 +322,21 @@ class DataSource:
         } | {name: stream.record() for name, stream in self.streams.items()}
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Passes over each source that the first `samples` samples make."""
+        """How often the first `samples` samples pass through each source; 1.0 is one complete pass."""
         drawn = self.order.drawn(samples).tolist()
         pairs = zip(self.order.names, drawn, self.order.windows, strict=True)
         return {name: count / windows for name, count, windows in pairs}
 
     @property
     def windows(self) -> int:
-        """Number of different windows in all sources."""
+        """Number of different windows, over all sources."""
         return sum(self.order.windows)
 
     def begin_step(self, indices: Sequence[int] | np.ndarray) -> None:
-        """Check the data of a step before it is read; `indices` are the samples of all ranks, so all ranks check the same.
+        """Check the data of a step before it is read. `indices` are the samples of all ranks, so all ranks check the same.
 
-        When a source begins an epoch, the sizes of its files are compared with those at opening. A shard is given to
-        the verifier when a step first uses it. Raises Damaged, also for errors that the verifier has detected.
+        When a source begins an epoch, the sizes of its files are compared with their sizes at opening. When a step first uses a shard, the
+        verifier gets it. Raises Damaged, also for faults that the verifier has found.
         """
         self._step_samples = len(indices)
         draws = self.order.draws(np.asarray(indices, dtype=np.int64))
@@ -343,6 +352,7 @@ class DataSource:
             self._verifier.check()
 
     def _verify(self, source: int, shards: set[int]) -> None:
+        """Give the shards of a source that are new to the verifier."""
         assert self._verifier is not None
         first = self._first_numbers[source]
         new = sorted({first + shard for shard in shards} - self._used)
@@ -371,7 +381,7 @@ class DataSource:
         return self._stacked(packed)
 
     def batch(self, places: Sequence[tuple[CorpusSource, int]]) -> SampleBatch:
-        """These windows of sources, in the order given. Raises Damaged as `samples` does."""
+        """The given windows, each with its source, in the order given. Raises Damaged as `samples` does."""
         columns = self.preference_columns(places) if self._answers else {}
         return self._stacked([self._sample(source, window) for source, window in places], columns)
 
@@ -387,12 +397,17 @@ class DataSource:
         )
 
     def preference_columns(self, places: Sequence[tuple[CorpusSource, int]]) -> dict[str, np.ndarray]:
-        """Columns of windows of preferences, for at most A answers in each: document k of a window is its answer k.
+        """Further columns for windows of preferences. Document k of a window is its answer k; A is the most answers of any window.
 
-        `answers` `(samples, A)` int64: their numbers in the source, -1 for none; `signs` `(samples, A)` float32: 1, -1, or 0 for none;
-        `sources` `(samples,)` int64. `scores` `(samples, A)` float64 where a reward model reads those of the data. With references
-        `reference` `(samples, A)` float64. With `mismatched`: `mismatched_tokens`, `_targets`, `_positions` and `_documents`
-        `(samples, seq)` int64, and `mismatched_reference`.
+        | column | shape | content |
+        |---|---|---|
+        | `answers` | (samples, A) int64 | numbers of the answers in their source; -1 for none |
+        | `signs` | (samples, A) float32 | 1 for a good answer, -1 for a bad one, 0 for none |
+        | `sources` | (samples,) int64 | number of the source |
+        | `scores` | (samples, A) float64 | only if a reward model reads scores from the data |
+        | `reference` | (samples, A) float64 | only with reference log-probabilities |
+        | `mismatched_tokens`, `_targets`, `_positions`, `_documents` | (samples, seq) int64 | only with `mismatched` |
+        | `mismatched_reference` | (samples, A) float64 | only with both |
         """
         count = self._answers
         rows = []
@@ -418,7 +433,7 @@ class DataSource:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _known(self, source: CorpusSource, reference: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """The log-probabilities of these answers, padded. Raises BadInput where one is not known."""
+        """Reference log-probabilities of the answers with these `numbers`, padded. Raises BadInput if one is not known."""
         found = reference[numbers]
         if np.isnan(found).any():
             raise BadInput(
@@ -433,12 +448,12 @@ class DataSource:
         return np.stack([whole if sample.weights is None else sample.weights for sample in packed]).astype(np.float32)
 
     def _real(self, packed: Sequence[PackedWindow]) -> np.ndarray:
-        """Whether each input is more than a filler, `(samples, seq)` bool."""
+        """For each input, whether it is not padding, `(samples, seq)` bool."""
         real = [self.seq_len if sample.real is None else sample.real for sample in packed]
         return np.arange(self.seq_len) < np.array(real)[:, None]
 
     def conversation(self, index: int) -> TokenizedConversation:
-        """The conversation with this global index, of a source that was opened with `conversations`."""
+        """The conversation with this global index. The source must have been opened with `conversations`."""
         source, number = self._locate_samples([index])[0]
         assert isinstance(source.layout, SingleConversations), "opened without conversations"
         conversation = source.layout.read(number)
@@ -446,7 +461,7 @@ class DataSource:
         return conversation
 
     def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Inputs of the samples with these global indices, int64; no tokens are read."""
+        """Number of inputs of each sample with these global indices, int64. No tokens are read."""
         draws = self.order.draws(np.asarray(indices, dtype=np.int64))
         lengths = np.full(len(draws.source), self.seq_len, dtype=np.int64)
         for number, source in zip(self._numbers, self._ordered, strict=True):
@@ -456,7 +471,7 @@ class DataSource:
         return lengths
 
     def token_reader(self, indices: Sequence[int] | np.ndarray) -> TokenReader:
-        """A function that reads ranges of tokens of the samples with these global indices, which are documents.
+        """A function (sample, start, stop) that reads a range of tokens of one of these samples, which must be documents.
 
         It raises Damaged as `samples` does.
         """
@@ -474,8 +489,8 @@ class DataSource:
     def describe(self, index: int) -> dict[str, Any]:
         """The origin of a global sample: `{global_index, source, documents: [{file, id, start, end}], tokens}`.
 
-        Of chats also `trained`: the ranges [start, stop) of its tokens that are trained on, and where these have other weights than 1,
-        `weights`, one for each range. `tokens` then leaves out those that fill the sequence.
+        For chats, `trained` has the ranges [start, stop) of tokens that are trained on. If weights other than 1 are possible, `weights` has
+        the weight of each range. For chats, `tokens` does not count padding.
         """
         ((number, _),) = self._draws([index])
         if (stream := self.streams.get(self.order.names[number])) is not None:
@@ -509,7 +524,7 @@ class DataSource:
         return [(self.sources[self.order.names[source]], window) for source, window in self._draws(indices)]
 
     def _draws(self, indices: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
-        """(number of the source, window) of these samples; of a stream the window means nothing."""
+        """(number of the source, window) of each sample. For a stream, the window has no meaning."""
         draws = self.order.draws(np.asarray(indices, dtype=np.int64))
         return list(zip(draws.source.tolist(), draws.window.tolist(), strict=True))
 
@@ -521,7 +536,7 @@ class DataSource:
         return pack(read.tokens, read.begins, self.document_mask, read.weights, read.real)
 
     def _check_ids(self, source: CorpusSource, window: int, tokens: np.ndarray, start: int = 0) -> None:
-        """Raise Damaged unless each of `tokens`, which begin at token `start` of a window, fits the model's vocabulary."""
+        """Raise Damaged unless all `tokens` fit the model's vocabulary. The first of them is token `start` of the window."""
         if tokens.min() < 0 or (self._limit is not None and tokens.max() >= self._limit):
             self._refuse(source, window, tokens, start)
 
@@ -535,7 +550,10 @@ class DataSource:
 
 
 def _check_scores(sources: Sequence[CorpusSource]) -> None:
-    """Raise BadInput where the run reads the scores of answers and none has one; that of a chosen answer is above that of the other."""
+    """Raise BadInput if scores of answers are needed and no source has any.
+
+    A pair's scores always differ, so zeros mean that it has none.
+    """
     if all(source.scores is not None and not source.scores.any() for source in sources):
         raise BadInput(
             f"{sources[0].directory.path}: no pair has scores, whose difference preference.score_margin reads; prepare records with "
@@ -545,7 +563,7 @@ def _check_scores(sources: Sequence[CorpusSource]) -> None:
 
 
 def _check_labels(sources: Sequence[CorpusSource], preference: PreferenceSpec) -> None:
-    """Raise BadInput for `kto` with answers of one label, or with windows of one answer each."""
+    """Raise BadInput if `kto` has only good or only bad answers, or if every window has only one answer."""
     if preference.paired:
         return
     counts = [source.directory.manifest.preferences for source in sources if source.directory.manifest]
@@ -564,13 +582,13 @@ def _check_labels(sources: Sequence[CorpusSource], preference: PreferenceSpec) -
 
 
 def _identity(directory: PreparedDirectory) -> dict[str, str | None]:
-    """The digest of the tokenizer in any layout of its file, where the manifest has it."""
+    """The digest of the tokenizer that does not depend on the file's layout, if the manifest has it."""
     text = directory.text_format
     return {} if text is None else {"tokenizer_identity": text.tokenizer}
 
 
 def _ranges(weights: np.ndarray) -> list[list[int]]:
-    """The ranges [start, stop) of equal weights that are not 0."""
+    """The ranges [start, stop) of consecutive equal weights other than 0."""
     bounds = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(weights)]
     return [[start, stop] for start, stop in pairwise(bounds) if start < stop and weights[start]]
 
@@ -588,7 +606,7 @@ def _train_paths(spec: DataSpec, stdlib: Path | None) -> dict[str, Path]:
 
 
 def _validation_paths(spec: DataSpec, stdlib: Path | None, seq_len: int) -> dict[str, Path]:
-    """Directories of validation data; those to train on are not prepared for a `data.validation` that is not among them."""
+    """Directories of validation data. If `data.validation` names a source that is not in the mixture, training data are not prepared."""
     if spec.validation in spec.streams:
         return {spec.validation: _validation_of_files(spec, spec.streams[spec.validation], stdlib)}
     if spec.validation is not None:
@@ -603,7 +621,7 @@ def _validation_paths(spec: DataSpec, stdlib: Path | None, seq_len: int) -> dict
 
 
 def _validation_of_files(spec: DataSpec, stream: StreamSpec, stdlib: Path | None) -> Path:
-    """The prepared directory of validation text that files have."""
+    """The prepared directory with validation text from files that are read without preparation."""
     from meshwright.data.streams.held_out import validation_directory  # prepares data, which most runs do without
 
     if spec.validation in spec.mix:
@@ -615,12 +633,12 @@ def _validation_of_files(spec: DataSpec, stream: StreamSpec, stdlib: Path | None
 
 
 def _fewest_tokens(spec: DataSpec, seq_len: int) -> int:
-    """Tokens beyond which a source has a sample."""
+    """A source must have more tokens than this to have a sample."""
     return 1 if spec.packing == "none" else seq_len
 
 
 def same_text(first: PreparedDirectory, second: PreparedDirectory) -> bool:
-    """Whether two directories are one, under different names or as a copy; copies of foreign shards are not recognised."""
+    """Whether two directories have the same text: the same directory, or a copy. Copies of foreign shards are not recognised."""
     if first.path.resolve() == second.path.resolve():
         return all(a.file.stem.name == b.file.stem.name for a, b in zip(first.shards, second.shards, strict=False))
     known = first.manifest is not None and second.manifest is not None

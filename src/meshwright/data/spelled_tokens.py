@@ -1,8 +1,10 @@
-"""Special tokens that messages spell: they stay text, so that no content ends a turn or begins another.
+"""Special tokens that appear in messages as text. They must stay text, so that no content can end a turn or begin another one.
 
-In the text of a chat the template writes special tokens, and a message may spell some. If one does, its special tokens are put between two
-random marks before the template is rendered: then those that stand between the marks in its output came from the message. They are encoded
-by a tokenizer for which special tokens are text, and in whose text those of the template have other names.
+Both the template and a message can write `<|im_end|>` into the text of a chat. To tell them apart, each special token in a message is put
+between two random marks before the template is rendered. In the rendered text, a special token between marks came from a message.
+
+Such a text is encoded by a second tokenizer, for which special tokens are ordinary text. Before encoding, the special tokens that the
+template wrote are replaced by random names, which the second tokenizer knows as tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ _MARK_BYTES = 8
 
 
 class ChatText(NamedTuple):
-    """The text of a chat, and the ranges [start, stop) of its characters that spell a special token and are text, ascending.
+    """The text of a chat, and where messages spelled special tokens in it.
 
-    `spelled` is None if no message spells one.
+    `spelled` has the ranges [start, stop) of these characters, ascending. It is None if no message spells a special token.
     """
 
     text: str
@@ -35,7 +37,7 @@ class SpelledTokens:
     """Finds the special tokens that the values of a chat spell, and encodes them as text."""
 
     def __init__(self, tokenizer: Tokenizer, named: Iterable[str] = ()) -> None:
-        """Special are the tokens that the tokenizer says are, and those of its added tokens that are `named` in a folder's files."""
+        """The special tokens are those the tokenizer declares special, and added tokens `named` in the files of the tokenizer's folder."""
         names = set(named)
         added = tokenizer.get_added_tokens_decoder().items()
         self._tokenizer = tokenizer
@@ -48,7 +50,7 @@ class SpelledTokens:
 
     @cached_property
     def _search(self) -> re.Pattern[str] | None:
-        """Finds special tokens as the tokenizer does: the longest of those that begin at the first place."""
+        """Matches special tokens as the tokenizer does: the longest one at the earliest position."""
         tokens = self._tokens.values()
         whole = [rf"(?<!\w){re.escape(token.content)}(?!\w)" for token in tokens if token.single_word]
         others = [token.content for token in tokens if not token.single_word]
@@ -57,7 +59,7 @@ class SpelledTokens:
 
     @cached_property
     def _search_normalized(self) -> re.Pattern[str] | None:
-        """Finds special tokens that the tokenizer looks for in its normalized text, where that is another; None if there are none."""
+        """Matches special tokens that the tokenizer searches for in normalized text. None if there are none or if it does not normalize."""
         if self._tokenizer.normalizer is None:
             return None
         tokens = {self._normalized(token.content) for token in self._tokens.values() if token.normalized}
@@ -68,7 +70,7 @@ class SpelledTokens:
         return text if normalizer is None else normalizer.normalize_str(text)
 
     def found_in(self, values: object) -> bool:
-        """Whether a text of `values`, which are as of JSON, spells a special token."""
+        """Whether any text in `values` (values of JSON) spells a special token."""
         if (search := self._search) is None:
             return False
         normalized = self._search_normalized
@@ -79,9 +81,9 @@ class SpelledTokens:
         )
 
     def write(self, write: Callable[..., str], *values: Any) -> ChatText:
-        """The text that `write` makes of `values`, which are as of JSON, with the special tokens that these spell.
+        """Call `write(*values)`, which renders values of JSON, and find in its text the special tokens that the values spelled.
 
-        A template that looks for special tokens at the beginning or end of a content does not see them.
+        A special token at the beginning or end of a content has a mark around it: a template that looks for it there does not find it.
         """
         if not self.found_in(values):
             return ChatText(write(*values))
@@ -107,7 +109,7 @@ class SpelledTokens:
         return ChatText("".join(pieces), tuple(spelled))
 
     def encode(self, chat: ChatText, start: int = 0, stop: int | None = None) -> list[int]:
-        """The token ids of the characters [start, stop) of a chat; no special tokens are added."""
+        """The token ids of characters [start, stop) of a chat. No special token is added."""
         stop = len(chat.text) if stop is None else stop
         if chat.spelled is None:
             return self._tokenizer.encode(chat.text[start:stop], add_special_tokens=False).ids
@@ -115,22 +117,23 @@ class SpelledTokens:
 
     @cached_property
     def _as_text(self) -> _SpecialAsText:
+        """The second tokenizer, made when a chat first needs it."""
         assert self._search is not None, "a chat spells none without special tokens"
         return _SpecialAsText(self._tokenizer, self._tokens, self._search)
 
 
 class _SpecialAsText:
-    """A tokenizer with the model of another, without its special tokens, and with tokens of its own for those that a template writes."""
+    """A copy of a tokenizer, without its special tokens, but with one random name as a token for each special token."""
 
     def __init__(self, tokenizer: Tokenizer, special: Mapping[int, Any], search: re.Pattern[str]) -> None:
-        """`special` are the special tokens by id, which `search` finds."""
+        """`special` are the special tokens by their ids; `search` matches them."""
         from tokenizers import AddedToken, Tokenizer
 
         self._search = search
         self._special = special
         mark = secrets.token_hex(_MARK_BYTES)
         self._names = {token.content: f"{mark}{id:08x}" for id, token in special.items()}
-        """The names of its own tokens, by the special token in whose place each is."""
+        """The random name that replaces each special token in texts that a template wrote."""
         added = tokenizer.get_added_tokens_decoder()
         own: Any = Tokenizer(tokenizer.model)  # shares the model
         own.normalizer = tokenizer.normalizer
@@ -145,7 +148,10 @@ class _SpecialAsText:
         self._tokenizer = own
         names = {id: self._names.get(token.content, token.content) for id, token in added.items()}
         self._added = {own.token_to_id(name): (name, id) for id, name in names.items()}
-        """Name and right id of each added token, by its id here, which a piece of the model may have too if its ids have gaps."""
+        """Name and original id of each added token, by its id in this tokenizer.
+
+        This id may also be a piece of the model if the ids of the original tokenizer have gaps.
+        """
 
     def encode(self, chat: ChatText, start: int, stop: int) -> list[int]:
         """The token ids of the characters [start, stop) of a chat."""
@@ -161,10 +167,10 @@ class _SpecialAsText:
         ids = list[int]()
         for token, id, (begin, end) in zip(encoding.tokens, encoding.ids, encoding.offsets, strict=True):
             name, right = self._added.get(id, ("", id))
-            if name and name in token:  # with the white space that it takes
+            if name and name in token:  # `token` may include white space around the name
                 ids.append(right)
             elif id in self._special and text[begin:end] == self._special[id].content:
-                # A piece of the model's own, as in those of the Unigram method, and not its token for the unknown.
+                # This is a piece of the model that equals a special token, as Unigram models have. Encode it in two parts instead.
                 parts = text[begin : begin + 1], text[begin + 1 : end]
                 ids += [piece.id for part in parts for piece in self._tokenizer.model.tokenize(part)]
             else:
@@ -173,7 +179,7 @@ class _SpecialAsText:
 
 
 def _texts_of(value: object) -> Iterator[str]:
-    """Every text in a value as of JSON, keys of objects included."""
+    """Every text in a value of JSON, including the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -186,7 +192,7 @@ def _texts_of(value: object) -> Iterator[str]:
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """A value as of JSON with every text changed."""
+    """A copy of a value of JSON in which `change` was applied to every text."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -195,7 +201,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def any_of(words: Iterable[str]) -> str:
-    """A pattern for the longest of these words at a place, which compares each character once."""
+    """A regular expression that matches the longest of `words` at a position. As a trie, it compares each character once."""
     root: dict[str, Any] = {}
     for word in words:
         node = root

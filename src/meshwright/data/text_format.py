@@ -1,9 +1,9 @@
-"""The record of a model's text: its tokenizer, what begins and ends a document, and what ends a generated text. No torch.
+"""The record of a model's text format: its tokenizer, and which tokens begin a text, end a document, and end a generated text. No torch.
 
-`derive` decides all of it from the files of a tokenizer's folder. `data prepare` calls it once and adds the ends of trained answers.
-The record goes into the manifest of the corpus, the folder of the run (`text_format.json`, where `launch.text_files` adds what the
-initial weights say) and each checkpoint. Every other command reads the record; for a folder without one, such as one of Hugging Face,
-it calls `derive`.
+`derive` decides all of this from the files of a tokenizer's folder. `data prepare` calls it once, and adds the tokens that end trained
+answers. The record is then stored in the manifest of the corpus, in the folder of the run (`text_format.json`, where `launch.text_files`
+adds what the initial weights say) and in each checkpoint. Every other command reads the record. If a folder has no record, such as a folder
+of Hugging Face, the command calls `derive`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ TEXT_FORMAT = "text_format.json"
 TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
 MANIFEST = "manifest.json"
-"""Names of files."""
 VERSION = 1
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
-"""Usual names of end tokens, the preferred ones first, for folders whose files do not say which token ends a document."""
+"""Usual names of end tokens, the preferred ones first. They are used for folders whose files do not name the token that ends a document."""
 PROBE = "a"
-"""A text whose tokens show what the tokenizer puts around each text."""
+"""A text that is encoded to find which tokens the tokenizer puts around each text."""
 TURNS = ("meshwrightquestion", "meshwrightanswer", "meshwrightagain", "meshwrightlast")
-"""Messages of a chat of two turns, whose text shows the tokens that end a turn."""
+"""Messages of a chat of two turns. In the rendered chat, the tokens between these messages are the tokens that end a turn."""
 
 
 class Token(NamedTuple):
@@ -59,24 +58,24 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True)
 class TextFormat:
-    """What the texts of a model look like."""
+    """Which tokens begin and end the texts of a model."""
 
     tokenizer: str
-    """Digest of the tokenizer, the same for each layout of its file (`tokenizer_identity`)."""
+    """Digest of the tokenizer (`tokenizer_identity`). It does not depend on the layout of the tokenizer's file."""
     document_end: Token | None
     """Token that ends a document; None if none is known."""
     begin: tuple[Token, ...] = ()
-    """Tokens that begin every text, as the tokenizer's post-processor adds them; of most tokenizers none."""
+    """Tokens that the tokenizer's post-processor puts before every text. Most tokenizers have none."""
     answer_ends: tuple[Token, ...] = ()
     """Tokens that end the answers of chats in the training data; empty for text."""
     stops: tuple[Token, ...] = ()
-    """Tokens that end a generated text: `document_end` first, those that files of the folder name, and `answer_ends`."""
+    """Tokens that end a generated text: `document_end` first, then the end tokens named in files of the folder, then `answer_ends`."""
     pad: Token | None = None
     """Token for padding."""
     template: str | None = None
-    """Digest of the chat template."""
+    """Digest of the chat template; None without one."""
     notes: tuple[str, ...] = ()
-    """A sentence for each contradiction between files."""
+    """One sentence for each contradiction between files of the folder."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -89,13 +88,13 @@ class TextFormat:
         return tuple(token.id for token in self.begin)
 
     def begun(self, ids: Sequence[int]) -> list[int]:
-        """The ids with those that begin every text in front, unless they are there already."""
+        """`ids` with `begin_ids` in front. If `ids` start with them already, they are not added again."""
         return _prepended(self.begin_ids, ids)
 
     def prompt(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids of a prompt as the model reads it.
+        """The token ids that the model reads for a prompt with `ids`.
 
-        An empty prompt is the id of `document_end`. Raises BadInput if that is not known either.
+        An empty prompt becomes the id of `document_end` if no token begins a text. Raises BadInput if no document end is known either.
         """
         if begun := self.begun(ids):
             return tuple(begun)
@@ -104,14 +103,14 @@ class TextFormat:
         return (self.document_end.id,)
 
     def with_answer_ends(self, ends: Iterable[Token]) -> TextFormat:
-        """This format with the tokens that end trained answers, which become stops too."""
+        """This format with `ends` as the tokens that end trained answers. They are added to `stops` too."""
         ends = tuple(ends)
         return replace(self, answer_ends=ends, stops=_distinct([*self.stops, *ends]))
 
     def difference(self, other: TextFormat, here: str, there: str, *, tokenizer_only: bool = False) -> str | None:
-        """What differs between texts of this format, those of `here`, and of another, those of `there`; None without a difference.
+        """A sentence about how the texts of two formats differ; None if they do not. `here` and `there` are names for them in the sentence.
 
-        `tokenizer_only` leaves out what begins and ends a document.
+        With `tokenizer_only`, the tokens that begin and end a document are not compared.
         """
         if self.tokenizer != other.tokenizer:
             return f"{here} and {there} have different tokenizers (digests {self.tokenizer} and {other.tokenizer})"
@@ -127,17 +126,17 @@ class TextFormat:
         return None
 
     def sentences(self) -> list[str]:
-        """What a command says about the record: what begins each text, and contradictions between files."""
+        """What a command prints about the record: which tokens begin each text, and contradictions between files."""
         begins = [f"each text begins with {_texts(self.begin)}"] if self.begin else []
         return [*begins, *self.notes]
 
     def to_plain(self) -> dict[str, Any]:
-        """The record as values of JSON."""
+        """The record as values for JSON."""
         return {"version": VERSION, **{name: getattr(self, name) for name in self.__dataclass_fields__}}
 
     @classmethod
     def from_plain(cls, value: Any, where: str) -> TextFormat:
-        """The record in values of JSON. Raises Damaged, naming `where`, for anything else, and for a key that is unknown."""
+        """The record from the values that `to_plain` returned. Raises Damaged, naming `where`, for other values and unknown keys."""
         try:
             fields: dict[str, Any] = dict(value)
             if (version := fields.pop("version")) != VERSION:
@@ -180,16 +179,21 @@ def derive(
     where: str | None = None,
     template: str | None = None,
 ) -> TextFormat:
-    """The text format that the files of a tokenizer's folder describe; the only place that reads it from them.
+    """The text format that the files of a tokenizer's folder describe. No other function reads it from these files.
 
-    `eos`, the flag of `data prepare`, is the document's end. Without it the end is named by `tokenizer_config.json`,
-    `special_tokens_map.json` or `config.json`, in this order of trust; if none does, it is the first of `KNOWN_ENDS` that the tokenizer
-    has and that is not for padding. If the chat template ends a turn with that token and a file names another end, the other is taken,
-    such as `<|end_of_text|>` of Llama 3. All named ends, those of `generation_config.json` too, end a generated text.
+    The token that ends a document is the first of these that exists:
 
-    `folder` is None for a tokenizer without a folder. `content` is the tokenizer's file, by default the `tokenizer.json` in
-    `folder`; `where` is its name in messages; `template` stands in for the folder's chat template. `tokenizer` must neither pad nor
-    cut. Raises BadInput for a file that is not JSON, and if the tokenizer has no token `eos`.
+    1. `eos`, the flag of `data prepare`,
+    2. the end in `tokenizer_config.json`, then in `special_tokens_map.json`, then in `config.json`,
+    3. the first of `KNOWN_ENDS` that the tokenizer has and that is not a padding token.
+
+    There is one exception to 2: if the chat template ends a turn with this token and a file names another end, the other end is used. Llama
+    3, for example, ends a turn with `<|eot_id|>` and a document with `<|end_of_text|>`. Every named end, including those in
+    `generation_config.json`, ends a generated text.
+
+    `folder` is None for a tokenizer without a folder. `content` is the tokenizer's file, by default the `tokenizer.json` in `folder`.
+    `where` is its name in messages. `template` replaces the folder's chat template. `tokenizer` must neither pad nor truncate. Raises
+    BadInput if a file is not JSON, and if the tokenizer has no token `eos`.
     """
     file = None if folder is None else folder / TOKENIZER
     files = _FolderFiles(folder, tokenizer, where or str(file or "the tokenizer"), template)
@@ -213,8 +217,8 @@ def derive(
 def read_text_format(folder: Path, tokenizer: Tokenizer | None = None) -> TextFormat:
     """The text format of a run's folder, a checkpoint, a prepared corpus or a Hugging Face folder.
 
-    It is the folder's record if there is one, otherwise what `derive` finds in its files. `tokenizer` is the folder's, if it is
-    loaded. Raises BadInput without a record and a tokenizer.json, Damaged for a record that cannot be read.
+    If the folder has a record, it is returned; otherwise `derive` reads the files of the folder. `tokenizer` is the folder's tokenizer if
+    the caller has loaded it. Raises BadInput if there is neither a record nor a tokenizer.json, and Damaged if the record cannot be read.
     """
     for home in _homes(folder):
         if (recorded := recorded_text_format(home)) is not None:
@@ -228,7 +232,7 @@ def read_text_format(folder: Path, tokenizer: Tokenizer | None = None) -> TextFo
 
 
 def recorded_text_format(folder: Path) -> TextFormat | None:
-    """The record in a folder, in `text_format.json` or in the manifest of a prepared corpus; None without one. Raises Damaged."""
+    """The record in a folder's `text_format.json`, or in its manifest if it is a prepared corpus; None without one. Raises Damaged."""
     file = folder / TEXT_FORMAT
     if file.is_file():
         try:
@@ -245,25 +249,25 @@ def recorded_text_format(folder: Path) -> TextFormat | None:
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """The tokenizer.json of a model's or corpus' folder; that of the run, for a checkpoint without its own."""
+    """The tokenizer.json in the folder of a model or corpus; for a checkpoint without one, the tokenizer.json of its run."""
     return next((file for home in _homes(folder) if (file := home / TOKENIZER).is_file()), None)
 
 
 def no_tokenizer(folder: Path) -> BadInput:
-    """The error for a model's folder without a tokenizer."""
+    """The error to raise for a model's folder that has no tokenizer."""
     return BadInput(
         f"{folder} has no tokenizer.json; expected the folder of a run, a checkpoint of one, or a Hugging Face folder"
     )
 
 
 def known_text_format(folder: Path) -> TextFormat | None:
-    """The text format of a folder as `read_text_format`; None for one without a record and a tokenizer.json."""
+    """Like `read_text_format`, but None for a folder that has neither a record nor a tokenizer.json."""
     recorded = any(recorded_text_format(home) is not None for home in _homes(folder))
     return read_text_format(folder) if recorded or tokenizer_file(folder) is not None else None
 
 
 def exported_ids(text: TextFormat, bos: int | None = None) -> dict[str, int | list[int] | None]:
-    """The ids of special tokens in the config.json of a Hugging Face folder; `bos` is for texts that begin with nothing."""
+    """The ids of special tokens for the config.json of a Hugging Face folder. `bos` is used if no token begins every text."""
     ends = [token.id for token in text.stops]
     return {
         "bos_token_id": text.begin[0].id if text.begin else bos,
@@ -273,13 +277,13 @@ def exported_ids(text: TextFormat, bos: int | None = None) -> dict[str, int | li
 
 
 def config_pad(folder: Path) -> int | None:
-    """The id of the token that fills texts by a Hugging Face folder's config.json, where transformers ends a text that it scores."""
+    """The padding token's id in config.json of a Hugging Face folder. transformers takes it for the end of a text that it scores."""
     pad = read_object(folder / CONFIG).get("pad_token_id")
     return pad if isinstance(pad, int) else None
 
 
 def named_bos(folder: Path, tokenizer: Tokenizer) -> int | None:
-    """The id of the token that a folder names as the beginning of a text, whether or not its texts begin with it."""
+    """The id of the token that a folder names as the beginning of a text, even if its texts do not begin with it."""
     text = folder_special_tokens(folder).get("bos_token")
     return None if text is None else tokenizer.token_to_id(text)
 
@@ -287,11 +291,11 @@ def named_bos(folder: Path, tokenizer: Tokenizer) -> int | None:
 def export_text_files(
     text: TextFormat, source: Path, folder: Path, tokenizer: Tokenizer, defaults: Mapping[str, Any]
 ) -> None:
-    """Write the files about texts of a Hugging Face folder, those of `source` with the special tokens of the record.
+    """Write the files of a Hugging Face folder that are about texts: the files of `source` with the special tokens of `text`.
 
-    `folder` has its config.json and tokenizer.json. `defaults` are values of tokenizer_config.json that `source` does not set.
-    generation_config.json gets all stops as `eos_token_id`. The `eos_token` of `source` stays if `derive` on the new folder gives the
-    document end of the record, so that of an instruct model remains the end of a turn.
+    `folder` already has its config.json and tokenizer.json. `defaults` are values of tokenizer_config.json that `source` does not set.
+    generation_config.json gets all stops as `eos_token_id`. The `eos_token` of `source` is kept if `derive` on the new folder then finds
+    the right document end. For an instruct model, `eos_token` thus remains the token that ends a turn.
     """
     values = {**defaults, **read_object(source / TOKENIZER_CONFIG)}
     end = text.document_end
@@ -308,26 +312,26 @@ def export_text_files(
     usable = "eos_token" not in named or tokenizer.token_to_id(named["eos_token"]) is not None
     if end is None or (usable and derive(folder, tokenizer).document_end == end):
         return
-    # tokenizer_config.json in any case, the other file if it names an end too.
+    # Always correct tokenizer_config.json; correct special_tokens_map.json only if it names an end.
     for file in (folder / TOKENIZER_CONFIG, folder / SPECIAL_TOKENS_MAP):
         if "eos_token" in (values := read_object(file)) or file.name == TOKENIZER_CONFIG:
             _write(file, {**values, "eos_token": end.text})
 
 
 def folder_special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that a folder names, such as `bos_token`; tokenizer_config.json comes before special_tokens_map.json."""
+    """The special tokens that a folder names, such as `bos_token`. tokenizer_config.json has priority over special_tokens_map.json."""
     return special_tokens({**read_object(folder / SPECIAL_TOKENS_MAP), **read_object(folder / TOKENIZER_CONFIG)})
 
 
 def tokenizer_identity(content: bytes) -> str:
-    """Digest of the tokenizer in a `tokenizer.json`, the same for each layout of it.
+    """Digest of the tokenizer in a `tokenizer.json`, independent of the file's layout.
 
-    Neither spaces, order of keys, the spelling of merges nor settings of padding and truncation change it. Raises BadInput if it is
-    no JSON object.
+    It does not change with white space, the order of keys, the notation of merges, or settings of padding and truncation. Raises BadInput
+    if `content` is not a JSON object.
     """
     value = canonical_tokenizer(content)
     model = value.get("model")
-    if isinstance(model, dict):  # the lists are long: joined they take a third of the time
+    if isinstance(model, dict):  # the lists are long, and one joined text takes a third of the time
         vocab = model.get("vocab")
         merges = model.get("merges")
         if isinstance(vocab, dict):
@@ -339,11 +343,12 @@ def tokenizer_identity(content: bytes) -> str:
 
 
 def _list_digest(texts: Sequence[str]) -> str:
+    """Digest of a list of texts that do not contain a zero character."""
     return digest("\0".join(texts).encode("utf-8", "surrogatepass"))
 
 
 def canonical_tokenizer(content: bytes) -> dict[str, Any]:
-    """The values of a `tokenizer.json` on which its tokens depend, in one spelling: without padding, truncation and defaults."""
+    """The values of a `tokenizer.json` that decide its tokens, without padding, truncation and defaults. Raises BadInput."""
     try:
         value = json.loads(content)
     except ValueError as error:
@@ -353,7 +358,7 @@ def canonical_tokenizer(content: bytes) -> dict[str, Any]:
     kept = {name: part for name, part in value.items() if name not in ("version", "truncation", "padding") and part}
     model = kept.get("model")
     if isinstance(model, dict):
-        # Older files leave out the type, and settings that are off.
+        # Older files leave out the type, and settings that are turned off.
         model = {name: part for name, part in model.items() if name != "type" and part not in (None, False, "")}
         if isinstance(merges := model.get("merges"), list):
             model["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
@@ -362,21 +367,21 @@ def canonical_tokenizer(content: bytes) -> dict[str, Any]:
 
 
 def different_parts(first: bytes, second: bytes) -> list[str]:
-    """The parts of two `tokenizer.json` that differ, such as `normalizer`; none if they are one tokenizer."""
+    """Names of the parts in which two `tokenizer.json` differ, such as `normalizer`; empty if they are the same tokenizer."""
     ours = canonical_tokenizer(first)
     theirs = canonical_tokenizer(second)
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids of a prompt for a tokenizer without folder: behind what its post-processor puts before a text, if they lack it."""
+    """The ids of a prompt for a tokenizer without a folder. They begin with the tokens that its post-processor puts before a text."""
     begin = _FolderFiles(None, tokenizer, "the tokenizer", None).begin()[0]
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     return tuple(_prepended(tuple(token.id for token in begin), ids))
 
 
 class _FolderFiles:
-    """The files of a folder that name tokens, as far as the tokenizer has these."""
+    """The tokens that the files of a folder name. Tokens that the tokenizer does not have are ignored."""
 
     def __init__(self, folder: Path | None, tokenizer: Tokenizer, where: str, template: str | None) -> None:
         self._folder = folder or Path()
@@ -396,13 +401,13 @@ class _FolderFiles:
         self._templates = own if template is None else [template, None]
 
     def document_end(self, eos: str | None) -> tuple[Token | None, list[str]]:
-        """The token that ends a document, and the contradictions between files about it."""
+        """The token that ends a document, and one sentence for each contradiction between files about it."""
         if eos is not None:
             return self._flag(eos), []
         by_file = self._named("eos")
         documents = [token for file, tokens in by_file if file != GENERATION_CONFIG for token in tokens]
         if not documents:
-            # generation_config.json names ends of turns too, so it does not decide; but a pad token that it lists is an end.
+            # generation_config.json also names tokens that end turns, so it does not decide. But a padding token that it lists is an end.
             listed = set(self.ends())
             pads = set(self.pads()) - listed
             documents = [token for name in KNOWN_ENDS if (token := self._by_text(name)) and token not in pads][:1]
@@ -425,17 +430,17 @@ class _FolderFiles:
         return other, [f"{note}; a document ends with {other.text}" for note in notes]
 
     def ends(self) -> Iterator[Token]:
-        """The tokens that any file names as an end, those of the most trusted file first."""
+        """The tokens that any file names as an end. Tokens of the most trusted file come first."""
         return (token for _, tokens in self._named("eos") for token in tokens)
 
     def pads(self) -> Iterator[Token]:
-        """The tokens that a file names for padding."""
+        """The tokens that a file names as padding, the most trusted file first."""
         return (token for _, tokens in self._named("pad") for token in tokens)
 
     def begin(self) -> tuple[tuple[Token, ...], list[str]]:
-        """The tokens that the tokenizer puts before each text, and what other files say to the contrary.
+        """The tokens that the tokenizer puts before each text, and one sentence for each file that says otherwise.
 
-        A `tokenizer.json` decides: transformers 5 reads `add_bos_token` only for a tokenizer without this file.
+        `tokenizer.json` decides: transformers 5 reads `add_bos_token` only for a tokenizer without this file.
         """
         plain, ids = self._probed()
         starts = range(len(ids) - len(plain) + 1)
@@ -459,19 +464,19 @@ class _FolderFiles:
         return begin, notes
 
     def _probed(self) -> tuple[list[int], list[int]]:
-        """The tokens of a text without and with what the tokenizer puts around it."""
+        """The ids of a short text, without and with the tokens that the tokenizer puts around it."""
         for probe in chain([PROBE], self._tokenizer.get_vocab()):
             if plain := self._tokenizer.encode(probe, add_special_tokens=False).ids:
                 return plain, self._tokenizer.encode(probe, add_special_tokens=True).ids
         return [], []
 
     def template_digest(self) -> str | None:
-        """Digest of the chat template and of the one for tools, if it is another."""
+        """Digest of the chat template and, if it differs, of the template for tools. None without a chat template."""
         sources = [source for source in self._templates if source is not None]
         return None if self._templates[0] is None else digest("\n".join(sources).encode())
 
     def _turn_ends(self) -> set[Token]:
-        """The tokens with which the chat template ends a message that is followed by another."""
+        """The tokens with which the chat template ends a message that another message follows."""
         if (source := self._templates[0]) is None:
             return set()
         roles = ("user", "assistant") * 2
@@ -485,7 +490,7 @@ class _FolderFiles:
         ends = set()
         for message, following in pairwise(TURNS):
             between = text.partition(message)[2].partition(following)[0]
-            # The first token between two messages, the longest of those that begin there.
+            # Take the first added token between two messages; of several at one position, the longest.
             found = [(between.index(name), -len(name), name) for name in added if name and name in between]
             if found:
                 name = min(found)[2]
@@ -493,7 +498,7 @@ class _FolderFiles:
         return ends
 
     def _named(self, kind: str) -> list[tuple[str, list[Token]]]:
-        """(file, tokens) of each file that names tokens as `kind`, such as eos, the most trusted file first."""
+        """(file, tokens) for each file that names tokens of a kind such as "eos", the most trusted file first."""
         named: list[tuple[str, list[Token]]] = []
         for file, texts in self._texts.items():
             token = self._by_text(texts.get(f"{kind}_token"))
@@ -503,7 +508,7 @@ class _FolderFiles:
         return [(file, tokens) for file, tokens in named if tokens]
 
     def _ids_of(self, values: Mapping[str, Any], key: str) -> Iterator[int]:
-        """The ids under a key, one or a list, that the tokenizer has."""
+        """The valid ids under `key`, which may be one id or a list. Ids that the tokenizer does not have are left out."""
         value = values.get(key)
         for id in value if isinstance(value, list) else [value]:
             whole = isinstance(id, int) and not isinstance(id, bool) and 0 <= id < 2**31
@@ -511,6 +516,7 @@ class _FolderFiles:
                 yield id
 
     def _flag(self, eos: str) -> Token:
+        """The token that `--eos` names. Raises BadInput if the tokenizer does not have it."""
         token = self._by_text(eos)
         if token is None:
             near = nearest(eos, [text for text in self._tokenizer.get_vocab() if len(text) > 2])
@@ -526,17 +532,17 @@ class _FolderFiles:
 
 
 def _prepended(begin: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """`ids` with `begin` in front, unless they begin so."""
+    """`ids` with `begin` in front, unless `ids` start with `begin` already."""
     return list(ids) if list(ids[: len(begin)]) == list(begin) else [*begin, *ids]
 
 
 def _homes(folder: Path) -> tuple[Path, ...]:
-    """The folders that can have the files of a model's text: its own, and that of the run for a checkpoint."""
+    """The folders in which the text files of a model are searched: the folder itself, and for a checkpoint also the folder of its run."""
     return (folder, folder.parent.parent) if folder.parent.name == "checkpoints" else (folder,)
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty without it, and for a file that is something else."""
+    """The JSON object in a file; empty if the file does not exist or has no JSON object."""
     try:
         return read_object(file)
     except BadInput:

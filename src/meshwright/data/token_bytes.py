@@ -1,4 +1,4 @@
-"""The bytes of single tokens: what each token of a vocabulary adds to a text, by the decoder of its tokenizer.json."""
+"""The bytes that each token of a vocabulary adds to a text. They follow from the decoder in tokenizer.json."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ if TYPE_CHECKING:
 
 
 class TokenBytes:
-    """The bytes of each token, and its name where a token is shown alone. Values are kept: at most one for each token."""
+    """The bytes of each token, and a name for a token that is shown alone. Results are cached by token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         # The state for pickling is the decoder's part of tokenizer.json.
         decoder: Any = tokenizer.decoder
         self.form = None if decoder is None else _read_form(json.loads(decoder.__getstate__()))
-        """How bytes follow from entries of the vocabulary; None if they depend on the tokens around one."""
+        """How to convert a vocabulary entry to bytes; None if the bytes of a token depend on the tokens around it."""
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token for token, entry in added.items() if entry.special)
-        """Special tokens, which texts leave out unless a request asks for them."""
+        """Special tokens. Texts leave them out unless a request asks for them."""
         self.all = _Bytes(self)
-        """The bytes of each token."""
+        """The bytes of each token, including special tokens."""
         self.plain = _Bytes(self, hidden=self.special)
-        """The bytes of each token; none for special tokens."""
+        """The bytes of each token; b"" for a special token."""
         self._names: dict[int, tuple[str, bytes]] = {}
 
     def at_start(self, token: int) -> bytes:
-        """The bytes of the first token of a text, which may lack a space."""
+        """The bytes of a token at the start of a text, where some decoders remove the leading space."""
         entry = self.tokenizer.id_to_token(token)
         return b"" if entry is None or self.form is None else self.form.encode_first(entry)
 
     def name(self, token: int) -> tuple[str, bytes]:
-        """A token's text and bytes without others around it, also of a special token.
+        """The text and the bytes of a token that is shown alone. Special tokens have them too.
 
-        Bytes that are no text are named as OpenAI does, such as `bytes:\\xe2\\x80`. An id without a token is `token_id:…`.
+        Bytes that are not valid UTF-8 are named as OpenAI's API does, for example `bytes:\\xe2\\x80`. An id without a token is
+        `token_id:…`.
         """
         if (named := self._names.get(token)) is None:
             named = self._names[token] = self._name(token)
@@ -57,7 +58,7 @@ class TokenBytes:
 
 
 class _Bytes(dict[int, bytes]):
-    """Bytes by token, each found when it is first asked for."""
+    """Bytes by token. An entry is computed when it is first asked for. Tokens in `hidden` have no bytes."""
 
     def __init__(self, tokens: TokenBytes, hidden: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokens.tokenizer
@@ -73,7 +74,7 @@ class _Bytes(dict[int, bytes]):
 
 
 class _Texts(dict[int, str | None]):
-    """The texts of tokens that are whole characters; None for other tokens."""
+    """Text by token, if the bytes of the token are complete characters; None for other tokens."""
 
     def __init__(self, content: _Bytes) -> None:
         self._content = content
@@ -89,26 +90,26 @@ class _Texts(dict[int, str | None]):
 
 @dataclass(frozen=True)
 class _Form:
-    """How an entry of the vocabulary becomes bytes, whatever tokens are around it."""
+    """How an entry of the vocabulary becomes bytes, independently of the tokens around it."""
 
     replaced: Sequence[tuple[str, str]] = ()
-    """Texts in entries, and what stands for them in a text."""
+    """(text in an entry, its replacement), applied in order. SentencePiece, for example, replaces "▁" by a space."""
     alphabet: Mapping[str, int] | None = None
-    """Byte of each character, if entries are written in such an alphabet."""
+    """The byte that each character of an entry represents, if entries are written in such an alphabet; else None."""
     fallback: bool = False
-    """Whether an entry such as `<0x0A>` is a byte."""
+    """Whether an entry such as `<0x0A>` is one byte."""
     first_marker: str = ""
-    """Text that the first token of a text loses wherever it has it."""
+    """Text that is removed from the first token of a text, at every position in the token."""
     first_space: str = ""
-    """Character that a text loses once at its beginning."""
+    """Character that is removed once from the beginning of a text."""
 
     @property
     def changes_first(self) -> bool:
-        """Whether the first token of a text may have other bytes than elsewhere."""
+        """Whether a token may have other bytes at the start of a text than elsewhere."""
         return bool(self.first_marker or self.first_space)
 
     def encode(self, entry: str) -> bytes:
-        """The bytes of an entry."""
+        """The bytes of an entry that is not at the start of a text."""
         for old, new in self.replaced:
             entry = entry.replace(old, new)
         if self.fallback and len(entry) == 6 and entry.startswith("<0x") and entry.endswith(">"):
@@ -124,14 +125,17 @@ class _Form:
         return entry.encode("utf-8", "replace")
 
     def encode_first(self, entry: str) -> bytes:
-        """The bytes of an entry that begins a text."""
+        """The bytes of an entry at the start of a text."""
         if self.first_marker:
             entry = entry.replace(self.first_marker, "")
         return self.encode(entry).removeprefix(self.first_space.encode())
 
 
 def _read_form(decoder: Mapping[str, Any]) -> _Form | None:
-    """The form of a decoder: of bytes in an alphabet (GPT-2, Llama 3, Qwen), or of SentencePiece (Llama 2, Mistral, Gemma)."""
+    """How a decoder makes bytes: with a byte alphabet (GPT-2, Llama 3, Qwen) or as SentencePiece (Llama 2, Mistral, Gemma).
+
+    Returns None for a decoder with other steps, or with steps in another order.
+    """
     steps = list(_steps(decoder))
     replaced: list[tuple[str, str]] = []
     marker = space = ""
@@ -168,7 +172,7 @@ def _steps(decoder: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte of each character of GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for U+0100 and after."""
+    """The byte of each character in GPT-2's alphabet. Printable Latin-1 represents itself; other bytes have characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

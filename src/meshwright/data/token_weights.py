@@ -1,7 +1,9 @@
 """The weight of each token of a shard in the loss. A token of weight 0 is not trained on.
 
-shard-00000.mask      where every weight is 0 or 1: a bit for each token, the first the highest of its byte
-shard-00000.weights   else: a float32 for each token, little endian
+A shard has one of two files:
+
+shard-00000.mask      if every weight is 0 or 1: one bit for each token; the first token has the highest bit of the first byte
+shard-00000.weights   otherwise: one float32 for each token, little endian
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from meshwright.spec.errors import BadInput, Damaged
 
 Kind = Literal["mask", "weights"]
 KINDS: tuple[Kind, ...] = ("mask", "weights")
-"""Kinds of files, by their endings and by their keys in the manifest. A shard has one at most."""
+"""Kinds of weight files: each is the suffix of the file and its key in the manifest. A shard has at most one."""
 FLOAT = np.dtype("<f4")
 
 
 class WeightFile:
-    """The open weights of a shard. Raises BadInput if the file is missing, Damaged if its size is not that of `tokens` tokens."""
+    """The open weight file of a shard. Raises BadInput if the file is missing, Damaged if its size does not fit `tokens` tokens."""
 
     def __init__(self, stem: Path, tokens: int, kind: Kind) -> None:
         self.path = weight_path(stem, kind)
@@ -35,7 +37,7 @@ class WeightFile:
             raise Damaged(f"{self.path}: expected {expected} bytes for {tokens} tokens, found {self._file.size}")
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The weights of tokens [start, stop): bool of a mask, else float32."""
+        """The weights of tokens [start, stop): bool from a mask, else float32."""
         if self.kind == "weights":
             content = self._file.read(start * FLOAT.itemsize, (stop - start) * FLOAT.itemsize)
             return np.frombuffer(content, FLOAT)
@@ -58,12 +60,12 @@ def weight_path(stem: Path, kind: Kind) -> Path:
 
 
 def weight_bytes(tokens: int, kind: Kind) -> int:
-    """Bytes of the weights of `tokens` tokens."""
+    """Size of a weight file of `tokens` tokens."""
     return tokens * FLOAT.itemsize if kind == "weights" else (tokens + 7) // 8
 
 
 def encode_weights(documents: Sequence[np.ndarray]) -> tuple[Kind, bytes]:
-    """The kind and content of the file for the documents of a shard, whose weights are bool or float32."""
+    """The kind and the content of a shard's weight file. `documents` are the weights of each document, bool or float32."""
     weights = np.concatenate(documents)
     if weights.dtype == bool:
         return "mask", np.packbits(weights).tobytes()

@@ -1,6 +1,7 @@
-"""Divides the input files of a preparation into units of work, each of which any process can do.
+"""Divides the input files of a preparation into units of work. Any process can do any unit.
 
-A unit is some files, or a part of a large one. The corpus does not depend on the division: units are joined in the order of their text.
+A unit is a few files, or a part of one large file. The prepared corpus does not depend on this division, because the results of the units
+are joined in the order of their text.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from meshwright.data.inputs import FileRange, InputFile
 from meshwright.durable.writes import digest_file
 
 UNIT_BYTES = 32 << 20
-"""Text of a unit, about: a lost worker loses so much work at most, and some seconds of it."""
+"""Approximate text in a unit. A lost worker loses at most one unit of work, which takes some seconds."""
 COMPRESSION = 4
-"""Bytes of text for each byte of a compressed file, about."""
+"""Approximate bytes of text for each byte of a compressed file."""
 READ_BYTES = 8 << 20
 
 
@@ -30,11 +31,11 @@ class CorpusUnit:
 
     @property
     def size(self) -> int:
-        """Bytes of the files, as they are on the disk."""
+        """Bytes of the files on disk, before decompression."""
         return sum(file.size if file.range is None else file.range.size for file in self.files)
 
     def to_plain(self) -> list[dict[str, Any]]:
-        """The unit as values of JSON."""
+        """The unit as values for JSON."""
         return [
             {
                 **{field.name: getattr(file, field.name) for field in fields(file) if field.init},
@@ -46,20 +47,20 @@ class CorpusUnit:
 
     @classmethod
     def from_plain(cls, files: Iterable[dict[str, Any]]) -> CorpusUnit:
-        """The unit in values of JSON."""
+        """The unit from the values that `to_plain` returned."""
         return cls(tuple(_file(dict(file)) for file in files))
 
 
 def text_bytes(file: InputFile) -> int:
-    """The text of a file in bytes, about."""
+    """Approximate bytes of text in a file. For compressed files it is an estimate from the size on disk."""
     packed = file.format.compression is not None or file.format.layout == "parquet"
     return file.size * COMPRESSION if packed else file.size
 
 
 def divide(files: Sequence[InputFile], unit_bytes: int) -> tuple[list[CorpusUnit], dict[str, str]]:
-    """Units with some `unit_bytes` of text each, and the digest of each file that was divided, by name.
+    """Units with about `unit_bytes` of text each, and the digest of each file that was divided, by the file's name.
 
-    Only uncompressed files of lines, and parquet between its row groups, are divided.
+    Only uncompressed files of lines, and parquet files between their row groups, are divided.
     """
     units: list[CorpusUnit] = []
     digests: dict[str, str] = {}
@@ -82,7 +83,7 @@ def divide(files: Sequence[InputFile], unit_bytes: int) -> tuple[list[CorpusUnit
 
 
 def _parts(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> list[FileRange | None]:
-    """The parts in which a file is read; None is the whole of it. A file that cannot be read stays whole, and its reader says why."""
+    """The parts in which a file is read; None is the whole file. A file with read errors is not divided: its reader reports them."""
     if file.format.refused or text_bytes(file) < 2 * unit_bytes:
         return [None]
     try:
@@ -96,7 +97,7 @@ def _parts(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> list[Fi
 
 
 def _line_ranges(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> list[FileRange]:
-    """Parts that begin and end at lines, from one pass over the file, which also has its digest."""
+    """Parts that begin and end at line boundaries. One pass over the file finds them and puts its digest into `digests`."""
     state = xxhash.xxh3_128()
     starts = [(0, 0)]
     offset = 0
@@ -119,7 +120,7 @@ def _line_ranges(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> l
 
 
 def _row_groups(file: InputFile, unit_bytes: int, digests: dict[str, str]) -> list[FileRange | None]:
-    """Runs of row groups with some `unit_bytes` of data."""
+    """Parts of consecutive row groups with about `unit_bytes` of data each. Puts the file's digest into `digests`."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,17 +1,22 @@
-"""Names the cause of a slowdown: splits the recorded durations into parts and replays each part alone.
+"""Names the cause of a slowdown. Recorded durations are split into parts, and the step is replayed with each part alone.
 
-The method follows "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25), below "the paper".
+The method follows "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25), called "the paper" below.
 
-The split of compute needs no model of the job. A cell is an operation type of a model chunk on a stage. Its profile is the
-median duration of each of its operations. For a rank's factor, the rank's durations are summed in each step; the median of
-these sums is divided by the sum of the profile. The cell's level is the profile times the lower median of the ranks' factors,
-which slow ranks do not raise if they are fewer than half. The ideal scales the levels of each type so that every stage with
-operations of the type spends the same time on them, the mean over these stages. A recorded duration is then
+The split of compute durations needs no model of the job:
+
+1. A cell is all operations of one type and one model chunk on one stage. The profile of a cell has the median duration of each operation.
+2. A rank's factor says how fast it is. Its durations in the cell are summed for each step; the median of these sums is divided by the sum
+of the
+   profile.
+3. The level of a cell is its profile times the lower median of its ranks' factors. Slow ranks do not raise it if they are fewer than half.
+4. The ideal scales the levels of a type so that every stage with this type spends the same time on it: the mean over these stages.
+
+A recorded duration is then a sum:
 
     ideal + (level − ideal) + steady excess of a rank + excess of a rank or a micro-batch in single steps
              stage part        steady part               varying part
 
-and the step time with one part added to the ideal is that part's contribution.
+The contribution of a part is the time by which the step gets longer if this part alone is added to the ideal.
 """
 
 from __future__ import annotations
@@ -27,42 +32,42 @@ from meshwright.diagnosis.replay import OperationTimes, replay
 from meshwright.diagnosis.what_if import typical_transfers
 
 FLAGGED_CONTRIBUTION = 0.02
-"""A part that adds less than this share to the ideal step time is no straggler."""
+"""A part whose contribution is less than this share of the ideal step time is not called a straggler."""
 FLAGGED_JITTER = 0.1
-"""Least contribution of compute times that vary without a pattern: a straggling job in the paper is 10% slower than ideal."""
+"""Least contribution to report compute times that vary without a pattern. In the paper, a straggling job is 10% slower than ideal."""
 SIGNIFICANT = 4.0
-"""A steady excess must be this many standard errors, estimated from its variation over the steps."""
+"""A steady excess counts if it is at least this many standard errors, estimated from its variation over the steps."""
 CORRELATED = 0.9
-"""Correlation of forward and backward of the same micro-batch from which the paper concludes unequal sequences."""
+"""If forward and backward times of micro-batches correlate at least this much, the paper concludes that sequences differ."""
 WORK_CORRELATED = 0.7
-"""Least correlation of compute time and attention work for unequal sequences; only a part of the time is proportional."""
+"""Least correlation of compute time with attention work for unequal sequences. It is lower, as only a part of the time is proportional."""
 ONE_RANK_SHARE = 0.75
-"""If one rank (or host) has at least this share of the varying part's squared excesses, it is the cause, not the data."""
+"""If one rank (or host) has at least this share of the squared excesses of the varying part, the rank is the cause, not the data."""
 CHANCE = 0.125
-"""A varying part belongs to one of several ranks if chance puts its slow steps on one of them less often than this."""
+"""One of several ranks is named as the cause of a varying part if chance would concentrate slow steps on one rank less often than this."""
 EQUALLY_SLOW = 0.5
-"""Ranks with at least this share of the slowest rank's excess are slow together."""
+"""Ranks with at least this share of the slowest rank's excess are counted as slow too."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeFinding:
-    """A part of the recorded durations and the time that it adds to the ideal step time."""
+    """A part of the recorded durations, and its contribution to the step time."""
 
     cause: str
-    """Cause as in docs/design/diagnosis.md.
+    """One of the causes in docs/design/diagnosis.md.
 
-    `host` without a stage: the ranks of a host are slow. `host` with a stage: the host thread of a rank launches late.
+    `host` without a stage means that all ranks of a host are slow. `host` with a stage means that a rank's host thread launches late.
     """
     contribution: float
-    """(step time with this part − ideal) ÷ ideal."""
+    """(step time with this part − ideal step time) ÷ ideal step time."""
     rank: int | None = None
-    """None where no rank stands out by more than the variation over the steps."""
+    """None if no rank is slower than others by more than the variation over the steps."""
     stage: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class ComputeParts:
-    """The parts of the compute durations, each of shape (node, dp, step) as in `replay` and 0 for other operations."""
+    """The parts of compute durations, each of shape (node, dp, step) as in `replay`. They are 0 for other operations."""
 
     ideal: np.ndarray
     stage: np.ndarray
@@ -73,7 +78,7 @@ class ComputeParts:
 def find_cause(
     measured: OperationTimes, host_of_rank: Mapping[int, str] | None = None
 ) -> tuple[TimeFinding | None, list[TimeFinding]]:
-    """The largest finding that counts as a straggler, and all findings, the largest first."""
+    """The largest finding that counts as a straggler (None if there is none), and all findings, the largest first."""
     parts = split_compute(measured)
     baseline = _Baseline(measured, parts)
     findings = [
@@ -91,7 +96,7 @@ def find_cause(
 
 
 def split_compute(measured: OperationTimes) -> ComputeParts:
-    """Split the compute durations into ideal, stage, steady and varying part."""
+    """Split compute durations into the ideal, stage, steady and varying parts. See the module's docstring."""
     work = measured.work
     stages = measured.graph.stages
     parts = ComputeParts(*(np.zeros_like(work) for _ in range(4)))
@@ -116,7 +121,7 @@ def split_compute(measured: OperationTimes) -> ComputeParts:
 
 
 def _cells(measured: OperationTimes, of_type: np.ndarray) -> list[np.ndarray]:
-    """Indices of each cell's operations in the graph's nodes."""
+    """For each cell, the indices of its operations among the graph's nodes."""
     keys = np.stack((measured.graph.stages, measured.virtual_stage))[:, of_type]
     _, inverse = np.unique(keys, axis=1, return_inverse=True)
     nodes = np.flatnonzero(of_type)
@@ -124,7 +129,7 @@ def _cells(measured: OperationTimes, of_type: np.ndarray) -> list[np.ndarray]:
 
 
 class _Baseline:
-    """The step without stragglers, to which single parts are added."""
+    """The ideal step, to which single parts are added."""
 
     def __init__(self, measured: OperationTimes, parts: ComputeParts) -> None:
         self.measured = measured
@@ -134,24 +139,25 @@ class _Baseline:
         self.seconds = replay(self.graph, self.work)
 
     def _typical_others(self) -> np.ndarray:
-        """Typical transfers; 0 for data and garbage collection; checkpoints and validation as recorded."""
+        """Durations of operations other than compute: typical for transfers, 0 for data and garbage collection, else as recorded."""
         communicates = (self.category == "communication")[:, None, None]
         others = np.where((self.category == "other")[:, None, None], self.measured.work, 0.0)
         return np.where(communicates, typical_transfers(self.measured), others)
 
     def contribution(self, work: np.ndarray, launch_delay: np.ndarray | None = None) -> float:
-        """Increase of the step time with these durations, relative to the baseline."""
+        """How much longer the step takes with these durations than the baseline, relative to the baseline."""
         seconds = replay(self.graph, work, launch_delay)
         return float((seconds.mean() - self.seconds.mean()) / self.seconds.mean())
 
     def per_rank(self, part: np.ndarray) -> np.ndarray:
-        """Sum of a part over the operations of each recorded rank, (stage, dp, step)."""
+        """The sum of a part over the operations of each recorded rank, (stage, dp, step)."""
         return np.stack([part[self.graph.stages == stage].sum(axis=0) for stage in range(self.measured.stage_count)])
 
     def worst(self, part: np.ndarray) -> tuple[int | None, int | None]:
-        """(rank, stage) with the largest sum of a part; None if it does not exceed the other ranks' mean in most steps.
+        """(rank, stage) with the largest sum of a part.
 
-        Its excess must be `SIGNIFICANT` standard errors of the mean over the steps. A single rank is always named.
+        Returns (None, None) if it does not clearly exceed the mean of the other ranks: by at least `SIGNIFICANT` standard errors of the
+        mean over the steps. If only one rank was recorded, it is always returned.
         """
         by_step = self.per_rank(part)
         sums = by_step.sum(axis=2)
@@ -164,19 +170,20 @@ class _Baseline:
 
 
 def _stage_imbalance(baseline: _Baseline, parts: ComputeParts) -> TimeFinding:
+    """The contribution of stages with unequal work, and the stage that has the most."""
     sums = baseline.per_rank(parts.stage)[:, 0, 0]  # equal on all ranks and in all steps
     return TimeFinding("stage_imbalance", baseline.contribution(baseline.work + parts.stage), stage=int(sums.argmax()))
 
 
 def _slow_rank(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int, str]) -> TimeFinding:
-    """A steady excess of compute of one rank, or of all ranks of a host."""
+    """The steady excess of compute of one rank, or of all ranks of a host."""
     measured = baseline.measured
     excess = baseline.per_rank(parts.steady)[..., 0]
     stage, dp = (int(index) for index in np.unravel_index(int(excess.argmax()), excess.shape))
     contribution = baseline.contribution(baseline.work + parts.steady)
     rank = int(measured.rank[stage, dp])
     varying = baseline.per_rank(parts.varying)[stage, dp]
-    if len(varying) > 2:  # the median's standard error is 1.25 times the mean's
+    if len(varying) > 2:  # the standard error of a median is 1.25 times that of a mean
         error = 1.25 * float(varying.std(ddof=1)) / len(varying) ** 0.5
         contribution *= float(excess[stage, dp] >= SIGNIFICANT * error)
     slow = measured.rank[(excess >= EQUALLY_SLOW * excess.max()) & (excess > 0)]
@@ -187,7 +194,7 @@ def _slow_rank(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[i
 
 
 def _common_host(ranks: list[int], measured: OperationTimes, host_of_rank: Mapping[int, str]) -> str | None:
-    """The host whose recorded ranks are exactly `ranks`; None for a single rank, or if all recorded ranks are on one host."""
+    """The host whose recorded ranks are exactly `ranks`; None for a single rank, and if all recorded ranks are on one host."""
     hosts = {host_of_rank.get(rank) for rank in ranks}
     all_hosts = {host_of_rank.get(rank) for rank in measured.rank.ravel().tolist()}
     if len(ranks) < 2 or len(hosts) > 1 or None in hosts or len(all_hosts) < 2:
@@ -198,7 +205,7 @@ def _common_host(ranks: list[int], measured: OperationTimes, host_of_rank: Mappi
 
 
 def _varying(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int, str]) -> TimeFinding:
-    """Compute times that vary over micro-batches and steps: with the sequences, on one rank, or without a pattern."""
+    """Compute times that vary over micro-batches and steps. The cause is one rank, one host, unequal sequences, or unknown."""
     measured = baseline.measured
     contribution = baseline.contribution(baseline.work + parts.varying)
     positive = np.maximum(parts.varying, 0.0) ** 2
@@ -223,10 +230,11 @@ def _varying(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int
 
 
 def _is_no_chance(by_step: np.ndarray, share: float, candidates: int) -> bool:
-    """Whether chance hardly puts so large a share of the slow steps on one of `candidates`.
+    """Whether chance would rarely concentrate so large a share of the slow steps on one of `candidates`.
 
-    `by_step` has its squared excesses. Bound: `candidates` × exp(−steps × Kullback–Leibler divergence of `share` from
-    an equal share). The number of slow steps is the participation ratio (sum of the excesses)² ÷ sum of their squares.
+    `by_step` has the squared excesses of the one candidate in each step. The number of slow steps is estimated as the participation ratio:
+    (sum of excesses)² ÷ sum of their squares. The probability is at most `candidates` · exp(−slow steps · D), where D is the
+    Kullback–Leibler divergence of `share` from an equal share.
     """
     slow_steps = float(np.sqrt(by_step).sum() ** 2 / by_step.sum())
     equal = 1.0 / candidates
@@ -236,10 +244,10 @@ def _is_no_chance(by_step: np.ndarray, share: float, candidates: int) -> bool:
 
 
 def sequences_differ(measured: OperationTimes, parts: ComputeParts) -> bool:
-    """Whether forward and backward of a micro-batch deviate alike and, where attention work is recorded, with this work.
+    """Whether forward and backward of micro-batches deviate together and, if attention work was recorded, also with this work.
 
-    A deviation is the mean over the model chunks, relative to the typical duration of the cell, and with several micro-batches to the
-    mean of the rank's step: a rank that is slow for a whole step is no sequence.
+    The deviation of a micro-batch is the mean over model chunks, relative to the typical duration of each cell. If there are several
+    micro-batches, the mean of the rank's step is subtracted: if a rank is slow for a whole step, its sequences are not the reason.
     """
     microbatches, forward, backward = _deviations(measured, parts)
     if not microbatches or _correlation(forward, backward) < CORRELATED:
@@ -250,7 +258,7 @@ def sequences_differ(measured: OperationTimes, parts: ComputeParts) -> bool:
 
 
 def _deviations(measured: OperationTimes, parts: ComputeParts) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """The micro-batches with forward and backward, and the deviations of both, each (micro-batch, dp, step)."""
+    """The micro-batches that have forward and backward, and the deviations of both, each (micro-batch, dp, step)."""
     deviations: dict[str, dict[int, list[np.ndarray]]] = {name: {} for name in MODEL_COMPUTE_TYPES}
     typical = parts.ideal + parts.stage + parts.steady
     for index, node in enumerate(measured.graph.nodes):
@@ -272,19 +280,19 @@ def _deviations(measured: OperationTimes, parts: ComputeParts) -> tuple[list[int
 
 
 def _centred(values: np.ndarray) -> np.ndarray:
-    """Return the differences of micro-batches (the first axis) from their mean in each step of a rank."""
+    """Subtract the mean over micro-batches (the first axis) from each step of a rank. A single micro-batch is returned as it is."""
     return values - values.mean(axis=0) if len(values) > 1 else values
 
 
 def _correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """The correlation coefficient; 0 if one of the arrays does not vary."""
+    """The correlation coefficient; 0 if one of the arrays is constant."""
     if min(first.std(), second.std()) <= 1e-9:
         return 0.0
     return float(np.corrcoef(first.ravel(), second.ravel())[0, 1])
 
 
 def _category(baseline: _Baseline, category: str) -> TimeFinding:
-    """Return the contribution of a category's recorded durations over the baseline, and the rank that adds most to it."""
+    """The contribution of a category's recorded durations to the step time, and the rank that has most of it."""
     nodes = (baseline.category == category)[:, None, None]
     if not nodes.any():
         return TimeFinding(category, 0.0)
@@ -294,10 +302,10 @@ def _category(baseline: _Baseline, category: str) -> TimeFinding:
 
 
 def _late_launch(baseline: _Baseline) -> TimeFinding:
-    """Operations that start later after their dependencies than operations of their type usually do.
+    """The contribution of operations that start later after their dependencies than is usual for their type.
 
-    Unlike other parts, the delays are not added to the baseline but removed from the recorded step. A message that is posted
-    late may delay nothing in the recorded step, because its peer is later still, but it would delay the baseline.
+    Other parts are added to the baseline; these delays are instead removed from the recorded step. A message that is posted late may delay
+    nothing in the recorded step because its peer is even later, but it would delay the baseline.
     """
     measured = baseline.measured
     delay = measured.launch_delay

@@ -1,7 +1,7 @@
-"""Seconds that every rank computed in every step, from the spans of a run that may be in progress.
+"""Seconds that every rank spent computing in every step, read from the spans of a run that may still be in progress.
 
-Compute is forward, backward and weight gradient without the waits for collectives inside; a step without such spans counts
-as a whole. Unlike step times, which are equal on ranks that wait for each other, it shows which rank is slow.
+Compute is forward, backward and weight gradient, without waiting for collectives. For a step without such spans, the whole step counts.
+Ranks that wait for each other have equal step times; compute times show which of them is slow.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from meshwright.events.span_ring import starts_with_spans
 from meshwright.events.span_tail import STEP, SpanBatch, SpanTail
 
 KEPT_STEPS = 1000
-"""Newest steps whose times are kept."""
+"""Number of newest steps whose times are kept."""
 COMPUTE = [SPAN_PHASES.index(name) for name in COMPUTE_PHASES]
 WAIT = SPAN_PHASES.index("collective_wait")
 
 
 class ComputeTimes:
-    """The times of a run's newest start. `seconds` is `(ranks, KEPT_STEPS)`, NaN where unknown; `steps` numbers its columns."""
+    """Compute times of a run's newest start. `seconds` is `(ranks, KEPT_STEPS)`, NaN if unknown; `steps` has the step of each column."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -31,18 +31,18 @@ class ComputeTimes:
 
     @property
     def complete(self) -> bool:
-        """Whether the last `update` has read everything that there is."""
+        """Whether the last `update` has read all records."""
         return self._tail is None or self._tail.complete
 
     @property
     def known(self) -> tuple[np.ndarray, np.ndarray]:
-        """The steps of which a time is known, ascending, and the times `(ranks, steps)` in seconds."""
+        """The steps for which a time is known, ascending, and the times `(ranks, steps)` in seconds."""
         columns = np.flatnonzero(self.steps >= 0)
         columns = columns[np.argsort(self.steps[columns])]
         return self.steps[columns], self.seconds[:, columns]
 
     def update(self, most_bytes: int) -> None:
-        """Read about `most_bytes` of the newest start's files, the newest records first."""
+        """Read about `most_bytes` from the files of the newest start, the newest records first."""
         starts = starts_with_spans(self._folder)
         if not starts:
             return
@@ -59,9 +59,10 @@ class ComputeTimes:
         self.seconds = np.full((ranks, KEPT_STEPS), np.nan, dtype=np.float32)
         self.steps = np.full(KEPT_STEPS, -1, dtype=np.int64)
         self.last_step = np.full(ranks, -1, dtype=np.int64)
-        """By rank, the newest step that is complete."""
+        """For each rank, its newest complete step."""
 
     def _take(self, batch: SpanBatch) -> None:
+        """Enter the step times of a batch of spans, and drop times of steps that a rollback has undone."""
         ends, seconds = step_seconds(batch)
         rank = batch.rank[ends]
         step = batch.records["step"][ends].astype(np.int64)
@@ -72,8 +73,8 @@ class ComputeTimes:
         newest = newest[inside]
         seconds = seconds[inside]
         if newest.any():
-            self.last_step[rank[newest]] = step[newest]  # the last assignment of a rank is its newest step
-            self.steps[self.steps > max(self.last_step.max(), 0)] = -1  # steps that a rollback has undone
+            self.last_step[rank[newest]] = step[newest]  # for repeated ranks, the last assignment wins: the newest step
+            self.steps[self.steps > max(self.last_step.max(), 0)] = -1  # a rollback has undone these steps
         for number in np.unique(step).tolist():
             column = number % KEPT_STEPS
             if number > self.steps[column]:
@@ -85,9 +86,9 @@ class ComputeTimes:
 
 
 def step_seconds(batch: SpanBatch) -> tuple[np.ndarray, np.ndarray]:
-    """The indices of the batch's step records, and the seconds of compute in each of these steps.
+    """The indices of the step records in a batch, and the seconds of compute in each of these steps.
 
-    A rank writes the records of a step before the step's own, and a wait before the compute span that contains it.
+    A rank writes the records of a step before the record of the step itself, and a wait before the compute span that contains it.
     """
     records = batch.records
     phase = records["phase"]
@@ -112,7 +113,7 @@ def step_seconds(batch: SpanBatch) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _windows(batch: SpanBatch, indices: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each record the position in `ends` of the step that it belongs to, and whether there is such a step."""
+    """For each record in `indices`, the position in `ends` of its step, and whether its step is in the batch."""
     window = np.minimum(np.searchsorted(ends, indices), len(ends) - 1)
     end = ends[window]
     known = (end > indices) & (batch.segment[end] == batch.segment[indices])

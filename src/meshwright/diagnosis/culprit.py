@@ -1,12 +1,14 @@
-"""Names the rank that holds up a job, from the position of every rank and the Plan's schedule.
+"""Names the rank that holds up a job, from the position of every rank and the plan's schedule.
 
-Method: replay the step with each rank's host position as its limit. A rank stops at its first action that needs something
-another rank has not provided within its own limit. A rank that reaches its limit with all its inputs available, and yet
-does not go on, is the culprit; the others wait for it. A host that has issued work ahead of its device does not mislead the
-replay, because what the device still needs is an earlier action. A message that was sent and has not arrived names its sender.
+The step is replayed, where each rank may advance at most to the position that its host has reached. In the replay, a rank stops at its
+first action that needs something another rank has not provided within its own limit. The culprit is a rank that reaches its limit with all
+its inputs available and still does not continue. All other ranks wait for it.
 
-Ranks of one tensor or context group run the same action together. If they have the same position and none is stopped or
-dead, they cannot be told apart; one of them is named as likely.
+A host may have issued work that its device has not done yet. This does not mislead the replay, because what the device still needs is an
+earlier action. If a message was sent and has not arrived, its sender is named.
+
+Ranks of one tensor or context group run the same action together. If they have the same position, and none is stopped or dead, they cannot
+be told apart. Then one of them is named as likely.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ GROUP_AXES = {
 GROUP_TEXT = {"gather": "all-gather", "reduce": "gradient reduction", "compute": "part of the computation"}
 _PENDING_GROUP = {"unshard": "gather", "reduce_grad": "reduce"}
 NAMED_RANKS = 6
-"""Waiting ranks that a reason names."""
+"""Number of waiting ranks that a message lists."""
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """State of a rank: its progress, seconds without progress, and whether its process is stopped or has ended.
+    """State of a rank: its progress, its seconds without progress, and whether its process is stopped or has ended.
 
-    `action` is the index of the action that the host has begun; earlier actions are issued.
+    `action` is the index of the action that the host has begun. All earlier actions have been issued.
     """
 
     rank: int
@@ -56,23 +58,23 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A rank that waits for another one."""
+    """A rank that waits for another rank."""
 
     rank: int
     for_rank: int
     needs: str
-    """Missing message or event, e.g. `activation`."""
+    """What is missing, e.g. `activation`."""
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """The rank that holds up the others, and the ranks that wait for it directly or through others."""
+    """The rank that holds up the others, and the ranks that wait for it, directly or through other ranks."""
 
     rank: int
     host: str
     step: int
     action: str
-    """Label of its action, or its phase outside of training."""
+    """Label of the action that the rank is in; outside of training, its phase."""
     seconds: float
     reason: str
     confidence: Confidence
@@ -87,11 +89,11 @@ def find_culprit(
     hosts_wait: bool = True,
     sends_ahead: int | None = None,
 ) -> Culprit | None:
-    """The rank that holds up the job; None without ranks.
+    """The rank that holds up the job; None if `ranks` is empty.
 
-    `schedule` is that of a training step of the Plan in units, None if it is unknown. Then ranks that are stopped or dead are
-    named first, else the first in the order of step and action. `hosts_wait` says whether hosts wait in collectives, as on CPUs,
-    or issue work ahead of their devices. `sends_ahead` is how many messages of a channel a host sends before it waits.
+    `schedule` is the schedule of a training step; None if it is unknown. Without it, stopped or dead ranks are named first, else the first
+    rank in the order of step and action. `hosts_wait` says whether hosts wait in collectives, as on CPUs, or issue work ahead of their
+    devices. `sends_ahead` is how many messages a host can send on one channel before it waits.
     """
     if not ranks:
         return None
@@ -99,14 +101,14 @@ def find_culprit(
     trains = any(status.phase in TRAINING for status in ranks) or len({status.step for status in ranks}) > 1
     if schedule is None or not known or not trains:
         return _first_in_order(ranks)
-    # The first step of an attempt exchanges each message only when it is needed.
+    # The first step of an attempt compiles, and exchanges each message only when it is needed.
     compiles = any(status.phase == "compile" for status in ranks)
     dependencies = ScheduleDependencies(schedule.in_turns() if compiles else schedule, sends_ahead)
     return _Replay(ranks, dependencies, layout, hosts_wait).culprit()
 
 
 def _first_in_order(ranks: Sequence[RankStatus]) -> Culprit:
-    """The first stopped or dead rank, else the first rank in the order of step, phase and action."""
+    """The first stopped or dead rank; if there is none, the first rank in the order of step, phase and action."""
     marked = [status for status in ranks if status.dead or status.stopped]
     first = min(marked or ranks, key=lambda s: (s.step, PHASE_ORDER.index(s.phase), s.action, -s.seconds, s.rank))
     later = tuple(Waiting(s.rank, first.rank, "progress") for s in ranks if s.rank != first.rank)
@@ -119,7 +121,7 @@ def _phase_text(status: RankStatus) -> str:
 
 @dataclass
 class _Replay:
-    """The replay of one step."""
+    """The replay of one step. `position` is the position of each rank so far; `blocked` says which rank each blocked rank waits for."""
 
     ranks: Sequence[RankStatus]
     needs: ScheduleDependencies
@@ -142,6 +144,7 @@ class _Replay:
         self._set_limits()
 
     def culprit(self) -> Culprit:
+        """Replay the step and choose the rank that holds up the others."""
         self._run()
         self._follow_pending_sends()
         candidates = [status for status in self.ranks if status.rank not in self.blocked]
@@ -165,7 +168,7 @@ class _Replay:
         return _answer(first, self._label(first.rank), waiting[first.rank], certain)
 
     def _set_limits(self) -> None:
-        """Choose the step of the replay and set each rank's host position in it."""
+        """Choose the step to replay, and set each rank's position in it to the limit that its host has reached."""
         first = min(status.step for status in self.ranks)
         behind = [status for status in self.ranks if status.step == first and status.phase in TRAINING]
         self.step = first if behind else first + 1
@@ -173,20 +176,21 @@ class _Replay:
             self.position[status.rank] = self._limit(status)
 
     def _limit(self, status: RankStatus) -> int:
+        """The position that a rank's host has reached in the replayed step (see `schedule_dependencies`)."""
         end = self.needs.last[self.pipeline_rank[status.rank]]
         if status.step < self.step:
             return BEFORE_STEP
         if status.step > self.step or status.phase not in TRAINING:
             return 2 * end + 2
         index = min(status.action, end - 1)
-        halted = status.stopped or status.dead  # its part of a collective does not complete
+        halted = status.stopped or status.dead  # the collective that it joined cannot complete
         if status.pending is not None and status.pending.op == "all_reduce":
             return (-1 if index == 0 else 2 * end + 1) - halted
         joins = self.hosts_wait and not halted and self._joins(status, index)
         return 2 * index + joins
 
     def _joins(self, status: RankStatus, index: int) -> bool:
-        """Whether a rank at a collective has joined it: it waits there, or nothing shows which of the group do."""
+        """Whether a rank that is at a collective has joined it: it waits there, or no member of its group is known to wait there."""
         pipeline_rank = self.pipeline_rank[status.rank]
         if index in self.needs.joint[pipeline_rank]:
             return True
@@ -199,12 +203,13 @@ class _Replay:
         return False
 
     def _is_pending_at(self, member: RankStatus, status: RankStatus, index: int, group: str) -> bool:
+        """Whether `member` waits in the collective of kind `group` at action `index` of the step of `status`."""
         pending = member.pending
         same = (member.step, member.action) == (status.step, index)
         return pending is not None and same and _PENDING_GROUP.get(pending.op, "compute") == group
 
     def _run(self) -> None:
-        """Lower positions until every rank either is blocked or is at its limit."""
+        """Lower positions until every rank is blocked or at its limit."""
         queue = deque(self.status)
         queued = set(queue)
         self._check_joint()
@@ -221,7 +226,7 @@ class _Replay:
                     queue.append(changed)
 
     def _check_messages(self, rank: int) -> Iterable[int]:
-        """Block the ranks of the pipeline that need a message `rank` has not sent; yields those that changed."""
+        """Block pipeline ranks that need a message which `rank` has not sent. Yields ranks whose position has changed."""
         peer = self.pipeline_rank[rank]
         for other in self.pipeline[rank]:
             number = self.pipeline_rank[other]
@@ -231,7 +236,10 @@ class _Replay:
                 yield other
 
     def _check_groups(self, rank: int) -> Iterable[int]:
-        """Block the members of the rank's groups at the first collective that it has not joined; yields those that changed."""
+        """Block members of the rank's groups at the first collective that `rank` has not joined.
+
+        Yields ranks whose position has changed.
+        """
         for name, groups in self.groups.items():
             group = groups.get(rank, ())
             index = self.needs.first_collective(self.pipeline_rank[rank], name, self.position[rank])
@@ -242,7 +250,7 @@ class _Replay:
                     yield other
 
     def _check_joint(self) -> list[int]:
-        """Block all ranks where they wait for all others; returns those that changed."""
+        """Block all ranks at the first point where they wait for all others. Returns ranks whose position has changed."""
         changed: list[int] = []
         count = min(map(len, self.needs.joint))
         for number in range(count):
@@ -258,7 +266,7 @@ class _Replay:
         return changed
 
     def _block(self, rank: int, position: int, by: int, needs: str) -> bool:
-        """Lower the position of a rank to that at which it waits for `by`; whether that changed it."""
+        """Lower the position of a rank to `position`, where it waits for rank `by`. Returns whether its position has changed."""
         now = self.position[rank]
         if position > now or (position == now and rank in self.blocked):
             return False
@@ -267,18 +275,19 @@ class _Replay:
         return position < now
 
     def _follow_pending_sends(self) -> None:
-        """A rank that waits for its own message to be received waits for the receiver."""
+        """If a rank waits until its own message is received, block it by the receiver."""
         for status in self.ranks:
             pending = status.pending
             if pending is not None and pending.op == "send" and pending.peer >= 0 and status.rank not in self.blocked:
                 self.blocked[status.rank] = Waiting(status.rank, self._holder(status.rank, pending.peer), "receive")
 
     def _holder(self, rank: int, stage: int) -> int:
-        """The rank of the same pipeline that holds a stage."""
+        """The rank of the same pipeline that has this stage."""
         number = self.needs.rank_of[stage]
         return next(other for other in self.pipeline[rank] if self.pipeline_rank[other] == number)
 
     def _sender_of_lost_message(self, status: RankStatus) -> int | None:
+        """The sender of the message that a rank waits to receive; None if it does not wait for one."""
         pending = status.pending
         if pending is None or pending.op != "recv" or pending.peer < 0 or status.stopped:
             return None
@@ -293,7 +302,7 @@ class _Replay:
         )
 
     def _waiting_by_rank(self, ends: set[int]) -> dict[int, tuple[Waiting, ...]]:
-        """By rank in `ends`, the ranks that wait for it directly or through others; those that wait directly come first."""
+        """For each rank in `ends`, the ranks that wait for it, directly or through others. Those that wait directly come first."""
         waiting: dict[int, list[tuple[int, Waiting]]] = defaultdict(list)
         for rank, wait in self.blocked.items():
             if rank in ends:

@@ -1,7 +1,7 @@
-"""`OperationTable`: the recorded operations of all ranks and steps, the input of the straggler analysis.
+"""`OperationTable`: the recorded operations of all ranks and steps. It is the input of the straggler analysis.
 
-A table has one entry per operation and numpy columns. The names of operation types follow the public traces of
-"Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25) where these have the operation.
+A table is a set of numpy columns with one entry for each operation. Operation types have the same names as in the public traces of
+"Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25), if these traces have the operation.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ CATEGORY_OF: Mapping[str, str] = {
     "checkpoint": "other",
     "validation": "other",
 }
-"""By operation type, the category whose delay it can explain.
+"""For each operation type, the category whose delay it can explain. Types that need an explanation:
 
-collective-wait: compute waits for gathered weights or
-reduced gradients. step-all-reduce: the small sums over all ranks at the start and the end of a step. gradient-norm: over
-all ranks, `optimizer-clip-main-grad` in the public traces. garbage-collection: Python's, `gc` in the public traces."""
+- collective-wait: compute waits for gathered weights or reduced gradients.
+- step-all-reduce: small all-reduces over all ranks at the start and the end of a step.
+- gradient-norm: all-reduce of the gradient norm; `optimizer-clip-main-grad` in the public traces.
+- garbage-collection: by Python; `gc` in the public traces."""
 
 TYPES: tuple[str, ...] = tuple(CATEGORY_OF)
-"""Operation types; the column `type` holds indices into this tuple."""
+"""Operation types. The column `type` has indices into this tuple."""
 CODE_OF: Mapping[str, int] = {name: code for code, name in enumerate(TYPES)}
 P2P_TYPES = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 """Messages between pipeline stages."""
 MODEL_COMPUTE_TYPES = ("forward-compute", "backward-compute", "weight-gradient-compute")
-"""Compute operations of a stage and a micro-batch."""
+"""Compute operations that belong to one stage and one micro-batch."""
 
 _DTYPES = {
     "start_ns": np.int64,
@@ -63,35 +64,35 @@ _DTYPES = {
 
 @dataclass(frozen=True, eq=False)
 class OperationTable:
-    """Operations of a job, one entry of each column per operation, all columns of the same length.
+    """Operations of a job. Each column has one entry for each operation.
 
-    A column that does not apply to an operation holds −1. `start_ns` is on one clock for all ranks of a step; it needs no
-    common zero between steps. Raises BadInput for columns of different lengths and for unknown types.
+    An entry is −1 if the column does not apply to the operation. All ranks use one clock for `start_ns` within a step; clocks of different
+    steps may differ. Raises BadInput for columns of different lengths and for unknown types.
     """
 
     rank: np.ndarray
-    """Global rank that ran the operation."""
+    """Global rank that executed the operation."""
     dp: np.ndarray
-    """Index of the rank among the ranks of its stage (the data-parallel rank), from 0 without gaps."""
+    """Data-parallel rank: index of the rank among the ranks of its stage, from 0 without gaps."""
     stage: np.ndarray
-    """Pipeline rank, from 0 without gaps; 0 without pipeline."""
+    """Pipeline rank, from 0 without gaps; 0 if there is no pipeline."""
     chunk: np.ndarray
-    """Model chunk (virtual stage) of the pipeline rank, from 0."""
+    """Model chunk (virtual stage) on the pipeline rank, from 0."""
     virtual_stage: np.ndarray
-    """Model chunk in the whole pipeline, in the order in which a micro-batch visits the chunks."""
+    """Model chunk in the whole pipeline, numbered in the order in which a micro-batch passes through the chunks."""
     microbatch: np.ndarray
     """Micro-batch of a compute operation or a message."""
     step: np.ndarray
     type: np.ndarray
     """Index into `TYPES`."""
     sequence: np.ndarray
-    """Position among the operations of this type, rank and step in the order of their start, from 0."""
+    """Number of the operation among those of the same type, rank and step, in the order of their starts, from 0."""
     start_ns: np.ndarray
     duration_ns: np.ndarray
     attention_work: np.ndarray
-    """Sum of the squared document lengths of the operation's micro-batch, if it was recorded."""
+    """Sum of the squared document lengths in the operation's micro-batch, if it was recorded."""
     host_of_rank: Mapping[int, str] = field(default_factory=dict)
-    """By global rank, the name of its host; empty if unknown."""
+    """Name of each global rank's host; empty if unknown."""
 
     def __post_init__(self) -> None:
         _check_lengths({name: getattr(self, name) for name in COLUMNS})
@@ -117,20 +118,20 @@ class OperationTable:
         return int(self.stage.max()) + 1 if len(self) else 0
 
     def is_type(self, *names: str) -> np.ndarray:
-        """Boolean mask of the operations of these types."""
+        """A boolean mask of the operations of these types."""
         return np.isin(self.type, [CODE_OF[name] for name in names])
 
     def select(self, mask: np.ndarray) -> OperationTable:
-        """The operations for which `mask` (boolean, or indices) holds."""
+        """A table of the operations selected by `mask`, which is boolean or has indices."""
         columns: dict[str, Any] = {name: getattr(self, name)[mask] for name in COLUMNS}
         return OperationTable(**columns, host_of_rank=self.host_of_rank)
 
     def with_times(self, start_ns: np.ndarray, duration_ns: np.ndarray) -> OperationTable:
-        """Return the operations with other times."""
+        """A table of the same operations with other times."""
         return replace(self, start_ns=start_ns, duration_ns=duration_ns)
 
     def last_steps(self, count: int) -> OperationTable:
-        """The operations of the last `count` steps."""
+        """A table of the operations of the last `count` steps."""
         return self.select(np.isin(self.step, self.steps[-count:]))
 
 
@@ -152,9 +153,9 @@ def operation_table(
     sequence: Any = None,
     host_of_rank: Mapping[int, str] | None = None,
 ) -> OperationTable:
-    """Build a table from columns and the operations' type names; computes `sequence` from the start times.
+    """Build a table from columns and from the names of operation types. If `sequence` is None, it is computed from the start times.
 
-    `chunk`, `virtual_stage` and `microbatch` default to −1, and attention work is unknown. Raises BadInput for an unknown type name.
+    `chunk`, `virtual_stage` and `microbatch` default to −1. Attention work is unknown. Raises BadInput for an unknown type name.
     """
     codes = _codes(type_names)
     unknown = np.full(len(codes), -1)
@@ -185,7 +186,7 @@ def _check_lengths(columns: Mapping[str, Any]) -> None:
 
 
 def _codes(type_names: Iterable[str]) -> np.ndarray:
-    """Indices of the names in `TYPES`; raises BadInput for another name."""
+    """Indices of the names in `TYPES`. Raises BadInput for an unknown name."""
     names, inverse = np.unique(np.asarray(type_names, dtype=str), return_inverse=True)
     for name in names.tolist():
         if name not in CODE_OF:
@@ -196,7 +197,7 @@ def _codes(type_names: Iterable[str]) -> np.ndarray:
 
 
 def sequence_numbers(codes: Any, rank: Any, step: Any, start_ns: Any) -> np.ndarray:
-    """The position of each operation among those of its type, rank and step in the order of their start."""
+    """The number of each operation among those of the same type, rank and step, in the order of their starts."""
     codes, rank, step, start_ns = (np.asarray(column) for column in (codes, rank, step, start_ns))
     order = np.lexsort((start_ns, codes, rank, step))
     key = np.stack((step[order], rank[order], codes[order]))

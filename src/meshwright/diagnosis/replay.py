@@ -1,8 +1,7 @@
 """Replays the operations of recorded steps with other durations.
 
-Arrays have the shape (node, dp, step); a node is an operation of the `StepGraph`. All steps and data-parallel ranks share one
-graph and are replayed at once.
-Times are seconds; a replayed step starts at 0.
+Arrays have the shape (node, dp, step). A node is an operation of the `StepGraph`, dp a data-parallel rank. All steps and data-parallel
+ranks share one graph and are replayed at the same time. Times are in seconds; each replayed step starts at 0.
 """
 
 from __future__ import annotations
@@ -16,36 +15,39 @@ from meshwright.diagnosis.step_graph import StepGraph
 from meshwright.spec.errors import BadInput
 
 CLOCK_ERROR_SECONDS = 0.01
-"""A time difference between ranks that is more negative than this is no clock error but a wrong match; it counts as 0."""
+"""Small negative time differences between ranks are clock errors.
+
+Below minus this value, operations were matched wrongly, and 0 is used.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class OperationTimes:
-    """Times of the operations of complete steps. Shapes are (node, dp, step) unless stated otherwise."""
+    """Times of the operations in complete steps. Shapes are (node, dp, step) unless stated otherwise."""
 
     graph: StepGraph
     steps: np.ndarray
     """Step numbers, (step)."""
     skipped_steps: int
-    """Steps of the table that lack operations."""
+    """Number of steps in the table that were left out because operations are missing."""
     present: np.ndarray
     """Whether the operation was recorded."""
     start: np.ndarray
     duration: np.ndarray
     work: np.ndarray
-    """The part of the duration that is the operation's own: of communication, the transfer after the last peer's start."""
+    """The operation's own part of the duration. For communication, it is the transfer after the last peer has started."""
     launch_delay: np.ndarray
-    """Time between the end of an operation's last dependency and its start."""
+    """Time from the end of the operation's last dependency to its start."""
     step_seconds: np.ndarray
     """Time from the first start to the last end over all ranks, (step)."""
     rank: np.ndarray
     """Global rank, (stage, dp)."""
     virtual_stage: np.ndarray
-    """Model chunk in the whole pipeline, (node); −1 if it does not apply."""
+    """Model chunk in the whole pipeline, (node); −1 if the node has none."""
     microbatch: np.ndarray
-    """Micro-batch, (node); −1 if it does not apply."""
+    """Micro-batch, (node); −1 if the node has none."""
     attention_work: np.ndarray
-    """Attention work of the operation's micro-batch; −1 if it does not apply or was not recorded."""
+    """Attention work of the operation's micro-batch; −1 if it has none or if it was not recorded."""
 
     @property
     def stage_count(self) -> int:
@@ -53,11 +55,12 @@ class OperationTimes:
 
 
 def measure_steps(table: OperationTable, graph: StepGraph) -> OperationTimes:
-    """Arrange the operations of `table` by node of `graph`. Raises BadInput if no step is complete."""
+    """Arrange the operations of `table` by the nodes of `graph`. Raises BadInput if no step is complete."""
     steps = table.steps
     width = int(table.sequence.max()) + 1 if len(table) else 1
     keys = np.array([(node.stage * 64 + node.type) * width + node.sequence for node in graph.nodes], dtype=np.int64)
     order = np.argsort(keys)
+    # One integer for each (stage, type, sequence): 64 exceeds the number of types, and `width` exceeds every sequence number.
     entry_keys = (table.stage.astype(np.int64) * 64 + table.type) * width + table.sequence
     node = order[np.minimum(np.searchsorted(keys[order], entry_keys), len(keys) - 1)]
     known = keys[node] == entry_keys
@@ -105,12 +108,14 @@ def measure_steps(table: OperationTable, graph: StepGraph) -> OperationTimes:
 
 
 def _incomplete(graph: StepGraph, present: np.ndarray, steps: np.ndarray) -> str:
+    """An error message that names the first missing operation."""
     missing = ~present & ~graph.optional[:, None, None]
     node, dp, step = (int(index[0]) for index in np.nonzero(missing))
     return f"no step has the operations of every rank; step {steps[step]} lacks {graph.nodes[node]}, data-parallel rank {dp}"
 
 
 def _work(graph: StepGraph, start: np.ndarray, duration: np.ndarray) -> np.ndarray:
+    """The own part of each duration; see `OperationTimes.work`."""
     work = duration.copy()
     for group in graph.groups:
         members = list(group.members)
@@ -127,7 +132,7 @@ def _work(graph: StepGraph, start: np.ndarray, duration: np.ndarray) -> np.ndarr
 
 
 def _launch_delay(graph: StepGraph, start: np.ndarray, duration: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """Delays between the end of the last dependency and the start; a missing operation ends with its dependencies."""
+    """Time from the end of the last dependency to the start. A missing operation is taken to end together with its dependencies."""
     end = np.where(present, start + duration, 0.0)
     delay = np.zeros_like(start)
     for member in (member for number in graph.order for member in graph.groups[number].members):
@@ -139,7 +144,7 @@ def _launch_delay(graph: StepGraph, start: np.ndarray, duration: np.ndarray, pre
 
 
 def replay(graph: StepGraph, work: np.ndarray, launch_delay: np.ndarray | None = None) -> np.ndarray:
-    """Seconds of each step, (step), if its operations take `work`, (node, dp, step), and are launched after `launch_delay`."""
+    """The time of each step, (step) seconds, if operations take `work` (node, dp, step) and start `launch_delay` after dependencies."""
     end: list[np.ndarray] = [np.zeros(0)] * len(graph.nodes)
     last = np.zeros(work.shape[1:])
     for number in graph.order:
@@ -157,6 +162,7 @@ def replay(graph: StepGraph, work: np.ndarray, launch_delay: np.ndarray | None =
 def _start(
     graph: StepGraph, member: int, end: list[np.ndarray], work: np.ndarray, launch_delay: np.ndarray | None
 ) -> np.ndarray:
+    """Start of a node in each dp and step, before it waits for other members of its group."""
     before = graph.before[member]
     if not before:
         start = np.zeros(work.shape[1:])

@@ -1,4 +1,4 @@
-"""`StepGraph`: the operations of one step and their dependencies, the same for every data-parallel rank and step."""
+"""`StepGraph`: the operations of one step and their dependencies. All data-parallel ranks and steps share one graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.spec.errors import BadInput
 
 
 class Node(NamedTuple):
-    """An operation of each step and data-parallel rank: the `sequence`-th of its type on its stage."""
+    """An operation that every step and every data-parallel rank has: number `sequence` of its type on its stage."""
 
     stage: int
     type: int
@@ -27,39 +27,39 @@ class Node(NamedTuple):
 
 
 class TransferGroup(NamedTuple):
-    """Nodes of one communication: no transfer starts before every member has started."""
+    """The nodes of one communication. Its transfer starts only when every member has started."""
 
     members: tuple[int, ...]
     across_dp: bool
-    """Whether the members of all data-parallel ranks communicate together."""
+    """Whether the nodes of all data-parallel ranks take part together."""
     blocking: bool = False
-    """Whether the recorded durations are waits that all end together: the shortest is the transfer, whatever the clocks show."""
+    """Whether recorded durations are waits that all end together. Then the shortest is the transfer, even if clocks are inexact."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepGraph:
-    """Nodes are identified by their index."""
+    """The operations and dependencies. A node is identified by its index in `nodes`."""
 
     nodes: tuple[Node, ...]
     before: tuple[tuple[int, ...], ...]
-    """By node, the nodes of the same data-parallel rank that must end before it starts."""
+    """For each node, the nodes of the same data-parallel rank that must end before it starts."""
     groups: tuple[TransferGroup, ...]
-    """A node that is no communication is a group of its own."""
+    """Communications. A node that does not communicate is a group of its own."""
     communicates: np.ndarray
-    """By node, whether its work is a transfer that starts when all of its group have started."""
+    """For each node, whether it is a transfer, which starts when all nodes of its group have started."""
     optional: np.ndarray
-    """By node, whether a step or a rank may lack it; its duration is then 0."""
+    """For each node, whether it may be missing in a step or on a rank. Its duration is then 0."""
     order: tuple[int, ...]
-    """Indices into `groups` in an order that respects `before`."""
+    """Indices of `groups` in an order in which every group comes after the nodes that it depends on."""
 
     @property
     def types(self) -> np.ndarray:
-        """By node, the index of its type in `TYPES`."""
+        """For each node, the index of its type in `TYPES`."""
         return np.array([node.type for node in self.nodes])
 
     @property
     def stages(self) -> np.ndarray:
-        """By node, its pipeline stage."""
+        """For each node, its pipeline stage."""
         return np.array([node.stage for node in self.nodes])
 
 
@@ -73,27 +73,27 @@ class GraphBuilder:
         self._optional: set[int] = set()
 
     def add(self, node: Node, *, optional: bool = False) -> int:
-        """The index of `node`, which is added if it is new."""
+        """Add `node` if it is new. Returns its index."""
         index = self.index_of.setdefault(node, len(self.index_of))
         if optional:
             self._optional.add(index)
         return index
 
     def depend(self, node: int, *before: int) -> None:
-        """`node` starts after each of `before` has ended."""
+        """Let `node` start only after each of `before` has ended."""
         self._before[node] += before
 
     def chain(self, nodes: Sequence[int]) -> None:
-        """Each of `nodes` starts after its predecessor has ended."""
+        """Let each of `nodes` start only after the one before it has ended."""
         for first, second in pairwise(nodes):
             self.depend(second, first)
 
     def communicate(self, *members: int, across_dp: bool = False, blocking: bool = False) -> None:
-        """`members` are one communication."""
+        """Make `members` one communication."""
         self._groups.append(TransferGroup(members, across_dp, blocking))
 
     def build(self) -> StepGraph:
-        """The graph. Raises BadInput if dependencies form a cycle."""
+        """Build the graph. Raises BadInput if dependencies form a cycle."""
         count = len(self.index_of)
         communicates = np.zeros(count, dtype=bool)
         for group in self._groups:
@@ -108,7 +108,7 @@ class GraphBuilder:
 
 
 def _sorted(nodes: Sequence[Node], before: Sequence[Iterable[int]], groups: Sequence[TransferGroup]) -> tuple[int, ...]:
-    """Indices of the groups in topological order; raises BadInput for a cycle."""
+    """Indices of the groups in topological order. Raises BadInput if dependencies form a cycle."""
     group_of = {member: number for number, group in enumerate(groups) for member in group.members}
     missing = [0] * len(groups)
     after: list[list[int]] = [[] for _ in groups]

@@ -1,4 +1,4 @@
-"""`diagnose`: the slowdown of recorded steps, its cause, and the rank or stage that causes it."""
+"""`diagnose`: how much slower recorded steps are than ideal ones, why, and which rank or stage is the cause."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from meshwright.diagnosis.trace_graph import trace_graph
 from meshwright.diagnosis.what_if import analyse
 
 LAST_STEPS = 100
-"""Steps of a run that are analysed, the newest."""
+"""Number of newest steps of a run that are analysed."""
 FEWEST_STEPS = 12
-"""Steps without which no cause of a run is named.
+"""With fewer steps than this, no cause is named for a run.
 
-A steady excess has to be 4 standard errors (`cause.SIGNIFICANT`), themselves
-estimated from the steps: by chance a rank has that in 0.5% of the cases with 6 steps, in 0.1% with 12.
+A steady excess must be 4 standard errors (`cause.SIGNIFICANT`), which are themselves estimated from the steps. By chance, a rank exceeds
+this in 0.5% of the cases with 6 steps, and in 0.1% with 12.
 """
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Result of the straggler analysis. Slowdowns are step times over ideal step times (`what_if`)."""
+    """Result of the straggler analysis. A slowdown is a step time divided by the ideal step time (`what_if`)."""
 
     slowdown: float
     cause: str | None
-    """None with too few steps, or if no part of the durations explains `cause.FLAGGED_CONTRIBUTION` of the ideal step time."""
+    """None if there are too few steps, or if no part of the durations contributes at least `cause.FLAGGED_CONTRIBUTION`."""
     rank: int | None
     stage: int | None
     contributions: dict[str, float]
-    """By cause, the largest share of the ideal step time that it adds."""
+    """For each cause, its contribution as a share of the ideal step time; of several findings, the largest."""
     by_type: dict[str, float]
     by_rank: dict[int, float]
     by_stage: dict[int, float]
     by_dp_rank: dict[int, float]
     m_w: float
-    """The paper's M_W: share of the excess that ideal durations on the slowest 3% of the workers remove."""
+    """The paper's M_W: the share of the lost time that would be saved if the slowest 3% of the workers had ideal durations."""
     m_s: float
-    """The paper's M_S: share of the excess that ideal durations on the last stage remove."""
+    """The paper's M_S: the share of the lost time that would be saved if the last stage had ideal durations."""
     launch_slowdown: float
-    """Measured step time over the replay without launch delays: how much of the step the replay does not explain."""
+    """Measured step time divided by that of the replay without launch delays. It shows how much time the replay does not explain."""
     step_seconds: float
     replayed_seconds: float
     ideal_seconds: float
     steps: tuple[int, ...]
     skipped_steps: int
-    """Steps that lack operations of some rank."""
+    """Number of steps left out because operations of some rank are missing."""
     needed_steps: int
-    """Steps without which no cause is named."""
+    """With fewer steps than this, no cause is named."""
     notes: tuple[str, ...] = ()
 
     def as_plain(self) -> dict[str, Any]:
-        """JSON values; ranks and stages as keys are text."""
+        """The result as JSON values. Ranks and stages as keys are text."""
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
         for name in ("by_rank", "by_stage", "by_dp_rank"):
             plain[name] = {str(key): value for key, value in plain[name].items()}
@@ -66,7 +66,7 @@ class Diagnosis:
 
     @property
     def sentence(self) -> str:
-        """The result in words."""
+        """The result as a sentence for people."""
         slower = f"steps take {self.slowdown - 1:.1%} longer than with ideal durations"
         if len(self.steps) < self.needed_steps:
             return f"too few steps: {len(self.steps)} of {self.needed_steps}; {slower}, and no cause is named"
@@ -81,7 +81,7 @@ class Diagnosis:
 
 
 def diagnose(table: OperationTable, graph: StepGraph, needed_steps: int = 1) -> Diagnosis:
-    """Analyse the steps of `table`, whose operations depend on each other as in `graph`; of too few steps without a cause.
+    """Analyse the steps of `table`, whose operations depend on each other as in `graph`. With fewer than `needed_steps`, no cause is named.
 
     Raises BadInput if no step has the operations of every rank.
     """
@@ -112,6 +112,7 @@ def diagnose(table: OperationTable, graph: StepGraph, needed_steps: int = 1) -> 
 
 
 def _largest(findings: list[TimeFinding]) -> dict[str, float]:
+    """For each cause, its largest contribution."""
     contributions: dict[str, float] = {}
     for finding in findings:
         contributions[finding.cause] = max(finding.contribution, contributions.get(finding.cause, finding.contribution))
@@ -119,7 +120,7 @@ def _largest(findings: list[TimeFinding]) -> dict[str, float]:
 
 
 def diagnose_run(folder: Path, last_steps: int = LAST_STEPS) -> Diagnosis:
-    """Analyse the last recorded steps of a run, also of one in progress. Raises BadInput if it has no spans of them."""
+    """Analyse the last recorded steps of a run, which may be in progress. Raises BadInput if it has no spans of these steps."""
     table, notes = read_operations(folder, last_steps)
     return replace(diagnose(table, run_graph(table), FEWEST_STEPS), notes=tuple(notes))
 

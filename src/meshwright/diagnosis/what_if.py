@@ -1,12 +1,14 @@
-"""What-if analysis of recorded steps: how long steps take if some operations take their ideal duration.
+"""What-if analysis of recorded steps: how long steps would take if some operations had their ideal duration.
 
-The method is that of "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25). An operation's ideal
-duration is the mean (compute) or the median (all others) over all operations of its type. T is the mean time of a step
-that is replayed as recorded without launch delays, T_ideal with ideal durations. The slowdown is S = T / T_ideal. The
-slowdown of a part x (a type, a stage, a rank) is S_x = T(ideal, but x as recorded) / T_ideal.
+The method is from "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25):
 
-The public traces have no data loading, checkpoints and validation. Here waiting for data and garbage collection have the
-ideal duration 0; checkpoints and validation delay no other rank and keep their duration.
+- The ideal duration of an operation is the mean (compute) or the median (all others) over all operations of its type.
+- T is the mean time of a step that is replayed as recorded, but without launch delays. T_ideal is the same with ideal durations.
+- The slowdown is S = T / T_ideal.
+- The slowdown of a part x (a type, a stage or a rank) is S_x = T(ideal durations, except x as recorded) / T_ideal.
+
+The public traces have no data loading, checkpoints and validation. Here, waiting for data and garbage collection have the ideal duration 0.
+Checkpoints and validation keep their durations, because they delay no other rank.
 """
 
 from __future__ import annotations
@@ -20,15 +22,18 @@ from meshwright.diagnosis.operations import CATEGORY_OF, P2P_TYPES, TYPES
 from meshwright.diagnosis.replay import OperationTimes, replay
 
 SLOWEST_PERCENT = 3
-"""M_W fixes this percentage of the workers, the slowest, rounded up."""
+"""M_W is about this percentage of the workers: the slowest, rounded up to a whole number of workers."""
 
 
 REPORTED_TYPE = {name: f"{name.partition('-')[0]}-pp-comm" for name in P2P_TYPES}
-"""By type of message, the name under which sends and receives are reported together."""
+"""The name under which sends and receives of one kind are reported together, by type of message."""
 
 
 def typical_transfers(measured: OperationTimes) -> np.ndarray:
-    """Median transfer of each communication, (node, dp, step): of its type, of a blocking one over the steps; else 0."""
+    """The median transfer time of each communication, (node, dp, step); 0 for other operations.
+
+    The median is over all communications of a type; for blocking communications, over the steps and data-parallel ranks of one node.
+    """
     typical = np.zeros_like(measured.work)
     graph = measured.graph
     blocking = np.zeros(len(graph.nodes), dtype=bool)
@@ -43,7 +48,7 @@ def typical_transfers(measured: OperationTimes) -> np.ndarray:
 
 
 def ideal_work(measured: OperationTimes) -> np.ndarray:
-    """Every operation's ideal duration, (node, dp, step)."""
+    """The ideal duration of every operation, (node, dp, step)."""
     ideal = measured.work.copy()
     transfers = typical_transfers(measured)
     types = measured.graph.types
@@ -61,18 +66,18 @@ def ideal_work(measured: OperationTimes) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class WhatIf:
-    """Slowdowns of recorded steps. Seconds are means over steps."""
+    """Slowdowns of recorded steps. Times are in seconds, as means over the steps."""
 
     measured: OperationTimes
     ideal: np.ndarray
     seconds: float
-    """Replay as recorded, without launch delays."""
+    """Step time of the replay with recorded durations, without launch delays."""
     ideal_seconds: float
     by_type: dict[str, float]
     by_dp: dict[int, float]
     by_stage: dict[int, float]
     by_rank: dict[int, float]
-    """By global rank the smaller of the slowdowns of its stage and of its data-parallel rank, as in the paper."""
+    """For each global rank, the smaller of the slowdowns of its stage and of its data-parallel rank, as in the paper."""
 
     @property
     def slowdown(self) -> float:
@@ -80,44 +85,44 @@ class WhatIf:
 
     @property
     def launch_slowdown(self) -> float:
-        """Measured step time over the replay without launch delays."""
+        """Measured step time divided by the step time of the replay without launch delays."""
         return float(self.measured.step_seconds.mean()) / self.seconds
 
     def slowdown_of(self, mask: np.ndarray) -> float:
-        """S_x of the operations in `mask`, which broadcasts to (node, dp, step)."""
+        """S_x for the operations in `mask`, which broadcasts to (node, dp, step)."""
         return self.slowdown_with(np.where(mask, self.measured.work, self.ideal))
 
     def slowdown_with(self, work: np.ndarray) -> float:
-        """Replay with these durations over T_ideal."""
+        """Step time of a replay with the durations `work`, divided by T_ideal."""
         return float(replay(self.measured.graph, work).mean()) / self.ideal_seconds
 
     def removed_share(self, mask: np.ndarray) -> float:
-        """Share of the excess over T_ideal that disappears if the operations in `mask` take their ideal duration."""
+        """The share of T − T_ideal that would be saved if the operations in `mask` had their ideal duration."""
         excess = self.seconds - self.ideal_seconds
         seconds = float(replay(self.measured.graph, np.where(mask, self.ideal, self.measured.work)).mean())
         return (self.seconds - seconds) / excess if excess else 0.0
 
     @property
     def last_stage_share(self) -> float:
-        """M_S: share of the excess that ideal durations on the last stage remove."""
+        """M_S: the share of T − T_ideal that would be saved if the last stage had ideal durations."""
         stages = self.measured.graph.stages
         return self.removed_share((stages == stages.max())[:, None, None])
 
     @property
     def worst_rank_share(self) -> float:
-        """M_W: share of the excess that ideal durations on the slowest 3% of the workers remove."""
+        """M_W: the share of T − T_ideal that would be saved if the slowest 3% of the workers had ideal durations."""
         count = -(-len(self.by_rank) * SLOWEST_PERCENT // 100)
         slowest = sorted(self.by_rank, key=lambda rank: (-self.by_rank[rank], rank))[:count]
         return self.removed_share(self.of_ranks(slowest))
 
     def of_ranks(self, ranks: Iterable[int]) -> np.ndarray:
-        """Mask of the operations of these global ranks, (node, dp, 1)."""
+        """A mask of the operations of these global ranks, (node, dp, 1)."""
         chosen = np.isin(self.measured.rank, list(ranks))
         return chosen[self.measured.graph.stages][..., None]
 
 
 def analyse(measured: OperationTimes) -> WhatIf:
-    """Replay the steps with ideal durations but one type, stage or data-parallel rank as recorded, for each of them."""
+    """Compute all slowdowns: replay with ideal durations except one type, one stage or one data-parallel rank, for each of them."""
     graph = measured.graph
     ideal = ideal_work(measured)
     ideal_seconds = float(replay(graph, ideal).mean())

@@ -1,8 +1,8 @@
-"""Offsets between the clocks of hosts, from events that all of them recorded; torch-free.
+"""Estimates the offsets between the clocks of hosts, from events that several hosts recorded. Does not import torch.
 
-A collective ends on no rank before its last participant has started, and a message arrives after it was ready. Each such
-pair bounds the difference of two hosts' clocks from one side: start − end of one host to the other. The tightest bounds
-over many steps, combined along all paths between hosts, give an interval for every offset (as in Duda et al. 1987).
+A collective ends on no rank before its last participant has started, and a message arrives only after it was ready. So each pair of a start
+on one host and an end on another gives a bound on the difference of their clocks: start − end. The tightest bounds over many steps,
+combined along all paths between hosts, give an interval for every offset (as in Duda et al. 1987).
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 from meshwright.events.span_ring import RankSpans
 
 Events = dict[tuple[int, ...], list[tuple[int, int, int]]]
-"""By key of a collective or message: (host, start in ns or none, end in ns or none) of each participant."""
+"""For each collective or message, by a key: (host, start in ns or UNKNOWN, end in ns or UNKNOWN) of each participant."""
 NEVER = 2**62
 UNKNOWN = 2**61
-"""A time that an event does not have, and a difference that no event bounds; two of the latter add without overflow."""
+"""Stands for a time that an event does not have, and for a difference without a bound. Two such values can be added without overflow."""
 
 
 @dataclass(frozen=True)
 class ClockAlignment:
-    """Offsets in ns from each host's clock to the first host's, to be added to times, and their error bounds.
+    """Offsets in ns that must be added to the times of each host to get times of the first host's clock, with error bounds.
 
-    The bound includes that of the device's clocks against their hosts' (`device_error_ns`, the largest). It is None for a
-    host that shares no event with the others; its times are not shifted.
+    A bound includes the error of device clocks relative to their hosts (`device_error_ns`, the largest). A bound is None for a host that
+    shares no event with the others; the times of such a host are not changed.
     """
 
     offset_ns: Mapping[str, int]
@@ -35,20 +35,20 @@ class ClockAlignment:
 
     @property
     def largest_error_ns(self) -> int | None:
-        """The error bound between any rank and the first host; None if it is unknown for a host."""
+        """The largest error bound between any rank and the first host; None if it is unknown for a host."""
         errors = list(self.error_ns.values())
         return None if None in errors else max(error for error in errors if error is not None)
 
 
 def align_clocks(ranks: Sequence[RankSpans]) -> ClockAlignment:
-    """Estimate the offset of every host to that of the first of `ranks`; ranks of one host share its clock."""
+    """Estimate the offset from every host to the host of the first of `ranks`. Ranks of one host share its clock."""
     hosts = list(dict.fromkeys(rank.header["host"] for rank in ranks))
     clocks = np.concatenate([rank.of_phase("clock")["duration_ns"] for rank in ranks]) if ranks else np.zeros(0, int)
     device_error = int(clocks.max(initial=0))
     distance = (
         _largest_differences(ranks, hosts, 2 * device_error) if len(hosts) > 1 else np.zeros((len(hosts),) * 2, int)
     )
-    for middle in range(len(hosts)):  # shortest paths
+    for middle in range(len(hosts)):  # shortest paths (Floyd–Warshall)
         distance = np.minimum(distance, distance[:, middle, None] + distance[None, middle, :])
     offsets = {}
     errors = {}
@@ -63,7 +63,7 @@ def align_clocks(ranks: Sequence[RankSpans]) -> ClockAlignment:
 
 
 def on_one_clock(ranks: Sequence[RankSpans]) -> tuple[list[RankSpans], ClockAlignment]:
-    """The spans with all times on the clock of the first rank's host, and the alignment."""
+    """The spans with all times converted to the clock of the first rank's host, and the alignment that was used."""
     alignment = align_clocks(ranks)
     return [_shifted(rank, alignment.offset_ns[rank.header["host"]]) for rank in ranks], alignment
 
@@ -77,7 +77,7 @@ def _shifted(rank: RankSpans, offset_ns: int) -> RankSpans:
 
 
 def _largest_differences(ranks: Sequence[RankSpans], hosts: Sequence[str], slack: int) -> np.ndarray:
-    """[a, b]: the largest possible offset of host a minus that of host b, in ns."""
+    """Element [a, b] is the largest possible value of (offset of host a) − (offset of host b), in ns."""
     largest = np.full((len(hosts), len(hosts)), UNKNOWN, dtype=np.int64)
     np.fill_diagonal(largest, 0)
     for participants in _events(ranks, hosts).values():
@@ -89,7 +89,7 @@ def _largest_differences(ranks: Sequence[RankSpans], hosts: Sequence[str], slack
 
 
 def _events(ranks: Sequence[RankSpans], hosts: Sequence[str]) -> Events:
-    """The all-reduces over all ranks by step, and the messages; per host the latest start and the earliest end."""
+    """The all-reduces over all ranks, by step, and the messages. For each host, they have the latest start and the earliest end."""
     events: dict[tuple[int, ...], dict[int, tuple[int, int]]] = {}
 
     def add(key: tuple[int, ...], host: int, start: int, end: int) -> None:

@@ -13,7 +13,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True)
 class Metric:
-    """Metric whose samples have labels and a value."""
+    """A metric with samples. Each sample has labels and a value."""
 
     name: str
     type: Literal["gauge", "counter"]
@@ -22,7 +22,7 @@ class Metric:
 
 
 class Histogram:
-    """Counts of values by upper bounds, and their sum."""
+    """Counts of observed values, by upper bounds, and the sum of the values."""
 
     def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
         self.name = name
@@ -33,11 +33,11 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Number of values."""
+        """Number of observed values."""
         return sum(self._counts)
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count a value, `count` times."""
+        """Add a value that was observed `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self.sum += value * count
 
@@ -53,7 +53,7 @@ class Histogram:
 
 
 def exposition(metrics: Sequence[Metric]) -> str:
-    """The text of metrics; samples whose value is None are left out, and so are metrics without samples."""
+    """The text of several metrics. Samples whose value is None are left out, and so are metrics without samples."""
     lines: list[str] = []
     for metric in metrics:
         samples = [(labels, value) for labels, value in metric.samples if value is not None]

@@ -1,6 +1,6 @@
-"""Terms of timelines: phases of a step, spans of time, and the Recorder protocol that receives them.
+"""The terms of timelines: phases of a step, spans of time, and the Recorder protocol, to which events are reported.
 
-The training loop, the executor and the checkpoint writer use only the `Recorder` protocol; `observe.recorder` measures,
+The training loop, the executor and the checkpoint writer use only the `Recorder` protocol. `observe.recorder` implements it by measuring;
 `NullRecorder` does nothing. Predicted timelines use the same spans and names.
 """
 
@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args
 
 Phase = Literal["data", "rollout", "forward", "backward", "reduce", "optim", "checkpoint", "validate", "host"]
-"""Phases of a training step.
-data: wait for the next batch. rollout: with `rl`, what takes its place: hand-over, sampling and rewards. reduce: gradient norm and
-clipping. optim: the optimizer's update. host: the time of the step in which no phase was open."""
+"""Phases of a training step:
+
+- data: waiting for the next batch.
+- rollout: only with `rl`, in place of data: hand-over of weights, sampling and rewards.
+- reduce: gradient norm and clipping.
+- optim: the optimizer's update.
+- host: time of the step in which no phase was open."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""Every phase, in execution order and in the order in which a chart stacks them."""
+"""All phases in the order of execution, which is also their order in stacked charts."""
 
 SpanPhase = Literal[
     "step",
@@ -36,10 +40,13 @@ SpanPhase = Literal[
     "clock",
     "attention_work",
 ]
-"""Work that a recorded span of a rank measures (`SpanRecord`).
-weight_gradient: the half of a split backward for the weights. collective_wait: compute waits for a collective. send: a
-message was posted. receive: compute waits for a message. clock: the error bound of the step's times. attention_work: no
-time, but the sum of the squared document lengths of a micro-batch."""
+"""What a recorded span of a rank measures (`SpanRecord`). Names that need an explanation:
+
+- weight_gradient: the part of a split backward that computes gradients of weights.
+- collective_wait: compute waits for a collective.
+- send: a message was posted. receive: compute waits for a message.
+- clock: the error bound of the step's times.
+- attention_work: no time, but the sum of the squared document lengths of a micro-batch."""
 
 SPAN_PHASES: tuple[SpanPhase, ...] = get_args(SpanPhase)
 
@@ -60,18 +67,18 @@ _STEP_PHASE_OF: dict[str, Phase] = {
 
 
 def span_phase(name: str) -> SpanPhase | None:
-    """The phase of a span with this name or op of an action; None for spans that are only drawn."""
+    """The phase of a span with this name, which may be the op of an action. None for spans that are only drawn, not recorded."""
     phase = _SPAN_PHASE_OF.get(name, name)
     return phase if phase in SPAN_PHASES else None
 
 
 def step_phase(phase: SpanPhase) -> str:
-    """The phase of the step (`PHASES`) that counts a span of `phase`."""
+    """The phase of the step (`PHASES`) in which a span of `phase` is counted."""
     return _STEP_PHASE_OF.get(phase, phase)
 
 
 class ScheduledAction(Protocol):
-    """Fields of a schedule's action (`schedules.action.Action`) that a recorder reads."""
+    """The fields of a schedule's action (`schedules.action.Action`) that a recorder reads."""
 
     @property
     def op(self) -> str: ...
@@ -90,16 +97,16 @@ class ScheduledAction(Protocol):
 class SpanRecord(NamedTuple):
     """A recorded span of one rank.
 
-    `action` is the index of the action in the rank's schedule; for a span of several units, of the first. Indices that do
-    not apply are -1. `peer` is the stage at the other end of a message.
+    `action` is the index of the action in the rank's schedule; if the span covers several units, of the first one. Indices that do not
+    apply are -1. `peer` is the stage with which a message is exchanged.
     """
 
     start_ns: int
     """Unix time on the host's clock at which the span began on the device."""
     duration_ns: int
     amount: int = 0
-    """Bytes of a collective or message; valid tokens of a forward, a backward or a step; the generation collected;
-    squared tokens of attention work."""
+    """What was handled: bytes of a collective or message; valid tokens of a forward, a backward or a step; the generation of a garbage
+    collection; squared tokens of attention work."""
     step: int = 0
     action: int = -1
     stage: int = -1
@@ -107,7 +114,7 @@ class SpanRecord(NamedTuple):
     unit: int = -1
     peer: int = -1
     count: int = 1
-    """Number of spans for which this one stands: the sum of duration × count is the time of all of them."""
+    """Number of spans that this record represents. The sum of duration × count over records is the time of all spans."""
     phase: SpanPhase = "step"
 
 
@@ -115,8 +122,8 @@ class SpanRecord(NamedTuple):
 class Span:
     """A period of time on one rank.
 
-    `start` is in seconds from the recorder's first event; a mark is a span of duration 0. `lane` is the lane of the
-    timeline that shows the span.
+    `start` is in seconds since the recorder's first event. A mark is a span of duration 0. `lane` is the row of the timeline in which the
+    span is drawn.
     """
 
     name: str
@@ -129,9 +136,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StepSpans:
-    """The spans of one rank in one step, in the order in which they were issued, on the clock of `start`.
+    """The spans of one rank in one step, in the order in which they were issued. Their times are on the clock of `start`.
 
-    Step 0 holds the spans recorded between steps.
+    Spans that were recorded between steps belong to step 0.
     """
 
     step: int
@@ -142,7 +149,7 @@ class StepSpans:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """Seconds of one step by phase, `host` included, so that they add up to `total`."""
+    """Seconds of one step by phase. With `host`, they add up to `total`."""
 
     step: int
     seconds: dict[str, float]
@@ -157,30 +164,30 @@ class MessageTransfer(Protocol):
 
     @property
     def timed_from_posting(self) -> bool:
-        """Whether `seconds` count from the posting of the message, not from the start of its transfer in the channel."""
+        """Whether `seconds` count from the posting of the message. If not, they count from the start of its transfer in the channel."""
         ...
 
     def seconds(self) -> float | None:
-        """Seconds of the transfer; None while it is in progress, and 0 if only the other rank can measure it."""
+        """Seconds of the transfer; None while it is in progress; 0 if only the other rank can measure it."""
         ...
 
 
 class Recorder(Protocol):
-    """Receiver of events. Every call returns at once, without synchronising with a device.
+    """Receives events. Every call returns at once, and does not wait for a device.
 
     Neighbouring units of one action are recorded as one span, unless `detail` is on.
     """
 
     @property
     def detail(self) -> bool:
-        """Whether every action of this step is recorded, communication too. `concurrent_span` and `message` need it."""
+        """Whether every action of this step is recorded separately, and communication too. `concurrent_span` and `message` need this."""
         ...
 
     def begin_step(self, step: int, tokens: int = 0) -> None:
-        """Begin a step on this number of tokens; later events belong to it until `end_step`."""
+        """Begin a step on this number of tokens. Later events belong to it, until `end_step`."""
 
     def attention_work(self, work: Sequence[int | None]) -> None:
-        """Record by micro-batch the sum of the squared lengths of the step's documents, None where it is not counted."""
+        """Record, for each micro-batch, the sum of the squared document lengths; None if it is not counted."""
 
     def end_step(self) -> None:
         """End the step."""
@@ -196,7 +203,7 @@ class Recorder(Protocol):
         ...
 
     def action(self, index: int, action: ScheduledAction, tokens: int = 0) -> AbstractContextManager[None]:
-        """A span around the compute of the schedule's action `index`."""
+        """A span around the compute of action number `index` of the schedule."""
         ...
 
     def waiting(
@@ -204,22 +211,22 @@ class Recorder(Protocol):
     ) -> AbstractContextManager[None]:
         """A span around a wait of compute for a message or collective of `size` bytes.
 
-        `action` sends or receives it, and has the index `index` in the schedule; None outside of the schedule.
+        `action` is the action of the schedule that sends or receives it, and `index` its number; None outside of the schedule.
         """
         ...
 
     def posted(self, index: int, action: ScheduledAction, size: int) -> None:
-        """Record that the send `action` of `size` bytes follows the work launched so far."""
+        """Record that the message of the send `action`, of `size` bytes, is sent after all work that was launched so far."""
 
     def gap(self) -> None:
-        """Compute waits for another rank from now to the next span; no phase counts this time."""
+        """Record that compute waits for another rank until the next span begins. No phase counts this time."""
 
     def concurrent_span(self, name: str, lane: str) -> AbstractContextManager[None]:
-        """A span around operations on the current stream, concurrent with others; it counts for no phase."""
+        """A span around operations on the current stream that run at the same time as other work. No phase counts it."""
         ...
 
     def message(self, name: str, lane: str, transfer: MessageTransfer) -> None:
-        """Record that a message was posted now in the channel `lane`, which transfers its messages one after another."""
+        """Record that a message was posted now in the channel `lane`. A channel transfers its messages one after another."""
 
     def mark(self, name: str) -> None:
         """Record an event without duration, such as a committed checkpoint or a signal."""

@@ -1,15 +1,15 @@
-"""Ring file of a rank's spans: records of fixed size, the newest kept; torch-free.
+"""The ring file with a rank's spans: records of fixed size, of which the newest are kept. Does not import torch.
 
-Layout, little-endian: a header of `HEADER_BYTES` (magic, version, record bytes, capacity, the two indices below, length
-and text of a JSON object), then `capacity` records. Record number i is in slot i mod capacity.
+The file, little-endian, begins with a header of `HEADER_BYTES`: magic, version, bytes of a record, capacity, the two indices below, and the
+length and text of a JSON object. After it come `capacity` records. Record number i is in slot i mod capacity.
 
-A writer stores the index up to which it is about to write (`reserved`), writes the records, then stores their number
-(`count`). A reader that reads `count` first and `reserved` last therefore knows which records are whole, while the
-writer runs and after its death. Each record also has a checksum of its words and its number: after a crash of the host
-the file's pages may be of different times.
+A writer first stores in `reserved` up to which record number it is going to write, then writes the records, and then stores their number in
+`count`. A reader reads `count` first and `reserved` last. So it knows which records are complete, both while the writer runs and after the
+writer has died. Each record also has a checksum over its words and its number, because after a crash of the host, different pages of the
+file may have been saved at different times.
 
-The writer is a thread that calls pwrite. A store to mapped memory would be shorter, but a page fault on a storage that
-hangs holds Python's lock, and one on a full disk kills the process.
+The writer is a thread that calls pwrite. Stores to mapped memory would be faster. But if the storage hangs, a page fault would block all of
+Python, and on a full disk it would kill the process.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ MAGIC = b"MWSPANS\0"
 VERSION = 1
 HEADER_BYTES = 4096
 KEPT_STEPS = 1000
+"""A file has space for the records of this many steps that are like the first one."""
 LARGEST_BYTES = 8 << 20
+"""Largest file, in bytes."""
 FEWEST_RECORDS = 256
-"""A file has space for the records of this many steps like the first, and is not larger than this."""
+"""A file has space for at least this many records."""
 KEPT_STARTS = 4
-"""Starts of the ranks whose files are kept."""
+"""Number of starts of the ranks whose files are kept."""
 QUEUED_BATCHES = 256
-"""Batches that wait for a slow storage before more are dropped."""
+"""Batches that may wait for slow storage. Further batches are dropped."""
 CLOSE_SECONDS = 2.0
 
 RECORD = np.dtype(
@@ -59,11 +61,11 @@ RECORD = np.dtype(
         ("check", "<u4"),
     ]
 )
-"""A record: the fields of `events.span.SpanRecord`, `phase` as an index into `SPAN_PHASES`, and a checksum."""
+"""A record: the fields of `events.span.SpanRecord`, with `phase` as an index into `SPAN_PHASES`, and a checksum."""
 _PACK = struct.Struct("<qqqIihhhhHBBI")
 _INDICES = struct.Struct("<QQQ")
 FIXED_HEADER = struct.Struct("<8sIIQQQI")
-"""Magic, version, bytes of a record, capacity, reserved, count, length of the text."""
+"""Magic, version, bytes of a record, capacity, reserved, count, length of the JSON text."""
 _RESERVED_OFFSET = 24
 _COUNT_OFFSET = 32
 _TEXT_OFFSET = 64
@@ -77,8 +79,8 @@ log = logging.getLogger("meshwright")
 class RankSpans:
     """The records of one rank in one start, oldest first.
 
-    `header` has rank, ranks, host, epoch, attempt, coordinates by axis. `overwritten` records are older than the ring's
-    capacity; `damaged` ones have a wrong checksum and are left out.
+    `header` has rank, ranks, host, epoch, attempt, and coordinates by axis. `overwritten` counts records that the ring no longer has.
+    `damaged` counts records with a wrong checksum, which are left out.
     """
 
     path: Path
@@ -92,7 +94,7 @@ class RankSpans:
         return self.header["rank"]
 
     def of_phase(self, *phases: str) -> np.ndarray:
-        """The records of some phases."""
+        """The records of these phases."""
         return self.records[np.isin(self.records["phase"], [_PHASE_CODES[phase] for phase in phases])]
 
 
@@ -115,7 +117,7 @@ class SpanRing:
             raise
 
     def append(self, records: Iterable[SpanRecord]) -> None:
-        """Write records and publish them; only the newest `capacity` of them are written."""
+        """Write records and make them visible to readers. If there are more than `capacity`, only the newest are written."""
         data = bytearray().join(_PACK.pack(*record[:-1], _PHASE_CODES[record.phase], 0, 0) for record in records)
         words = np.frombuffer(data, "<u4").reshape(-1, RECORD.itemsize // 4)
         first = self._count
@@ -136,7 +138,7 @@ class SpanRing:
 
 
 def read_ring(path: Path) -> RankSpans:
-    """The whole records of a ring file. Raises ValueError if it is not a ring file of this version."""
+    """The complete records of a ring file. Raises ValueError if it is not a ring file of this version."""
     with path.open("rb", buffering=0) as file:
         head = file.read(HEADER_BYTES)
         if len(head) < HEADER_BYTES or head[:8] != MAGIC:
@@ -160,7 +162,7 @@ def read_ring(path: Path) -> RankSpans:
 
 
 def ring_path(folder: Path, epoch: int, attempt: int, rank: int) -> Path:
-    """The file of a rank's spans in a run's folder: one folder for each start of the ranks."""
+    """The file with a rank's spans in a run's folder. Each start of the ranks has a folder of its own."""
     return folder / "spans" / f"{epoch:05d}-{attempt:03d}" / f"rank-{rank:05d}.ring"
 
 
@@ -170,7 +172,7 @@ def starts_with_spans(folder: Path) -> list[Path]:
 
 
 def read_spans(start: Path) -> tuple[list[RankSpans], list[str]]:
-    """The spans of every rank in the folder of a start by rank, and a note for each file that cannot be read."""
+    """The spans of every rank in the folder of one start, by rank, and a message for each file that cannot be read."""
     spans = []
     notes = []
     for path in sorted(start.glob("rank-*.ring")):
@@ -183,9 +185,9 @@ def read_spans(start: Path) -> tuple[list[RankSpans], list[str]]:
 
 @dataclass
 class SpanWriter:
-    """Writes a rank's records in a thread. A storage that fails or hangs loses records and never delays the rank.
+    """Writes a rank's records in a thread. If the storage fails or hangs, records are lost, but the rank is never delayed.
 
-    The file is created when the first step is complete, with space for `KEPT_STEPS` such steps.
+    The file is created when the first step is complete, with space for `KEPT_STEPS` steps like it.
     """
 
     path: Path
@@ -196,7 +198,7 @@ class SpanWriter:
     _thread: threading.Thread | None = None
 
     def write(self, records: Sequence[SpanRecord]) -> None:
-        """Hand records over to the thread; returns at once."""
+        """Pass records to the thread. Returns at once."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
             self._thread.start()
@@ -206,7 +208,7 @@ class SpanWriter:
             self.dropped += len(records)
 
     def close(self) -> None:
-        """Write the spans handed over and close the file, in at most `CLOSE_SECONDS`."""
+        """Write the records passed so far and close the file. Takes at most `CLOSE_SECONDS`."""
         if self._thread is not None:
             try:
                 self._batches.put(None, timeout=CLOSE_SECONDS)
@@ -239,7 +241,10 @@ class SpanWriter:
                 ring.close()
 
     def _open(self, records_of_step: int) -> SpanRing:
-        for folder in (self.path.parents[1], self.path.parent):  # not the run's, which somebody may have deleted
+        for folder in (
+            self.path.parents[1],
+            self.path.parent,
+        ):  # do not create the run's folder, which somebody may have deleted
             folder.mkdir(exist_ok=True)
         if self.header["rank"] == 0:
             self._remove_old_starts()
@@ -259,10 +264,10 @@ def _offset(slot: int) -> int:
 
 
 def record_checks(words: np.ndarray, numbers: np.ndarray | int) -> np.ndarray:
-    """The checksum of each record, of its words `(records, words)` and its number; `numbers` may be that of the first."""
+    """The checksum of each record, from its words `(records, words)` and its number. `numbers` may be the number of the first record."""
     if isinstance(numbers, int):
         numbers = np.arange(numbers, numbers + len(words))
     total = numbers.astype(np.uint32) + np.uint32(_SALT)
-    for column in range(words.shape[1] - 1):  # a sum over the short axis takes several times as long
+    for column in range(words.shape[1] - 1):  # `words.sum(1)` would take several times as long
         total += words[:, column]
     return total

@@ -1,6 +1,6 @@
-"""Reads the new spans in the ring files of a start's ranks, within a limit of bytes for each call; torch-free.
+"""Reads new spans from the ring files of a start's ranks, with a limit of bytes for each call. Does not import torch.
 
-A call reads the newest records first, then older ones in later calls, so that the first picture of a large job comes soon.
+The first call reads the newest records, and later calls read older ones, so that a first picture of a large job is available soon.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ from meshwright.events.span_ring import FIXED_HEADER, HEADER_BYTES, MAGIC, RECOR
 
 STEP = SPAN_PHASES.index("step")
 FEWEST_RECORDS = 64
-"""Records of a rank that a call reads at least, if there are any."""
+"""Records of each rank that a call reads, at least, if there are as many."""
 
 
 @dataclass(frozen=True)
 class SpanBatch:
-    """Records that a call has read, in the order in which each rank wrote them.
+    """Records that one call has read, in the order in which each rank wrote them.
 
-    `rank` is that of each record; `segment` counts contiguous parts of files. Each segment begins with the first record
-    after a step; records at its end may belong to a step that is not complete.
+    `rank` is the rank of each record. `segment` numbers the contiguous parts of files from which records were read. The first record of a
+    segment is the first of a step; its last records may belong to a step that is not complete.
     """
 
     records: np.ndarray
     rank: np.ndarray
     segment: np.ndarray
     newest: np.ndarray
-    """Whether each record is from the newest part of its file, written since the last call."""
+    """For each record, whether it was written since the last call (and is not an older record that was read later)."""
 
 
 @dataclass
 class _Position:
-    """Record numbers of one file: those from `low` up to, not including, `next` have been read."""
+    """Which records of a file have been read: numbers `low` … `next` − 1."""
 
     path: str
     rank: int
     low: int = -1
     next: int = -1
     size: int = FEWEST_RECORDS
-    """Records that a part read towards the beginning has at least: more than those of one step."""
+    """Least number of records to read when going back to older ones. It must exceed the records of one step."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes of a file from record number `first` on."""
+    """Bytes of a file, starting with record number `first`."""
 
     position: _Position
     first: int
     data: bytes
     newest: bool
     is_oldest: bool
-    """Whether the file has no earlier records."""
+    """Whether the file has no records before this part."""
 
 
 @dataclass
 class SpanTail:
-    """The ring files of one start's folder. `header` is that of one of its ranks, empty before the first file exists."""
+    """The ring files in the folder of one start. `header` is the header of any rank's file; empty before a file exists."""
 
     start: Path
     header: Mapping[str, Any] = field(default_factory=dict)
     complete: bool = False
-    """Whether the last call has read everything that the files have."""
+    """Whether the last call has read all records that the files have."""
     _positions: dict[str, _Position] = field(default_factory=dict)
 
     @property
@@ -78,7 +78,7 @@ class SpanTail:
         return self.header.get("ranks", 0)
 
     def read(self, most_bytes: int) -> SpanBatch:
-        """Read new records of all ranks, then older ones, about `most_bytes` in all."""
+        """Read new records of all ranks, then older ones, about `most_bytes` in total."""
         self._find_files()
         share = max(FEWEST_RECORDS, most_bytes // (RECORD.itemsize * max(1, len(self._positions))))
         parts: list[_Part] = []
@@ -104,7 +104,7 @@ class SpanTail:
                 self._positions[entry.name] = _Position(entry.path, int(entry.name[5:-5]))
 
     def _read_file(self, position: _Position, share: int, parts: list[_Part]) -> None:
-        """Append the new part of a file and the part before those that are read."""
+        """Append two parts of a file: the new records, and records just before those already read."""
         descriptor = os.open(position.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             head = os.pread(descriptor, FIXED_HEADER.size, 0)
@@ -131,7 +131,7 @@ class SpanTail:
             os.close(descriptor)
 
     def _batch(self, parts: list[_Part]) -> SpanBatch:
-        """The whole records of the parts, without those of a step that begins before its part."""
+        """The complete records of the parts. A step that began before its part is left out."""
         words = np.frombuffer(b"".join(part.data for part in parts), "<u4").reshape(-1, RECORD.itemsize // 4)
         counts = np.array([len(part.data) // RECORD.itemsize for part in parts], dtype=np.int64)
         begins = np.cumsum(counts) - counts
@@ -150,7 +150,7 @@ class SpanTail:
         return SpanBatch(records[keep], rank[keep], segment[keep], newest[keep])
 
     def _cut(self, part: _Part, until_step: int) -> int:
-        """Records at the begin of a part that are left out, given their number up to the end of the first step."""
+        """How many records at the start of a part to leave out. `until_step` is the number of records up to the end of the first step."""
         position = part.position
         if part.first >= position.low:  # written since the last call, in whole steps
             return 0
@@ -165,7 +165,7 @@ class SpanTail:
 
 
 def _pread(descriptor: int, first: int, end: int, capacity: int) -> bytes:
-    """The bytes of records `first` to `end`, which is not included."""
+    """The bytes of the records `first` … `end` − 1."""
     slot = first % capacity
     count = end - first
     until = min(count, capacity - slot)

@@ -1,7 +1,7 @@
-"""The agent of a host: starts its ranks, reports their progress, and follows the coordinator's directives.
+"""The agent of a host. It starts the host's ranks, reports their progress, and does what the coordinator's directives say.
 
-The agent keeps one set of warm spares: processes that have imported everything and wait for an attempt to begin. When
-all ranks restart, the spares take over at once.
+The agent keeps one set of warm spares: processes that have imported everything and wait for an attempt to begin. If all ranks restart, the
+spares take over at once.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from meshwright.spec.rank_environment import ATTEMPT_VARIABLE, PROGRAM_STOP
 from meshwright.spec.run import RunSpec
 
 SPARE_SECONDS = 3.0
-"""Seconds of training after which spares start.
+"""Spares start after this many seconds of training.
 
-A short run needs none. Starting processes takes processor time from the ranks.
+A short run does not need spares, and starting processes takes processor time from the ranks.
 """
 
 EVIDENCE_SECONDS = 5.0
-"""Longest time that the end of a job waits for the files of the last evidence."""
+"""The end of a job waits at most this long for the files of the last evidence to be written."""
 
 DEAD_SPARES = 2
-"""Sets of spares in a row that the agent replaces because they ended while they waited.
+"""How many successive sets of spares the agent replaces because they ended while they waited.
 
-It keeps the next set even if that ends too: as ranks of the next attempt these processes report why they ended.
+After that, it keeps a set even if it has ended. Its processes become the ranks of the next attempt, and so report why they ended.
 """
 
 
 def starts_spares(run: RunSpec) -> bool:
     """Whether spares start while ranks train.
 
-    They do not beside CPU ranks that keep all cores: work at idle priority, too, can delay the ranks' messages.
+    They do not if CPU ranks use all cores: even work at idle priority can delay the ranks' messages.
     """
     return run.supervision.restarts > 0 and not (run.cluster.is_cpu and run.train.keep_cores)
 
 
 class _RunningTest:
-    """The self-test of the processes that wait, until all have answered or its time is over."""
+    """A self-test of the waiting processes. It lasts until all have answered or its time is over."""
 
     def __init__(self, ranks: Ranks, attempt: int, deadline: float) -> None:
         self.attempt = attempt
@@ -58,7 +58,7 @@ class _RunningTest:
         self._results: dict[int, SelfTestResult] = {}
 
     def poll(self, now: float) -> HostTest | None:
-        """The result once the test has ended."""
+        """The result, once the test has ended; None before."""
         self._ranks.poll(self._take)
         states = self._ranks.states
         answered = {state.rank for state in states} <= self._results.keys()
@@ -79,7 +79,7 @@ class _RunningTest:
 
 
 class Agent:
-    """The ranks of this host: those that run, and those that wait."""
+    """The ranks of this host: running ranks, and waiting processes."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class Agent:
         report_defect: Callable[[str, str], object] = lambda host, cause: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`start(spare)` starts processes that wait; those that are no spares open the device at once.
+        """`start(spare)` starts waiting processes. If they are not spares, they open the device at once.
 
-        No directive makes the agent read or write a file outside of the run's `folder`.
+        No directive can make the agent read or write a file outside of the run's `folder`.
 
-        Without `spares` the processes for a restart start when all ranks have ended. After a stop signal none start.
-        With `health` the host is ready once its health was read. `report_defect` is called with host and cause, once, if the
-        host is excluded.
+        Without `spares`, the processes for a restart start only when all ranks have ended. After a stop signal, no processes start. With
+        `health`, the host counts as ready only after its health was read. If the host is excluded, `report_defect` is called once with host
+        and cause.
         """
         self._host = host
         self._address = address
@@ -142,7 +142,7 @@ class Agent:
             self._running.poll(self._listen)
 
     def report(self) -> Report:
-        """The state of this host."""
+        """The state of this host, for the coordinator."""
         running = self._running
         self._drop_dead_spares()
         findings = self._health.findings() if self._health else ()
@@ -169,7 +169,7 @@ class Agent:
         self._collect(directive.evidence)
         if self._test is not None and (directive.order, directive.attempt) != ("test", self._test.attempt):
             self._test = None
-            self._discard_waiting()  # the processes may wait for a peer that does not answer
+            self._discard_waiting()  # they may be waiting for a peer that does not answer
         if directive.order == "test":
             self._begin_test(directive)
         if directive.order == "run" and directive.attempt > self._attempt:
@@ -190,18 +190,18 @@ class Agent:
             self._waiting = self._waiting or self._start(True)
 
     def stop(self, number: int) -> None:
-        """Pass a stop signal on to the ranks, now or when they begin."""
+        """Pass a stop signal on to the ranks: at once, or as soon as they begin."""
         self._stop = STOP_EXIT_CODES[number]
         if self._running is not None:
             self._running.stop(number)
 
     def prepare_restart(self) -> None:
-        """Have processes ready for the next attempt: the coordinator counts this host as lost, and its ranks stand still."""
+        """Start processes for the next attempt. The coordinator counts this host as lost, and its ranks make no progress."""
         if self._running is not None and not self._stop and not self._idles:
             self._waiting = self._waiting or self._start(True)
 
     def kill_at_once(self) -> None:
-        """Send SIGKILL to all ranks, without waiting: safe in a signal handler."""
+        """Send SIGKILL to all ranks without waiting. This is safe in a signal handler."""
         for ranks in (self._running, self._waiting):
             if ranks is not None:
                 ranks.kill_at_once()
@@ -242,7 +242,7 @@ class Agent:
             self._waiting = None
 
     def _drop_dead_spares(self) -> None:
-        """Discard spares that have ended while they waited. After `DEAD_SPARES` sets the next one begins and shows why."""
+        """Discard spares that have ended while they waited. After `DEAD_SPARES` sets, the next set is kept and shows why it ended."""
         if self._waiting is None or self._test or not self._attempt or self._dead_spares >= DEAD_SPARES:
             return
         self._waiting.poll()
@@ -252,7 +252,7 @@ class Agent:
             self._dead_spares = self._dead_spares + 1
 
     def _begin(self, directive: Directive) -> None:
-        """Let the waiting processes begin an attempt, in place of those of the attempt before."""
+        """Let the waiting processes begin an attempt. They replace the processes of the attempt before."""
         assignment = self._inside(directive.assignment)
         if self._running is not None:
             self._running.discard()
@@ -268,11 +268,11 @@ class Agent:
         self._corruptions = []
         variables = self._variables(self._running, directive)
         self._running.begin(assignment, directive.first_rank, variables)
-        if self._stop:  # it arrived while no ranks ran
+        if self._stop:  # the signal arrived while no ranks were running
             self._running.stop(signal.SIGINT if self._stop == EXIT_INTERRUPTED else signal.SIGTERM)
 
     def _variables(self, ranks: Ranks, directive: Directive) -> list[dict[str, str]]:
-        """Environment variables with which each of the processes becomes a rank of the attempt or self-test."""
+        """For each process, the environment variables with which it becomes a rank of the attempt or self-test."""
         count = len(ranks.processes)
         job = {"WORLD_SIZE": directive.ranks, "LOCAL_WORLD_SIZE": count, ATTEMPT_VARIABLE: directive.attempt}
         job |= {"MASTER_ADDR": directive.address, "MASTER_PORT": directive.port}
@@ -290,7 +290,7 @@ class Agent:
             self._running.request_end(directive.cause)
 
     def _collect(self, evidence: Evidence) -> None:
-        """Collect the evidence of the ranks' attempt, once; those that have ended have left their logs and messages."""
+        """Collect the evidence of the attempt's ranks, once. Of ranks that have ended, there are logs and messages."""
         if self._running is None or not evidence.folder or evidence.attempt != self._attempt:
             return
         if evidence != self._collected:
@@ -298,7 +298,7 @@ class Agent:
             self._evidence = self._running.collect_evidence(folder, self._folder / "logs", hang=evidence.hang)
 
     def _inside(self, path: str) -> Path:
-        """The path of a directive. Raises BadInput for one that is not in the run's folder, also by a link."""
+        """A path from a directive. Raises BadInput if it is outside of the run's folder, also if it leads there by a link."""
         own = os.path.realpath(self._folder)
         if "\0" in path or os.path.commonpath([own, os.path.realpath(path)]) != own:
             raise BadInput(
@@ -308,12 +308,12 @@ class Agent:
         return Path(path)
 
     def _may_restart(self) -> bool:
-        """Whether processes start when an attempt ends: not after a stop signal, nor beside ranks that have no spares."""
+        """Whether processes start when an attempt ends: not after a stop signal, and not if ranks of this host have no spares."""
         ended = self._running is None or self._running.ended
         return not self._stop and (self._spares or ended)
 
     def _wants_spares(self) -> bool:
-        """Whether the attempt has trained for long enough to get spares."""
+        """Whether the attempt has trained long enough to start spares."""
         if self._running is None or self._running.ended or not self._spares:
             return False
         return self._trained_at is not None and self._clock() - self._trained_at > SPARE_SECONDS

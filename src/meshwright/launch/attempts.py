@@ -1,4 +1,4 @@
-"""Start of an attempt of a supervised run: its lease, its checkpoint and its samples."""
+"""Starts an attempt of a supervised run: takes its lease, and chooses its checkpoint and its samples."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from meshwright.spec.run import Assignment, RunSpec
 
 
 class RunFinished(MeshwrightError):
-    """The run's last step is in a checkpoint, so that its job has nothing left to do."""
+    """The run's last step is in a checkpoint, so the job has nothing left to do."""
 
     exit_code = EXIT_DONE
 
 
 def rules_of(run: RunSpec, *, others_may_join: bool = True) -> Rules:
-    """The settings of a run that decide about its restarts."""
+    """The settings of a run that decide how it restarts."""
     policy = RestartPolicy(run.supervision.restarts, run.supervision.on_repeated_failure)
     persists = run.train.on_nonfinite != "stop" or run.train.on_spike not in ("stop", "ignore")
     return Rules(
@@ -48,14 +48,14 @@ def rules_of(run: RunSpec, *, others_may_join: bool = True) -> Rules:
 
 
 def hang_seconds(run: RunSpec) -> float:
-    """Least seconds without progress that count as a hang."""
+    """Seconds without progress that count as a hang, at least."""
     return run.supervision.hang_seconds or (CPU_SECONDS if run.cluster.is_cpu else GPU_SECONDS)
 
 
 def opening_state(folder: Path) -> State:
-    """The state of a job that starts in a run's folder: nothing is done, but skipped samples stay skipped.
+    """The state of a new job in a run's folder. Samples that an earlier job skipped stay skipped.
 
-    A host that the job before excluded is tested before it trains.
+    A host that the earlier job excluded is tested before it trains.
     """
     earlier = read_state(folder) or State()
     skipped = merge_skips(recorded_skips(folder), earlier.skipped)
@@ -65,26 +65,26 @@ def opening_state(folder: Path) -> State:
 
 
 def finished_state(folder: Path) -> State | None:
-    """The state of the last job in a run's folder if it is over and agents may not know it yet."""
+    """The state of the last job in a run's folder, if it is over and some agents may not know this yet; else None."""
     earlier = read_state(folder)
     return earlier if earlier is not None and earlier.status == "finished" and earlier.job else None
 
 
 def job_state(folder: Path) -> State:
-    """The state of the job in a run's folder that is not over, for a coordinator that is started again; else an opening state."""
+    """The state from which a restarted coordinator continues: that of the job in the folder if it is not over, else an opening state."""
     earlier = read_state(folder)
     if earlier is None or earlier.status == "finished" or not earlier.attempt:
         return opening_state(folder)
-    if earlier.status == "preparing":  # its ranks have not begun
+    if earlier.status == "preparing":  # its ranks have not begun, so the attempt is prepared again
         earlier = replace(earlier, status="gathering", attempt=earlier.attempt - 1, tests=(), testing=())
     steps = present_steps(folder)
     return replace(earlier, checkpoints=steps, present=steps, ready=(), not_before=0.0, short_since=None)
 
 
 def prepared_before(run: RunSpec, folder: Path, note: Note) -> PreparedRun | None:
-    """The run of a job that goes on, on all its hosts, as its last attempt was prepared; None if its file is damaged.
+    """The prepared run of a job that continues, on all its hosts, as its last attempt used it. None if its file is damaged.
 
-    Ranks that train need it no more: it is prepared anew for the next attempt.
+    Ranks that are training do not need the file any more. It is prepared again for the next attempt.
     """
     try:
         last = Assignment.read(folder / "assignment.json")
@@ -100,10 +100,10 @@ def prepared_before(run: RunSpec, folder: Path, note: Note) -> PreparedRun | Non
 
 
 def write_attempt(source: PreparedRun | Callable[[], PreparedRun | None], state: State) -> Path:
-    """Write the assignment of the state's attempt and return its file. `source` is the prepared run, or prepares it.
+    """Write the assignment of the state's attempt, and return its path. `source` is the prepared run, or a function that prepares it.
 
-    Each attempt takes the lease anew, so that a rank of an earlier one that still runs commits nothing. Raises
-    NoPlanForHosts, and RunFinished if `source` returns None.
+    Each attempt takes a new lease, so that a rank of an earlier attempt that is still running can commit nothing. Raises NoPlanForHosts,
+    and RunFinished if `source` returns None.
     """
     prepared = source if isinstance(source, PreparedRun) else source()
     if prepared is None:
@@ -124,9 +124,9 @@ def write_attempt(source: PreparedRun | Callable[[], PreparedRun | None], state:
 
 
 def _on_hosts(first: Assignment, hosts: int) -> Assignment:
-    """The run's assignment on `hosts` hosts, with a new Plan if these are not all: the same batch and samples.
+    """The run's assignment for `hosts` hosts. If these are not all hosts, it has a new plan with the same batch and samples.
 
-    Raises NoPlanForHosts if there is none.
+    Raises NoPlanForHosts if there is no such plan.
     """
     run = first.run
     if hosts == run.cluster.nodes:

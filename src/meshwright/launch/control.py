@@ -1,8 +1,8 @@
-"""Control plane between agents and coordinator: JSON over HTTP/1.1 with keep-alive, with mutual proof of the job token.
+"""The connection between agents and coordinator: JSON over HTTP/1.1 with keep-alive, where both sides prove that they know the job token.
 
-`GET /proof` exchanges nonces (`connections/proof.py`): the coordinator proves first that it knows the token, and an
-agent that gets no proof sends nothing else. From then on every request and every answer has an HMAC of this connection
-over its number and content. The token itself is never sent. A body is read only behind a head whose proof is right.
+`GET /proof` exchanges nonces (`connections/proof.py`). The coordinator proves first that it knows the token; an agent that gets no proof
+sends nothing else. From then on, every request and every answer has an HMAC, which is bound to this connection and covers a running number
+and the content. The token itself is never sent. The body of a request is read only if the proof in its head is right.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from meshwright.spec.listen_address import address_text
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
 BODY_BYTES = 1 << 20
-"""Most bytes of a request's body, and of an answer."""
+"""Largest body of a request or an answer, in bytes."""
 CONNECT_SECONDS = 1.5
-"""Longest time to connect to the coordinator. TCP asks for a connection after 0 and 1 s: another try asks sooner again."""
+"""Longest time to connect to the coordinator.
+
+TCP sends connection requests after 0 and 1 s; after that, a new attempt asks sooner again.
+"""
 ANSWER_SECONDS = 10.0
 """Longest time to wait for the coordinator's answer."""
 PROOF_PATH = "/proof"
+"""Path of the request that exchanges nonces."""
 """Path of the exchange of nonces."""
 NONCE_HEADER = "nonce"
 """Header with the nonce."""
@@ -40,11 +44,11 @@ DIGEST_HEADER = "digest"
 """Header with the SHA-256 of the body."""
 
 Handler = Callable[[Any], Any]
-"""Answers the JSON value of a request with a JSON value. Raises ValueError, TypeError or KeyError for a bad one."""
+"""A function that answers the JSON value of a request with a JSON value. Raises ValueError, TypeError or KeyError for a bad request."""
 
 
 def coordinator_address(text: str | None) -> tuple[str, int]:
-    """HOST:PORT, or [IPV6]:PORT, as a pair. Raises BadInput for another form."""
+    """The pair (host, port) in HOST:PORT or [IPV6]:PORT. Raises BadInput for another form."""
     host, _, port = (text or "").rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not host.strip("[]") or (":" in host and not bracketed) or not port.isdigit() or not 0 <= int(port) < 1 << 16:
@@ -55,23 +59,23 @@ def coordinator_address(text: str | None) -> tuple[str, int]:
 
 
 class NoCoordinator(ConnectionError):
-    """Something else than a coordinator listens at its address."""
+    """Something other than a coordinator listens at the address."""
 
 
 class ControlServer(HttpListener):
-    """Serves requests of agents. `handlers` are by method and path, e.g. `POST /report`."""
+    """Serves the requests of agents. `handlers` has a handler for each method and path, e.g. `POST /report`."""
 
     body_bytes = BODY_BYTES
 
     def __init__(self, listener: socket.socket, token: str, handlers: dict[str, Handler], run: str = "") -> None:
-        """`run` is the name of the run; agents of another run are refused."""
+        """`run` is the name of the run. Agents of another run are refused."""
         super().__init__(listener, COORDINATOR)
         self._token = token
         self._handlers = handlers
         self._run = run
 
     def admit(self, connection: HttpConnection, request: HttpRequest) -> int:
-        """0 for the exchange of nonces, once, and for requests with their proof."""
+        """0 (admitted) for one exchange of nonces on each connection, and for requests with a valid proof; else a status."""
         session: ProofSession | None = connection.state
         if session is None:
             return 0 if request.path == PROOF_PATH else 401
@@ -82,7 +86,7 @@ class ControlServer(HttpListener):
         return 0
 
     def answer(self, connection: HttpConnection, request: HttpRequest, body: bytes) -> HttpReply:
-        """The answer of the request's handler, with its proof."""
+        """The answer of the request's handler, with a proof."""
         session: ProofSession | None = connection.state
         if session is None:
             try:
@@ -98,7 +102,7 @@ class ControlServer(HttpListener):
         return HttpReply(status, content, headers=((PROOF_HEADER, proof),))
 
     def _handle(self, request: str, body: bytes) -> tuple[int, Any]:
-        """Status and JSON value of the answer."""
+        """Status and JSON value of the answer to a request."""
         handler = self._handlers.get(request)
         if handler is None:
             return 404, {"error": f"no {request[:100]}"}
@@ -109,33 +113,33 @@ class ControlServer(HttpListener):
 
 
 def _request_parts(method: str, path: str, digest: str) -> tuple[bytes, ...]:
-    """What the proof of a request covers; the digest covers its body."""
+    """The parts of a request that its proof covers. `digest` stands for the body."""
     return method.encode("latin-1"), path.encode("latin-1"), digest.encode("latin-1")
 
 
 class ControlClient:
-    """An agent's connection to the coordinator. A new one begins with another proof."""
+    """An agent's connection to the coordinator. Each new connection begins with a new exchange of proofs."""
 
     def __init__(self, address: tuple[str, int], token: str, run: str = "") -> None:
-        """`run` is the name of the run; the coordinator of another run is not believed."""
+        """`run` is the name of the run. A coordinator of another run is not accepted."""
         self._address = address
         self._token = token
         self._run = run
         self._connected = address
-        """The address of the connection."""
+        """The address to which the current connection was made."""
         self._connection: http.client.HTTPConnection | None = None
         self._session: ProofSession | None = None
 
     def report(self, report: Report) -> Directive:
-        """Send a report and return the answer.
+        """Send a report and return the coordinator's directive.
 
-        Raises OSError if the coordinator cannot be reached, NoCoordinator or WrongProof (OSErrors too) if what answers is
-        something else or does not know the token, and BadInput if the coordinator refuses the report.
+        Raises OSError if the coordinator cannot be reached. NoCoordinator and WrongProof, which are OSErrors too, mean that something else
+        answers, or a process that does not know the token. Raises BadInput if the coordinator refuses the report.
         """
         return from_plain(Directive, self.request("POST", "/report", to_plain(report)))
 
     def request(self, method: str, path: str, value: Any = None) -> Any:
-        """The answer to a request. Raises like `report`."""
+        """The answer to a request. Raises the same errors as `report`."""
         try:
             if self._connected != self._address:
                 self.close()
@@ -155,11 +159,11 @@ class ControlClient:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it asks for the coordinator."""
+        """The address at which the client expects the coordinator."""
         return self._address
 
     def move(self, address: tuple[str, int]) -> None:
-        """Ask at another address from now on; a request that waits for its answer fails. Another thread may call it."""
+        """Use another address from now on. A request that waits for its answer fails. Another thread may call this."""
         connection = self._connection
         if address == self._address:
             return
@@ -173,7 +177,7 @@ class ControlClient:
         return address_text(*self._address)
 
     def _connect(self) -> tuple[http.client.HTTPConnection, ProofSession]:
-        """A connection whose other end has proved that it knows the token."""
+        """A connection to a process that has proved that it knows the token."""
         connection = http.client.HTTPConnection(*self._address, timeout=CONNECT_SECONDS)
         try:
             connection.connect()
@@ -205,7 +209,7 @@ class ControlClient:
     def _exchange(
         self, connection: http.client.HTTPConnection, session: ProofSession, method: str, path: str, value: Any
     ) -> tuple[int, Any]:
-        """Send a request; returns status and JSON value of the answer, whose proof is right."""
+        """Send a request. Returns the status and the JSON value of the answer, after its proof was checked."""
         body = b"" if value is None else json.dumps(value).encode()
         digest = hashlib.sha256(body).hexdigest()
         proof = session.sign(*_request_parts(method, path, digest))

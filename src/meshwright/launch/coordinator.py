@@ -1,10 +1,11 @@
-"""The coordinator of a supervised job: reports of agents become events, decisions become directives.
+"""The coordinator of a supervised job: turns reports of agents into events, and decisions into directives.
 
-It never calls an agent: each report is answered with what the agent does now. Its state (`policies.supervision`) is
-appended to `RUN/supervision.jsonl` at each change, and read from there when the coordinator is started again.
+The coordinator never calls an agent. It answers each report with what the agent should do now. Its state (`policies.supervision`) is
+appended to `RUN/supervision.jsonl` at each change, and is read from there when the coordinator is started again.
 
-A state is written, then adopted, then acted on. One that cannot be written is not adopted, and its event is applied
-again: events follow from reports and times, not from their changes.
+For each event, the next state is first written, then adopted, and then its actions are carried out. If a state cannot be written, it is not
+adopted, and the event is applied again later: events follow from what reports and clocks say, not from changes of these, so they come
+again.
 """
 
 from __future__ import annotations
@@ -60,50 +61,53 @@ from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERRUPTED, EXIT_PR
 from meshwright.spec.failures import as_meshwright_error
 
 SILENT_SECONDS = 8.0
-"""Seconds without a report after which an agent counts as lost."""
+"""An agent that has not reported for this many seconds counts as lost."""
 UNHEARD_SECONDS = 4.0
-"""Seconds without a report, more than the longest heartbeat, in which no rank counts as hung: it may wait for that host."""
+"""While any agent has not reported for this many seconds, no rank counts as hung, because ranks may wait for that host.
+
+Longer than any heartbeat.
+"""
 STOPPED_SECONDS = 2.0
-"""A longer time between two calls of `tick` means that this process was stopped."""
+"""If more seconds pass between two calls of `tick`, this process was stopped."""
 IMPORTS = ProgressMessage("start", 0)
-"""Progress of a rank that has not said any yet."""
+"""Progress of a rank that has not reported any yet."""
 RETURN_SECONDS = 4.0
-"""Seconds in which agents on the host of a coordinator that is lost have to report to the next one, or are lost too."""
+"""If a coordinator was lost, agents on its host must report to the next coordinator within these seconds, or they count as lost too."""
 STANDBY_HOSTS = 4
-"""Members of an attempt that stand by to coordinate, besides spare hosts."""
+"""Number of members that stand by to become the coordinator, in addition to spare hosts."""
 RESTART_GRACE_SECONDS = 2.0
-"""Seconds that ranks may take to end before a restart; their reports are not needed then."""
+"""Seconds that ranks may take to end before a restart. Their reports are not needed then."""
 
 
 class NoPlanForHosts(MeshwrightError):
-    """There is no plan for the number of hosts that an attempt has."""
+    """There is no plan for the number of hosts that the attempt has."""
 
 
 @dataclass
 class AttemptState:
-    """State of an attempt's ranks, as agents reported it."""
+    """State of an attempt's ranks, as far as agents have reported it."""
 
     number: int = 0
     ranks: dict[int, RankState] = field(default_factory=dict)
     assignment: str = ""
-    """Path of the file that tells the attempt's ranks what to run; empty until it is written."""
+    """Path of the file that says what the attempt's ranks run; empty until it is written."""
     address: str = ""
     port: int = 0
-    """Address and port of the store through which the ranks meet.
+    """Address and port of the store through which the ranks find each other.
 
-    Empty and 0 for an attempt that an earlier coordinator began.
+    They are empty and 0 for an attempt that an earlier coordinator began.
     """
     test_stores: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Address and port of the store of each host that runs the self-test before the attempt."""
+    """For each host that runs the self-test before the attempt: address and port of its store."""
     failed: bool = False
     failed_at: float | None = None
     cause: str = ""
     culprit: Culprit | None = None
-    """The rank that holds up a hung attempt, if its schedule is known."""
+    """The rank that holds up a hung attempt; None if the attempt's schedule is not known."""
 
 
 class Coordinator:
-    """Drives the state machine of one job. All times are seconds of `clock`."""
+    """Drives the state machine of one job. All times are in seconds of `clock`."""
 
     def __init__(
         self,
@@ -120,10 +124,10 @@ class Coordinator:
     ) -> None:
         """`prepare` writes the files of the state's attempt, in a thread, and returns the path of the assignment.
 
-        The assignment is the file that tells the ranks of an attempt what to run. A training rank without progress for
-        `hang_seconds` or more, depending on its usual step time, counts as hung (policies/hang.py). `finished` is the
-        state of the job before in this folder: its agents that ask late learn that it is over. `lost_machine` is that of a
-        coordinator before, if it was lost.
+        The assignment is the file that says what the ranks of an attempt run. A training rank counts as hung after at least `hang_seconds`
+        without progress; the limit depends on its usual step time (policies/hang.py). `finished` is the state of the earlier job in this
+        folder: agents of that job that ask late are told that it is over. `lost_machine` is the machine of an earlier coordinator, if it
+        was lost.
         """
         self.state = state or State()
         self._finished = finished
@@ -143,7 +147,7 @@ class Coordinator:
         self._evidence = Evidence()
         self._reports: dict[str, Report] = {}
         self._newest: dict[str, int] = {}
-        """The number of the newest report of each host that answers."""
+        """The number of the newest report from each host that answers."""
         self._seen: dict[str, float] = {}
         if state is not None:
             silent = SILENT_SECONDS - RETURN_SECONDS
@@ -162,16 +166,16 @@ class Coordinator:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Agents that answer."""
+        """Agents that currently answer."""
         return tuple(self._seen)
 
     @property
     def uninformed(self) -> bool:
-        """Whether an agent has not learnt yet that the job is over."""
+        """Whether any agent has not been told yet that the job is over."""
         return bool(set(self._seen) - self._informed)
 
     def progress(self) -> JobProgress:
-        """Progress of the attempt's ranks."""
+        """Progress of the ranks in the attempt."""
         seconds = self._watch.seconds(self._clock())
         state = self.state
         ranks = [self._attempt.ranks[rank] for rank in sorted(self._attempt.ranks)]
@@ -179,7 +183,7 @@ class Coordinator:
         return JobProgress(state.job, state.attempt, state.status, found)
 
     def request_stop(self, number: int) -> None:
-        """Handle a stop signal of the coordinator's own process: the ranks end after the running step."""
+        """Handle a stop signal to the coordinator's own process: the ranks end after the current step."""
         self._stop = number
 
     def receive(self, report: Report) -> Directive:
@@ -187,7 +191,7 @@ class Coordinator:
         if self._finished is not None and report.job == self._finished.job:
             return exit_directive(self._finished)
         if report.number and report.number <= self._newest.get(report.host, 0):
-            return Directive("wait", self.state.attempt)  # late: its agent has sent another one since
+            return Directive("wait", self.state.attempt)  # this report is late: its agent has sent a newer one
         self._newest[report.host] = report.number
         now = self._clock()
         self._reports[report.host] = report
@@ -199,9 +203,9 @@ class Coordinator:
         return replace(self._directive(report.host), job=self.state.job, evidence=self._evidence, standby=standby)
 
     def tick(self) -> None:
-        """Apply the events that the passing of time causes. Called several times a second."""
+        """Apply events that are caused by the passing of time. Call this several times a second."""
         now = self._clock()
-        if now - self._ticked > STOPPED_SECONDS:  # this process was stopped, and reports could not arrive
+        if now - self._ticked > STOPPED_SECONDS:  # this process was stopped, and reports could not arrive meanwhile
             self._watch.resume(now)
             self._seen = dict.fromkeys(self._seen, now)
         self._ticked = now
@@ -212,12 +216,12 @@ class Coordinator:
                 continue
             del self._seen[host]
             self._reports.pop(host, None)
-            self._newest.pop(host, None)  # another agent may have its name: in a container each one has the same pid
+            self._newest.pop(host, None)  # a new agent may have the same name: in containers, pids repeat
             if peers_failed_first:
                 write_line(f"meshwright: {text}; it is lost")
                 self._incidents.blame_host(host, text)
         if now - min(self._seen.values(), default=now) > UNHEARD_SECONDS:
-            self._watch.resume(now)  # if the host does not come back it is lost, which takes no longer
+            self._watch.resume(now)  # if the host does not come back, it will soon count as lost
         if self._stop:
             self._apply(StopRequested(STOP_EXIT_CODES[self._stop]), now)
         if self._preparation is not None and self._preparation.done():
@@ -229,25 +233,25 @@ class Coordinator:
             self._apply(Unrecordable(failure.exit_code, str(failure)), now)
 
     def close(self) -> None:
-        """Wait for the preparation of an attempt that still runs."""
+        """Wait until the preparation of an attempt that is still running has ended."""
         self._thread.shutdown()
         self._incidents.close()
 
     def _events_of(self, report: Report, now: float) -> Iterable[Event]:
-        """Yield the new events of a report."""
+        """The new events in a report."""
         state = self.state
         if report.attempt > max(state.attempt, state.newest_attempt):
             yield AttemptReported(report.attempt)
         stale = (
             self._position(report.host) is not None and state.status == "running" and report.attempt != state.attempt
         )
-        # Without the address of the attempt's store this coordinator cannot tell the host where to join: an earlier
-        # coordinator began the attempt, and the address is not in the stored state.
+        # This coordinator may not know the address of the attempt's store, because an earlier coordinator began the attempt and the stored
+        # state does not contain the address. Then it cannot tell this host where to join.
         if stale and not self._attempt.address:
             yield Lost(report.host, f"host {report.host} had not begun when the coordinator was started again")
         for finding in report.findings:
             yield Unhealthy(report.host, finding)
-        # Processes that wait to begin report the port of their store.
+        # Processes that wait for an attempt to begin report the port of their store.
         ready = report.port != 0 and not stale and not is_excluded(self.state, report.host)
         if ready != (report.host in state.ready):
             yield Ready(report.host, ready)
@@ -256,7 +260,7 @@ class Coordinator:
                     f"meshwright: host {report.host} is ready and waits beside the {len(state.members)} that train"
                 )
         if state.status == "ending" and self._position(report.host) is not None and report.attempt != state.attempt:
-            yield HostEnded(state.attempt, report.host)  # it has not begun the attempt, and does not any more
+            yield HostEnded(state.attempt, report.host)  # it has not begun the attempt, and now never will
         if report.stop:
             yield StopRequested(report.stop)
         if report.test is not None and report.test.attempt == state.attempt and report.host in state.testing:
@@ -280,7 +284,7 @@ class Coordinator:
             yield Corrupted(state.attempt, number, self._corruption(corruption))
 
     def _events_of_ranks(self, now: float) -> Iterable[Event]:
-        """Failures and ends of the attempt's ranks."""
+        """Events from failures and ends of the attempt's ranks."""
         state = self.state
         attempt = self._attempt
         reports = [self._reports.get(host) for host in state.members]
@@ -292,14 +296,14 @@ class Coordinator:
             attempt.failed_at = attempt.failed_at or now
             codes = exit_codes(ranks)
             all_ended = len(ended) == len(state.members)
-            # Before the end is requested, other ranks have time to report too: the first that failed may not be the cause.
+            # Wait a moment before the end is requested, so that other ranks can report too: the first one that failed may not be the cause.
             if all_ended or next_action(codes, now - attempt.failed_at, since_request=None) == "request end":
                 first = culprit(codes)
                 assert first is not None, "a rank has failed"
                 yield Failed(state.attempt, self._incident(ranks[first]))
         elif state.status == "running" and (hung := self._watch.hung(now)) is not None:
             yield Failed(state.attempt, self._hang(*hung, now))
-        status = self.state.status  # a failure that was not applied is no end without a failure
+        status = self.state.status  # if a failure could not be applied, the end of ranks must not look like success
         if status == "ending" or (status == "running" and not attempt.failed):
             for host in ended:
                 if host not in state.ended:
@@ -317,7 +321,7 @@ class Coordinator:
             self._watch.update(rank.rank, phase, step, action, rank.progress_count, now, stopped=rank.stopped)
 
     def _hang(self, rank: int, seconds: float, now: float) -> Incident:
-        """The hang that the watch has noticed on `rank`; the schedule may show that another rank holds it up."""
+        """The incident for a hang that the watch noticed on `rank`. The schedule may show that another rank is the cause."""
         ranks = [self._attempt.ranks[number] for number in sorted(self._attempt.ranks)]
         unchanged = self._watch.seconds(now)
         job = JobSchedule.read(Path(self._attempt.assignment or self._folder / "assignment.json"))
@@ -336,7 +340,7 @@ class Coordinator:
         return Incident(EXIT_COMMUNICATION, text, rank, host, progress.step, phase, hang=True)
 
     def _position(self, host: str) -> int | None:
-        """The position of a host among the members of the attempt; None if it is no member."""
+        """The position of a host among the members of the attempt; None if it is not a member."""
         members = self.state.members
         if self._positions[0] is not members:
             self._positions = members, {member: position for position, member in enumerate(members)}
@@ -373,20 +377,20 @@ class Coordinator:
             self._preparation = None
 
     def _apply(self, event: Event, now: float) -> bool:
-        """Apply an event: write the state that follows, then adopt it, then carry out the actions; returns whether it was applied.
+        """Apply an event: write the next state, adopt it, and carry out the actions. Returns whether the event was applied.
 
-        A state that cannot be written is not adopted. The event comes again with the next report or `tick`. Only a job that
-        begins nothing more goes on without the record: what it has left to do is to end.
+        If the state cannot be written, it is not adopted, and the event comes again with the next report or `tick`. The exception is a job
+        that begins nothing more: it continues without the record, because it only has to end.
         """
         before = self.state
         if isinstance(event, Failed | Lost | Corrupted):
             before = decide(before, Present(self._present_steps()), now, self._rules)[0]
         state, actions = decide(before, event, now, self._rules)
-        # Reports say again which hosts are ready and which have ended, so a change of these alone is not kept.
+        # Every report says which hosts are ready and which have ended, so a state in which only these differ need not be stored.
         changed = state is not before and state != replace(before, ready=state.ready, ended=state.ended)
         if changed and not self._file.append(state, now) and state.stop is None and not state.stopping:
             waits = before.status != "running" or state.status != "running"
-            if waits and not isinstance(event, Committed):  # after a commit the ranks train on
+            if waits and not isinstance(event, Committed):  # after a commit, ranks continue to train
                 self._file.hold(now)
             return False
         self.state = state
@@ -399,7 +403,7 @@ class Coordinator:
                     self._attempt = AttemptState(
                         state.attempt, address=first.address, port=first.port, test_stores=stores
                     )
-                    self._preparation = None  # that of an earlier attempt
+                    self._preparation = None  # it belongs to an earlier attempt
                     if isinstance(action, Test):
                         continue
                     self._watch = HangWatch(self._hang_seconds)
@@ -422,14 +426,14 @@ class Coordinator:
         return True
 
     def _present_steps(self) -> tuple[int, ...]:
-        """The steps of the checkpoints in the run's folder; those known before if it cannot be read."""
+        """The steps of the checkpoints in the run's folder. If it cannot be read, those that were known before."""
         try:
             return present_steps(self._folder)
         except (OSError, MeshwrightError):
             return self.state.present
 
     def _directive(self, host: str) -> Directive:
-        """Return the directive to the agent of `host` in the current state."""
+        """The directive for the agent of `host` in the current state."""
         state = self.state
         attempt = self._attempt
         if state.status == "finished":
@@ -443,13 +447,15 @@ class Coordinator:
         if state.status == "preparing" and host in state.testing:
             return self._self_test(host)
         if position is None or state.status not in ("running", "ending"):
-            # While an attempt runs and a spare host is ready already, nothing depends on a quick report of this one.
+            # While an attempt runs and a spare host is ready, a quick report of this host is not needed.
             spare_is_ready = state.status in ("running", "ending") and len(state.ready) > 0
             return Directive("wait", state.attempt, heartbeat=1.0 if spare_is_ready else 0.2)
         if state.status == "ending":
             grace = GRACE_SECONDS if state.stop else RESTART_GRACE_SECONDS
             return Directive("end", state.attempt, cause=attempt.cause, grace=grace, heartbeat=0.2)
-        if not attempt.address and self._reports[host].attempt != state.attempt:  # it is lost once that is written
+        if (
+            not attempt.address and self._reports[host].attempt != state.attempt
+        ):  # the host counts as lost once that state is written
             return Directive("wait", state.attempt, heartbeat=0.2)
         return Directive(
             "run",
@@ -473,7 +479,7 @@ class Coordinator:
         return Directive("test", self.state.attempt, first_rank, ranks, address, port, grace=grace, heartbeat=0.2)
 
     def _record(self, incident: Incident | None, *, ends: bool = True) -> None:
-        """Write a failure to the run's folder, in a thread. If it ends the attempt, the agents collect its evidence there."""
+        """Write an incident to the run's folder, in a thread. If the incident ends the attempt, agents add their evidence there."""
         attempt = self._attempt
         state = self.state
         if incident is None or not is_recorded(incident, tuple(STOP_EXIT_CODES.values())):
@@ -495,9 +501,9 @@ class Coordinator:
         return f"restart {len(self.state.incidents)} of {self._rules.policy.restarts} {self._source()}"
 
     def _source(self) -> str:
-        """Source of the next attempt's state, in words."""
+        """From where the next attempt takes its state, as text."""
         state = self.state
-        # `resume_at_most` is set if the newest checkpoint is left out, as the same failure has occurred twice after it.
+        # `resume_at_most` is set if the newest checkpoint must not be used, because the same failure has occurred twice after it.
         newest = state.restart.resume_at_most or max(state.present, default=0)
         source = f"from the checkpoint of step {newest}" if newest else "from the start, as there is no checkpoint yet"
         if state.restart.skip_step is not None:
@@ -505,7 +511,7 @@ class Coordinator:
         return source
 
     def _report_end(self, reason: str, incident: Incident | None) -> None:
-        """Print one line about an attempt that ends and is followed by another: why it ends, and from where the next resumes."""
+        """Print one line about an attempt that ends and is followed by another: why it ended, and from where the next one resumes."""
         state = self.state
         if state.stop is not None:
             return
@@ -519,7 +525,7 @@ class Coordinator:
         write_line(f"meshwright: {'; '.join(parts)}")
 
     def outcome(self, logs: Path) -> list[str]:
-        """Lines for people about the end of the job: why it failed, and which hosts are excluded."""
+        """Lines for people about the end of the job: why it failed, and which hosts were excluded."""
         stop: Stop | None = self.state.stop
         lines = list(outcome_lines([self._attempt.ranks[rank] for rank in sorted(self._attempt.ranks)], logs))
         if not lines and stop is not None and stop.code and self.state.incidents:
@@ -533,6 +539,6 @@ class Coordinator:
 
 
 def exit_directive(state: State) -> Directive:
-    """The answer to agents of a job that is over."""
+    """The directive for agents of a job that is over."""
     assert state.stop is not None, "a finished job has a code"
     return Directive("exit", state.attempt, cause=state.stop.diagnosis, code=state.stop.code, job=state.job)

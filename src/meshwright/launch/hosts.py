@@ -1,9 +1,9 @@
-"""A supervised run on several hosts: the process of the coordinator, and the agent process of each host.
+"""A supervised run on several hosts: the coordinator process, and the agent process of each host.
 
-Agents find the coordinator at `MESHWRIGHT_COORDINATOR`. If nothing listens there and the address is this host's, an
-agent starts the coordinator in a process of its own, which survives the agent. The coordinator has a lease
-(`policies.coordinator_lease`). If it or its host is lost, agents start others; one of them takes the lease, and the agents
-find it there. The hosts share the folder of the run.
+Agents look for the coordinator at `MESHWRIGHT_COORDINATOR`. If nothing listens there and the address belongs to this host, the agent starts
+the coordinator as a separate process, which survives the agent. The coordinator holds a lease (`policies.coordinator_lease`). If the
+coordinator or its host is lost, agents start new candidates; one of them takes the lease, and agents find its address there. All hosts
+share the run's folder.
 """
 
 from __future__ import annotations
@@ -83,40 +83,42 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LISTEN_DESCRIPTOR = "MESHWRIGHT_LISTEN_FD"
-"""Environment variable with the listening socket that an agent passes to the coordinator that it starts."""
+"""Environment variable with the listening socket that an agent passes to a coordinator that it starts."""
 FAREWELL_SECONDS = 8.0
-"""How long a coordinator answers after the end of the job, so that all agents learn of it."""
+"""How long a coordinator continues to answer after the end of the job, so that all agents learn of it."""
 LOCK_SECONDS = 30.0
-"""How long a coordinator tries to lock its folder: an earlier one may still answer there, or the disk be full."""
+"""How long a coordinator tries to lock the run's folder. An earlier coordinator may still be answering there, or the disk may be full."""
 LOCK_RETRY_SECONDS = 0.5
-"""Seconds between two tries."""
+"""Seconds between two attempts to lock the folder."""
 ABANDONED_SECONDS = 300.0
-"""Seconds without any agent after which a coordinator ends."""
+"""A coordinator ends if no agent has reported for this many seconds."""
 GIVE_UP_SECONDS = 300.0
-"""Seconds without a coordinator after which an agent ends."""
+"""An agent ends if it has found no coordinator for this many seconds."""
 UNANSWERED_SECONDS = 25.0
 STILL_SECONDS = 10.0
-"""Seconds since the last answer, and since the last progress of its ranks, after which an agent ends: the coordinator's
-host is lost. A network that is cut for 20 s is not enough for that."""
+"""An agent ends after UNANSWERED_SECONDS without an answer if its ranks have made no progress for STILL_SECONDS.
+
+Then the coordinator's host is lost. A network that is cut for 20 s does not cause this.
+"""
 LONGEST_LOOK = 15.0
-"""Most of these seconds that count between two looks: then this process was stopped."""
+"""Seconds between two checks that count at most for these limits. If more time has passed, this process was stopped."""
 SAID_SECONDS = 5.0
-"""Seconds without a coordinator after which an agent that starts says so."""
+"""An agent that starts prints a message after this many seconds without a coordinator."""
 MOST_FINDINGS = 1000
-"""Most findings about one host in a report: rules times GPUs and ports."""
+"""Findings about one host in a report, at most: more than rules times GPUs and ports."""
 COORDINATOR_BACKLOG = 1024
-"""Connections that may wait for the coordinator: agents start at the same time."""
+"""Connections that may wait to be accepted by the coordinator. All agents start at the same time."""
 LONGEST_BACK_OFF = 1.0
-"""Most seconds between two attempts to reach the coordinator, before a random factor of 0.5 to 1."""
+"""Longest wait between two attempts to reach the coordinator, in seconds, before it is multiplied by a random factor of 0.5 to 1."""
 
 
 def run_coordinator(
     run: RunSpec, runs: Path, address: tuple[str, int], note: Note, announce: Callable[[PreparedRun], None]
 ) -> int:
-    """Prepare the run and coordinate its agents until it is over; returns the exit code.
+    """Prepare the run and coordinate its agents until it is over. Returns the exit code.
 
-    In the folder of a run whose job is not over it continues that job: agents connect again. If only agents of a job
-    that is over connect, they learn its exit code.
+    If the folder belongs to a job that is not over, this process continues that job, and its agents connect again. If only agents of a
+    finished job connect, they are told its exit code.
     """
     from meshwright.launch.attempts import (
         finished_state,
@@ -165,8 +167,8 @@ def run_coordinator(
         except LeaseTaken:
             if descriptor is None:
                 raise
-            return EXIT_DONE  # the agents find the coordinator
-        except (MeshwrightError, OSError) as error:  # another coordinator would meet it too
+            return EXIT_DONE  # another process coordinates, and agents find it
+        except (MeshwrightError, OSError) as error:  # another coordinator would have the same error
             failure = as_meshwright_error(error)
             dismiss_agents(server, handlers, State("finished", stop=Stop(failure.exit_code, str(failure))))
             raise
@@ -201,7 +203,10 @@ def run_coordinator(
 
 
 def _lock_folder(folder: Path, stack: ExitStack, server: ControlServer, handlers: dict[str, Handler]) -> None:
-    """Lock the run's folder until `stack` ends. Agents wait for it, and their ranks train on, for `LOCK_SECONDS`."""
+    """Lock the run's folder until `stack` ends.
+
+    For up to `LOCK_SECONDS` this is repeated, while agents wait and their ranks continue to train.
+    """
     deadline = time.monotonic() + LOCK_SECONDS
 
     def try_again() -> None:
@@ -222,7 +227,7 @@ def _lock_folder(folder: Path, stack: ExitStack, server: ControlServer, handlers
 
 
 def _while_agents_wait(server: ControlServer, handlers: dict[str, Handler], work: Callable[[], T]) -> T:
-    """The result of `work`, which runs in a thread; agents that report meanwhile learn that they wait."""
+    """Run `work` in a thread and return its result. Agents that report in the meantime are told to wait."""
 
     def answer(value: object) -> object:
         checked_report(value)
@@ -245,10 +250,10 @@ def _while_agents_wait(server: ControlServer, handlers: dict[str, Handler], work
 def dismiss_agents(
     server: ControlServer, handlers: dict[str, Handler], state: State, *, until_another: bool = False
 ) -> bool:
-    """Tell agents the exit code of the job of `state`, until none has asked for `FAREWELL_SECONDS`.
+    """Tell agents the exit code of the finished job of `state`, until none has asked for `FAREWELL_SECONDS`.
 
-    With `until_another` only agents of this job are told, and an agent of another job ends the wait at once. Returns
-    whether there were agents, all of them of this job.
+    With `until_another`, only agents of this job are told, and a report from an agent of another job ends the wait at once. Returns whether
+    there were agents and all of them belonged to this job.
     """
     dismissed: set[str] = set()
     others: set[str] = set()
@@ -273,14 +278,17 @@ def dismiss_agents(
 
 
 def _coordinate(coordinator: Coordinator, server: ControlServer, progress: ProgressFile, lease: HeldLease) -> None:
-    """Serve agents, while the lease is held, until the job is over and they know it, there are none, or the lease is taken."""
+    """Serve agents while the lease is held.
+
+    Ends when the job is over and all agents know it, when no agents are left, or when the lease is lost.
+    """
     last_report = ticked = time.monotonic()
     while coordinator.code is None and lease.taken is None:
         if not lease.acts:
             time.sleep(POLL_SECONDS)
             continue
         server.serve(POLL_SECONDS)
-        if time.monotonic() - ticked < POLL_SECONDS:  # reports arrive more often in a large job
+        if time.monotonic() - ticked < POLL_SECONDS:  # in a large job, reports arrive more often than that
             continue
         ticked = time.monotonic()
         coordinator.tick()
@@ -296,7 +304,7 @@ def _coordinate(coordinator: Coordinator, server: ControlServer, progress: Progr
 
 
 def checked_report(value: object) -> Report:
-    """A report from JSON. Raises ValueError or TypeError for values that an agent does not send."""
+    """A report from JSON. Raises ValueError or TypeError for values that an agent never sends."""
     if not isinstance(value, dict):
         raise TypeError("expected an object")
     report = from_plain(Report, value)
@@ -326,9 +334,9 @@ def checked_report(value: object) -> Report:
 
 
 def run_agent(run: RunSpec, arguments: Sequence[str], runs: Path) -> int:
-    """Be the agent of this host until the job is over; returns its exit code.
+    """Run the agent of this host until the job is over. Returns its exit code.
 
-    `arguments` are run file and overrides, for a coordinator that this agent starts.
+    `arguments` are the run file and overrides, with which this agent can start a coordinator.
     """
     address = coordinator_address(os.environ.get(COORDINATOR_VARIABLE))
     token = job_token()
@@ -355,7 +363,7 @@ def _follow_coordinator(
     client: ControlClient,
     watch: CoordinatorWatch,
 ) -> int:
-    """Start the agent's processes and let them do what the coordinator says; returns the exit code."""
+    """Start the agent's processes and let them do what the coordinator says. Returns the exit code."""
     buffers = empty_snapshot_buffers(run.cluster.gpus_per_node)
     endpoint_of_host = metrics_endpoint(run.observe.prometheus, folder)
     with (
@@ -382,7 +390,7 @@ def _follow_coordinator(
 
 
 class _Link:
-    """The exchange of reports and directives between an agent and its coordinator."""
+    """Exchanges reports and directives between an agent and its coordinator."""
 
     def __init__(
         self,
@@ -393,10 +401,10 @@ class _Link:
         revive: Callable[[], object],
         observe: Callable[[Sequence[RankState], Sequence[HealthFinding]], object] = lambda ranks, findings: None,
     ) -> None:
-        """`watch` moves the client to another coordinator. `command` starts an agent, for people.
+        """`watch` moves the client to another coordinator. `command` is the command that starts an agent, for messages.
 
-        `revive` is called regularly: it starts processes beside the agent again that have died. `observe` receives the
-        states of this host's ranks, and what is wrong with the host, as often.
+        `revive` is called regularly, and restarts other processes of the agent that have died. `observe` is called as often, with the
+        states of this host's ranks and the findings about the host's health.
         """
         self._agent = agent
         self._client = client
@@ -412,11 +420,11 @@ class _Link:
         self._error: OSError | None = None
         self._looked = self._answered = time.monotonic()
         self._silent = self._still = 0.0
-        """Seconds since the last answer, and since the last progress of this host's ranks."""
+        """Seconds since the last answer, and since the last progress of any rank of this host."""
         self._progress: list[tuple[int, int]] = []
 
     def follow(self) -> int:
-        """Report until the coordinator says that the job is over; returns its exit code."""
+        """Report until the coordinator says that the job is over. Returns the exit code."""
         while True:
             self._agent.poll(POLL_SECONDS)
             self._revive()
@@ -443,7 +451,7 @@ class _Link:
                 return directive.code
 
     def _look(self, report: Report, now: float) -> None:
-        """Count the seconds without an answer and without progress of the ranks."""
+        """Update the seconds without an answer and without progress of the ranks."""
         seconds = min(now - self._looked, LONGEST_LOOK)
         self._looked = now
         progress = [(rank.rank, rank.progress_count) for rank in report.ranks]
@@ -452,7 +460,7 @@ class _Link:
         self._progress = progress
 
     def _reason_to_end(self, now: float) -> str | None:
-        """Why this agent ends without an answer of a coordinator; None while it goes on."""
+        """The reason why this agent ends without being told so by a coordinator; None while it should continue."""
         if not self._failures:
             return None
         patience = GIVE_UP_SECONDS if self._sent is None else UNANSWERED_SECONDS
@@ -467,7 +475,7 @@ class _Link:
         )
 
     def _exchange(self, report: Report, now: float) -> Directive | None:
-        """The answer to a report; None if there is none, and the next try has to wait."""
+        """Send a report and return the directive. None if there is no answer and the next attempt has to wait."""
         address = self._client.address
         try:
             self._number += 1
@@ -475,7 +483,9 @@ class _Link:
             directive = self._client.report(replace(report, number=self._number))
         except OSError as error:
             first = self._sent is None and address == self._first_address
-            if isinstance(error, WrongProof | NoCoordinator) and first:  # later it may have taken its place
+            if (
+                isinstance(error, WrongProof | NoCoordinator) and first
+            ):  # later, another program may use the coordinator's address
                 hint = f"{TOKEN_VARIABLE} needs the same token on all hosts" if isinstance(error, WrongProof) else ""
                 raise BadInput(f"{COORDINATOR_VARIABLE}: {error}; {hint or 'choose another port'}") from None
             self._failures = self._failures + 1
@@ -484,7 +494,7 @@ class _Link:
                 then = "this agent waits" if self._sent is None else "its ranks train on"
                 write_line(f"meshwright: the coordinator at {address_text(*address)} does not answer ({error}); {then}")
             self._watch.unanswered = True
-            if self._client.address == address:  # not moved meanwhile
+            if self._client.address == address:  # the watch has not moved it in the meantime
                 self._client.move(self._first_address)
             self._due = now + min(LONGEST_BACK_OFF, 0.1 * 2 ** min(self._failures, 5)) * random.uniform(0.5, 1.0)
             return None
@@ -504,9 +514,9 @@ class _Link:
 
 
 def _reach(place: Callable[[], tuple[str, int]], start_coordinator: Callable[[], object]) -> str:
-    """This host's address as the coordinator's host sees it; `place` returns the address where the coordinator may be.
+    """Wait until a coordinator listens, and return this host's address as the coordinator's host sees it.
 
-    Waits until a coordinator listens, and starts it if its address is this host's.
+    `place` returns the address where the coordinator may be. If this address belongs to this host, the coordinator is started.
     """
     began = time.monotonic()
     said = False
@@ -534,12 +544,12 @@ def _reach(place: Callable[[], tuple[str, int]], start_coordinator: Callable[[],
 
 
 def _is_elsewhere(error: OSError) -> bool:
-    """Whether an error of `listen` says that the address is no address of this host."""
+    """Whether an error of `listen` means that the address does not belong to this host."""
     return isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
 
 
 def _start_coordinator(address: tuple[str, int], arguments: Sequence[str], seen: str = "") -> StartedProcess:
-    """Start a coordinator at an address of this host, port 0 for any; `seen` says what is known of the lease (`SEEN_VARIABLE`).
+    """Start a coordinator at an address of this host. Port 0 means any free port. `seen` is the value for `SEEN_VARIABLE`.
 
     Raises OSError if it cannot listen there.
     """

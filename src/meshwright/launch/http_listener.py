@@ -1,7 +1,7 @@
-"""HTTP/1.1 with keep-alive on a listening socket, for few and short requests: one thread serves all with `selectors`.
+"""A small HTTP/1.1 server with keep-alive, for few and short requests. One thread serves all connections with `selectors`.
 
-Heads, bodies, connections and times are limited before anything is known about a client (`connections/limits.py`), and
-no client can make `serve` raise.
+Sizes of heads and bodies, the number of connections, and times are limited before anything is known about a client
+(`connections/limits.py`). No client can make `serve` raise.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from meshwright.connections.limits import ListenerLimits
 from meshwright.connections.table import ConnectionTable
 
 SWEEP_SECONDS = 1.0
-"""Time between two looks for connections that are late."""
+"""Seconds between two checks for connections that have exceeded a time limit."""
 
 
 @dataclass
 class HttpRequest:
-    """The head of a request; names of headers are in lower case."""
+    """The head of a request. Header names are in lower case."""
 
     method: str
     path: str
     headers: dict[str, str]
     length: int = 0
-    """Bytes of the body."""
+    """Size of the body in bytes."""
 
 
 @dataclass(frozen=True)
 class HttpReply:
-    """An answer; `headers` are those beside content type and length."""
+    """An answer. `headers` are in addition to content type and content length."""
 
     status: int
     content: bytes
@@ -46,27 +46,27 @@ class HttpReply:
 
 @dataclass(eq=False)
 class HttpConnection:
-    """A client."""
+    """The connection of a client."""
 
     socket: socket.socket
     received: bytearray = field(default_factory=bytearray)
     unsent: bytes = b""
     closing: bool = False
     request: HttpRequest | None = None
-    """A request whose body is still coming."""
+    """A request whose body has not arrived completely; None without one."""
     trusted: bool = False
-    """Whether it has shown the key: it makes no room for others."""
+    """Whether the client has shown the key. A trusted connection is never closed to make room for others."""
     state: Any = None
-    """What the listener knows about it."""
+    """Data of the listener's subclass about this connection."""
 
 
 class HttpListener(ABC):
-    """Serves requests on a listening socket; subclasses say which are admitted, and answer them."""
+    """Serves requests on a listening socket. Subclasses decide which requests are admitted, and answer them."""
 
     body_bytes = 0
-    """Longest body of a request."""
+    """Largest body of a request."""
     answer_bytes = 1 << 20
-    """Most bytes that may wait for a client that does not read."""
+    """If more than this many bytes wait to be sent to a client, because it does not read, its connection is closed."""
 
     def __init__(self, listener: socket.socket, limits: ListenerLimits) -> None:
         self._listener = listener
@@ -80,20 +80,20 @@ class HttpListener(ABC):
 
     @abstractmethod
     def admit(self, connection: HttpConnection, request: HttpRequest) -> int:
-        """The status with which a request is refused before its body is read; 0 for one that is taken."""
+        """0 if the request is admitted, otherwise the status with which it is refused. Called before its body is read."""
 
     @abstractmethod
     def answer(self, connection: HttpConnection, request: HttpRequest, body: bytes) -> HttpReply:
-        """The answer to an admitted request; the status 401 ends the connection."""
+        """The answer to an admitted request. After an answer with status 401, the connection is closed."""
 
     def serve(self, seconds: float) -> None:
-        """Answer requests that arrive; returns after the first ones, or after `seconds` without any."""
+        """Wait for requests for at most `seconds`, answer those that arrive, and return."""
         for key, mask in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
                 continue
             connection: HttpConnection = key.data
-            if connection not in self._connections:  # closed to make room for another
+            if connection not in self._connections:  # it was closed to make room for another
                 continue
             try:
                 if mask & selectors.EVENT_READ:
@@ -121,7 +121,7 @@ class HttpListener(ABC):
                 continue
             if closed is not None:
                 self._close(closed)
-            with suppress(OSError):  # the client may be gone
+            with suppress(OSError):  # the client may have left
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             accepted.setblocking(False)
             self._connections[connection] = None
@@ -153,7 +153,7 @@ class HttpListener(ABC):
         return True
 
     def _read_head(self, connection: HttpConnection) -> HttpRequest | None:
-        """The next request, once its head is complete and it is admitted; None before, and if it is refused."""
+        """The next request, if its head is complete and it is admitted; else None."""
         received = connection.received
         head_end = received.find(b"\r\n\r\n", 0, self._limits.head_bytes)
         if head_end < 0:
@@ -170,7 +170,7 @@ class HttpListener(ABC):
         return request
 
     def _check_length(self, connection: HttpConnection, request: HttpRequest) -> int:
-        """Take the length of a request's body; returns the status that refuses it, or 0."""
+        """Read the length of a request's body. Returns 0, or the status with which the request must be refused."""
         length = request.headers.get("content-length", "0")
         if "transfer-encoding" in request.headers or not (length.isascii() and length.isdigit()):
             return 411
@@ -180,12 +180,12 @@ class HttpListener(ABC):
         return 0
 
     def trust(self, connection: HttpConnection) -> None:
-        """Note that a client has shown the key."""
+        """Mark a client that has shown the key as trusted."""
         connection.trusted = True
         self._table.keep(connection, self._limits.idle_seconds)
 
     def _refuse(self, connection: HttpConnection, status: int) -> bool:
-        """Answer with an error and close: what follows on the connection is not read. Returns False."""
+        """Answer with an error and close the connection. What else the client has sent is not read. Returns False."""
         connection.closing = True
         connection.received.clear()
         text = http.client.responses[status]
@@ -201,7 +201,7 @@ class HttpListener(ABC):
             *(f"{name}: {value}" for name, value in reply.headers),
         ]
         connection.unsent += "\r\n".join([*lines, "\r\n"]).encode() + reply.content
-        if len(connection.unsent) > self.answer_bytes:  # a client that sends and does not read
+        if len(connection.unsent) > self.answer_bytes:  # the client sends requests and does not read answers
             raise ConnectionError
 
     def _send(self, connection: HttpConnection) -> None:
@@ -234,7 +234,7 @@ class HttpListener(ABC):
 
 
 def _parse_head(head: bytes) -> HttpRequest | None:
-    """The request of a head; None if it is not HTTP/1.1."""
+    """The request in a head; None if it is not HTTP/1.1."""
     first, *lines = head.decode("latin-1").split("\r\n")
     parts = first.split(" ")
     if len(parts) != 3 or parts[2] != "HTTP/1.1":

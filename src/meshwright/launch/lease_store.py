@@ -1,7 +1,8 @@
-"""Registers for the lease of a coordinator: in a folder that all hosts share, or in an object store.
+"""Stores for the coordinator's lease: a folder that all hosts share, or an object store.
 
-A register is replaced by the next version of what its writer has seen, or not at all if another writer was first. A
-folder does that by the name of a file: `os.link` makes it on one host only. An object store does it by conditional writes.
+A store holds one value with a version. A writer replaces the version that it has seen by the next one; if another writer was first, nothing
+is written. A folder ensures this by file names: `os.link` creates a name on only one host. An object store ensures it by conditional
+writes.
 """
 
 from __future__ import annotations
@@ -23,30 +24,32 @@ from meshwright.spec.fields import from_checked_plain, to_plain
 
 KEY = "supervision.lease"
 KEPT_VERSIONS = 8
-"""Files of the newest versions that a folder keeps. A writer that saw an older one, and makes a name again that was
-deleted, finds newer files."""
+"""Number of newest versions whose files a folder keeps.
+
+A writer that has seen an older version may create a name again that was deleted. It notices this because newer files exist.
+"""
 LEASE_FOLDER = "coordinator"
 LEASE_OBJECT = "coordinator.json"
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class LeaseStore(Protocol):
-    """A register. Methods raise OSError if it cannot be reached, and BadInput if it cannot hold a lease."""
+    """A store for a lease. Methods raise OSError if the store cannot be reached, and BadInput if it cannot hold a lease."""
 
     def read(self) -> CoordinatorLease | None:
-        """The newest content; None if there is none."""
+        """The newest lease; None if there is none."""
         ...
 
     def replace(self, seen: CoordinatorLease | None, new: CoordinatorLease) -> bool:
-        """Replace `seen`, the content as it was read, by `new`, the next version; False if it is another one now.
+        """Replace `seen`, the lease as it was read, by its next version `new`. Returns False if the store has another lease by now.
 
-        After an OSError it may be replaced or not.
+        After an OSError, the lease may or may not have been replaced.
         """
         ...
 
 
 class FolderLeases:
-    """The files `1`, `2`, … in a folder, one for each version. A renewal is a further name of the file before: it needs no space."""
+    """A folder with the files `1`, `2`, …, one for each version. A renewal only adds another name to the last file: it needs no space."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -55,7 +58,7 @@ class FolderLeases:
         for version in reversed(self._versions()):
             try:
                 text = (self._folder / str(version)).read_text(encoding="utf-8")
-            except FileNotFoundError:  # it was replaced since, and deleted
+            except FileNotFoundError:  # a newer version has replaced it since, and it was deleted
                 return self.read()
             with suppress(ValueError, TypeError):
                 return from_checked_plain(CoordinatorLease, {**json.loads(text), "version": version})
@@ -82,7 +85,7 @@ class FolderLeases:
     def _link(self, source: Path, version: int) -> bool:
         try:
             os.link(source, self._folder / str(version))
-        except (FileExistsError, FileNotFoundError):  # another writer was first, once or more often
+        except (FileExistsError, FileNotFoundError):  # another writer was first
             return False
         except OSError as error:
             if error.errno in _NO_LINKS:
@@ -95,22 +98,22 @@ class FolderLeases:
         return True
 
     def _versions(self) -> list[int]:
-        """The versions that have a file, ascending."""
+        """The versions for which a file exists, ascending."""
         with suppress(FileNotFoundError):
             return sorted(int(name) for name in os.listdir(self._folder) if name.isdecimal())
         return []
 
 
 class ObjectLeases:
-    """One object, which is written if its tag is that of the content that was read."""
+    """One object. It is written only if its tag is still that of the content that was read."""
 
     def __init__(self, url: str) -> None:
-        """`url` names the object, such as `s3://bucket/prefix/run/coordinator.json`."""
+        """`url` is the address of the object, such as `s3://bucket/prefix/run/coordinator.json`."""
         self._url = url
         self._calls, self._store, root = open_object_store(url)
         self._path = url.removeprefix(root).strip("/")
         self._tag: dict[str, Any] = {}
-        """Tag of the content of the version that was read or written last."""
+        """Tag of the version that was read or written last."""
         self._version = 0
         self._checked = False
 
@@ -140,7 +143,7 @@ class ObjectLeases:
         return True
 
     def _check(self) -> None:
-        """Raise BadInput unless the store refuses writes whose condition does not hold; some accept and ignore conditions."""
+        """Raise BadInput unless the store refuses a write whose condition is false. Some stores accept conditions and ignore them."""
         path = f"{self._path}.{secrets.token_hex(4)}"
         try:
             created, again = (self._put(path, text, "create") for text in "12")
@@ -153,7 +156,7 @@ class ObjectLeases:
         self._checked = True
 
     def _put(self, path: str, text: str, mode: Any) -> Any:
-        """The tags of what was written; None if the condition does not hold."""
+        """Write the object. Returns the tags of the new content; None if the condition is false."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         try:
@@ -162,7 +165,7 @@ class ObjectLeases:
             return None
 
     def _call(self, work: Any) -> Any:
-        """The result of a request; None if there is no such object."""
+        """The result of a request; None if the object does not exist."""
         from obstore import exceptions
 
         try:
@@ -187,7 +190,7 @@ class ObjectLeases:
 
 
 def _tag_of(meta: Any) -> dict[str, Any]:
-    """Tag and version of an object, by which a write names it."""
+    """Tag and version of an object, to be used as the condition of a write."""
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
 
 
@@ -196,9 +199,9 @@ def _first_line(error: Exception) -> str:
 
 
 def lease_store(place: str | None, name: str, folder: Path) -> LeaseStore:
-    """The register of the run `name` in `folder`; `place` is its `supervision.lease`.
+    """The lease store of the run `name` in `folder`. `place` is its setting `supervision.lease`.
 
-    Raises BadInput for what is neither a folder nor an object store.
+    Raises BadInput if `place` is neither a folder nor an object store.
     """
     if place is None:
         return FolderLeases(folder / LEASE_FOLDER)

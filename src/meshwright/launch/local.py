@@ -1,10 +1,12 @@
 """Starts, monitors and stops the ranks of one host.
 
-The parent creates a listening socket on 127.0.0.1 for rank 0's store, so no port is open beyond loopback. Ranks run in
-sessions of their own: Ctrl-C reaches only the parent, which forwards it once and kills the ranks at the second. When a
-rank fails, the parent requests the others to end, gives them some seconds (`policies.job_end`) to write their report
-and close their files, and kills those that still run. Ranks do not depend on the parent being scheduled: while it is
-stopped (SIGSTOP, Ctrl-Z) they continue to train.
+The parent process creates the listening socket for rank 0's store on 127.0.0.1, so no port is open to other hosts.
+
+Ranks run in sessions of their own, so Ctrl-C reaches only the parent. The parent passes the first Ctrl-C on to the ranks, and kills them at
+the second. If a rank fails, the parent asks the other ranks to end, gives them some seconds (`policies.job_end`) to write their reports and
+close their files, and kills those that are still running then.
+
+Ranks do not need the parent to be running: while it is stopped (SIGSTOP, Ctrl-Z), they continue to train.
 """
 
 from __future__ import annotations
@@ -54,16 +56,16 @@ from meshwright.spec.secrets import without_own_keys
 from meshwright.training.idle_priority import end_idle_priority
 
 RUN_VARIABLE = "MESHWRIGHT_RUN"
-"""Environment variable of ranks with the folder of their run."""
+"""Environment variable of ranks that contains the folder of their run."""
 LOOPBACK = "127.0.0.1"
 KILL_SECONDS = 30.0
-"""Seconds that the kernel may take to end a killed process."""
+"""Longest time in which a killed process should have ended."""
 POLL_SECONDS = 0.05
-"""Seconds between two looks at the ranks."""
+"""Seconds between two checks of the ranks."""
 WRITER_SECONDS = 60.0
-"""How long the launcher waits for processes that still write a checkpoint when their ranks have ended."""
+"""How long the launcher waits for processes that are still writing a checkpoint after their ranks have ended."""
 Listener = Callable[[int, Message], None]
-"""A function that receives a rank and its message."""
+"""A function that is called with the number of a rank and a message from it."""
 
 
 def run_ranks(
@@ -78,11 +80,10 @@ def run_ranks(
     enough: Callable[[], bool] | None = None,
     listener: Listener | None = None,
 ) -> int:
-    """Run `python -m module arguments…` as the ranks of a cluster of this host; returns the job's exit code.
+    """Run `python -m module arguments…` as the ranks of a cluster that is this host. Returns the job's exit code.
 
-    Rank 0 keeps this terminal unless `quiet`; the others write to `logs/rank-NNNNN.log`. When `enough` returns true all
-    ranks are ended, which is not a failure. The code is 0 if all succeed, else that of the first rank that failed by
-    itself.
+    Rank 0 writes to this terminal unless `quiet`; other ranks write to `logs/rank-NNNNN.log`. When `enough` returns true, all ranks are
+    ended, and this does not count as a failure. The code is 0 if all ranks succeed, else the code of the first rank that failed by itself.
     """
     with started_ranks(module, arguments, cluster=cluster, threads=threads, logs=logs, quiet=quiet) as ranks:
         return ranks.finish(logs, assignment=assignment, enough=enough, listener=listener, quiet=quiet)
@@ -98,7 +99,7 @@ def started_ranks(
     logs: Path | None = None,
     quiet: bool = False,
 ) -> Iterator[Ranks]:
-    """Start the ranks of `run_ranks` and yield them; kill those that still run at the end of the block."""
+    """Start the ranks of `run_ranks` and yield them. At the end of the block, kill those that are still running."""
     ranks = start_ranks(module, arguments, cluster=cluster, threads=threads, logs=logs, quiet=quiet)
     try:
         yield ranks
@@ -117,11 +118,10 @@ def start_ranks(
     address: str = LOOPBACK,
     variables: Sequence[Mapping[str, str]] = (),
 ) -> Ranks:
-    """Start one process for each device of a host, and a store socket at `address` for the case that rank 0 is among them.
+    """Start one process for each device of a host. A store socket is opened at `address`, in case rank 0 is one of them.
 
-    Without `logs` all ranks write to this terminal until they redirect their output themselves. Ranks start with stop
-    signals blocked, so that no signal is lost before they install their handlers. `variables` are added to the
-    environment of each.
+    Without `logs`, all ranks write to this terminal until they redirect their output. Ranks start with stop signals blocked, so that no
+    signal is lost before they have installed their handlers. `variables` are added to the environment of each rank.
     """
     ranks = Ranks()
     try:
@@ -142,7 +142,7 @@ def start_ranks(
 
 
 def empty_snapshot_buffers(count: int) -> list[str]:
-    """Paths of new memory without pages, which this process keeps."""
+    """Paths of new memory files without pages. This process keeps them open."""
     return [f"/proc/{os.getpid()}/fd/{empty_memory()}" for _ in range(count)]
 
 
@@ -153,10 +153,10 @@ def rank_starter(
     buffers: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[bool], Ranks]:
-    """A function that starts the processes of this host for a run in `folder`; its argument says whether they are spares.
+    """A function that starts this host's processes for a run in `folder`. Its argument says whether they are spares.
 
-    This process keeps the memory in which ranks snapshot their state (`buffers`, or new ones), so that the next attempt
-    finds it. `environment` is added to that of each rank.
+    Ranks store snapshots of their state in the memory files `buffers` (new ones if empty). This process keeps them open, so that the next
+    attempt finds them. `environment` is added to that of each rank.
     """
     device = "cpu" if cluster.is_cpu else "cuda"
     shared = {**environment, RUN_VARIABLE: os.path.abspath(folder)}
@@ -174,20 +174,20 @@ def rank_starter(
 
 
 class Ranks:
-    """Processes of this host for the ranks of one attempt. Until `begin` they wait as warm spares."""
+    """The processes of this host for the ranks of one attempt. Until `begin`, they wait as warm spares."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.states: list[RankState] = []
         self.port = 0
-        """Port of the store socket that the first process holds."""
+        """Port of the store socket, which the first process has open."""
         self._readers: list[RankMessageReader] = []
         self._pages: list[ProgressPage] = []
         self._stacks: list[int] = []
         self._answers: list[int] = []
 
     def add(self, process: subprocess.Popen[bytes], reader: RankMessageReader, page: ProgressPage, stacks: int) -> None:
-        """Add a process, the reader of its channel, and the memory to which it writes its progress and its stacks."""
+        """Add a process, with the reader of its messages, and the memory in which it writes its progress and its stacks."""
         self.states.append(RankState(len(self.processes)))
         self.processes.append(process)
         self._readers.append(reader)
@@ -196,7 +196,7 @@ class Ranks:
 
     @property
     def ended(self) -> bool:
-        """Whether all processes had ended at the last `poll`."""
+        """Whether all processes had ended at the time of the last `poll`."""
         return all(state.code is not None for state in self.states)
 
     def finish(
@@ -208,10 +208,10 @@ class Ranks:
         listener: Listener | None = None,
         quiet: bool = False,
     ) -> int:
-        """Send `assignment` to the ranks, forward stop signals and wait; returns the job's exit code.
+        """Send `assignment` to the ranks, pass on stop signals, and wait. Returns the job's exit code.
 
-        Unless `quiet`, writes the reasons of failures to stderr. `listener` is called with the ranks' messages as they
-        arrive; its exceptions are raised. A second Ctrl-C kills the ranks and raises Interrupted.
+        Unless `quiet`, the reasons of failures are written to stderr. `listener` is called with each message of a rank when it arrives;
+        exceptions that it raises are raised here. A second Ctrl-C kills the ranks and raises Interrupted.
         """
         with forward_signals(self.stop, self.kill_at_once):
             if assignment is not None:
@@ -225,7 +225,7 @@ class Ranks:
     def begin(
         self, assignment: Path, first_rank: int = 0, environments: Sequence[Mapping[str, str]] | None = None
     ) -> None:
-        """Let the ranks train the run of an assignment file; `environments` has variables for each of them."""
+        """Let the ranks train the run of an assignment file. `environments` has variables for each rank."""
         environments = environments or [{}] * len(self.processes)
         for state, process, environment in zip(self.states, self.processes, environments, strict=True):
             state.rank += first_rank
@@ -233,49 +233,49 @@ class Ranks:
             end_idle_priority(process.pid)
 
     def request_self_test(self, environments: Sequence[Mapping[str, str]], seconds: float) -> None:
-        """Let processes that wait run the self-test; each answers with a message `SelfTestResult`."""
+        """Let waiting processes run the self-test. Each answers with a message `SelfTestResult`."""
         for process, environment in zip(self.processes, environments, strict=True):
             _send(process, SelfTest(environment, seconds))
             end_idle_priority(process.pid)
 
     def request_end(self, cause: str) -> None:
-        """Ask the ranks to close their files and end, because another rank failed for the reason `cause`."""
+        """Ask the ranks to close their files and end, because another rank has failed. `cause` is the reason."""
         for process in self.processes:
             _send(process, EndMessage(cause))
 
     def collect_evidence(self, folder: Path, logs: Path, *, hang: bool) -> threading.Thread:
-        """Collect stacks, collectives and states of all ranks; returns the thread that writes them to `folder`."""
+        """Collect stacks, collectives and process states of all ranks. Returns the thread that writes them to `folder`."""
         self.poll()
         ranks = zip(self.processes, self.states, self._stacks, strict=True)
         return collect([self._subject(*rank) for rank in ranks], folder, logs, hang=hang)
 
     def _subject(self, process: subprocess.Popen[bytes], state: RankState, stacks: int) -> RankProcess:
-        """A rank for `collect`; the memory file for its collectives is open until the rank has ended."""
+        """A rank as input for `collect`. The memory file for its collectives stays open until the rank has ended."""
         self._answers.append(collectives := evidence_memory())
         request = CollectivesRequest(f"/proc/{os.getpid()}/fd/{collectives}")
         return RankProcess(process.pid, state, stacks, collectives, partial(_send, process, request))
 
     def close_attempt(self, listener: Listener | None = None) -> None:
-        """Kill the ranks that still run, read their last messages, and wait for checkpoint writers."""
+        """Kill ranks that are still running, read their last messages, and wait for checkpoint writers."""
         self.kill()
         self._read(listener)
         self._await_writers(listener)
 
     def discard(self) -> None:
-        """Kill the ranks that still run, and close their pipes."""
+        """Kill ranks that are still running, and close their pipes."""
         try:
             self.kill()
         finally:
             self.close()
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Send a stop signal to every running rank: they end together after the current step, with a checkpoint."""
+        """Send a stop signal to every running rank. They write a checkpoint after the current step and end together."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill every running rank and the processes that it started, and wait for their end."""
+        """Kill every running rank and the processes that it has started, and wait until they have ended."""
         running = [process for process in self.processes if process.poll() is None]
         self.kill_at_once()
         for process in running:
@@ -286,10 +286,10 @@ class Ranks:
                     f"meshwright: process {process.pid} does not end after SIGKILL; it waits for a device or disk"
                 )
         if running and sys.stdout is not None and sys.stdout.isatty():
-            write_line("\033[?25h", sys.stdout)  # shows the cursor, which rank 0's live display hides
+            write_line("\033[?25h", sys.stdout)  # show the cursor again, because rank 0's live display hides it
 
     def kill_at_once(self) -> None:
-        """Send SIGKILL to the process group of every running rank, without waiting: safe in a signal handler."""
+        """Send SIGKILL to the process group of every running rank without waiting. This is safe in a signal handler."""
         for process in self.processes:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -307,15 +307,15 @@ class Ranks:
             process.stdin.close()
 
     def poll(self, listener: Listener | None = None, seconds: float = 0.0) -> None:
-        """Wait up to `seconds` for a message; then update exit codes and read messages."""
+        """Wait up to `seconds` for a message, then update exit codes and read messages."""
         if seconds:
             self._await_message(seconds)
         for state, process in zip(self.states, self.processes, strict=True):
             state.code = process.poll()
-        self._read(listener)  # after the codes, so that no message written before the end is missed
+        self._read(listener)  # after the exit codes, so that no message is missed that was written before the end
 
     def _wait(self, enough: Callable[[], bool] | None, listener: Listener | None) -> None:
-        """Return when all ranks ended, `enough` is true, or ranks did not end in time after a request."""
+        """Wait until all ranks have ended, `enough` returns true, or ranks have not ended in time after a request."""
         failed_at = requested_at = None
         while True:
             self.poll(listener)
@@ -338,7 +338,7 @@ class Ranks:
             self._await_message(POLL_SECONDS)
 
     def _await_writers(self, listener: Listener | None) -> None:
-        """Wait for the checkpoint writers of ranks that have ended, at most `WRITER_SECONDS`; a writer keeps its rank's pipe open."""
+        """Wait up to `WRITER_SECONDS` for the checkpoint writers of ranks that have ended. A writer keeps its rank's pipe open."""
         deadline = time.monotonic() + WRITER_SECONDS
         while any(reader.open for reader in self._readers):
             if time.monotonic() > deadline:
@@ -348,8 +348,8 @@ class Ranks:
             self._read(listener)
 
     def _await_message(self, seconds: float) -> None:
-        """Return when a rank has written a message, at the latest after `seconds`."""
-        poll = select.poll()  # select() takes no descriptor above 1023
+        """Wait until a rank has written a message, at most `seconds`."""
+        poll = select.poll()  # select() does not support descriptors above 1023
         for reader in self._readers:
             if reader.open:
                 poll.register(reader, select.POLLIN)
@@ -375,15 +375,15 @@ class Ranks:
 def _send(process: subprocess.Popen[bytes], message: Message) -> None:
     """Write a message to a rank's standard input."""
     assert process.stdin is not None, "ranks are started with a pipe"
-    with suppress(OSError):  # the exit code shows that the rank has ended
+    with suppress(OSError):  # the rank has ended, as its exit code will show
         os.write(process.stdin.fileno(), encode(message))
 
 
 @contextmanager
 def forward_signals(stop: Callable[[int], None], kill: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` with each stop signal of a block; the second Ctrl-C calls `kill` and raises Interrupted.
+    """Within a `with` block, call `stop` with each stop signal. The second Ctrl-C calls `kill` and raises Interrupted.
 
-    Rank 0 prints that it stops.
+    Rank 0 prints that the job stops.
     """
     interrupts = 0
 
@@ -400,10 +400,10 @@ def forward_signals(stop: Callable[[int], None], kill: Callable[[], None]) -> It
 
 
 def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threads: int) -> dict[str, str]:
-    """The environment of one rank.
+    """The environment variables of one rank.
 
-    The rank's own variables take precedence over the user's, and those over the cluster file's. Ranks use the loopback
-    interface by default if their store does.
+    The rank's own variables override the user's, and the user's override those in the cluster file. If the store is on the loopback
+    interface, ranks use this interface by default.
     """
     address = listener.getsockname()[0]
     local = (
@@ -424,10 +424,10 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
 
 
 def _torch_defaults(threads: int) -> dict[str, str]:
-    """Defaults of environment variables that torch and CUDA read.
+    """Defaults for environment variables that torch and CUDA read.
 
-    Without them every rank computes with a thread, and its compiler with a process, for each core of the host; and CUDA
-    numbers unequal GPUs by their speed, nvidia-smi and NVML by their place.
+    Without them, every rank would compute with one thread for each core of the host, and its compiler would use one process for each core.
+    CUDA would number different GPUs by their speed, while nvidia-smi and NVML number them by their position.
     """
     defaults = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     defaults |= {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
@@ -438,7 +438,7 @@ def _torch_defaults(threads: int) -> dict[str, str]:
 def _start(
     module: str, arguments: list[str], rank: int, env: dict[str, str], listener: socket.socket, logs: Path | None
 ) -> tuple[subprocess.Popen[bytes], RankMessageReader]:
-    """Start a rank with pipes for its standard input and its messages; its output goes to `logs` unless that is None."""
+    """Start a rank with pipes for its standard input and its messages. Its output goes to `logs`, or to this terminal if that is None."""
     reading, writing = os.pipe()
     try:
         env = env | {CHANNEL: str(writing)}
@@ -477,7 +477,7 @@ def _output(rank: int, logs: Path | None) -> Iterator[int | None]:
 
 @contextmanager
 def listening_socket(address: str = LOOPBACK) -> Iterator[socket.socket]:
-    """A socket at a free port of an address of this host, in a `with` block. Raises CommunicationFailure if it cannot be reached."""
+    """A socket on a free port of an address of this host, for a `with` block. Raises CommunicationFailure if this is not possible."""
     with listen_at((address, 0)) as listener:
         try:
             with socket.create_connection(listener.getsockname()[:2], timeout=5):
@@ -492,7 +492,7 @@ def listening_socket(address: str = LOOPBACK) -> Iterator[socket.socket]:
 
 @contextmanager
 def _blocked() -> Iterator[None]:
-    """Block stop signals while ranks are started. Ranks inherit this and unblock them when their handlers are installed."""
+    """Block stop signals while ranks are started. Ranks inherit this, and unblock the signals once their handlers are installed."""
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     try:
         yield

@@ -1,9 +1,9 @@
 """Goodput breakdown: how the wall time of a run divides into productive and other time, from wall_time.jsonl and
 incidents.
 
-Every moment from the begin of the first start to the last line counts in exactly one category, so they add up to the
-wall time. A line with `seconds` describes the interval of that length that ends at its `time`. All other time belongs
-to the next step line.
+Every moment, from the beginning of the first start to the last line, counts in exactly one category, so the categories add up to the wall
+time. A line with `seconds` describes an interval of that length, which ends at the line's `time`. All other time is counted as part of the
+next step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CATEGORIES: dict[str, str] = {
 }
 """Description of each category."""
 PAUSES = {"save": "saving", "validation": "productive", "rollback": "restarting"}
-"""By kind of line, the category of its seconds."""
+"""For each kind of line that describes a pause, the category of its seconds."""
 
 Line = Mapping[str, Any]
 
@@ -62,7 +62,7 @@ def run_goodput(folder: Path) -> RunGoodput | None:
 
 
 def incident_times(folder: Path) -> list[float]:
-    """Unix times at which supervision noticed failures, ascending; incidents that cannot be read are left out."""
+    """Unix times at which supervision noticed failures, ascending. Incidents that cannot be read are left out."""
     times = []
     for path in folder.glob("incidents/*/incident.json"):
         try:
@@ -73,7 +73,7 @@ def incident_times(folder: Path) -> list[float]:
 
 
 def goodput(lines: Sequence[Line], incidents: Sequence[float] = ()) -> RunGoodput | None:
-    """The breakdown of the lines of wall_time.jsonl, in any order; None without lines."""
+    """The breakdown for the lines of wall_time.jsonl, which may be in any order; None without lines."""
     ordered = sorted(lines, key=lambda line: line["time"])
     if not ordered:
         return None
@@ -85,7 +85,7 @@ def goodput(lines: Sequence[Line], incidents: Sequence[float] = ()) -> RunGoodpu
 
 
 class _Sweep:
-    """Passes over the lines in order of time and assigns all time up to `now` to categories, except `_of_step`."""
+    """Goes through the lines in order of time, and assigns all time up to `now` to categories, except for the time in `_of_step`."""
 
     def __init__(self, lines: Sequence[Line], incidents: Sequence[float]) -> None:
         first = lines[0]
@@ -94,11 +94,11 @@ class _Sweep:
         self._incidents = sorted(time for time in incidents if time > self.begin)
         self._median_step = _median_step(lines)
         self._of_step = 0.0
-        """Median seconds of a step, and seconds since the last step line that belong to the next one."""
+        """Seconds since the last step line that belong to the next step (`_of_step`), and the median seconds of a step."""
         self._ended = self.begin
 
     def add(self, line: Line, *, undone: bool) -> None:
-        """Assign the time up to the line."""
+        """Assign the time up to this line."""
         end = max(line["time"], self.now)
         kind = line["kind"]
         if kind == "start":
@@ -110,9 +110,9 @@ class _Sweep:
         elif kind == "step":
             self._step(self._of_step + end - self.now, line, lost=undone or bool(line.get("skipped")))
             self._of_step = 0.0
-            # Training went on after an incident before this step, so it explains no later gap.
+            # Training continued after an incident before this step, so that incident cannot explain a later gap.
             self._incidents = [time for time in self._incidents if time > end]
-        else:  # the end of a start; what follows says whether a failure caused it
+        else:  # a start has ended; the next lines show whether because of a failure
             self._ended = end
             return
         self.now = end
@@ -136,10 +136,12 @@ class _Sweep:
         self.seconds["recomputing" if lost else "productive"] += total - data
 
     def _gap(self, end: float, after_failure: str) -> None:
-        """Assign the time outside of starts: idle or, if a failure was noticed in it, detecting and `after_failure`."""
+        """Assign the time between two starts: idle, or if a failure was noticed then, first detecting and then `after_failure`."""
         noticed = [time for time in self._incidents if time <= end]
         self._incidents = self._incidents[len(noticed) :]
-        self.seconds["recomputing" if noticed else "idle"] += self._of_step  # the begin of a step that did not end
+        self.seconds["recomputing" if noticed else "idle"] += (
+            self._of_step
+        )  # the beginning of a step that was not finished
         self._of_step = 0.0
         if not noticed:
             self.seconds["idle"] += end - self.now
@@ -152,7 +154,7 @@ class _Sweep:
 
 
 def _undone(lines: Sequence[Line]) -> list[bool]:
-    """For each line whether it is of a step after which the run later continued from an earlier one."""
+    """For each line, whether it is of a step that was undone: later, the run continued from an earlier step."""
     last_kept = math.inf
     undone = []
     for line in reversed(lines):

@@ -1,10 +1,12 @@
-"""Comparison of the predicted step time and memory of a rank with the run's own step lines.
+"""Compares the predicted step time and memory of a rank with the step lines of the run.
 
-The first `WARM_UP` steps of a start are ignored. The step time is the median of the others, which a pause (a
-validation, a checkpoint, a profiler) does not change. Parts are means over the middle half of these steps by step time,
-so that they add up to such a step. Phases of a step separate fewer parts than the prediction: a forward that waits for
-its weights is longer, without a record of the wait. So exposed communication is compared together with compute, and
-pipeline messages together with the bubble. A recorded timeline (`train --timeline`) separates them.
+The first `WARM_UP` steps of a start are ignored. The step time is the median of all other steps, so pauses (a validation, a checkpoint, a
+profiler) do not change it. The parts of a step are means over the middle half of these steps, sorted by step time, so that they add up to a
+typical step.
+
+Phases of a step cannot separate everything that is predicted separately. For example, a forward that waits for its weights only takes
+longer, and the wait is not recorded. Exposed communication is therefore compared together with compute, and pipeline messages together with
+the bubble. A recorded timeline (`train --timeline`) separates them.
 """
 
 from __future__ import annotations
@@ -20,28 +22,28 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.plan import Breakdown, Predicted
 
 WARM_UP = 5
-"""Ignored first steps of a start: they compile, and fill the allocator's cache."""
+"""Number of first steps of a start that are ignored. They compile, and fill the allocator's cache."""
 COMPARED_STEPS = 10
-"""Steps after warm-up at which a run reports the comparison."""
+"""Number of steps after warm-up at which a run prints the comparison."""
 FEWEST_STEPS = 3
-"""Steps after warm-up that a report at the end needs at least."""
+"""Least number of steps after warm-up for a comparison at the end of a run."""
 KEPT_STEPS = 1000
-"""The newest steps compared at the end of a long run."""
+"""Number of newest steps that are compared at the end of a long run."""
 
 COMPUTE_PHASES = ("forward", "backward", "reduce", "optim")
 """Phases in which a rank computes, or waits for a collective that its compute needs."""
 TIMED_AXES = ("pipeline", "shard", "replicate")
-"""Axes whose exposed communication a timeline measures; that of other axes is part of its compute."""
+"""Axes whose exposed communication a timeline measures. For other axes, it is counted as compute."""
 
 ROUNDING_SECONDS = 1e-9
-"""Predicted parts below this are rounding errors."""
+"""Predicted parts below this many seconds are taken for rounding errors."""
 
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TypicalStep:
-    """A typical step of one rank, or of all ranks: then phases are means and memory is that of the fullest rank."""
+    """A typical step of one rank or of all ranks. For all ranks, phases are means, and memory is that of the rank with the most."""
 
     steps: tuple[int, int]
     """First and last step included."""
@@ -50,16 +52,16 @@ class TypicalStep:
     tokens_per_second_per_gpu: float | None
     mfu: float | None
     memory_bytes: int
-    """Peak memory: of tensors on a GPU, resident on a CPU."""
+    """Peak memory: on a GPU of tensors, on a CPU the resident memory of the process."""
     resident: bool
     """Whether `memory_bytes` is the resident set of the process."""
     phases: dict[str, float]
-    """Seconds by phase, adding up to a step; empty if steps have no phases."""
+    """Seconds by phase, which add up to a step. Empty if steps have no phases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A measured and a predicted figure; `low` and `high` are the ends of the 80% band."""
+    """A measured and a predicted figure. `low` and `high` are the bounds of the 80% band of the prediction."""
 
     measured: float
     predicted: float | None = None
@@ -73,19 +75,19 @@ class Comparison:
 
     @property
     def outside(self) -> bool:
-        """Whether the measured figure is outside of the predicted band."""
+        """Whether the measured figure is outside of the 80% band."""
         return self.low is not None and self.high is not None and not self.low <= self.measured <= self.high
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckPart:
-    """A part of a step that measurement and prediction share, with the components of each."""
+    """A part of a step that is both measured and predicted, with the components of each."""
 
     name: str
     measured: dict[str, float]
     predicted: dict[str, float] = field(default_factory=dict)
     known: bool = True
-    """Whether it is predicted; if not, `predicted` is empty and does not mean no time."""
+    """Whether the part is predicted. If not, `predicted` is empty, which does not mean zero seconds."""
 
     @property
     def measured_seconds(self) -> float:
@@ -103,28 +105,28 @@ class CheckPart:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionCheck:
-    """Measured and predicted figures of a run, stored as JSON."""
+    """The measured and predicted figures of a run. It is stored as JSON."""
 
     steps: tuple[int, int]
     """First and last step included."""
     step_seconds: Comparison
     memory_bytes: Comparison
     resident: bool
-    """Whether the measured memory is the resident set of the process (CPU ranks), with interpreter and libraries."""
+    """Whether measured memory is the resident memory of the process, which includes interpreter and libraries (CPU ranks)."""
     tokens_per_second_per_gpu: Comparison | None = None
     mfu: Comparison | None = None
     parts: tuple[CheckPart, ...] = ()
     """Empty if the prediction has no parts."""
     recorded: tuple[int, int] | None = None
-    """First and last step of the timeline that gives the parts; None if the phases of all steps give them."""
+    """First and last step of the timeline from which the parts are; None if they are from the phases of all steps."""
     unpredicted: str = ""
-    """Why the time of steps that sample what they train on (`rl`) is not predicted."""
+    """With `rl`, why the time of steps that sample their training data is not predicted."""
     samples: bool = False
-    """Whether the steps sample what they train on. Then all figures are means, and the prediction is without the time of rewards."""
+    """Whether steps sample their training data. Then all figures are means, and the prediction does not include the time of rewards."""
 
 
 def typical_step(records: Sequence[Record]) -> TypicalStep | None:
-    """The typical step of step lines of metrics.jsonl after warm-up; None if there are none."""
+    """The typical step, from lines of metrics.jsonl for steps after warm-up; None if there are none."""
     timed = [record for record in records if record.get("step_seconds")]
     if not timed:
         return None
@@ -144,10 +146,9 @@ def typical_step(records: Sequence[Record]) -> TypicalStep | None:
 def compare_with_prediction(
     predicted: Predicted, measured: TypicalStep, timeline: Record | None = None
 ) -> PredictionCheck:
-    """The comparison of `predicted` with `measured`, by part if the prediction has parts.
+    """Compare `measured` with `predicted`, part by part if the prediction has parts.
 
-    `timeline` is the summary of a recorded timeline (`observe.timeline_files.summary`), which separates more parts than
-    phases do.
+    `timeline` is the summary of a recorded timeline (`observe.timeline_files.summary`), which separates more parts than the phases do.
     """
     time_ratio = (predicted.step_seconds or 0.0) / measured.seconds
     memory = comparable_memory(predicted, resident=measured.resident)
@@ -204,10 +205,10 @@ def _finite(value: object) -> bool:
 
 
 def comparable_memory(predicted: Predicted, *, resident: bool) -> int:
-    """Predicted bytes that are comparable with a measured peak.
+    """The predicted bytes that can be compared with a measured peak.
 
-    Torch does not count memory of CUDA and of communicators, so on a GPU the framework's share is left out; a process's
-    resident set includes it.
+    On a GPU, torch does not count the memory of CUDA and of communicators, so the predicted share of the framework is left out. The
+    resident memory of a process includes it.
     """
     return predicted.memory_peak_bytes - (0 if resident else predicted.memory_bytes.get("framework", 0))
 
@@ -239,7 +240,7 @@ def _step(prediction_check: PredictionCheck) -> str:
 
 
 def why_unpredicted(prediction_check: PredictionCheck) -> str:
-    """Return why the prediction check has no predicted step time. Memory is resident on CPUs only."""
+    """Why the prediction check has no predicted step time. (If memory is resident memory, the ranks are on CPUs.)"""
     if prediction_check.samples:
         return f"the time of answers is not predicted: {prediction_check.unpredicted}"
     return (
@@ -280,7 +281,7 @@ def _hints(prediction_check: PredictionCheck, run: str) -> list[str]:
 
 
 def _rate(measured: float | None, predicted: float | None, time_ratio: float) -> Comparison | None:
-    """A rate and its prediction, derived from the step times if it was not predicted."""
+    """A rate and its prediction. If it was not predicted, the prediction is derived from the step times."""
     if measured is None:
         return None
     return Comparison(measured=measured, predicted=predicted or (measured / time_ratio if time_ratio else None))
@@ -297,7 +298,7 @@ def _parts(expected: Breakdown | None, phases: Mapping[str, float], timeline: Re
 def _parts_of_phases(expected: Breakdown, phases: Mapping[str, float]) -> tuple[CheckPart, ...]:
     exposed = {f"exposed {axis}": seconds for axis, seconds in expected.exposed.items()}
     stages = _nonzero({"bubble": expected.bubble, "exposed pipeline": exposed.pop("exposed pipeline", 0.0)})
-    # With pipeline stages, the first ranks at the gradient norm wait for the others there: this is the end of the bubble.
+    # With pipeline stages, the ranks that reach the gradient norm first wait there for the others. This wait is the end of the bubble.
     working = tuple(name for name in COMPUTE_PHASES if not (stages and name == "reduce"))
     between = {
         "between phases": sum(seconds for name, seconds in phases.items() if name not in (*COMPUTE_PHASES, "data"))
@@ -354,7 +355,7 @@ def _median(records: Sequence[Record], key: str) -> float | None:
 
 
 def _middle_half(records: Sequence[Record]) -> Sequence[Record]:
-    """The records without the fastest and the slowest quarter; all of fewer than four."""
+    """The records without the fastest and the slowest quarter. Fewer than four records are all returned."""
     ordered = sorted(records, key=lambda record: record["step_seconds"])
     quarter = len(records) // 4
     return ordered[quarter : len(ordered) - quarter]

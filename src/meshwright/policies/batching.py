@@ -1,12 +1,13 @@
-"""Continuous batching: which tokens of which requests the next step computes, and in which cache blocks.
+"""Continuous batching: decides which tokens of which requests the next step computes, and in which cache blocks.
 
-Each step decodes every running request and computes chunks of prompts up to the token budget. Requests go first come, first
-served; a level of priority is worth a number of seconds. A request that needs a block when none is free takes it from
-the last in this order, which is computed again later. So the first request always advances, and none starves.
+Each step decodes one token of every running request, and computes chunks of prompts up to the token budget. Requests are served in order of
+arrival; each level of priority counts like an earlier arrival by some seconds. If a request needs a cache block and none is free, the last
+request in this order loses its blocks and is computed again later (preemption). The first request therefore always advances, and no request
+starves.
 
-The caller plans a step, computes it and completes it. It may plan the next step before: the policy knows how many tokens
-are coming, only their values arrive with `complete`. A block that is released while a step is in flight is written by
-later steps only, so the steps must be computed in the order in which they are planned.
+The caller plans a step, computes it, and completes it. It may plan the next step before the results of the current one are known: the
+policy knows how many tokens are coming, and gets their values with `complete`. If a block is released while a step is in flight, only later
+steps write to it. Steps must therefore be computed in the order in which they were planned.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Cache = TypeVar("Cache", bound=BlockTables)
 
 
 class BatchPolicy(Generic[Cache]):
-    """Plans the steps of one model replica, which takes the blocks of its requests from `cache`."""
+    """Plans the steps of one model replica. The blocks of its requests come from `cache`."""
 
     def __init__(self, limits: BatchLimits, cache: Cache) -> None:
         self.limits = limits
@@ -54,43 +55,44 @@ class BatchPolicy(Generic[Cache]):
 
     @property
     def running(self) -> int:
-        """Requests that hold cache blocks."""
+        """Requests that have a slot in the batch and cache blocks."""
         return len(self._batch.requests)
 
     @property
     def decodes(self) -> Sequence[RequestPart]:
-        """The decode parts that the next step moves on."""
+        """The decode parts of the running requests; the next step computes one more token of each."""
         return self._batch.current_decodes()
 
     @property
     def prompts_wait(self) -> bool:
-        """Whether there are tokens of prompts to compute."""
+        """Whether any prompt has tokens that are not planned yet."""
         return bool(self._batch.prefills) or self._batch.next_head() is not None
 
     @property
     def preemptions(self) -> int:
-        """Times that a request lost its blocks."""
+        """How often a request lost its blocks."""
         return self._batch.preemptions
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of prompts that were taken from the prefix cache, counted when a request is first admitted."""
+        """Prompt tokens found in the prefix cache. A request counts when it is first admitted."""
         return self._batch.cached_tokens
 
     @property
     def looked_up_tokens(self) -> int:
-        """Tokens of the prompts of these requests: never fewer."""
+        """Prompt tokens that were looked up in the prefix cache, at least `cached_tokens`. A request counts when it is first admitted."""
         return self._batch.looked_up_tokens
 
     @property
     def next_deadline(self) -> float | None:
-        """The earliest deadline in seconds of an unfinished request."""
+        """The earliest deadline of an unfinished request, in seconds; None if no request has one."""
         return self._queue.next_deadline()
 
     def add(self, request: Request, digests: Sequence[bytes] = (), tail: bytes | None = None) -> None:
-        """Queue a request. `digests` are those of its first blocks and `tail` that of its prompt's end, if the caller knows them.
+        """Queue a request.
 
-        Raises BadInput if the cache could not hold it alone or its numbers make no sense.
+        If the caller has computed them, `digests` are the digests of the first full blocks, and `tail` is the digest of the tokens after
+        the last full block of the prompt. Raises BadInput if the cache is too small for this request alone, or if its numbers are invalid.
         """
         self.check(request)
         key = (self.limits.turn(request.arrival, request.priority), request.number)
@@ -115,14 +117,14 @@ class BatchPolicy(Generic[Cache]):
             self._queue.wait_for(leader.request.number, progress)
 
     def abort(self, number: int) -> None:
-        """End a request at once; a number that is unknown or has ended is ignored."""
+        """End a request at once. A number that is unknown, or whose request has ended, is ignored."""
         if number in self._progress:
             self._end(self._progress[number], "abort")
 
     def fail_request(self, number: int, *, poisoned: bool = False) -> None:
-        """End a request for an error of its own, as `abort`; the other requests of its step go on.
+        """End a request because of an error of its own. The other requests of its step continue.
 
-        `poisoned`: what its blocks hold is not to be used again, so they leave the prefix cache, shared ones included.
+        With `poisoned`, the contents of its blocks must not be used again: they are removed from the prefix cache, including shared blocks.
         """
         if (progress := self._progress.get(number)) is not None:
             if poisoned:
@@ -130,7 +132,7 @@ class BatchPolicy(Generic[Cache]):
             self._end(progress, "failed")
 
     def drain_ended(self) -> list[RequestEnded]:
-        """Requests that ended since the last call, in order."""
+        """The requests that ended since the last call, in the order in which they ended."""
         ended = self._ended
         self._ended = []
         return ended
@@ -138,9 +140,10 @@ class BatchPolicy(Generic[Cache]):
     def prompt_digests(
         self, prompt: Sequence[int], generation: int | None = None, *, tail: bool = False, salt: str = ""
     ) -> list[bytes]:
-        """Digests of the full blocks of a prompt, with `tail` also of the tokens behind them, for requests with this salt.
+        """Digests of the full blocks of a prompt, for requests with `salt`. With `tail`, also of the tokens after the last full block.
 
-        `generation` of weights, None: the current one.
+        `generation` is the generation of the weights; None is the current one. Example: with blocks of 4 tokens, a prompt of 10 tokens has
+        two full blocks, and the tail has 2 tokens.
         """
         size = self.cache.tokens_per_block
         root = root_digest(NO_SALT + salt, self._batch.generation if generation is None else generation)
@@ -151,19 +154,19 @@ class BatchPolicy(Generic[Cache]):
         return digests
 
     def forget_cache(self) -> None:
-        """Empty the prefix cache, for new weights, and take the blocks of running requests, which are computed again.
+        """Empty the prefix cache for new weights. All running requests lose their blocks and are computed again.
 
-        A step with drafts must be completed before.
+        A step with draft tokens must be completed before this call, else RuntimeError is raised.
         """
         if self._drafts_in_flight:
             raise RuntimeError("complete the step with draft tokens before the cache is emptied")
         self._batch.forget_cache()
 
     def next_step(self, now: float, drafts: Mapping[int, int] | None = None) -> EngineStep | None:
-        """Plan a step at time `now` in seconds; None if there is nothing to compute until a step in flight is completed.
+        """Plan a step at time `now` in seconds. Returns None if nothing can be computed before a step in flight is completed.
 
-        `drafts` maps request numbers to draft tokens to verify; fewer are planned where budget, blocks or the request's
-        end do not allow all. A step with drafts must be completed before the next is planned.
+        `drafts` maps request numbers to the number of draft tokens to verify. Fewer are planned if the budget, the free blocks or the end
+        of the request do not allow all. A step with drafts must be completed before the next step is planned, else RuntimeError is raised.
         """
         if self._drafts_in_flight:
             raise RuntimeError("complete the step with draft tokens before planning the next one")
@@ -205,7 +208,7 @@ class BatchPolicy(Generic[Cache]):
         return step
 
     def _plan_decodes(self, step: EngineStep) -> None:
-        """Move every decode to its next position and take the blocks that this needs."""
+        """Advance every decode by one position, and give it a new block if its last block is full."""
         decodes = self._batch.current_decodes()
         reached = []
         for index, part in enumerate(decodes):
@@ -226,7 +229,7 @@ class BatchPolicy(Generic[Cache]):
             self._batch.set_limit(part)
 
     def _add_drafts(self, step: EngineStep, decodes: list[RequestPart], drafts: Mapping[int, int]) -> None:
-        """Lengthen decode parts by draft tokens, where neither a prefill nor another request's block is in the way."""
+        """Add draft tokens to decode parts. Drafts use only budget that prefills left, and only free blocks: no request is preempted."""
         for index, part in enumerate(decodes):
             allowed = min(self.limits.tokens + len(decodes) - step.tokens, part.progress.final - part.start)
             wanted = min(drafts.get(part.request.number, 0), allowed)
@@ -243,7 +246,7 @@ class BatchPolicy(Generic[Cache]):
     def _plan_prefills(
         self, step: EngineStep, chunks: list[RequestPart], joining: list[RequestPart], preemptions: int
     ) -> None:
-        """Fill the token budget with prompts in order; admit requests in their turn, unless this step has preempted any."""
+        """Fill the token budget with chunks of prompts in order. Admit requests in their turn, unless this step preempted any."""
         batch = self._batch
         index = 0
         budget = self.limits.tokens
@@ -267,19 +270,18 @@ class BatchPolicy(Generic[Cache]):
                 index += 1
 
     def extends(self, step: EngineStep) -> bool:
-        """Whether `extend` may let the step stand for several, if there are blocks for them."""
+        """Whether `extend` may make `step` represent several steps, if there are enough blocks."""
         single = self._in_flight > 1 or step.number != self._steps - 1 or step.decodes < len(step.parts) or step.drafts
         admits = self._preempted or self._batch.next_head() is not None
         releases = self.cache.smallest_window is not None and self._queue.head() is not None
         return not (single or admits or releases or step.final)
 
     def extend(self, step: EngineStep, most: int) -> int:
-        """Let a step of decodes that was just planned stand for up to `most` identical ones; returns their number.
+        """Let a step that was just planned, and that only decodes, represent several identical steps. Returns their number, at most `most`.
 
-        If it stands for several already, `most` counts from the last of these. The result is exactly that of so many
-        single steps with unknown tokens, each completed before the next is planned, if nothing is added, aborted or late
-        meanwhile; `complete` completes the last of them. A step with a prefill or drafts, and one beside another in
-        flight, stays single.
+        If the step already represents several, `most` counts from the last of them. The result equals that many single steps with unknown
+        tokens, each completed before the next is planned, provided that no request is added, aborted or late in between. `complete` then
+        completes all of them. A step with a prefill or with drafts is not extended, and neither is a step while another is in flight.
         """
         if most < 2 or not self.extends(step):
             return 1
@@ -295,8 +297,8 @@ class BatchPolicy(Generic[Cache]):
     def complete(self, step: EngineStep, tokens: Sequence[int] | None, stopped: Collection[int] = ()) -> None:
         """Process the results of a step without drafts.
 
-        `tokens` are the new tokens of `step.sampling`, in that order; None stands for unknown ones, of a simulated step.
-        `stopped` are numbers of requests for which the new token is the last.
+        `tokens` has one new token for each part of `step.sampling`, in that order; None if the tokens are unknown, as in a simulation.
+        `stopped` has the numbers of requests that end with their new token.
         """
         if step.drafts or (step.repeat > 1 and tokens is not None):
             raise ValueError("a step with drafts is completed by complete_drafts, a repeated one without tokens")
@@ -313,7 +315,7 @@ class BatchPolicy(Generic[Cache]):
         self._finish(step, stopped)
 
     def complete_drafts(self, step: EngineStep, tokens: Sequence[Sequence[int]], stopped: Collection[int] = ()) -> None:
-        """Process the results of a step with drafts: for each of `step.sampling`, the accepted draft tokens and one more."""
+        """Process the results of a step with drafts. `tokens`: for each part of `step.sampling`, accepted drafts and one token."""
         for index, (part, new) in enumerate(zip(step.sampling, tokens, strict=True)):
             if not 0 < len(new) <= (part.count if index < step.decodes else 1):
                 raise ValueError(f"request {part.request.number}: {len(new)} new tokens from a part of {part.count}")
@@ -327,13 +329,14 @@ class BatchPolicy(Generic[Cache]):
         self._finish(step, stopped)
 
     def fail(self, step: EngineStep) -> None:
-        """End all requests of a step that could not be computed. Its blocks do not enter the prefix cache."""
+        """End all requests of a step that could not be computed. Blocks that it computed do not enter the prefix cache."""
         self._in_flight -= 1
         self._drafts_in_flight = False
         for part in step.parts:
             self._end(part.progress, "failed")
 
     def _deliver(self, progress: RequestProgress, tokens: Sequence[int]) -> None:
+        """Append new tokens to a request. If it lost its blocks and now all its tokens in flight are known, queue it again."""
         if progress.ended:
             return
         progress.tokens.extend(tokens)
@@ -341,6 +344,7 @@ class BatchPolicy(Generic[Cache]):
             self._queue.push(progress)
 
     def _finish(self, step: EngineStep, stopped: Collection[int]) -> None:
+        """Register computed prompts in the prefix cache, and end requests that stopped or have all their tokens."""
         self._in_flight -= 1
         for part in step.parts[step.decodes :]:
             progress = part.progress
@@ -357,6 +361,7 @@ class BatchPolicy(Generic[Cache]):
                 self._end(progress, "length")
 
     def _end(self, progress: RequestProgress, reason: Reason) -> None:
+        """End a request, release its blocks, and let a waiting sample of its prompt take its place."""
         if progress.ended:
             return
         if progress.live:
@@ -367,7 +372,7 @@ class BatchPolicy(Generic[Cache]):
         self._queue.replace_leader(progress.request.number)
 
     def check(self, request: Request) -> None:
-        """Raise BadInput if the cache could not hold a request alone or its numbers make no sense."""
+        """Raise BadInput if the cache is too small for this request alone, or if its numbers are invalid."""
         name = f"request {request.number}"
         if request.number in self._progress:
             raise BadInput(f"{name}: another request has this number")

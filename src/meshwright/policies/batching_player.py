@@ -1,6 +1,6 @@
-"""Plays the batching policy over arrivals with an abstract cost of a step, and reports the times of each request.
+"""Simulates the batching policy for given arrivals and a given cost of a step. Reports the times of each request.
 
-One replica without overlap: a step begins when the results of the one before it are known.
+It simulates one replica that does not overlap steps: a step begins when the results of the step before are known.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from meshwright.policies.batch_request import EngineStep, Reason, Request, Reque
 from meshwright.policies.batching import BatchPolicy
 
 StepCost = Callable[[int, int, Sequence[RequestPart]], float]
-"""Seconds of a step, from its decode tokens, the positions that these attend to in all, and its prefill chunks."""
+"""A function (decode tokens, positions that they attend to in total, prefill chunks) that returns the seconds of a step."""
 LONGEST_REPEAT = 64
-"""Identical decode steps that are planned in one call at most."""
+"""Identical decode steps that are planned in one call, at most."""
 
 
 @dataclass(slots=True)
 class ServedRequest:
-    """Times of one request in seconds; None until it has come so far."""
+    """Times of one request in seconds. A time is None until the request has reached it."""
 
     request: Request
     first_token: float | None = None
@@ -35,7 +35,7 @@ class ServedRequest:
 
     @property
     def time_per_token(self) -> float | None:
-        """Mean seconds of a new token after the first (TPOT); None with fewer than two tokens."""
+        """Mean seconds for each new token after the first (TPOT); None with fewer than two new tokens."""
         if self.first_token is None or self.end is None or self.new_tokens < 2:
             return None
         return (self.end - self.first_token) / (self.new_tokens - 1)
@@ -44,7 +44,7 @@ class ServedRequest:
 def play(
     policy: BatchPolicy[Any], requests: Iterable[Request], cost: StepCost, longest_repeat: int = LONGEST_REPEAT
 ) -> list[ServedRequest]:
-    """The times of all requests, in order of arrival. `policy` has no other requests."""
+    """Simulate all requests and return their times in order of arrival. `policy` must not have other requests."""
     arrivals = sorted(requests, key=lambda request: request.arrival)
     served = {request.number: ServedRequest(request) for request in arrivals}
     now = 0.0
@@ -77,11 +77,12 @@ def play(
 
 
 def _context(step: EngineStep) -> int:
+    """Positions that the decode tokens of a step attend to, in total."""
     return sum(part.start + 1 for part in step.parts[: step.decodes])
 
 
 def _step_ends(step: EngineStep, context: int, now: float, until: float, cost: StepCost, most: int) -> list[float]:
-    """Ends of this step and of the identical ones that would begin before `until`."""
+    """End times of this step and of the following identical steps that would begin before `until`; `most` at most."""
     ends = [now + cost(step.decodes, context, step.parts[step.decodes :])]
     if step.decodes == len(step.parts):
         while len(ends) < most and ends[-1] < until:

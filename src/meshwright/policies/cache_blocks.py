@@ -1,7 +1,8 @@
-"""Blocks of the paged key-value cache: reference counts, prefix cache, one block table for each group of layers.
+"""Blocks of the paged key-value cache: reference counts, the prefix cache, and one block table for each group of layers.
 
-Equal prefixes are recognised by a chain of hashes over full blocks: BLAKE2b of the parent's digest and the block's token
-ids, from a root that depends on the salt. With 256 bits, equal digests mean equal prefixes; tokens are not compared.
+Equal prefixes are found by a chain of hashes over full blocks. The digest of a block is BLAKE2b of its parent's digest and its token ids.
+The first block's parent is a root digest that depends on the salt. Digests have 256 bits, so equal digests are taken to mean equal
+prefixes, and tokens are not compared.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from itertools import takewhile
 from meshwright.policies.batch_request import CacheGroup
 
 NO_SALT = "="
-"""Salt of requests that share their blocks with all others; another salt follows it."""
+"""Prefix of every salt. Requests without a salt of their own have only this, and share their blocks."""
 UNUSED_BLOCK = 0
-"""Id that stands in a table for a block outside of the window; it is never given to a request."""
+"""Id that a table has in place of a block that is outside the window. No request ever gets this block."""
 
 
 def root_digest(salt: str, generation: int) -> bytes:
-    """Digest before the first block, for a salt and a generation of weights."""
+    """The parent digest of first blocks, for a salt and a generation of the weights."""
     name = salt.encode("utf-8", "surrogatepass")  # any text of JSON; different texts have different bytes
     return hashlib.blake2b(name + generation.to_bytes(8, "little"), digest_size=32).digest()
 
 
 def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Digest of a full block after a prefix."""
+    """Digest of a block. `parent` is the digest of the block before it, or the root."""
     return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=32).digest()
 
 
 def extend_digests(digests: list[bytes], root: bytes, tokens: Sequence[int], blocks: int, size: int) -> None:
-    """Add to `digests` those that are missing of the first `blocks` full blocks of `size` tokens."""
+    """Append the missing digests of the first `blocks` full blocks of `size` tokens to `digests`."""
     parent = digests[-1] if digests else root
     for start in range(len(digests) * size, blocks * size, size):
         parent = block_digest(parent, tokens[start : start + size])
@@ -41,22 +42,21 @@ def extend_digests(digests: list[bytes], root: bytes, tokens: Sequence[int], blo
 
 
 class BlockCounts:
-    """Numbers of the blocks of one group."""
+    """How many blocks of one group there are and how many are free."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks - 1
-        """Blocks that requests can have; the first is `UNUSED_BLOCK`."""
+        """Blocks that requests can get: all except `UNUSED_BLOCK`."""
         self.free = self.blocks
         """Blocks without references."""
         self.releases = 0
-        """Times that references were removed: a request that found too few free blocks may find enough after one."""
+        """How often references were removed. A request that found too few free blocks is tried again when this number has changed."""
 
 
 class BlockPool(BlockCounts):
-    """The blocks of one group. A block without references stays in the prefix cache until it is needed (LRU).
+    """The blocks of one group. A block without references stays in the prefix cache until it is needed, least recently used first.
 
-    Of 4 blocks block 0 is never used; two are taken, one is left:
-
+    Example: of 4 blocks, block 0 is never used. After two are taken, one is free:
     >>> pool = BlockPool(4)
     >>> pool.take_all(2), pool.free
     ([1, 2], 1)
@@ -78,11 +78,11 @@ class BlockPool(BlockCounts):
         return len(self._idle)
 
     def take(self) -> int:
-        """A free block with one reference; empty blocks go first. Raises IndexError if there is none."""
+        """Take a free block, with one reference. Blocks outside the prefix cache are taken first. Raises IndexError if none is free."""
         return self.take_all(1)[0]
 
     def take_all(self, count: int) -> list[int]:
-        """`count` free blocks with one reference each; empty blocks go first. Raises IndexError if there are not so many."""
+        """Take `count` free blocks, with one reference each. Blocks outside the prefix cache are taken first. Raises IndexError."""
         if count > self.free:
             raise IndexError("no free cache block")
         empty = self._empty
@@ -100,7 +100,7 @@ class BlockPool(BlockCounts):
         return taken
 
     def share_all(self, blocks: Iterable[int]) -> None:
-        """Add a reference to cached blocks."""
+        """Add one reference to each of these cached blocks."""
         references = self.references
         for block in blocks:
             if not references[block]:
@@ -109,7 +109,7 @@ class BlockPool(BlockCounts):
             references[block] += 1
 
     def release_all(self, blocks: Iterable[int]) -> None:
-        """Remove a reference from blocks, in this order; `UNUSED_BLOCK` has none."""
+        """Remove one reference from each block, in this order. `UNUSED_BLOCK` is skipped."""
         references = self.references
         digest_of = self._digest_of
         idle = self._idle
@@ -129,7 +129,7 @@ class BlockPool(BlockCounts):
         self.free += len(idle) + len(empty) - before
 
     def claim(self, digest: bytes) -> int:
-        """Remove a cached block without references from the prefix cache; returns it with one reference."""
+        """Remove the cached block with this digest from the prefix cache, and return it with one reference. It must have had none."""
         block = self.block_of.pop(digest)
         del self._digest_of[block], self._idle[block]
         self.references[block] = 1
@@ -137,13 +137,13 @@ class BlockPool(BlockCounts):
         return block
 
     def idle_of(self, digests: Iterable[bytes]) -> int:
-        """How many of the cached blocks of these digests have no references."""
+        """The number of these digests whose cached block has no references. All must be cached."""
         references = self.references
         block_of = self.block_of
         return sum([not references[block_of[digest]] for digest in digests])
 
     def register_all(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
-        """Enter computed blocks in the prefix cache, unless equal ones are there already; not `UNUSED_BLOCK`."""
+        """Enter computed blocks into the prefix cache, except `UNUSED_BLOCK` and blocks with an equal one in the cache."""
         block_of = self.block_of
         digest_of = self._digest_of
         for block, digest in zip(blocks, digests, strict=True):
@@ -152,7 +152,7 @@ class BlockPool(BlockCounts):
                 digest_of[block] = digest
 
     def remove(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
-        """Remove blocks, and those of these digests, from the prefix cache, as far as they are in it."""
+        """Remove from the prefix cache these blocks, and also the blocks with these digests. Those that are not cached are ignored."""
         known = {self.block_of[digest] for digest in digests if digest in self.block_of}
         for block in known.union(block for block in blocks if block in self._digest_of):
             del self.block_of[self._digest_of.pop(block)]
@@ -161,7 +161,7 @@ class BlockPool(BlockCounts):
                 self._empty.append(block)
 
     def forget(self) -> None:
-        """Empty the prefix cache."""
+        """Empty the prefix cache. References stay."""
         self._empty.extend(self._idle)
         self._idle.clear()
         self.block_of.clear()
@@ -169,94 +169,94 @@ class BlockPool(BlockCounts):
 
 
 class BlockTables(ABC):
-    """Blocks of requests, as batching takes them. `tables` are the block tables of one request, one for each group."""
+    """The interface through which batching gets blocks. `tables` always means the block tables of one request, one for each group."""
 
     alike = False
-    """Whether blocks are only counted, so that requests may take them in any order."""
+    """Whether blocks are only counted, so that it does not matter in which order requests take them."""
 
     def __init__(self, counts: Sequence[BlockCounts], windows: Sequence[int | None], tokens_per_block: int) -> None:
         self.counts = counts
-        """Number of blocks of each group."""
+        """Block counts of each group."""
         self.windows = windows
-        """Tokens that a query of each group attends to; None: all."""
+        """For each group, the tokens that a query attends to; None for all."""
         self.tokens_per_block = tokens_per_block
         self.smallest_window = min((window for window in windows if window is not None), default=None)
 
     def first_block(self, group: int, position: int) -> int:
-        """Index of the first block that a query at `position` attends to."""
+        """Index of the first block in which a query at `position` attends to a token."""
         window = self.windows[group]
         return 0 if window is None else max(position - window + 1, 0) // self.tokens_per_block
 
     def blocks_outside(self, position: int) -> int:
-        """Number of first blocks that a query at `position` does not attend to in some group."""
+        """Number of leading blocks that some group no longer needs for a query at `position`."""
         return max(self.first_block(group, position) for group in range(len(self.windows)))
 
     def most_held(self, group: int, tokens: int, chunk: int = 1) -> int:
-        """Blocks of a group that a request of `tokens` holds at most, computed `chunk` tokens at a time."""
+        """The most blocks of a group that a request of `tokens` tokens has at any time, if it is computed `chunk` tokens at a time."""
         size = self.tokens_per_block
         window = self.windows[group]
         whole = -(-tokens // size)
         return whole if window is None else min(whole, -(-(window + chunk - 2) // size) + 1)
 
     def room(self, tables: list[list[int]]) -> int:
-        """Positions that `tables` can cover with the free blocks."""
+        """Number of positions that `tables` can cover if they get all free blocks."""
         blocks = min([len(table) + pool.free for pool, table in zip(self.counts, tables, strict=True)])
         return blocks * self.tokens_per_block
 
     @abstractmethod
     def matching(self, digests: Sequence[bytes]) -> int:
-        """Length in blocks of the longest prefix for whose next token all groups have cached the attended blocks."""
+        """The longest usable cached prefix, in blocks: after it, every group has all blocks that the next token attends to."""
 
     @abstractmethod
     def idle_matches(self, group: int, digests: Sequence[bytes], length: int) -> int:
-        """How many blocks of a matching prefix of `length` blocks count as free."""
+        """How many cached blocks of a matching prefix of `length` blocks are counted as free, as they have no references."""
 
     @abstractmethod
     def share(self, tables: list[list[int]], digests: Sequence[bytes], length: int) -> None:
-        """Begin `tables` with a matching prefix of `length` blocks."""
+        """Fill the empty `tables` with a matching prefix of `length` blocks, and add references to its blocks."""
 
     @abstractmethod
     def claim(self, tables: list[list[int]], digest: bytes) -> bool:
-        """Add the cached block of a digest to each table, for the request alone, which may write to it.
+        """Append the cached block with this digest to each table and remove it from the prefix cache, so that the request may write to it.
 
-        False, and nothing is done, if a group has none without references.
+        Returns False, without changes, if in any group the block is not cached or has references.
         """
 
     @abstractmethod
     def append(self, tables: list[list[int]]) -> bool:
-        """Add a block to each table; false, and nothing is done, if a group has none."""
+        """Append a free block to each table. Returns False, without changes, if a group has none."""
 
     @abstractmethod
     def append_all(self, wanted: Sequence[tuple[list[list[int]], int]]) -> None:
-        """Add so many blocks to the tables of each of these requests. Raises IndexError if there are not so many."""
+        """For each (tables, number): append this number of free blocks to each table. Raises IndexError if too few are free."""
 
     @abstractmethod
     def grow(self, tables: list[list[int]], tokens: int) -> None:
-        """Take blocks until `tables` cover `tokens` positions; `room` says whether that is possible."""
+        """Append blocks until `tables` cover `tokens` positions. Check with `room` before that there are enough."""
 
     @abstractmethod
     def leave_window(self, tables: list[list[int]], position: int) -> None:
-        """Release the blocks that no query from `position` on attends to."""
+        """Release the blocks to which no query from `position` on attends."""
 
     @abstractmethod
     def register(self, tables: list[list[int]], digests: Sequence[bytes], first: int, last: int) -> None:
-        """Enter blocks `first` … `last - 1`, which are computed, in the prefix cache."""
+        """Enter the computed blocks `first` … `last - 1` into the prefix cache."""
 
     @abstractmethod
     def remove(self, tables: list[list[int]], digests: Sequence[bytes]) -> None:
-        """Remove the blocks of `tables`, and those of `digests`, from the prefix cache; references on them stay."""
+        """Remove the blocks of `tables`, and the blocks with these digests, from the prefix cache. Their references stay."""
 
     @abstractmethod
     def release(self, tables: list[list[int]]) -> None:
-        """Release all blocks, the last one first, so that a chain is evicted from its end."""
+        """Release all blocks, the last one first. Cached prefixes are then evicted from their end."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Empty the prefix cache: the weights have changed."""
+        """Empty the prefix cache, because the weights have changed."""
 
 
 class CacheBlocks(BlockTables):
-    """The pools of all groups."""
+    """The block tables of an engine, with one `BlockPool` for each group."""
 
     def __init__(self, groups: Sequence[CacheGroup], tokens_per_block: int) -> None:
         self.pools = [BlockPool(group.blocks) for group in groups]
@@ -265,7 +265,7 @@ class CacheBlocks(BlockTables):
     def matching(self, digests: Sequence[bytes]) -> int:
         longest = 0
         consecutive = [0] * len(self.pools)
-        if None in self.windows:  # such a group needs all blocks of the prefix
+        if None in self.windows:  # such a group needs every block of the prefix
             pool = self.pools[self.windows.index(None)]
             digests = list(takewhile(pool.block_of.__contains__, digests))
             if len(self.pools) == 1:
@@ -285,7 +285,7 @@ class CacheBlocks(BlockTables):
         return self.pools[group].idle_of(digests[first:length])
 
     def has_any(self, digests: Sequence[bytes], first: int, end: int) -> bool:
-        """Whether any of the blocks `first` … `end - 1` of a request is cached."""
+        """Whether any group has cached any of the blocks `first` … `end - 1` with these digests."""
         return any(digest in pool.block_of for pool in self.pools for digest in digests[first:end])
 
     def share(self, tables: list[list[int]], digests: Sequence[bytes], length: int) -> None:

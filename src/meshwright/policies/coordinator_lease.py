@@ -1,10 +1,13 @@
-"""When a process may coordinate a job, and when another one may take its place. Pure: times are given by the callers.
+"""Decides when a process may coordinate a job, and when another process may take its place. Callers pass all times.
 
-The lease is a small record that all hosts can reach. It changes by compare-and-swap only: a write succeeds if the record is
-still the version that the writer has read. The holder renews it every `RENEW_SECONDS`, and acts for `ACTING_SECONDS`, counted
-from before the write of its last renewal. Another process takes it when it has seen the same version for `LEASE_SECONDS`,
-counted from after that write. So the holder stops first, unless the other clock runs 6 / 4.5, a third, faster. No process
-compares its time with another host's.
+The lease is a small record that all hosts can reach. It changes only by compare-and-swap: a write succeeds only if the record still has the
+version that the writer has read.
+
+- The holder renews the lease every `RENEW_SECONDS`. It may act for `ACTING_SECONDS` after its last renewal, counted from before that write.
+- Another process may take the lease when it has seen the same version for `LEASE_SECONDS`, counted from after that write.
+
+So the holder always stops first, unless the other process' clock runs faster by a third (6 / 4.5). No process compares its time with
+another host's.
 """
 
 from __future__ import annotations
@@ -15,25 +18,25 @@ RENEW_SECONDS = 1.0
 ACTING_SECONDS = 4.5
 LEASE_SECONDS = 6.0
 CONTEND_SECONDS = 2.5
-"""Seconds without a renewal after which an agent starts a process that waits for the lease: it loads its program meanwhile."""
+"""If the lease was not renewed for this many seconds, an agent starts a process that will wait for it. The process needs time to load."""
 
 
 @dataclass(frozen=True)
 class CoordinatorLease:
-    """Content of the register."""
+    """The content of the lease record."""
 
     version: int
-    """Grows by one with each replacement."""
+    """Increases by one at each write."""
     holder: str
     """Random id of the holding process."""
     process: str
-    """Readable name of the holding process, as in lock files (`durable.lock.this_process`)."""
+    """Readable name of the holder, as in lock files (`durable.lock.this_process`)."""
     host: str
-    """Name of its machine: the first part of the names of its agents."""
+    """Name of the holder's machine. Names of the machine's agents begin with it."""
     address: str
-    """HOST:PORT at which agents reach it."""
+    """HOST:PORT at which agents reach the holder."""
     released: bool = False
-    """Whether the holder has ended by itself."""
+    """Whether the holder has ended regularly and released the lease."""
 
     @property
     def pid(self) -> int:
@@ -42,18 +45,18 @@ class CoordinatorLease:
 
 
 class LeaseWatch:
-    """What one process has seen of the lease. Its times are seconds of a clock of this host that never goes back."""
+    """What one process has seen of the lease. Times are in seconds of a clock of this host that never goes back."""
 
     def __init__(self, version: int | None = None, since: float = 0.0) -> None:
-        """Continue the watch of another process of this host, which has seen `version` since the time `since`."""
+        """Continue for another process of this host, which has seen `version` without a change since the time `since`."""
         self.lease: CoordinatorLease | None = None
         self.version = version
         self.since = since
         self.renewed = False
-        """Whether the lease was renewed while it was watched, so that its holder is alive."""
+        """Whether the lease was renewed while it was watched. If so, its holder was alive."""
 
     def see(self, lease: CoordinatorLease | None, now: float) -> None:
-        """Take the register's content, which was read before `now`."""
+        """Note the content of the record, which was read before `now`."""
         version = None if lease is None else lease.version
         self.lease = lease
         if version != self.version:
@@ -62,14 +65,14 @@ class LeaseWatch:
             self.since = now
 
     def silent(self, now: float) -> float:
-        """Seconds for which the lease has not been renewed."""
+        """Seconds since the last renewal that was seen."""
         return now - self.since
 
     def is_free(self, now: float) -> bool:
-        """Whether the lease may be taken, by a replacement of the version that was seen."""
+        """Whether the lease may be taken, by replacing the version that was seen."""
         return self.lease is None or self.lease.released or self.silent(now) >= LEASE_SECONDS
 
 
 def acts(renewed: float, now: float) -> bool:
-    """Whether the holder, whose last successful renewal began at `renewed`, may act."""
+    """Whether the holder may act now. `renewed` is the time at which its last successful renewal began."""
     return now - renewed < ACTING_SECONDS

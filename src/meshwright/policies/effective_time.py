@@ -1,14 +1,18 @@
 """Effective training time: the share of wall-clock time that advances a run with failures, in closed form.
 
-One checkpoint follows T seconds of training and costs δ seconds. Failures are a Poisson process with mean time M between
-them (wall-clock time; a failure may interrupt a recovery, which then starts again). Class c has the share p_c of all
-failures and the recovery R_c = detection + restart + loading. Its newest copy of the state becomes usable L_c seconds
-after it was taken. The expected cycle (Daly 2006, here for several classes) gives
+A run takes a checkpoint after every T seconds of training, at a cost of δ seconds. Failures are a Poisson process with mean time M between
+them, in wall-clock time. A failure may also interrupt a recovery, which then starts again. There are classes of failures:
+
+    p_c    share of class c among all failures
+    R_c    its recovery: detection + restart + loading
+    L_c    time from a copy of the state until this class of failures can use the copy
+
+The expected cycle (Daly 2006, here for several classes) gives
 
     effective = T/M · Σ p_c e^(−R_c/M) · Σ p_c e^(−L_c/M) / (e^((T+δ)/M) − 1) · hosts
 
-where `hosts` is the mean speed with hosts that are replaced only after a while, see `host_factor`. For short recoveries
-it is close to the familiar 1 − δ/T − (detection + restart + T/2)/M, which `first_order` returns.
+where `hosts` is the mean speed if lost hosts are replaced only after a while (`host_factor`). For short recoveries the result is close to
+the familiar 1 − δ/T − (detection + restart + T/2)/M, which `first_order` returns.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ FIRST_ORDER_FORMULA = "1 − δ/T − Σ p·(detection + restart + loading + L +
 
 @dataclass(frozen=True)
 class FailureClass:
-    """Failures that are detected and repaired alike."""
+    """A class of failures that are detected and repaired in the same way."""
 
     name: str
     share: float
@@ -38,6 +42,7 @@ class FailureClass:
 
     @property
     def recovery_seconds(self) -> float:
+        """Seconds from the failure until the ranks have their state again."""
         return self.detect_seconds + self.restart_seconds + self.load_seconds
 
 
@@ -49,7 +54,7 @@ class FailureModel:
     mttf_seconds: float
     """Mean time between failures of the whole job."""
     interval_seconds: float
-    """Training between two checkpoints."""
+    """Training time between two checkpoints."""
     cost_seconds: float
     """Training time that one checkpoint costs."""
     classes: tuple[FailureClass, ...]
@@ -57,9 +62,9 @@ class FailureModel:
     replace_seconds: float = 0.0
     """Mean time until the cluster supplies another host for a lost one."""
     wait_seconds: float | None = None
-    """Wait for a host before the run continues on the remaining ones; None waits until it has all."""
+    """How long the run waits for a host before it continues with fewer hosts; None if it waits until all hosts are there."""
     resize_seconds: float = 0.0
-    """Restart of the run at a checkpoint when a host returns to it."""
+    """Duration of the restart, at a checkpoint, when a host returns to a run that continued without it."""
 
     @property
     def host_share(self) -> float:
@@ -67,7 +72,7 @@ class FailureModel:
         return sum(failure.share for failure in self.classes if failure.loses_host)
 
     def mean(self, value: Callable[[FailureClass], float]) -> float:
-        """Mean of `value` over failures."""
+        """Mean of `value` over all failures, weighted by the shares of their classes."""
         return sum(failure.share * value(failure) for failure in self.classes)
 
 
@@ -81,7 +86,7 @@ def effective_time(model: FailureModel) -> float:
 
 
 def losses(model: FailureModel) -> dict[str, float]:
-    """Shares of wall-clock time by cause, each to first order: their sum is 1 − `first_order`."""
+    """Shares of wall-clock time that are lost, by cause, each to first order. Their sum is 1 − `first_order`."""
     mttf = model.mttf_seconds
     return {
         "checkpoints": model.cost_seconds / model.interval_seconds,
@@ -101,10 +106,10 @@ def first_order(model: FailureModel) -> float:
 def host_factor(model: FailureModel) -> float:
     """Mean speed, from 0 to 1, of a run whose hosts are lost and replaced; 1 if no failure loses a host.
 
-    Hosts in replacement are the customers of an M/G/∞ queue: their number is Poisson distributed with mean host_share ·
-    replace / MTTF. The first `spares` of them cost nothing. For a further one the run waits, at most `wait_seconds` from
-    its loss, and then continues on the remaining hosts at a speed in proportion to them, until a restart at a checkpoint
-    adds the host that returned.
+    The number of hosts in replacement is the number of customers in an M/G/∞ queue: it has a Poisson distribution with mean host_share ·
+    replace / MTTF. The first `spares` lost hosts cost nothing. For each further one the run waits, at most `wait_seconds` from the loss.
+    Then it continues on the remaining hosts, at a speed in proportion to their number, until a restart at a checkpoint adds the returned
+    host.
     """
     mean_missing = model.host_share * model.replace_seconds / model.mttf_seconds
     if mean_missing == 0:
@@ -122,12 +127,12 @@ def host_factor(model: FailureModel) -> float:
     outwaited = exp(-return_rate * model.wait_seconds)
     waiting = max(0.0, exp(-return_rate * detection) - outwaited) / return_rate
     per_loss = waiting + outwaited * model.resize_seconds
-    # Losses that begin a wait fall into training time, which the waits shorten.
+    # Only losses during training begin a wait, and waits reduce the share of training time; hence the division.
     return (1 - excess / model.hosts) / (1 + model.host_share / model.mttf_seconds * no_spare * per_loss)
 
 
 def poisson_cdf(largest: int, mean: float) -> float:
-    """Probability that a Poisson variable is at most `most`, 0 if that is negative."""
+    """Probability that a Poisson variable with this mean is at most `largest`; 0 if `largest` is negative."""
     term = exp(-mean)
     total = 0.0
     for count in range(largest + 1):
@@ -137,7 +142,7 @@ def poisson_cdf(largest: int, mean: float) -> float:
 
 
 def spares_needed(model: FailureModel, quantile: float = 0.99) -> int:
-    """Fewest spare hosts that suffice, with probability `quantile`, for the hosts in replacement at one time."""
+    """The fewest spare hosts with which, with probability `quantile`, all hosts in replacement at one time are covered."""
     mean_missing = model.host_share * model.replace_seconds / model.mttf_seconds
     spares = 0
     while poisson_cdf(spares, mean_missing) < quantile:
@@ -147,7 +152,7 @@ def spares_needed(model: FailureModel, quantile: float = 0.99) -> int:
 
 @dataclass(frozen=True)
 class MeasuredFailure:
-    """Failure of a real run, with its measured times."""
+    """A failure of a real run, with its measured times."""
 
     name: str
     """Class of the failure, such as crash or hang."""
@@ -161,7 +166,7 @@ class MeasuredFailure:
 
 @dataclass(frozen=True)
 class ScaledTime:
-    """The effective training time of a short run's failures at another failure rate."""
+    """Effective training time, scaled from the measured failures of a short run to another failure rate."""
 
     effective: float
     formula: str
@@ -173,13 +178,13 @@ class ScaledTime:
 def scale_measured(
     failures: Sequence[MeasuredFailure], shares: dict[str, float], mttf_seconds: float, checkpoint_share: float
 ) -> ScaledTime:
-    """Effective training time if the measured failures occurred once in `mttf_seconds`.
+    """Effective training time if failures like the measured ones occurred once in `mttf_seconds`.
 
-    `shares` is the share of each class among all failures, and sums to 1. `checkpoint_share` is the share of undisturbed
-    training time that checkpoints took. Every failure takes its mean measured time, whatever the rate:
-    1 − checkpoints − Σ share · (detected + restarted + lost) / MTTF, at least 0.
+    `shares` has the share of each class among all failures. `checkpoint_share` is the share of undisturbed training time that checkpoints
+    took. A failure is assumed to take the mean time of its class, whatever the rate. The result is 1 − checkpoints − Σ share · (detected +
+    restarted + lost) / MTTF, but at least 0.
 
-    Raises ValueError if the shares do not sum to 1, or a class with a share was not measured.
+    Raises ValueError if the shares do not sum to 1, or if no failure of a class with a share was measured.
     """
     if abs(sum(shares.values()) - 1) > 1e-9:
         raise ValueError(f"shares of failure classes must sum to 1, got {shares}")

@@ -1,21 +1,24 @@
-"""Copies of experts in proportion to their loads, spread over nodes and ranks."""
+"""Copies experts in proportion to their loads, and spreads the copies over nodes and ranks."""
 
 from __future__ import annotations
 
 import numpy as np
 
 FRACTIONS = 4096
-"""Parts of a copy to which a target is rounded: sums of such numbers are exact, so they are equal on all ranks."""
+"""Target numbers of copies are rounded to multiples of 1 / FRACTIONS. Sums of such numbers are exact, hence equal on all ranks."""
 
 
 def spread_copies(
     loads: np.ndarray, base: np.ndarray, free: np.ndarray, ranks_per_node: int, on_all: bool = False
 ) -> np.ndarray:
-    """`base` `(L, R, E)` and copies in proportion to `loads` `(L, E)`: at most `free` `(L, R)` on each rank.
+    """The experts on each rank, `(L, R, E)` bool: those in `base`, and copies in proportion to `loads` `(L, E)`.
 
-    With `on_all`, each expert without a rank in `base` gets a copy first, as long as there are slots. Slots are filled in turns of one per
-    rank, the experts with most rows per copy first. A turn begins with the least loaded rank of each node, so the copies of an
-    expert spread over nodes first (Hecate, arXiv 2502.02581, algorithm 1).
+    A rank gets at most `free` `(L, R)` copies. With `on_all`, each expert that no rank has in `base` gets a copy first, as long as there
+    are slots.
+
+    Slots are filled in turns. In a turn each rank with a free slot gets one expert, and the experts with the most rows per copy come first.
+    Within a turn, the least loaded rank of each node comes first, so the copies of an expert are spread over nodes before they share a node
+    (Hecate, arXiv 2502.02581, algorithm 1).
     """
     layers, ranks, experts = base.shape
     existing = base.sum(1)
@@ -33,7 +36,7 @@ def spread_copies(
         is_free = free > turn
         by_node = np.where(is_free, rank_loads, np.inf).reshape(layers, -1, ranks_per_node)
         in_node = by_node.argsort(2, kind="stable").argsort(2, kind="stable").reshape(layers, ranks)
-        # The expert at the start of a turn may have copies from the turn before: ranks that have it come last.
+        # The expert at the start of this turn may have got copies in the turn before. Ranks that have it already come last.
         holders = present[layer[:, 0], :, np.maximum(sequence[layer[:, 0], offset], 0)]
         order = (in_node + rank_loads * scale + ranks * holders + 2 * ranks * ~is_free).argsort(1, kind="stable")
         number = is_free.sum(1, keepdims=True)
@@ -47,7 +50,10 @@ def spread_copies(
 
 
 def _copy_numbers(loads: np.ndarray, existing: np.ndarray, slots: np.ndarray, ranks: int, on_all: bool) -> np.ndarray:
-    """Copies of each expert `(L, E)` that fill `slots` `(L,)`, beside `existing` ones, so that rows per copy are nearly equal."""
+    """Additional copies of each expert, `(L, E)`, that fill `slots` `(L,)`, chosen so that all experts have nearly equal rows per copy.
+
+    `existing` `(L, E)` is the number of copies that there are already.
+    """
     needed = (existing == 0).astype(np.int64) if on_all else np.zeros_like(existing)
     most = ranks - existing
     total = loads.sum(1, keepdims=True)
@@ -65,7 +71,7 @@ def _copy_numbers(loads: np.ndarray, existing: np.ndarray, slots: np.ndarray, ra
 
 
 def _copy_sequence(part: np.ndarray, copies: np.ndarray, length: int) -> np.ndarray:
-    """Experts by descending rows per copy, each as often as it has `copies` `(L, E)`; -1 up to `length`."""
+    """Experts by descending rows per copy, each repeated `copies` `(L, E)` times; filled with -1 up to `length`."""
     layers = len(part)
     order = (-part).argsort(1, kind="stable")
     numbers = np.take_along_axis(copies, order, axis=1)

@@ -1,7 +1,7 @@
-"""Seconds of a layer of experts in a step, for the rows and the weights that a placement of its experts sends.
+"""Estimates the seconds of an MoE layer in a step, from the rows and the weights that a placement of its experts sends.
 
-The slowest rank and the slowest link decide, as all ranks wait for each other in the exchange of rows. Every operation here is exact or
-correctly rounded and in a fixed order, so all ranks get the same seconds bit for bit.
+The slowest rank and the slowest link decide, because all ranks wait for each other in the exchange of rows. Every operation here is exact
+or correctly rounded, and in a fixed order, so all ranks compute bitwise equal seconds.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from meshwright.policies.expert_routing import RowTotals
 
 @dataclass(frozen=True)
 class ExpertCosts:
-    """Seconds of the work of one layer of experts. All layers are alike."""
+    """Seconds of the work of one MoE layer. All layers have the same costs."""
 
     ranks_per_node: int
     row_compute: float
-    """Forward of one row at its expert."""
+    """Forward of one row through its expert."""
     row_inside: float
     """Transfer of one row to a rank of the same node."""
     row_across: float
-    """Transfer of one row to another node, on the link of the whole node."""
+    """Transfer of one row to another node, over the link of the whole node."""
     expert_inside: float
-    """Transfer of one expert's weights to a rank from its node."""
+    """Transfer of one expert's weights between ranks of a node."""
     expert_across: float
-    """Transfer of one expert's weights to a node from another one."""
+    """Transfer of one expert's weights from one node to another."""
     hidden: float
-    """Other work of the layer that hides one exchange of weights."""
+    """Duration of the layer's other work, which overlaps one exchange of weights."""
     compute_passes: int = 3
-    """Forwards that forward and backward take, one more with recompute."""
+    """Forward and backward take as long as this many forwards; one more with recompute."""
     row_exchanges: int = 4
-    """Exchanges of rows in forward and backward, two more if recompute sends them again."""
+    """Exchanges of rows in forward and backward; two more if recompute sends the rows again."""
     weight_exchanges: int = 2
-    """The gather and the reduction of gradients, one more if weights are gathered again for the backward."""
+    """The gather of weights and the reduction of gradients; one more if weights are gathered again for the backward."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class LayerTimes:
     """Seconds of each layer in a step, each `(L,)`."""
 
     compute: np.ndarray
-    """Experts of the rank with most rows."""
+    """Computation of experts on the rank with the most rows."""
     exchange: np.ndarray
     """Exchange of rows."""
     weights: np.ndarray
-    """The part of the exchange of weights that is not hidden."""
+    """Exchange of weights, as far as no other work overlaps it."""
 
     @property
     def total(self) -> np.ndarray:
@@ -55,7 +55,7 @@ class LayerTimes:
 
 
 def layer_times(totals: RowTotals, owners: np.ndarray, costs: ExpertCosts) -> LayerTimes:
-    """Times for the rows `totals` of a placement whose experts are copied from their `owners` `(L, E)`."""
+    """Seconds of each layer with the rows `totals`, where copies of experts come from their `owners` `(L, E)`."""
     exchange = np.maximum(totals.inside.max(1) * costs.row_inside, totals.across.max(1) * costs.row_across)
     exposed = np.maximum(gather_seconds(totals, owners, costs) - costs.hidden, 0)
     return LayerTimes(
@@ -66,7 +66,7 @@ def layer_times(totals: RowTotals, owners: np.ndarray, costs: ExpertCosts) -> La
 
 
 def gather_seconds(totals: RowTotals, owners: np.ndarray, costs: ExpertCosts) -> np.ndarray:
-    """Seconds `(L,)` in which copies reach all ranks: each crosses to a node once, and from there to its ranks."""
+    """Seconds `(L,)` until copies have reached all ranks. Each copy is sent to a node once, and from there to the ranks of the node."""
     layers, ranks = totals.rank_experts.shape
     on_rank = np.arange(layers)[:, None] * ranks + owners
     owned_count = np.bincount(on_rank.ravel(), minlength=layers * ranks).reshape(layers, ranks)

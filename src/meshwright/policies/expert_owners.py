@@ -1,8 +1,8 @@
-"""Assignment of experts to owner ranks: heterogeneous sharding (Hecate, arXiv 2502.02581, algorithm 2).
+"""Assigns experts to owner ranks: heterogeneous sharding (Hecate, arXiv 2502.02581, algorithm 2).
 
-An owner keeps an expert's master weights and optimizer state. Experts that are copied to all ranks anyway need no balanced owners. The
-others are spread so that ranks and nodes have equal loads in each layer. A rank has an equal number of experts over all layers together,
-and any number of one layer's.
+The owner of an expert has its master weights and optimizer state. Experts that are copied to all ranks in any case do not need balanced
+owners. The other experts are spread so that ranks and nodes have equal loads in each layer. Over all layers together, ranks own equal
+numbers of experts. In a single layer, a rank may own any number.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 from meshwright.spec.errors import BadInput
 
 LEAST_GAIN = 2
-"""Percent of the busiest rank's load by which new owners must lower it: moving experts takes time."""
+"""New owners must lower the busiest rank's load by at least this many percent, because moving experts takes time."""
 
 
 def even_owners(layers: int, experts: int, ranks: int) -> np.ndarray:
-    """Owners `(layers, experts)` in blocks of consecutive experts, as expert parallelism has them.
+    """Owners `(layers, experts)`, where each rank owns consecutive experts as in expert parallelism.
 
-    With fewer experts than ranks, consecutive layers use consecutive ranks. Raises BadInput if ranks would own different numbers.
+    With fewer experts than ranks, successive layers use successive ranks. Raises BadInput if ranks would own different numbers of experts.
     """
     if layers * experts % ranks:
         raise BadInput(f"plan.experts: expected a divisor of {layers} layers × {experts} experts, got {ranks} ranks")
@@ -28,11 +28,13 @@ def even_owners(layers: int, experts: int, ranks: int) -> np.ndarray:
 
 
 def heterogeneous_owners(loads: np.ndarray, copied: int, ranks: int, ranks_per_node: int) -> np.ndarray:
-    """Owners `(layers, experts)` for `loads` of that shape, if each layer's `copied` most loaded experts are on all ranks.
+    """Owners `(layers, experts)` for `loads` of the same shape.
 
-    Layers with the highest load of one expert choose first. The others of a layer go to the node with the smallest load and in it
-    to the rank with the smallest load, among those with free slots; equal loads to the one with fewer free slots. Experts that
-    are copied take what is left. Raises BadInput if the ranks cannot own equal numbers.
+    The `copied` most loaded experts of each layer are on all ranks in any case.
+
+    Layers are handled in the order of their largest load. The experts of a layer that are not copied are assigned by descending load: to
+    the node with the smallest load, and within the node to the rank with the smallest load that has a free slot. If loads are equal, the
+    rank with fewer free slots is chosen. Copied experts get the remaining slots. Raises BadInput if the ranks cannot own equal numbers.
     """
     layers, experts = loads.shape
     if layers * experts % ranks:
@@ -50,9 +52,9 @@ def heterogeneous_owners(loads: np.ndarray, copied: int, ranks: int, ranks_per_n
 
 
 def layer_owners(loads: np.ndarray, copied: int, ranks: int, ranks_per_node: int) -> np.ndarray:
-    """As `heterogeneous_owners`, with equal numbers of experts on all ranks in each layer.
+    """Like `heterogeneous_owners`, but all ranks own equally many experts in each layer.
 
-    Raises BadInput if the ranks do not divide the experts.
+    Raises BadInput if the number of experts is not a multiple of the number of ranks.
     """
     layers, experts = loads.shape
     if experts % ranks:
@@ -67,9 +69,9 @@ def layer_owners(loads: np.ndarray, copied: int, ranks: int, ranks_per_node: int
 
 
 def better_owners(loads: np.ndarray, owners: np.ndarray, copied: int, ranks: int, ranks_per_node: int) -> np.ndarray:
-    """`layer_owners` where they lower the load of a layer's busiest rank by `LEAST_GAIN` or more, elsewhere `owners`.
+    """For each layer, `layer_owners` if they lower the load of the busiest rank by at least `LEAST_GAIN` percent, else `owners`.
 
-    Experts that are copied do not count.
+    Experts that are copied to all ranks do not count for loads.
     """
     found = layer_owners(loads, copied, ranks, ranks_per_node)
     counted = loads.copy()
@@ -79,9 +81,10 @@ def better_owners(loads: np.ndarray, owners: np.ndarray, copied: int, ranks: int
 
 
 def position_order(owners: np.ndarray, ranks: int) -> np.ndarray:
-    """Old position of the expert of each position, `(layers, experts)`; position p belongs to rank p ÷ (experts ÷ ranks).
+    """For each new position, the present position of the expert that moves there, `(layers, experts)`.
 
-    `owners` `(layers, experts)` are the new owners by present position. Experts that stay on their rank keep their position.
+    Position p belongs to rank p ÷ (experts ÷ ranks). `owners` `(layers, experts)` has the new owner of the expert at each present position.
+    Experts that stay on their rank keep their position.
     """
     layers, experts = owners.shape
     order = np.tile(np.arange(experts), (layers, 1))
@@ -98,7 +101,7 @@ def _busiest(loads: np.ndarray, owners: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def _spread(owners: np.ndarray, loads: np.ndarray, experts: np.ndarray, free: list[int], ranks_per_node: int) -> None:
-    """Give the `experts` of a layer, by falling load, owners among the ranks with `free` slots, which become fewer."""
+    """Assign `experts`, in descending order of load, to ranks with free slots. Writes `owners` and lowers `free`."""
     rank_loads = [0] * len(free)
     for expert in experts.tolist():
         rank = _next_owner(rank_loads, free, ranks_per_node)

@@ -1,11 +1,14 @@
-"""Routing of each rank's rows where an expert is present on several ranks, and the rows that each rank computes.
+"""Decides where rows are sent if an expert is on several ranks, and counts the rows that each rank computes.
 
-A row is the activation of one token for one of its experts. Present on a rank are the experts that it owns and copies of others. A row
-goes to its own rank if its expert is present there; else to the ranks of its node that have it, in equal parts; else to all ranks that
-have it (Hecate, arXiv 2502.02581, section 4.3).
+A row is the activation of one token for one of its experts. A rank has the experts that it owns, and copies of others. A row is sent to the
+first of these that exists (Hecate, arXiv 2502.02581, section 4.3):
 
-Shapes: L layers, R ranks in the order of their nodes, N nodes, E experts. Counts are whole numbers and their sums exact in float64 in any
-order, so all ranks compute the same figures bit for bit.
+1. its own rank, if the expert is there,
+2. the ranks of the same node that have the expert; they share the rows equally,
+3. all ranks that have the expert; they share the rows equally.
+
+Shapes: L layers, R ranks in the order of their nodes, N nodes, E experts. Counts are whole numbers. Their sums are exact in float64 in any
+order, so all ranks compute bitwise equal figures.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RowTotals:
-    """Rows of one exchange to the experts, which its answer repeats in the other direction."""
+    """Rows in one exchange, from the tokens' ranks to the experts. The second exchange sends as many rows back."""
 
     computed: np.ndarray
     """Rows that each rank's experts process, `(L, R)`."""
@@ -32,14 +35,15 @@ class RowTotals:
 
 
 def owned(owners: np.ndarray, ranks: int) -> np.ndarray:
-    """Present experts `(L, R, E)`, boolean, if each is on its owner only: expert parallelism. `owners` `(L, E)` are ranks."""
+    """The experts on each rank, `(L, R, E)` bool, if each expert is only on its owner, as in expert parallelism. `owners` is `(L, E)`."""
     return owners[:, None, :] == np.arange(ranks)[None, :, None]
 
 
 def route(counts: np.ndarray, present: np.ndarray, rank: int, ranks_per_node: int) -> np.ndarray:
-    """How many of the rows of `rank` go to each rank, `(E, R)`. `counts` `(E,)` are its rows by expert, `present` `(R, E)`.
+    """How many rows of `rank` for each expert go to each rank, `(E, R)`. `counts` `(E,)` are its rows by expert; `present` is `(R, E)`.
 
-    Equal parts differ by one row at most. Which copies get one more depends on rank and expert, so that no copy gets all of them.
+    Shares differ by at most one row. Which ranks get the additional row depends on `rank` and the expert, so that it is not always the same
+    one.
     """
     ranks, experts = present.shape
     destinations = np.zeros((experts, ranks), dtype=np.int64)
@@ -58,16 +62,16 @@ def route(counts: np.ndarray, present: np.ndarray, rank: int, ranks_per_node: in
 
 
 def node_rows(counts: np.ndarray, ranks_per_node: int) -> np.ndarray:
-    """Rows of all ranks of a node, `(L, N, E)`, of `counts` `(L, R, E)`."""
+    """Rows of each node, `(L, N, E)`: the sums of `counts` `(L, R, E)` over the ranks of the node."""
     layers, ranks, experts = counts.shape
     return counts.reshape(layers, ranks // ranks_per_node, ranks_per_node, experts).sum(2)
 
 
 def row_totals(counts: np.ndarray, by_node: np.ndarray, present: np.ndarray) -> RowTotals:
-    """Rows of each rank and node for `counts` `(L, R, E)`, their `node_rows` `by_node`, and `present` `(L, R, E)`.
+    """Rows of each rank and node. `counts` is `(L, R, E)`, `by_node` its `node_rows`, and `present` `(L, R, E)` the experts on each rank.
 
-    Each part is rounded up to whole rows, so a rank has a few rows more than under `route`. The work grows with the number of present
-    experts, since all other elements of `counts` are only needed as `by_node`.
+    Each share is rounded up to whole rows, so a rank may have a few rows more than with `route`. The time grows with the number of experts
+    on ranks, because all other elements of `counts` are needed only in `by_node`.
     """
     layers, ranks, experts = counts.shape
     nodes = by_node.shape[1]

@@ -1,6 +1,6 @@
-"""Detection of a hung rank, one that makes no progress: limits learned from the run's own steps, and by phase.
+"""Detects a hung rank, which is a rank without progress. Time limits are learned from the run's own steps; other phases have fixed limits.
 
-A pure state with an abstract clock: the caller gives the time in seconds with each report of progress.
+The module reads no clock: the caller passes the time in seconds with each report of progress.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from dataclasses import dataclass
 
 STEPS_WITHOUT_PROGRESS = 3.0
 EXTRA_SECONDS = 5.0
-"""A training rank hangs after this many typical steps and seconds without progress."""
+"""A training rank is hung after STEPS_WITHOUT_PROGRESS typical step times plus EXTRA_SECONDS without progress."""
 GPU_SECONDS = 30.0
 CPU_SECONDS = 5.0
-"""Least limit of a training rank."""
+"""Lower bounds of a training rank's limit, on GPUs and on CPUs."""
 PHASE_SECONDS = {"start": 1800.0, "compile": 1800.0, "validate": 600.0, "save": 1800.0, "end": 600.0}
-"""Limits of the phases other than `train`, whose duration a run cannot learn before."""
+"""Limits for the other phases, in seconds. A run cannot learn their duration before they occur."""
 COUNTED_STEPS = 64
-"""Most steps of all ranks whose median counts as the step time."""
+"""The typical step time is the median of at most this many step times, over all ranks."""
 FEWEST_STEPS = 3
-"""Fewest such steps."""
+"""With fewer step times than this, the typical step time is not known."""
 
 
 @dataclass
 class RankProgress:
-    """The last progress of a rank."""
+    """The last known progress of a rank."""
 
     phase: str
     step: int
     action: int
     count: int
-    """Number of progress marks so far; it changes whenever the rank makes progress."""
+    """Number of progress marks so far. It changes whenever the rank makes progress."""
     changed: float
     """Time of the last change."""
     step_began: float | None = None
-    """Time at which the rank was first seen in its step; None in the first step that was seen."""
+    """Time at which the rank was first seen in its current step; None if this is the first step seen of it."""
     stopped: float | None = None
-    """Time since which a signal has stopped the process; None if it runs."""
+    """Time since when the process has been stopped by a signal; None if it is not stopped."""
 
 
 class HangWatch:
@@ -71,7 +71,7 @@ class HangWatch:
         self._ranks[rank].stopped = begin if stopped else None
 
     def _learn(self, phase: str, seconds: float) -> None:
-        """Record the duration of a step; that of a step with compilation is an upper limit until others are known."""
+        """Record the duration of a step. A step with compilation is slower, and is used only until other steps are known."""
         if phase == "train":
             self._steps.append(seconds)
         elif phase == "compile":
@@ -82,18 +82,18 @@ class HangWatch:
         self._ranks.pop(rank, None)
 
     def resume(self, now: float) -> None:
-        """Restart all ranks' times at `now`: the process of the watch was stopped, and did not see their progress meanwhile."""
+        """Count every rank's time without progress from `now`. The process of the watch was stopped and has not seen their progress."""
         for progress in self._ranks.values():
             progress.changed = now
             progress.step_began = None
             progress.stopped = None if progress.stopped is None else now
 
     def seconds(self, now: float) -> dict[int, float]:
-        """Seconds without progress of each rank."""
+        """Seconds without progress, for each rank."""
         return {rank: now - last.changed for rank, last in self._ranks.items()}
 
     def limit(self, phase: str) -> float:
-        """Seconds without progress after which a rank in `phase` hangs."""
+        """Seconds without progress after which a rank in `phase` is hung."""
         if phase != "train":
             return max(PHASE_SECONDS.get(phase, 0.0), self._least)
         typical = statistics.median(self._steps) if len(self._steps) >= FEWEST_STEPS else self._first
@@ -102,12 +102,11 @@ class HangWatch:
         return max(STEPS_WITHOUT_PROGRESS * typical + EXTRA_SECONDS, self._least)
 
     def hung(self, now: float) -> tuple[int, float] | None:
-        """The rank that holds the others up and its seconds without progress; None if all ranks make progress.
+        """The rank that holds up the others, and its seconds without progress; None if no rank is hung.
 
-        Ranks that wait for a peer make none either. They wait for a rank that a signal has stopped, if there is one: it may
-        have come further, or have made progress later, as collectives are asynchronous. Else they wait for the first of
-        them in the order of step and action. A rank that a signal has stopped does not go on by itself, so that the limit of
-        its phase does not count.
+        Ranks that wait for the hung rank make no progress either. If a signal has stopped any rank, that rank is returned. It may be
+        further than others, or have made progress later, because collectives are asynchronous. Otherwise, the first rank in the order of
+        step and action is returned. A stopped rank does not continue by itself, so the limit of its phase is not used for it.
         """
         limits = {phase: self.limit(phase) for phase in self._phases}
         stalled = [

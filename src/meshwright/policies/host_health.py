@@ -22,10 +22,10 @@ Test = Literal["above", "below", "one of", "rises"]
 READING_SECONDS = 3.0
 """Seconds between two readings. An XID event ends the wait for the next one."""
 SILENT_SECONDS = 30.0
-"""Seconds without a reading after which the driver counts as silent."""
+"""If the driver answers no reading for this many seconds, it counts as silent."""
 
 HOST = "host"
-"""Part of readings that are about the whole host."""
+"""The name of the part in readings that are about the whole host."""
 CATALOGUE = "NVIDIA's XID catalogue, 29 October 2025"
 DCGM = "DCGM, dcgm_gpu_hardware_limits.h"
 GCM = "Meta's GCM, health checks"
@@ -40,7 +40,7 @@ action, which the value `recovery_action` already has."""
 
 @dataclass(frozen=True)
 class Rule:
-    """A threshold, and the action that it leads to at each moment."""
+    """A threshold for one quantity, and the action to take at each of the three moments."""
 
     name: str
     quantity: str
@@ -54,11 +54,11 @@ class Rule:
     meaning: str
     source: str
     readings: int = 1
-    """Readings in a row that must be above or below the limit."""
+    """How many successive readings must be above or below the limit."""
     seconds: float = 0.0
-    """For `rises` the time over which the increase is taken."""
+    """For `rises`: the period in which the increase is measured."""
     values: frozenset[int] = frozenset()
-    """Values that `one of` matches. For XIDs an empty set matches every XID that no other rule lists."""
+    """Values that `one of` matches. For XIDs, an empty set matches every XID that no other rule lists."""
 
 
 def _xids(
@@ -148,14 +148,14 @@ class HealthReading:
     part: str
     """Name for people, e.g. `GPU 3`."""
     values: Mapping[str, float]
-    """Quantities that were read. One that is missing was not read this time, or the part lacks or hides it."""
+    """Values by quantity. A quantity is missing if the part does not have it or does not show it, or if reading it failed this time."""
     xids: tuple[int, ...] = ()
-    """XID events since the reading before."""
+    """XID events since the previous reading."""
 
 
 @dataclass(frozen=True)
 class HealthFinding:
-    """A rule that a part of the host has met."""
+    """A part of a host meets a rule."""
 
     rule: str
     part: str
@@ -168,19 +168,19 @@ class HealthFinding:
 
 
 def is_rule(name: str) -> bool:
-    """Whether the table has a rule of this name."""
+    """Whether a rule of this name exists."""
     return name in _BY_NAME
 
 
 def action_of(rule: str, moment: Moment) -> HealthAction:
-    """The action of a rule at a moment."""
+    """The action that a rule requires at a moment."""
     found = _BY_NAME[rule]
     actions: dict[Moment, HealthAction] = {"start": found.start, "run": found.run, "failure": found.failure}
     return actions[moment]
 
 
 def source_of(rule: str) -> str:
-    """Where the threshold of a rule is from."""
+    """The source of a rule's threshold."""
     return _BY_NAME[rule].source
 
 
@@ -189,16 +189,16 @@ class HealthWatch:
     """Compares the readings of one host with the rules."""
 
     _series: dict[tuple[str, str], deque[tuple[float, float]]] = field(default_factory=dict)
-    """Times and values of each part and quantity, as far back as a rule looks."""
+    """Times and values of each part and quantity, for the longest period that any rule needs."""
     _states: dict[tuple[str, str], list[HealthFinding]] = field(default_factory=dict)
-    """Findings from the newest values of each part and quantity. They stay until the quantity is read again."""
+    """Findings from the newest values of each part and quantity. They remain until the quantity is read again."""
     _events: dict[tuple[str, str], HealthFinding] = field(default_factory=dict)
     """Findings from XIDs. They are never removed, because most XIDs are valid until the GPU is reset."""
     _rises: dict[tuple[str, str], tuple[float, HealthFinding]] = field(default_factory=dict)
     """Findings from counters, and the time until which they count."""
 
     def update(self, now: float, readings: Sequence[HealthReading]) -> tuple[HealthFinding, ...]:
-        """The findings after the readings of the time `now`, in seconds of any monotonic clock."""
+        """Add readings made at time `now`, in seconds of any monotonic clock, and return all current findings."""
         for reading in readings:
             self._take_events(reading)
             for quantity, value in reading.values.items():
@@ -210,6 +210,7 @@ class HealthWatch:
         return (*self._events.values(), *rises, *states)
 
     def _take_events(self, reading: HealthReading) -> None:
+        """Add findings for the XID events of a reading."""
         for xid in reading.xids:
             if xid in IGNORED_XIDS:
                 continue
@@ -220,6 +221,7 @@ class HealthWatch:
                     self._events.setdefault((reading.part, rule.name), HealthFinding(rule.name, reading.part, text))
 
     def _take_value(self, now: float, part: str, quantity: str, value: float) -> None:
+        """Add a value to its series, and drop values that no rule needs any more."""
         counts = quantity in _COUNTERS
         series = self._series.setdefault((part, quantity), deque(maxlen=None if counts else _LONGEST_ROW))
         if counts and series and value < series[-1][1]:
@@ -229,6 +231,7 @@ class HealthWatch:
             series.popleft()
 
     def _take_states(self, reading: HealthReading) -> None:
+        """Replace the findings of rules that compare the newest values with a limit."""
         for quantity, value in reading.values.items():
             newest = [earlier for _, earlier in self._series[reading.part, quantity]]
             found = []
@@ -239,6 +242,7 @@ class HealthWatch:
             self._states[reading.part, quantity] = found
 
     def _take_rises(self, now: float, reading: HealthReading) -> None:
+        """Add findings for counters that have increased too much."""
         for quantity, value in reading.values.items():
             for rule in _BY_QUANTITY.get(quantity, ()):
                 if rule.test != "rises":
@@ -251,7 +255,7 @@ class HealthWatch:
 
 
 def _meets(rule: Rule, row: Sequence[float]) -> bool:
-    """Whether values in a row meet a rule about states."""
+    """Whether successive values meet a rule with `above`, `below` or `one of`."""
     match rule.test:
         case "above":
             return all(value > rule.limit for value in row)

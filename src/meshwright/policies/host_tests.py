@@ -1,4 +1,4 @@
-"""Choice of the hosts and groups for the self-test after a failure, and of the hosts that a failed test excludes."""
+"""After a failure, chooses which hosts run the self-test and in which groups, and which host a failed test excludes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ HARDWARE_SIGNALS = tuple(
         signal.SIGSYS,
     )
 )
-"""Exit codes of processes that the processor, or a library that found a device broken, ended.
-Programs, users and the kernel's out-of-memory killer send the others."""
+"""Exit codes of processes that were ended by the processor, or by a library that found a broken device.
+Other exit codes come from programs, users and the kernel's out-of-memory killer."""
 DEVICE_ERRORS = re.compile(r"CUDA error|CUBLAS_STATUS_|CUDNN_STATUS_|NCCL.*unhandled|ECC error|HIP error")
 """Texts of internal errors that a broken device may have caused."""
 TEST_SECONDS = 60.0
-"""Seconds that a host's self-test may take, with the start of its processes."""
+"""Seconds that a host's self-test may take, including the start of its processes."""
 REPEATED_TEST_SECONDS = 180.0
-"""Seconds for a test after one that did not end."""
+"""Seconds that a test may take if the previous one did not end in time."""
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A host that has to pass the self-test; `paired` adds exchanges with another host."""
+    """A host that must pass the self-test. With `paired`, the test includes exchanges with another host."""
 
     host: str
     paired: bool = False
@@ -43,7 +43,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A host that trains no more in this job."""
+    """A host that is excluded from training for the rest of the job."""
 
     host: str
     cause: str
@@ -56,16 +56,17 @@ class Exclusion:
 
 
 def machine_of(host: str) -> str:
-    """The machine of an agent that is named MACHINE/PID."""
+    """The machine of an agent whose name is MACHINE/PID."""
     return host.partition("/")[0]
 
 
 def suspects_after(incidents: Sequence[Incident], members: Sequence[str]) -> tuple[Suspect, ...]:
-    """The hosts to test after the last of `incidents`, which are those since the newest checkpoint.
+    """The hosts to test after the last of `incidents`. These are all incidents since the newest checkpoint.
 
-    A configuration error, exhausted memory and a lost host lead to no test. A killed process, and a rank that lost a
-    peer, do so only if the same host or the same failure was involved before. Non-finite values end the job only if
-    they persist: then any host may have produced them. The host of a rank whose state was corrupt is tested.
+    - No test after a configuration error, exhausted memory or a lost host.
+    - After a killed process, or a rank that lost a peer: only if the same host or the same failure was involved before.
+    - After non-finite values that end the job because they persist: all hosts, as any of them may have produced the values.
+    - After corrupt state: the host of that rank.
     """
     last = incidents[-1]
     earlier = incidents[:-1]
@@ -87,9 +88,9 @@ def suspects_after(incidents: Sequence[Incident], members: Sequence[str]) -> tup
 
 
 def self_test_groups(suspects: Sequence[Suspect], members: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """The groups of `members` that run the self-test together: each suspect, and its partner if it is paired.
+    """The groups of `members` that run the self-test together: each suspect, with a partner if it is paired.
 
-    The partner is the next member that is in no other group, so that all groups run at the same time.
+    The partner is the next member that is not in another group, so all groups can run at the same time.
     """
     groups = {host: suspect for host in members for suspect in suspects if machine_of(suspect.host) == machine_of(host)}
     idle = [host for host in members if host not in groups]
@@ -105,15 +106,15 @@ def self_test_groups(suspects: Sequence[Suspect], members: Sequence[str]) -> tup
 
 
 def seconds_of_test(group: Sequence[str], incomplete: Sequence[str]) -> float:
-    """Seconds that the test of a group may take. `incomplete` are hosts whose last test did not end."""
+    """Seconds that the test of a group may take. `incomplete` are hosts whose last test did not end in time."""
     return REPEATED_TEST_SECONDS if set(group) & set(incomplete) else TEST_SECONDS
 
 
 def failed_host(host: str, group: Sequence[str], failure: str, exchange: str) -> tuple[str, str] | None:
-    """The host that the test of `host` excludes, and why; None if it passed.
+    """The host that is excluded after the test of `host`, and why; None if the test was passed.
 
-    `failure` and `exchange` say what was wrong with the host itself and with its exchanges. A failed exchange excludes
-    the suspect, which is the first of `group`, not its partner: a defect of the partner shows in its next test.
+    `failure` says what was wrong with the host itself, `exchange` what was wrong with its exchanges. A failed exchange excludes the
+    suspect, which is the first of `group`, and not its partner. If the partner is defective, its next test will show it.
     """
     if failure:
         return host, failure

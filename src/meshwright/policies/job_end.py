@@ -1,7 +1,7 @@
-"""End of a job of several ranks: its exit code, and the time at which the remaining ranks are stopped or killed.
+"""The end of a job with several ranks: its exit code, and when the remaining ranks are asked to end or killed.
 
-Ranks are given by their exit codes, in rank order: the code that a rank reported, else that of its process (negative
-signal number if a signal killed it), None while it runs.
+Ranks are represented by their exit codes, in rank order. This is the code that a rank reported, otherwise that of its process (the negative
+signal number if a signal killed it). It is None while the rank runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERRUPT
 from meshwright.spec.rank_environment import PROGRAM_STOP
 
 PEER_LOSS_CODES = (EXIT_COMMUNICATION, -signal.SIGABRT)
-"""Exit codes of a rank that lost a peer: its own report, or the abort of NCCL's watchdog."""
+"""Exit codes of a rank that lost a peer: it reported this itself, or NCCL's watchdog aborted it."""
 STOP_CODES = (EXIT_PREEMPTED, EXIT_INTERRUPTED)
 STOP_EXIT_CODES: dict[int, int] = {
     signal.SIGINT: EXIT_INTERRUPTED,
@@ -23,15 +23,15 @@ STOP_EXIT_CODES: dict[int, int] = {
     signal.SIGHUP: EXIT_PREEMPTED,
     PROGRAM_STOP: EXIT_PREEMPTED,
 }
-"""Exit code of a job that a stop signal ends."""
+"""Exit code of a job that was ended by a stop signal, by signal."""
 CULPRIT_SECONDS = 2.0
-"""Seconds to wait, after a rank reports a lost peer, for the failure of that peer."""
+"""After a rank reports a lost peer, the seconds to wait for the failure of that peer."""
 AGREEMENT_SECONDS = 0.5
-"""Seconds to wait for other ranks to report the same failure, which they do if all detect it."""
+"""Seconds to wait for other ranks to report the same failure. They do if all ranks detect it."""
 STOP_SECONDS = 30.0
-"""Seconds that the other ranks may take after one rank has stopped on request."""
+"""Seconds that the other ranks may take to stop after one rank has stopped on request."""
 GRACE_SECONDS = 12.0
-"""Seconds that ranks may take after a request to end; more than `training.lifecycle.FINISH_SECONDS`."""
+"""Seconds that ranks may take after they were asked to end. It is more than `training.lifecycle.FINISH_SECONDS`."""
 
 ExitCodes = Sequence[int | None]
 
@@ -39,7 +39,7 @@ ExitCodes = Sequence[int | None]
 def culprit(codes: ExitCodes) -> int | None:
     """The rank whose failure decides the job's exit code; None if no rank failed.
 
-    The lowest rank that failed by itself; else the lowest that stopped on request; else the lowest that lost a peer.
+    It is the lowest rank that failed by itself. If there is none, the lowest that stopped on request; else the lowest that lost a peer.
     """
     failed = [rank for rank, code in enumerate(codes) if code not in (None, EXIT_DONE)]
     by_itself = [rank for rank in failed if codes[rank] not in PEER_LOSS_CODES]
@@ -57,11 +57,11 @@ def job_code(codes: ExitCodes) -> int:
 def next_action(
     codes: ExitCodes, since_failure: float, since_request: float | None
 ) -> Literal["wait", "request end", "kill"]:
-    """Return the launcher's action on the running ranks after another rank failed.
+    """What the launcher should do with the running ranks after another rank failed.
 
-    `since_failure` is the seconds since the first failure, `since_request` the seconds since the request to end, None
-    before it. The wait before the request gives the other ranks time to stop too, and the rank that caused the failure
-    time to report it. A rank that a signal killed is a cause, and reports nothing: then there is no wait.
+    `since_failure` is the time since the first failure in seconds. `since_request` is the time since the ranks were asked to end; None if
+    they were not. The launcher waits before it asks, so that other ranks have time to stop too, and the rank that caused the failure has
+    time to report it. If a signal killed a rank, that rank is the cause and reports nothing, so there is no wait.
     """
     if since_request is not None:
         return "kill" if since_request > GRACE_SECONDS else "wait"

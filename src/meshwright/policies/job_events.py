@@ -1,4 +1,4 @@
-"""Events of a supervised job, and the actions that follow them (`policies.supervision.decide`)."""
+"""Events of a supervised job, and the actions that result from them (`policies.supervision.decide`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.policies.skipped_samples import SampleRange
 
 @dataclass(frozen=True)
 class Ready:
-    """The processes of `host` wait to begin an attempt; they no longer do if not `ready`."""
+    """The processes of `host` wait for an attempt to begin. If `ready` is false, they no longer do."""
 
     host: str
     ready: bool = True
@@ -19,7 +19,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Lost:
-    """`host` does not answer; its ranks have ended or cannot write."""
+    """`host` no longer answers. Its ranks have ended, or cannot write."""
 
     host: str
     cause: str
@@ -27,7 +27,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class AttemptReported:
-    """An agent has begun a later attempt than the state knows, whose record was lost."""
+    """An agent has begun a later attempt than the state knows of, because the record of that state was lost."""
 
     attempt: int
 
@@ -41,7 +41,7 @@ class AttemptPrepared:
 
 @dataclass(frozen=True)
 class Unplannable:
-    """There is no plan for the number of hosts of the attempt."""
+    """There is no plan for the attempt's number of hosts."""
 
     attempt: int
     cause: str
@@ -49,14 +49,14 @@ class Unplannable:
 
 @dataclass(frozen=True)
 class SelfTestEnded:
-    """The self-test of `host` ended, with errors of the host itself and of its exchanges; empty texts without errors."""
+    """The self-test of `host` has ended. The texts are errors of the host itself and of its exchanges; empty without errors."""
 
     attempt: int
     host: str
     failure: str = ""
     exchange: str = ""
     complete: bool = True
-    """Whether all checks ended; if not, the host may only have been slow."""
+    """Whether all checks ended. If not, the host may only have been slow."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,21 @@ class Committed:
 
 @dataclass(frozen=True)
 class Present:
-    """The checkpoints of `steps` exist, ascending: looked up before each event that may end the attempt."""
+    """The checkpoints of `steps`, ascending, exist. This is looked up before each event that may end the attempt."""
 
     steps: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SkippedSamples:
-    """Ranks of the attempt have begun to leave out `ranges` of samples, after a rollback."""
+    """After a rollback, the ranks of the attempt leave out the samples in `ranges`."""
 
     ranges: tuple[SampleRange, ...]
 
 
 @dataclass(frozen=True)
 class Corrupted:
-    """The state of a rank was corrupt, and the ranks go back by themselves; `number` counts reports of the attempt from 1."""
+    """The state of a rank was corrupt, and the ranks go back to an earlier state by themselves. `number` counts such reports from 1."""
 
     attempt: int
     number: int
@@ -96,7 +96,7 @@ class Corrupted:
 
 @dataclass(frozen=True)
 class Unhealthy:
-    """A finding about the health of `host`, which comes again while it is true."""
+    """A finding about the health of `host`. It is repeated as long as it is true."""
 
     host: str
     finding: HealthFinding
@@ -104,7 +104,7 @@ class Unhealthy:
 
 @dataclass(frozen=True)
 class Failed:
-    """The attempt failed, or was stopped, for a reason that `incident` states."""
+    """The attempt failed or was stopped, for the reason in `incident`."""
 
     attempt: int
     incident: Incident
@@ -120,14 +120,14 @@ class HostEnded:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """A stop signal arrived, which ends the job with `code`. Running ranks stop by themselves, with a checkpoint; no others begin."""
+    """A stop signal arrived. It ends the job with `code`. Running ranks write a checkpoint and stop by themselves; no others begin."""
 
     code: int
 
 
 @dataclass(frozen=True)
 class Unrecordable:
-    """The state of the job could not be written for too long, which ends it with `code`."""
+    """The state of the job could not be written for too long. This ends the job with `code`."""
 
     code: int
     cause: str
@@ -161,12 +161,12 @@ Event = (
 
 @dataclass(frozen=True)
 class Prepare:
-    """Write the files of the attempt that the state names: lease, Plan and assignment."""
+    """Write the files of the attempt in the state: lease, plan and assignment."""
 
 
 @dataclass(frozen=True)
 class Test:
-    """Let the members run the self-test; no attempt is prepared."""
+    """Let the members run the self-test, without preparing an attempt."""
 
     __test__ = False  # for pytest
 
@@ -178,7 +178,7 @@ class BeginAttempt:
 
 @dataclass(frozen=True)
 class EndAttempt:
-    """End the ranks of the attempt for `reason`; `incident` is its failure, None if it has not failed."""
+    """End the ranks of the attempt for `reason`. `incident` is the failure of the attempt; None if it did not fail."""
 
     reason: str
     incident: Incident | None = None
@@ -193,7 +193,7 @@ class RecordIncident:
 
 @dataclass(frozen=True)
 class Note:
-    """Show `text` to the operator; with a `key`, one text of this key only."""
+    """Show `text` to the operator. Of all notes with the same `key`, only the first is shown."""
 
     text: str
     key: str = ""

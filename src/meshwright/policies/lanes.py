@@ -1,12 +1,13 @@
-"""The order of documents that are read without preparation: lanes over shuffled groups of documents, for any number of ranks.
+"""The order in which documents are read without preparation: lanes over shuffled groups of documents, for any number of ranks.
 
-A source is a list of groups, such as the row groups of parquet files, and each group is cut into parts. Each epoch has its own shuffled
-order of the groups; the parts of a group stay together. The epochs one after another are an endless sequence of parts.
+A source is a list of groups, such as the row groups of parquet files. Each group is cut into parts. Each epoch has its own shuffled order
+of the groups; the parts of one group stay together. The epochs, one after another, form an endless sequence of parts.
 
-There are S lanes. Lane s takes the parts s, s + S, s + 2S, … A window is K (`WINDOW_PARTS`) parts of a lane that follow one another. The
-documents of a window are shuffled. Global sample i of the run is read from lane i mod S.
+There are S lanes. Lane s reads the parts s, s + S, s + 2S, … A window is K (`WINDOW_PARTS`) successive parts of a lane. The documents of a
+window are shuffled. Global sample i of a run is read from lane i mod S. Example with S = 2: lane 0 reads parts 0, 2, 4, …, and samples 0,
+2, 4, … come from lane 0.
 
-The first window of lane s has 1 + s mod K parts, so that not all lanes begin a window at the same time.
+The first window of lane s has only 1 + s mod K parts, so that the lanes do not all begin a new window at the same time.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ import numpy as np
 from meshwright.policies.sample_order import permute
 
 WINDOW_PARTS = 4
-"""Parts of a window. More shuffle better and need more room (docs/how-to/stream.md has the figures)."""
+"""Parts in a window. More parts shuffle better, but need more memory (docs/how-to/stream.md has the figures)."""
 KEPT_EPOCHS = 2
-"""Orders of epochs that are kept; lanes are seldom more than one epoch apart."""
+"""Epochs whose orders are cached. Lanes are rarely more than one epoch apart."""
 
 
 class LanePart(NamedTuple):
-    """Part `part` of the `parts` equal parts of a group."""
+    """One of the `parts` equal parts of a group, counted from 0."""
 
     group: int
     part: int
     parts: int
 
     def documents(self, count: int) -> range:
-        """Numbers of its documents, of a group of `count` documents."""
+        """Numbers of the documents in this part, if the group has `count` documents."""
         return range(count * self.part // self.parts, count * (self.part + 1) // self.parts)
 
 
 class LaneOrder:
-    """The windows of each lane. `parts` `(groups,)` are the parts of each group; `identity` names the contents of the source."""
+    """The windows of each lane. `parts` `(groups,)` is the number of parts of each group. `identity` names the contents of the source."""
 
     def __init__(self, parts: np.ndarray, lanes: int, seed: int, identity: str) -> None:
         self._parts = np.asarray(parts, dtype=np.int32)
@@ -47,17 +48,17 @@ class LaneOrder:
         self._epoch = lru_cache(maxsize=KEPT_EPOCHS)(self._make_epoch)
 
     def window(self, lane: int, window: int) -> list[LanePart]:
-        """The parts of a window of a lane."""
+        """The parts in window number `window` of a lane."""
         first = 1 + lane % WINDOW_PARTS
         begin = first + (window - 1) * WINDOW_PARTS if window else 0
         return [self._part(lane + number * self.lanes) for number in range(begin, first + window * WINDOW_PARTS)]
 
     def shuffled(self, lane: int, window: int, documents: int) -> np.ndarray:
-        """The numbers 0 to `documents` - 1 in the order in which the window's documents are read, int64."""
+        """The numbers 0 … `documents` - 1 in the order in which the documents of a window are read, int64."""
         return permute(np.arange(documents), documents, f"{self._key}/lane {lane}/{window}")
 
     def _part(self, number: int) -> LanePart:
-        """Part `number` of the endless sequence."""
+        """Part `number` of the endless sequence of all epochs."""
         epoch, within = divmod(number, self._total)
         groups, ends = self._epoch(epoch)
         at = int(np.searchsorted(ends, within, side="right"))
@@ -66,17 +67,17 @@ class LaneOrder:
         return LanePart(group, within - (int(ends[at]) - parts), parts)
 
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The groups in the order of an epoch, and the number of parts up to the end of each."""
+        """The groups in the order of an epoch, and for each the number of parts up to its end."""
         count = len(self._parts)
         groups = permute(np.arange(count), count, f"{self._key}/epoch {epoch}").astype(np.int32)
         return groups, np.cumsum(self._parts[groups], dtype=np.int64)
 
 
 def parts_of(group_bytes: np.ndarray, lanes: int, most: int) -> np.ndarray:
-    """The number of parts of each group: `(groups,)` int32, at least 1, for `group_bytes` `(groups,)` int64.
+    """The number of parts of each group, `(groups,)` int32, at least 1. `group_bytes` is `(groups,)` int64.
 
-    Parts have at most `most` bytes in the mean of their group; documents are not divided. There are enough parts for a window of every
-    lane, `lanes` · WINDOW_PARTS.
+    Parts of a group have on average at most `most` bytes; documents are not divided. There are enough parts for a window of every lane,
+    that is `lanes` · WINDOW_PARTS.
     """
     size = max(min(most, int(group_bytes.sum()) // (lanes * WINDOW_PARTS)), 1)
     return np.maximum(-(-group_bytes // size), 1).astype(np.int32)

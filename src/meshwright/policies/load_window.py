@@ -1,15 +1,15 @@
-"""The last loads of all layers of experts, from which the next step's placement of experts is decided."""
+"""Keeps the expert loads of the last steps, from which the placement of experts in the next step is decided."""
 
 from __future__ import annotations
 
 import numpy as np
 
 WINDOW_STEPS = 5
-"""Steps of a window (Hecate, arXiv 2502.02581, section 4.2)."""
+"""Number of steps in a window (Hecate, arXiv 2502.02581, section 4.2)."""
 
 
 class LoadWindow:
-    """Counts of the last `steps` steps. `history` `(steps so far, L, R, E)` is all of its state, oldest first."""
+    """Counts of the last `steps` steps. Its whole state is `history` `(steps so far, L, R, E)`, oldest first."""
 
     def __init__(self, steps: int = WINDOW_STEPS, history: np.ndarray | None = None) -> None:
         self._steps = steps
@@ -20,14 +20,14 @@ class LoadWindow:
         return np.array(self._counts)
 
     def add(self, counts: np.ndarray) -> None:
-        """Add a step's rows by layer, source rank and expert `(L, R, E)`; the oldest step leaves."""
+        """Add a step's rows by layer, source rank and expert, `(L, R, E)`. If the window is full, the oldest step is dropped."""
         self._counts = [*self._counts, counts][-self._steps :]
 
     def __len__(self) -> int:
         return len(self._counts)
 
     def sums(self) -> np.ndarray:
-        """Counts summed over the window, `(L, R, E)`; sums are exact, unlike means. Raises ValueError before the first step."""
+        """Sums of the counts over the window, `(L, R, E)`. Sums are exact; means would not be. Raises ValueError before the first step."""
         if not self._counts:
             raise ValueError("a window of loads has no step yet")
         return np.sum(self._counts, axis=0)

@@ -1,7 +1,7 @@
-"""Detection of a step's numerical failures: a value that is not finite, or a spike above a running median.
+"""Detects numerical failures of a step: a value that is not finite, or a spike above a running median.
 
-Every decision is a function of reduced values, which all ranks have. The limits of step n follow from good steps up to
-n - 2, because a rank reads the values of a step when the next one is already launched.
+Every decision is a function of reduced values, which all ranks have. The limits for step n are computed from good steps up to n − 2,
+because a rank reads the values of a step only when it has already launched the next one.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 WINDOW_STEPS = 128
-"""Most good steps whose median counts."""
+"""Number of newest good steps that are used for the median, at most."""
 FEWEST_STEPS = 20
-"""Fewest such steps: with fewer nothing is a spike."""
+"""With fewer good steps than this, nothing is called a spike."""
 LAG_STEPS = 2
-"""A step's limits follow from the steps up to this many before it."""
+"""The limits for a step use only steps that are at least this many before it."""
 MOST_SKIPS = 10
-"""Skipped updates in a row after which the run ends."""
+"""The run ends after this many successive skipped updates."""
 MOST_ROLLBACKS = 3
-"""Rollbacks to one step after which the run ends."""
+"""The run ends after this many rollbacks to the same step."""
 
 Verdict = Literal["good", "nonfinite", "spike"]
 
 
 @dataclass(frozen=True)
 class GoodStep:
-    """Loss and gradient norm of a step that was neither skipped nor rolled back."""
+    """Loss and gradient norm of a step that was not skipped or rolled back."""
 
     step: int
     loss: float
@@ -44,7 +44,7 @@ class SpikeLimits:
 
 
 def spike_limits(history: Sequence[GoodStep], step: int, factor: float) -> SpikeLimits:
-    """`factor` times the medians over the last `WINDOW_STEPS` good steps up to `step` - `LAG_STEPS`."""
+    """`factor` times the medians of loss and norm, over the last `WINDOW_STEPS` good steps up to `step` − `LAG_STEPS`."""
     window = [good for good in history if good.step <= step - LAG_STEPS][-WINDOW_STEPS:]
     if len(window) < FEWEST_STEPS:
         return SpikeLimits()

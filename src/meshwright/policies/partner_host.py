@@ -1,9 +1,10 @@
-"""Choice of the host that keeps copies of another host's snapshots (`checkpoint.partner: host`).
+"""Chooses the host that keeps copies of another host's snapshots (`checkpoint.partner: host`).
 
-Hosts form a ring: the partner of each is `shift` hosts further, so every host keeps the copies of exactly one other. ByteRobust (arXiv
-2509.16293, section 6) places copies outside a rank's own parallel groups, since a whole group may be evicted at once.
+Hosts form a ring: the partner of a host is `shift` hosts further, so every host keeps the copies of exactly one other host. ByteRobust
+(arXiv 2509.16293, section 6) places copies outside of a rank's own parallel groups, because a whole group may be evicted at once.
 
-With replicas on other hosts nothing is sent: a rank has all state that its replicas write, and keeps the part of one of them itself.
+If each rank has a replica on another host, nothing is sent: a rank has the complete state of its replicas already. It keeps the part that
+one replica writes, in addition to its own part.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from meshwright.spec.layout import Layout
 REPLICATE = "replicate"
 """The mesh axis whose ranks have the same state."""
 OUTSIDE_AXES = ("tensor", "pipeline")
-"""A partner host has no rank of the groups along these axes, where such a host exists."""
+"""Mesh axes whose groups should have no rank on the partner host, if such a host exists."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class PartnerHosts:
     ranks_per_host: int
     shift: int
     inside: int
-    """Number of ranks whose partner host has a rank of their own tensor or pipeline group."""
+    """Number of ranks whose partner host has a rank of the same tensor or pipeline group."""
 
     def host_of(self, rank: int) -> int:
         """The host that keeps the copies of `rank`."""
@@ -35,7 +36,7 @@ class PartnerHosts:
 
 
 def choose_partner_hosts(layout: Layout) -> PartnerHosts | None:
-    """The ring with the fewest ranks whose partner host is inside their groups, then the nearest; None for a single host."""
+    """The ring with the fewest ranks whose partner host has ranks of their groups; of several, the nearest host. None for a single host."""
     hosts = -(-layout.ranks // layout.ranks_per_node)
     if hosts == 1:
         return None
@@ -55,9 +56,10 @@ def choose_partner_hosts(layout: Layout) -> PartnerHosts | None:
 
 
 def choose_replicas(layout: Layout) -> tuple[int, ...] | None:
-    """For each rank the replica on another host whose part of a snapshot it also keeps; None if some rank has no such replica.
+    """For each rank, the replica on another host whose part of a snapshot it also keeps; None if some rank has no such replica.
 
-    Each rank's part is kept by one other rank. It is the nearest one at the same distance along the axis for all ranks.
+    Each part is kept by exactly one other rank. The distance to the replica along the axis is the same for all ranks, and as small as
+    possible.
     """
     size = layout.size(REPLICATE)
     for shift in range(1, size):
@@ -74,11 +76,11 @@ def choose_replicas(layout: Layout) -> tuple[int, ...] | None:
 
 
 REPLICA_SENTENCE = "each rank also keeps what its replica on another host writes, so nothing is sent"
-"""The choice of replicas in words."""
+"""Describes the choice of replicas, for messages."""
 
 
 def partner_sentence(partners: PartnerHosts) -> str:
-    """The choice in words."""
+    """Describes the choice of partner hosts, for messages."""
     where = "the next host" if partners.shift == 1 else f"the host {partners.shift} further"
     if not partners.inside:
         return f"{where} keeps them, outside of each rank's tensor and pipeline groups"

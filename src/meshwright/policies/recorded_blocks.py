@@ -1,7 +1,7 @@
-"""Changes of cache blocks outside of steps, recorded on one rank so that the other ranks of its engine repeat them.
+"""Changes of cache blocks outside of steps. They are recorded on one rank, so that the other ranks of its engine repeat them.
 
-Ranks plan equal steps only if their pools are equal. Within steps every rank makes the same changes itself; transfers between engines
-(`policies.moving_blocks`) run on rank 0 only.
+Ranks plan equal steps only if their block pools are equal. Within steps, every rank makes the same changes by itself. Transfers between
+engines (`policies.moving_blocks`) happen on rank 0 only, so their changes must be sent to the other ranks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from meshwright.policies.cache_blocks import BlockPool, CacheBlocks
 
 Change = Sequence[Any]
-"""Group, name of a method of `BlockPool`, and its arguments in values of JSON."""
+"""A recorded change: number of the group, name of a method of `BlockPool`, and its arguments as values of JSON."""
 
 
 class RecordedPool(BlockPool):
-    """The state of another pool: a change through this object is also recorded."""
+    """A second object with the state of another pool. Changes through this object are recorded; changes through the other are not."""
 
     __slots__ = ("_record",)
 
@@ -49,7 +49,7 @@ class RecordedPool(BlockPool):
 
 
 def recorded_blocks(cache: CacheBlocks, record: Callable[[Change], None]) -> CacheBlocks:
-    """Return the blocks as an object of which `record` gets each change that is made through it."""
+    """A copy of `cache` that has the same blocks. `record` is called with each change that is made through the copy."""
 
     def note(group: int, name: str, first: Any, *others: Any) -> None:
         if first:  # a change of no blocks needs no message
@@ -61,7 +61,7 @@ def recorded_blocks(cache: CacheBlocks, record: Callable[[Change], None]) -> Cac
 
 
 def repeat_change(cache: CacheBlocks, change: Change) -> None:
-    """Make a recorded change in the pools of another rank, which were equal before it."""
+    """Make a recorded change in the pools of another rank. The pools must have been equal to the recording rank's before the change."""
     group, name, *arguments = change
     pool = cache.pools[group]
     if name == "take_all":

@@ -1,4 +1,4 @@
-"""Decision after a failed attempt: a restart from a checkpoint, or the end of the run with an exit code."""
+"""Decides after a failed attempt: restart from a checkpoint, or end the run with an exit code."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERNAL, EXIT_REPEATED
 
 RESTARTED_CODES = (EXIT_INTERNAL, EXIT_COMMUNICATION)
-"""Exit codes of failures that may not occur again; a process that a signal killed is restarted too.
-Bad input, exhausted memory or disk, damaged data and stop requests would only repeat."""
+"""Exit codes of failures that may not occur again after a restart. A process killed by a signal is restarted too.
+Other failures would only repeat: bad input, exhausted memory or disk, damaged data. Stop requests are not restarted either."""
 LONGEST_DELAY = 60.0
-"""Seconds between a failure and the restart at most."""
+"""Longest delay between a failure and the restart, in seconds."""
 
 
 @dataclass(frozen=True)
 class Incident:
-    """A failure: exit code (negative: signal), rank, host, and the step that the rank worked on, None before its first."""
+    """A failure: its exit code (negative for a signal), its rank and host, and the step of the rank; None before its first step."""
 
     code: int
     cause: str
@@ -25,9 +25,9 @@ class Incident:
     host: str = ""
     step: int | None = None
     phase: str = "train"
-    """Phase of the rank at its failure (`events.messages.Phase`)."""
+    """Phase in which the rank was (`events.messages.Phase`)."""
     hang: bool = False
-    """Whether the rank ran but made no progress."""
+    """Whether the rank was running but made no progress."""
     corrupt: bool = False
     """Whether the rank's state was silently corrupt."""
 
@@ -38,17 +38,17 @@ class Incident:
 
 @dataclass(frozen=True)
 class Restart:
-    """A restart after `delay` seconds, from the newest checkpoint or from one of at most `resume_at_most`."""
+    """A restart after `delay` seconds, from the newest checkpoint; if `resume_at_most` is set, from the newest one up to that step."""
 
     delay: float = 0.0
     resume_at_most: int | None = None
     skip_step: int | None = None
-    """Step whose samples are left out from now on."""
+    """Step whose samples are left out from now on; None if none are."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The end of the run with an exit code; `diagnosis` says why there is no further restart."""
+    """The end of the run, with an exit code. `diagnosis` says why there is no restart."""
 
     code: int
     diagnosis: str = ""
@@ -65,9 +65,9 @@ class RestartPolicy:
 def after_failure(
     incidents: Sequence[Incident], policy: RestartPolicy, checkpoints: Sequence[int], *, trained: bool
 ) -> Restart | Stop:
-    """The decision after the last of `incidents`, which are those since the newest checkpoint was written.
+    """The decision after the last of `incidents`. These are all incidents since the newest checkpoint was written.
 
-    `checkpoints` are the steps of checkpoints that exist, ascending; `trained` says whether the job has finished a step.
+    `checkpoints` are the steps of existing checkpoints, ascending. `trained` says whether the job has finished a step.
     """
     last = incidents[-1]
     code = EXIT_COMMUNICATION if last.code < 0 else last.code
@@ -82,7 +82,10 @@ def after_failure(
     if len(incidents) > policy.restarts:
         return Stop(code, f"{policy.restarts} restarts did not reach a new checkpoint (supervision.restarts)")
     delay = min(LONGEST_DELAY, 2.0 ** (len(incidents) - 1)) if len(incidents) > 1 else 0.0
-    in_step = last.step is not None and last.phase in ("compile", "train")  # else its samples are trained already
+    in_step = last.step is not None and last.phase in (
+        "compile",
+        "train",
+    )  # in other phases, the step's samples are already trained
     if repeats == 2 and policy.on_repeated_failure == "skip_data" and in_step:
         return Restart(delay, skip_step=last.step)
     if repeats == 2 and len(checkpoints) > 1:
@@ -91,7 +94,7 @@ def after_failure(
 
 
 def _repeats(incidents: Sequence[Incident]) -> int:
-    """How many of the last incidents in a row are the same failure."""
+    """How many of the last incidents, without interruption, are the same failure as the last one."""
     count = 0
     for incident in reversed(incidents):
         if not incident.repeats(incidents[-1]):

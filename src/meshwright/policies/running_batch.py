@@ -1,4 +1,4 @@
-"""The requests that hold cache blocks: admission, growth and release of their blocks, preemption, prefix cache."""
+"""The requests that have cache blocks: how they are admitted, get and release blocks, are preempted, and enter the prefix cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.spec.errors import BadInput
 
 
 class RunningBatch:
-    """Requests that have been admitted and have not ended, with their blocks."""
+    """Requests that have been admitted and have not ended or been preempted, with their blocks."""
 
     def __init__(self, limits: BatchLimits, cache: BlockTables, queue: RequestQueue) -> None:
         self.limits = limits
@@ -20,20 +20,21 @@ class RunningBatch:
         self.queue = queue
         self.requests: dict[int, RequestProgress] = {}
         self.decodes: list[RequestPart] = []
-        """Decode parts in the order of their first decode. Replaced, never changed, so a step can keep it."""
+        """Decode parts in the order of their first decode. The list is replaced, never changed, so a step can refer to it."""
         self.prefills: list[RequestProgress] = []
-        """Requests whose prompt is not planned to the end yet, the first in order first."""
+        """Requests whose prompts are not completely planned yet, in the order of their keys."""
         self.stale = False
-        """Whether `decodes` has parts of requests that do not decode any more."""
+        """Whether `decodes` contains parts of requests that do not decode any more."""
         self.preemptions = self.cached_tokens = self.looked_up_tokens = self.generation = 0
         self.released = 0
         """How often a request has left the batch."""
         self._refused: RequestProgress | None = None
-        """The request that was last refused; it is tried again after a release, be it one of reserved or sent blocks."""
+        """The request that was last refused. It is tried again after blocks were released, by requests or by transfers."""
         self._refused_releases = 0
+        """The number of releases at that time."""
 
     def check_size(self, request: Request) -> None:
-        """Raise BadInput if the cache could not hold the request alone."""
+        """Raise BadInput if the cache is too small for this request alone."""
         tokens = len(request.prompt) + request.new_tokens
         for group, pool in enumerate(self.cache.counts):
             needed = self.cache.most_held(group, tokens - 1)
@@ -44,14 +45,14 @@ class RunningBatch:
                 )
 
     def current_decodes(self) -> list[RequestPart]:
-        """`decodes`, freed of stale parts."""
+        """`decodes` without stale parts."""
         if self.stale:
             self.stale = False
             self.decodes = [part for part in self.decodes if part.progress.part is part]
         return self.decodes
 
     def next_head(self) -> RequestProgress | None:
-        """The head of the queue, unless it was refused and no block has been released since."""
+        """The request at the head of the queue; None if it was refused and no block has been released since."""
         head = self.queue.head()
         refused = head is not None and head is self._refused and self._refused_releases == self._releases()
         return None if refused else head
@@ -60,7 +61,10 @@ class RunningBatch:
         return sum([pool.releases for pool in self.cache.counts])
 
     def admit_head(self, budget: int) -> bool:
-        """Start the request at the head of the queue, if it gets a slot and blocks."""
+        """Admit the request at the head of the queue if there are a slot and enough blocks. Returns whether it was admitted.
+
+        Running requests of lower priority are preempted for it if necessary.
+        """
         progress = self.queue.head()
         assert progress is not None
         if progress.generation != self.generation:
@@ -103,14 +107,14 @@ class RunningBatch:
         return True
 
     def _claim_tail(self, progress: RequestProgress, matched: int) -> bool:
-        """Take over the cached block with the end of a prompt behind `matched` blocks: new tokens are written to it."""
+        """Take the cached block with the prompt's last tokens, after `matched` full blocks, for this request alone: it will write to it."""
         request = progress.request
         if not progress.shares or request.computes_all or matched != len(request.prompt) // self.cache.tokens_per_block:
             return False
         return self.cache.claim(progress.tables, self._tail_digest(progress))
 
     def _tail_digest(self, progress: RequestProgress) -> bytes:
-        """Digest of the end of a prompt that does not fill a block; those of its full blocks are known."""
+        """Digest of the prompt's last, partly filled block. The digests of the full blocks before it must be known."""
         if progress.tail is None:
             prompt = progress.request.prompt
             full = len(prompt) // self.cache.tokens_per_block
@@ -119,7 +123,7 @@ class RunningBatch:
         return progress.tail
 
     def _begin_cached(self, progress: RequestProgress) -> None:
-        """Let a request whose known tokens but the newest are cached decode in the step that is being planned."""
+        """Let a request decode in the step that is being planned. All its known tokens except the newest are cached."""
         known = len(progress.tokens)
         self.cache.grow(progress.tables, known)
         progress.computed = progress.confirmed = known
@@ -129,10 +133,11 @@ class RunningBatch:
 
     @staticmethod
     def _may_displace(progress: RequestProgress, running: RequestProgress) -> bool:
+        """Whether a waiting request may preempt a running one: it comes earlier in order and has a higher priority."""
         return running.key > progress.key and running.request.priority < progress.request.priority
 
     def _fits(self, progress: RequestProgress, digests: Sequence[bytes], matched: int, budget: int) -> bool:
-        """Whether every group has free blocks for all known tokens of a request, beside what running prefills still need."""
+        """Whether every group has free blocks for all known tokens of a request, after subtracting what running prefills still need."""
         tokens = len(progress.tokens)
         for group, pool in enumerate(self.cache.counts):
             matched_blocks = matched - self.cache.first_block(group, matched * self.cache.tokens_per_block)
@@ -144,13 +149,13 @@ class RunningBatch:
         return True
 
     def _owed(self, group: int, progress: RequestProgress, budget: int) -> int:
-        """Blocks of a group that a running prefill has yet to take."""
+        """Blocks of a group that a running prefill still needs."""
         matched_blocks = len(progress.tables[group]) - self.cache.first_block(group, progress.confirmed)
         tokens = len(progress.tokens)
         return max(self.cache.most_held(group, tokens, min(budget, tokens)) - matched_blocks, 0)
 
     def begin_block(self, step: EngineStep, index: int, part: RequestPart, start: int) -> bool:
-        """Take the block of position `start` for part `index` of a step; false if the request itself was preempted."""
+        """Take the block for position `start` of part `index`, preempting others if needed. False if the request itself was preempted."""
         progress = part.progress
         if self.cache.smallest_window is not None:
             self.leave_window(progress, start)
@@ -163,7 +168,7 @@ class RunningBatch:
         return True
 
     def room_for_prefill(self, progress: RequestProgress) -> int:
-        """Positions that the request's tables can cover, after preemptions if they could not cover another one."""
+        """Number of positions that the request's tables can cover. If not even one more can be covered, requests after it are preempted."""
         if self.cache.smallest_window is not None:
             self.leave_window(progress, progress.confirmed)
         while (room := self.cache.room(progress.tables)) <= progress.computed:
@@ -174,7 +179,7 @@ class RunningBatch:
         return room
 
     def plan_chunk(self, progress: RequestProgress, budget: int, chunks: list[RequestPart]) -> int:
-        """Plan the next tokens of a prompt; returns their number, 0 if there are no blocks for them."""
+        """Plan the next tokens of a prompt. Returns their number; 0 if there are no blocks."""
         start = progress.computed
         known = len(progress.tokens)
         count = min(budget, known - start, self.room_for_prefill(progress) - start)
@@ -185,7 +190,7 @@ class RunningBatch:
         return count
 
     def begin_decode(self, progress: RequestProgress, step: EngineStep) -> list[RequestPart]:
-        """The decode part that follows the last chunk of a prompt; none if the request ends there."""
+        """A list with the decode part that follows the last chunk of a prompt; an empty list if the request ends there."""
         last = len(progress.tokens) - 1
         if last >= progress.final:
             step.final.append(progress)
@@ -195,9 +200,9 @@ class RunningBatch:
         return [progress.part]
 
     def grow_ahead(self, step: EngineStep, most: int) -> tuple[int, list[int]]:
-        """Take the blocks of `most` decode steps in the order of single steps.
+        """Take the blocks of `most` decode steps, in the same order as single steps would take them.
 
-        Returns how many steps there can be, and the indices of the parts that need blocks or reach their last token.
+        Returns how many steps are possible, and the indices of the parts that needed a block or reached their last token.
         """
         reached = []
         for index, part in enumerate(step.parts):
@@ -217,7 +222,7 @@ class RunningBatch:
         return most, reached
 
     def _grow_at_once(self, step: EngineStep, reached: Sequence[int], most: int) -> bool:
-        """Take all blocks of these parts, if there are enough and it does not matter which request takes which block when."""
+        """Take all blocks of these parts in one call. Returns False, without changes, if the order matters or too few are free."""
         if not self.cache.alike:
             return False
         size = self.cache.tokens_per_block
@@ -236,7 +241,7 @@ class RunningBatch:
         return True
 
     def _grow_in_order(self, step: EngineStep, reached: Sequence[int], most: int) -> int:
-        """Take the blocks of these parts one by one, as single steps do; returns the steps for which there are blocks."""
+        """Take the blocks of these parts one by one, as single steps do. Returns the number of steps for which there are blocks."""
         size = self.cache.tokens_per_block
         events: dict[int, list[int]] = {}
         for index in reached:
@@ -253,21 +258,21 @@ class RunningBatch:
         return most
 
     def set_limit(self, part: RequestPart) -> None:
-        """Note the position at which a decode needs a block or is at its last token."""
+        """Set the position at which a decode needs a new block, or reaches its last token."""
         covered = len(part.tables[0]) * self.cache.tokens_per_block
         final = part.progress.final
         part.limit = covered if covered < final else final
 
     def _last(self) -> RequestProgress:
-        """The request to preempt: one whose last part is in flight, for it needs no blocks any more, or the last in order."""
+        """The request to preempt. One whose last part is in flight is preferred, as it needs no blocks any more; else the last in order."""
         return max(self.requests.values(), key=lambda progress: (progress.draining, progress.key))
 
     def detach(self, progress: RequestProgress) -> None:
-        """Take the blocks of a request. It is queued again as soon as its tokens in flight are known, unless they are the last."""
+        """Preempt a request: it loses its blocks. When its tokens in flight are known, it is queued again, unless they are the last."""
         if progress.draining:
             progress.expected = progress.total
         else:
-            # The decode part has moved on already, to the position of a token that is known or in flight.
+            # `start` has moved on already, to the position of a token that is known or in flight.
             progress.expected = progress.part.start + 1 if progress.part is not None else len(progress.tokens)
             self.preemptions += 1
         self.free(progress)
@@ -278,7 +283,7 @@ class RunningBatch:
             self.queue.push(progress)
 
     def free(self, progress: RequestProgress) -> None:
-        """Remove a request from the batch and release its blocks."""
+        """Remove a request from the batch, register its full blocks in the prefix cache, and release them."""
         self.released += 1
         self.register(progress)
         self.cache.release(progress.tables)
@@ -291,25 +296,26 @@ class RunningBatch:
         progress.live = False
 
     def forget_blocks(self, progress: RequestProgress) -> None:
-        """Remove the blocks of a request from the prefix cache; it enters no more."""
+        """Remove the blocks of a request from the prefix cache, and register no more of its blocks."""
         progress.shares = False
         self.cache.remove(progress.tables, progress.digests)
 
     def drain(self, progress: RequestProgress) -> None:
-        """Note that the last part of a request is planned."""
+        """Mark a request whose last part is planned."""
         progress.draining = True
         if progress.part is not None:
             progress.part = None
             self.stale = True
 
     def leave_window(self, progress: RequestProgress, position: int) -> None:
-        """Release blocks that the positions from `position` on do not attend to."""
-        # Only these blocks: which of equal blocks is entered must not depend on how many steps are planned in one call.
+        """Release blocks to which no query from `position` on attends."""
+        # Register only these blocks. If several requests have an equal block, which one is registered must not depend on how many steps are
+        # planned in one call.
         self.register(progress, self.cache.blocks_outside(position))
         self.cache.leave_window(progress.tables, position)
 
     def register(self, progress: RequestProgress, blocks: int | None = None) -> None:
-        """Enter the computed full blocks of a request in the prefix cache, at most the first `blocks`."""
+        """Enter the computed full blocks of a request into the prefix cache; with `blocks`, only the first `blocks` of them."""
         if not progress.shares or progress.generation != self.generation:
             return
         confirmed = progress.confirmed_positions()
@@ -325,7 +331,7 @@ class RunningBatch:
             self._register_tail(progress, full)
 
     def _register_tail(self, progress: RequestProgress, full: int) -> None:
-        """Enter the block behind the `full` ones of a computed prompt, which is not full, in the prefix cache."""
+        """Enter the last, partly filled block of a computed prompt, after its `full` full blocks, into the prefix cache."""
         size = self.cache.tokens_per_block
         prompt = progress.request.prompt
         if progress.registered == full == len(prompt) // size and len(prompt) > full * size:
@@ -335,14 +341,14 @@ class RunningBatch:
             progress.registered = full + 1
 
     def _extend_digests(self, progress: RequestProgress, blocks: int) -> None:
-        """Compute the digests of the first full blocks, as far as they are missing."""
+        """Compute the missing digests of the first `blocks` full blocks."""
         if len(progress.digests) >= blocks:
             return
         root = root_digest(progress.salt, progress.generation)
         extend_digests(progress.digests, root, progress.tokens, blocks, self.cache.tokens_per_block)
 
     def forget_cache(self) -> None:
-        """Empty the prefix cache, and take the blocks of all requests, which are computed again."""
+        """Empty the prefix cache. All requests lose their blocks and are computed again."""
         self.generation += 1
         self.cache.forget()
         for progress in list(self.requests.values()):

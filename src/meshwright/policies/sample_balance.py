@@ -1,13 +1,15 @@
-"""Assigns the samples of a global batch to ranks and time slots, with equal work on all ranks.
+"""Assigns the samples of a global batch to ranks and time slots, so that all ranks have equal work.
 
-The idea is ByteScale's (Ge et al. 2025, arXiv 2502.21231, algorithm 2).
+The idea is from ByteScale (Ge et al. 2025, arXiv 2502.21231, algorithm 2).
 
-Ranks form one pool. Each works through its time slots, micro-batches of at most `capacity` tokens. A sample that fits is packed whole into
-a slot of one rank; a longer one is divided among k ranks, as few as hold it, and takes a slot of each at the same time. With selective
-offload, parts of long samples may have slots of more tokens. A batch is balanced by the time of samples, not by tokens. The result is a
-pure function of its arguments, bit for bit, so all ranks compute it alike.
+Ranks form one pool. Each rank works through its time slots, which are micro-batches of at most `capacity` tokens. A sample that fits is put
+whole into a slot of one rank. A longer sample is divided among as few ranks as can hold it, and takes a slot of each of them at the same
+time. With selective offload, slots with parts of long samples may have more tokens.
 
-Shapes: S samples, P parts of samples (one for each sample and rank that works on it).
+A batch is balanced by the time of samples, not by their tokens. The result is a pure function of the arguments, bit for bit, so all ranks
+compute the same balance.
+
+Shapes: S samples, P parts of samples (one part for each sample and each rank that works on it).
 """
 
 from __future__ import annotations
@@ -28,25 +30,28 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import SamplePlan, SlotOffload
 
 STACK_LIMITS = (0.1, 0.3, 1.0)
-"""Fractions of the longest slot by which pipelines may end later than those with short samples only; all are tried."""
+"""How much later pipelines with long samples may end than pipelines with short samples only, as fractions of the longest slot.
+
+All are tried.
+"""
 
 FINEST_PART = 4
-"""Parts of a sample have at least a slot's tokens divided by this, or a sample is on as few ranks as hold it."""
+"""A sample is divided into parts of at least capacity / FINEST_PART tokens, unless the fewest ranks that hold it have smaller parts."""
 GOOD_END = 1.02
-"""End of the slowest rank over the mean at which no other numbers of ranks are tried."""
+"""If the slowest rank ends before this multiple of the mean, no other numbers of ranks are tried."""
 END_SHARES = (1.0, 0.97, 1.01)
-"""Times by which ranks should end, relative to the mean work: the next is tried if the balance is not good."""
+"""Targets for the time at which ranks end, relative to the mean work. The next target is tried if the balance is not good."""
 GOOD_PADDING = 0.03
-"""Padding at which no others are tried."""
+"""With at most this share of padding, no other target is tried."""
 MOST_RETRIED = 256
-"""Ranks up to which they are tried; among more, samples are small beside the pool, and the search takes longer."""
+"""Largest pool for which other targets are tried. In a larger pool, single samples matter less and the search takes longer."""
 REPACKS = 3
-"""Times that short samples are packed again, with less work for ranks that waited in samples of several ranks."""
+"""How often short samples are packed again, with less work for ranks that waited for the other ranks of a divided sample."""
 DELAY = 0.03
-"""Share by which ranks may end later than all would together, so that less padding is computed."""
+"""Ranks may end later by this share than if all ended together, if that avoids padding."""
 
 ROUNDING = 1e-9
-"""Part of a token by which a product of tokens and a share may exceed a whole number."""
+"""Part of a token by which the product of tokens and a share may exceed a whole number, because of rounding."""
 
 
 @dataclass(frozen=True)
@@ -54,49 +59,49 @@ class RankPool:
     """Ranks that share a batch."""
 
     ranks: int
-    """Ranks of the pool; with pipelines, pipelines."""
+    """Number of ranks in the pool; with pipeline parallelism, number of pipelines."""
     capacity: int
-    """Tokens of a micro-batch on a rank, even."""
+    """Tokens in a micro-batch of a rank, an even number."""
     time: SampleTime
-    """Time of samples on a rank; with pipelines, on a stage."""
+    """Time of samples on a rank; with pipeline parallelism, on one stage."""
     stages: int = 1
     """Pipeline stages."""
     offload: SlotOffload | None = None
-    """Slots of more tokens, for samples of at least its `shortest` tokens."""
+    """Slots with more tokens, for samples of at least `offload.shortest` tokens; None without offload."""
     heads: int = 1
-    """Key/value heads of a rank, which ranks of a sample that exchange tokens for heads divide."""
+    """Key/value heads on a rank. Ranks that exchange tokens for heads divide these heads among them."""
     slot_unit: int | None = None
-    """Tokens of which slots are a multiple, as in `spec.plan.SamplePlan`; they divide the capacities."""
+    """If set, the size of a slot is a multiple of this number of tokens (`spec.plan.SamplePlan`). It divides the capacities."""
 
     def slot_tokens(self, filled: np.ndarray) -> np.ndarray:
-        """Tokens of slots in which samples have `filled` tokens, with the padding; same shape."""
+        """Size of slots, padding included, whose samples have `filled` tokens; same shape."""
         if self.slot_unit is not None:
             return np.maximum(-(-filled // self.slot_unit), 1) * self.slot_unit
         longer = filled if self.offload is None else self.offload.capacity
         return np.where(filled > self.capacity, longer, self.capacity)
 
     def memory_shares(self, lengths: np.ndarray) -> np.ndarray:
-        """Device memory of samples of `lengths` `(S,)` tokens in the slots that they may take, as a share of that without offload."""
+        """Device memory of samples of `lengths` `(S,)` tokens in slots that they may take, relative to the memory without offload."""
         if self.offload is None:
             return np.ones(len(lengths))
         return np.where(lengths >= self.offload.shortest, self.capacity / self.offload.capacity, 1.0)
 
 
 def rank_pool(samples: SamplePlan, ranks: int, stages: int = 1, heads: int = 1) -> RankPool:
-    """The pool of `ranks` ranks, or pipelines of `stages` equal stages, with `heads` and the slots and times of a plan."""
+    """The pool of `ranks` ranks (or pipelines of `stages` equal stages) with `heads` heads each, and with a plan's slots and times."""
     exchange = math.inf if samples.exchange is None else samples.exchange
     alpha, beta, gamma, ring, exchange = (
         seconds / stages for seconds in (samples.alpha, samples.beta, samples.gamma, samples.ring, exchange)
     )
     time = SampleTime(alpha, beta, gamma, ring, exchange, samples.always_exchange)
-    # A backward that computes weights' gradients later takes all micro-batches of a pipeline to have one shape.
+    # If the backward computes weight gradients later, all micro-batches of a pipeline must have one shape, so slots then have full size.
     unit = samples.slot_unit if stages == 1 else None
     return RankPool(ranks, samples.capacity, time, stages, samples.offload, heads, unit)
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Samples of a batch on ranks and time slots. Arrays `(P,)` are in the order of rank, slot and sample."""
+    """The samples of a batch on ranks and time slots. Arrays of shape `(P,)` are sorted by rank, slot and sample."""
 
     pool: RankPool
     sample: np.ndarray
@@ -108,21 +113,21 @@ class Balance:
     slot: np.ndarray
     tokens: np.ndarray
     by_heads: np.ndarray
-    """Whether the ranks of the part's sample exchange tokens for heads."""
+    """Whether the ranks of this part's sample exchange tokens for heads."""
     seconds: np.ndarray
-    """Work of each part, without the fixed time of its slot."""
+    """Seconds of each part, without the fixed time of its slot."""
     slots: np.ndarray
-    """Slots of each rank, `(ranks,)`."""
+    """Number of slots of each rank, `(ranks,)`."""
     shares: np.ndarray
-    """Device memory of each sample's activations as a share of that without offload, `(S,)`; 1 for parts that fit without."""
+    """Device memory of each sample's activations relative to the memory without offload, `(S,)`; 1 if its parts fit without offload."""
     end_seconds: np.ndarray
-    """Time at which each rank has ended, with waits for the other ranks of its samples and bubbles, `(ranks,)`."""
+    """Time at which each rank ends, including waits for other ranks of its samples and pipeline bubbles, `(ranks,)`."""
     ideal_seconds: float
-    """Time if all work were divided evenly, without rings, waits and bubbles. No placement is faster."""
+    """Time if all work were divided evenly, without rings, waits and bubbles. No placement can be faster."""
 
     @cached_property
     def work_seconds(self) -> np.ndarray:
-        """Work of each rank, `(ranks,)`."""
+        """Seconds of work of each rank, `(ranks,)`, without waits and bubbles."""
         return np.bincount(self.rank, self.seconds, self.pool.ranks) + self.slots * self.pool.time.fixed
 
     @property
@@ -131,29 +136,29 @@ class Balance:
 
     @property
     def imbalance(self) -> float:
-        """Time of the slowest rank over the mean work of a rank."""
+        """Time of the slowest rank divided by the mean work of a rank; at least 1."""
         return self.slowest_seconds * self.pool.ranks / float(np.cumsum(self.work_seconds)[-1])
 
     @property
     def efficiency(self) -> float:
-        """Ideal time over the time of the slowest rank."""
+        """Ideal time divided by the time of the slowest rank; at most 1."""
         return self.ideal_seconds / self.slowest_seconds
 
     @property
     def cost(self) -> float:
-        """Time of the slowest rank, raised by the padding: what is least among several balances of a batch."""
+        """Time of the slowest rank, increased by the share of padding. Of several balances, the one with the least cost is used."""
         return self.slowest_seconds * (1 + self.padding)
 
     @cached_property
     def slot_sizes(self) -> np.ndarray:
-        """Tokens of the slots with their padding, in the order of rank and slot."""
+        """Size of each slot with its padding, sorted by rank and slot."""
         first = np.cumsum(self.slots) - self.slots
         filled = np.bincount(first[self.rank] + self.slot, self.tokens, int(self.slots.sum())).astype(np.int64)
         return self.pool.slot_tokens(filled)
 
     @property
     def padding(self) -> float:
-        """Share of the slots' tokens that no sample fills."""
+        """Share of all slots' tokens that are padding."""
         return 1.0 - int(self.tokens.sum()) / int(self.slot_sizes.sum())
 
 
@@ -162,16 +167,17 @@ class _Batch(NamedTuple):
 
     lengths: np.ndarray
     shares: np.ndarray
-    """Device memory of each sample, as a share of that without offload."""
+    """Device memory of each sample relative to the memory without offload."""
     memory_tokens: np.ndarray
-    """Device memory of each sample, in tokens without offload."""
+    """Device memory of each sample, as the number of tokens that need this memory without offload."""
     least: np.ndarray
+    """Fewest ranks that hold each sample."""
     shared: np.ndarray
-    """Seconds of the work that ranks share."""
+    """Seconds of work of each sample on one rank; if it is divided, its ranks share this work."""
 
 
 class _Parts(NamedTuple):
-    """The first fields of `Balance`, `(P,)` each."""
+    """The fields of `Balance` with the same names, `(P,)` each."""
 
     sample: np.ndarray
     part: np.ndarray
@@ -184,9 +190,9 @@ class _Parts(NamedTuple):
 def balance_samples(lengths: np.ndarray, pool: RankPool, shares: np.ndarray | None = None) -> Balance:
     """Balance samples of `lengths` `(S,)` tokens over `pool`.
 
-    `shares` `(S,)`: device memory that each sample needs at least, as a share of that without offload (`sample_time.memory_shares`);
-    None: that in the pool's slots. Parts that fit on a rank without offload have none. Raises BadInput for lengths below 1, and for a
-    sample that does not fit on all ranks together.
+    `shares` `(S,)` is the device memory that each sample needs, relative to the memory without offload (`sample_time.memory_shares`). None
+    means the memory in the pool's slots. It does not apply to samples that fit on a rank without offload. Raises BadInput if a length is
+    below 1, and if a sample does not fit on all ranks together.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if not len(lengths) or int(lengths.min()) < 1:
@@ -210,7 +216,7 @@ def balance_samples(lengths: np.ndarray, pool: RankPool, shares: np.ndarray | No
 
 
 def _with_repacks(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool) -> Balance:
-    """The best balance with these spans, after several packings of the `short` samples."""
+    """Pack the `short` samples around these spans several times, and return the best balance."""
     delays = np.zeros(pool.ranks)
     best, delay = _assemble(short, spans, batch, pool, delays)
     balance = best
@@ -224,11 +230,12 @@ def _with_repacks(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool
 
 
 def _memory_tokens(tokens: np.ndarray, shares: np.ndarray, pool: RankPool) -> np.ndarray:
-    """Device memory of parts of `tokens` `(P,)` tokens, in tokens without offload; parts that fit are not offloaded."""
+    """Device memory of parts of `tokens` `(P,)` tokens, in tokens without offload. Parts that fit into a slot are not offloaded."""
     return np.where(tokens > pool.capacity, np.ceil(tokens * shares - ROUNDING).astype(np.int64), tokens)
 
 
 def _check_sizes(lengths: np.ndarray, least: np.ndarray, pool: RankPool) -> None:
+    """Raise BadInput if a sample needs more ranks than the pool has."""
     longest = int(least.argmax())
     if least[longest] > pool.ranks:
         needs = f"sample of {lengths[longest]} tokens: needs {least[longest]} ranks of {pool.capacity} tokens"
@@ -236,13 +243,13 @@ def _check_sizes(lengths: np.ndarray, least: np.ndarray, pool: RankPool) -> None
 
 
 def _short_slot(short: np.ndarray, batch: _Batch, pool: RankPool) -> float:
-    """Seconds of a slot that is full of samples of mean work per token."""
+    """Seconds of a full slot of short samples, at their mean work per token; 0 without short samples."""
     tokens = int(batch.memory_tokens[short].sum())
     return _total(batch.shared[short]) / tokens * pool.capacity + pool.time.fixed if tokens else 0.0
 
 
 def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPool, share: float) -> Spans:
-    """The placement of the `long` samples after which all ranks can end first; they should by `share` of the mean work."""
+    """Place the `long` samples so that all ranks can end as early as possible. The target for the end is `share` of the mean work."""
     fixed = pool.time.fixed
     bubbles = pool.stages - 1
     least = batch.least[long]
@@ -280,7 +287,10 @@ def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPo
 
 
 def _allotments(least: np.ndarray, ranks: int) -> Iterator[np.ndarray]:
-    """Numbers of ranks to try for samples that need `least`: these, ones that divide the pool, and halves of halves of it."""
+    """Three assignments of numbers of ranks to samples that need at least `least`, to be tried in turn.
+
+    First the least numbers, then numbers that divide the pool into equal groups, then pool size / 1, 2, 4, ….
+    """
     yield least
     yield np.maximum(least, ranks // (ranks // least))
     halves = ranks >> np.arange(ranks.bit_length())
@@ -290,9 +300,9 @@ def _allotments(least: np.ndarray, ranks: int) -> Iterator[np.ndarray]:
 def _assemble(
     short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool, delays: np.ndarray
 ) -> tuple[Balance, float]:
-    """Pack the `short` samples around the spans, and time the result. `delays` `(ranks,)`: expected waits inside spans.
+    """Pack the `short` samples around the spans, and compute the times of the result.
 
-    Returns the share, too, by which packing lets ranks end later.
+    `delays` `(ranks,)` are expected waits inside spans. Also returns the share by which the packing lets ranks end later.
     """
     parts = _span_parts(spans, batch.lengths, pool.ranks)
     memory_tokens = _memory_tokens(parts.tokens, batch.shares[parts.sample], pool)
@@ -329,7 +339,7 @@ def _assemble(
 
 
 def _span_parts(spans: Spans, lengths: np.ndarray, pool_ranks: int) -> _Parts:
-    """The parts of the samples in `spans`, in their order; a rank's take its first slots."""
+    """The parts of the samples in `spans`, in the order of `spans`. They take the first slots of their ranks."""
     ranks = np.array(spans.ranks, np.int64)
     part = np.arange(int(ranks.sum())) - np.repeat(np.cumsum(ranks) - ranks, ranks)
     sample = np.repeat(np.array(spans.samples, np.int64), ranks)
@@ -343,10 +353,10 @@ def _span_parts(spans: Spans, lengths: np.ndarray, pool_ranks: int) -> _Parts:
 
 
 def _end_seconds(parts: _Parts, seconds: np.ndarray, slots: np.ndarray, spans: Spans, pool: RankPool) -> np.ndarray:
-    """Time `(ranks,)` at which ranks end: the ranks of a span begin and end its slot together, bubbles come at the end.
+    """The time at which each rank ends, `(ranks,)`. The ranks of a span begin and end its slot together; bubbles come at the end.
 
-    The parts of spans come first in `parts`, in their order. With equal stages, slots of any lengths take their sum and stages − 1
-    times the longest (a proportionate flow shop).
+    The parts of spans must come first in `parts`, in the order of `spans`. In a pipeline with equal stages, slots of any lengths take the
+    sum of their times, plus (stages − 1) times the longest one (a proportionate flow shop).
     """
     first = np.cumsum(slots) - slots
     durations = np.bincount(first[parts.rank] + parts.slot, seconds, int(slots.sum())) + pool.time.fixed
@@ -368,5 +378,5 @@ def _end_seconds(parts: _Parts, seconds: np.ndarray, slots: np.ndarray, spans: S
 
 
 def _total(values: np.ndarray) -> float:
-    """Sum in order: `np.sum` depends on the processor's vector width."""
+    """The sum, added in order. (The result of `np.sum` depends on the vector width of the processor.)"""
     return float(np.cumsum(values)[-1]) if len(values) else 0.0

@@ -1,7 +1,8 @@
-"""Division of a sample among k ranks: 2k blocks, of which part i has block i and block 2k − 1 − i.
+"""Divides a sample among k ranks. The sample is cut into 2k blocks, and part i gets the blocks i and 2k − 1 − i.
 
-In causal attention a block's work grows with its position, so the two blocks of each part have equal work together.
-Block sizes are symmetric: the two blocks of a part are equally long, but for the last part of a sample of odd length.
+In causal attention, the work of a block grows with its position, so the two blocks of each part together have equal work. The two blocks of
+a part are equally long, except in the last part of a sample of odd length. Example with 2 ranks and 8 tokens: part 0 has tokens 0–1 and
+6–7, part 1 has tokens 2–3 and 4–5.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import numpy as np
 
 
 def block_ranges(length: int, ranks: int, part: int) -> tuple[range, range]:
-    """Tokens of the two blocks of `part`, of a sample of `length` tokens on `ranks` ranks."""
+    """The token ranges of the two blocks of `part`, for a sample of `length` tokens on `ranks` ranks."""
     first, last = (int(_boundary(length, ranks, index)) for index in (part, part + 1))
     if part == ranks - 1:
         last = length // 2
@@ -19,7 +20,7 @@ def block_ranges(length: int, ranks: int, part: int) -> tuple[range, range]:
 
 
 def part_tokens(lengths: np.ndarray, ranks: np.ndarray, parts: np.ndarray) -> np.ndarray:
-    """Tokens `(P,)` of the parts `parts` of samples of `lengths` tokens on `ranks` ranks, each `(P,)`.
+    """Number of tokens in each part, `(P,)`. Part `parts[i]` is of a sample of `lengths[i]` tokens on `ranks[i]` ranks.
 
     No part has more than 2 · ⌈length / (2 · ranks)⌉ tokens.
     """
@@ -29,5 +30,5 @@ def part_tokens(lengths: np.ndarray, ranks: np.ndarray, parts: np.ndarray) -> np
 
 
 def _boundary(length: np.ndarray | int, ranks: np.ndarray | int, index: np.ndarray | int) -> np.ndarray | int:
-    """The token at which block `index` of the first half begins."""
+    """The first token of block `index` in the first half of a sample."""
     return np.minimum(-(-length * index // (2 * ranks)), length // 2)

@@ -1,8 +1,8 @@
-"""The sample at each global index, a pure function of (seed, names, index), independent of ranks and history.
+"""The sample at each global index, as a pure function of (seed, names, index). It does not depend on ranks or on earlier samples.
 
-A mixture consists of blocks of 65,536 samples. Each block has every source as often as its weight says, shuffled;
-within a source, each epoch visits every window once in its own order. So any sample is computed without replaying those
-before it.
+A mixture consists of blocks of 65,536 samples. In each block, every source occurs as often as its weight says, in shuffled order. Within a
+source, each epoch visits every window once, in an order of its own. So any sample can be computed without going through the samples before
+it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 from meshwright.spec.errors import BadInput
 
 BLOCK = 65536
-"""Samples of a block; a weight is a multiple of 1 / `BLOCK`."""
+"""Samples in a block. The weight of a source is rounded to a multiple of 1 / `BLOCK`."""
 ROUNDS = 8
 """Rounds of the Feistel network."""
 FEWEST_HALF_BITS = 3
-"""Fewest bits of each half of the Feistel network: smaller halves mix poorly."""
+"""Fewest bits in each half of the Feistel network. Smaller halves mix poorly."""
 MASK64 = 2**64 - 1
 
 
 class Draws(NamedTuple):
-    """Source number, window in the source, and epoch of the source for global samples, each `(samples,)`."""
+    """For each global sample: number of its source, its window in the source, and the epoch of the source, each `(samples,)`."""
 
     source: np.ndarray
     window: np.ndarray
@@ -34,7 +34,7 @@ class Draws(NamedTuple):
 
 
 def rank_samples(first: int, global_batch: int, data_rank: int, data_ranks: int) -> range:
-    """Global samples of a data rank in the step that begins at sample `first`: equal consecutive ranges in rank order."""
+    """Global samples of a data rank in the step that begins at sample `first`. Ranks have equal, consecutive ranges in their order."""
     count = global_batch // data_ranks
     return range(first + data_rank * count, first + (data_rank + 1) * count)
 
@@ -42,10 +42,10 @@ def rank_samples(first: int, global_batch: int, data_rank: int, data_ranks: int)
 class Mixture:
     """The order in which samples of several sources are drawn.
 
-    `weights` maps names to relative numbers of samples, `windows` names to how many windows a source has. Sources are
-    numbered in the order of their sorted names, so the order of keys in a file does not matter. `identities` takes the place of the names
-    in that order and in the shuffling: with digests of the contents, the order of samples does not depend on paths. Raises
-    BadInput when a weight is too small to give one sample in 65,536.
+    `weights` maps names to relative numbers of samples, `windows` maps names to numbers of windows. Sources are numbered in the order of
+    their sorted names, so the order of keys in a file does not matter. `identities`, if given, replace the names in sorting and shuffling.
+    If they are digests of the contents, the order of samples does not depend on paths. Raises BadInput when a weight is too small to give
+    one sample in 65,536.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Mixture:
         self._block = lru_cache(maxsize=4)(self._make_block)
 
     def draws(self, indices: np.ndarray) -> Draws:
-        """Source and window of each global sample index; `indices` is `(samples,)`, not negative."""
+        """Source, window and epoch of each global sample index; `indices` is `(samples,)`, not negative."""
         indices = np.asarray(indices, dtype=np.int64)
         source, index = self._within_sources(indices)
         epoch, window_index = np.divmod(index, np.array(self.windows)[source])
@@ -76,7 +76,7 @@ class Mixture:
         return Draws(source, window, epoch)
 
     def drawn(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples are of each source, `(sources,)` int64."""
+        """How many of the first `samples` samples are from each source, `(sources,)` int64."""
         blocks, beyond = divmod(samples, BLOCK)
         if len(self.names) == 1:
             return np.array([samples])
@@ -84,11 +84,12 @@ class Mixture:
         return blocks * self.counts + np.bincount(sources[:beyond], minlength=len(self.names))
 
     def drawn_by_lane(self, source: int, lanes: int, lane: int, first: int, last: int) -> int:
-        """How many of the samples in [first, last) that `lane` of `lanes` has are of a source."""
+        """How many of the samples in [first, last) of this lane (those with index % lanes == lane) are from a source."""
         indices = np.arange(first + (lane - first) % lanes, last, lanes)
         return int(np.count_nonzero(self._within_sources(indices)[0] == source))
 
     def _within_sources(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each global sample: its source, and its index among all samples of that source."""
         if len(self.names) == 1:
             return np.zeros_like(indices), indices
         source = np.empty_like(indices)
@@ -102,8 +103,8 @@ class Mixture:
         return source, index
 
     def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source of each sample of a block, and the number of earlier samples of the same source in the block."""
-        # Sorting raw Philox output, not Generator.permutation: NumPy promises only the raw stream to stay the same.
+        """For each sample of a block: its source, and how many samples of the same source come before it in the block."""
+        # Sort the raw output of Philox instead of using Generator.permutation: NumPy guarantees only the raw stream for later versions.
         philox = np.random.Philox(key=np.array([self.seed & MASK64, block], dtype=np.uint64))
         pattern = np.repeat(np.arange(len(self.names)), self.counts)
         sources = pattern[np.argsort(philox.random_raw(BLOCK), kind="stable")]
@@ -113,6 +114,7 @@ class Mixture:
         return sources, rank
 
     def _windows_of(self, name: str, windows: int, epochs: np.ndarray, within: np.ndarray) -> np.ndarray:
+        """The window for each index `within` an epoch, by the order of that epoch."""
         windows_read = np.empty_like(within)
         for epoch in np.unique(epochs):
             in_epoch = epochs == epoch
@@ -123,7 +125,7 @@ class Mixture:
 
 
 class InTurn:
-    """Every window of every source once, in order, one source after another; `windows` maps names to their numbers of windows."""
+    """Draws every window of every source once: in order, one source after another. `windows` maps names to numbers of windows."""
 
     def __init__(self, windows: Mapping[str, int]) -> None:
         self.names = sorted(windows)
@@ -131,13 +133,13 @@ class InTurn:
         self._ends = np.cumsum(self.windows)
 
     def draws(self, indices: np.ndarray) -> Draws:
-        """Source and window of each global sample index; `indices` is `(samples,)`, below the number of all windows."""
+        """Source, window and epoch of each global sample index; `indices` is `(samples,)`, below the number of all windows."""
         indices = np.asarray(indices, dtype=np.int64)
         source = np.searchsorted(self._ends, indices, side="right")
         return Draws(source, indices - self.first(source), np.zeros_like(indices))
 
     def drawn(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples are of each source, `(sources,)` int64."""
+        """How many of the first `samples` samples are from each source, `(sources,)` int64."""
         return np.clip(samples - self.first(np.arange(len(self.names))), 0, self.windows)
 
     def first(self, source: np.ndarray) -> np.ndarray:
@@ -146,7 +148,7 @@ class InTurn:
 
 
 def quantise(weights: Sequence[float], names: Sequence[str]) -> np.ndarray:
-    """Samples of each source in a block of 65,536, by largest remainder; ties go to the earlier name."""
+    """The number of samples of each source in a block of 65,536, by largest remainder; of equal remainders, the earlier name wins."""
     exact = np.asarray(weights, dtype=np.float64)
     exact = exact / exact.sum() * BLOCK
     counts = np.floor(exact).astype(np.int64)
@@ -160,10 +162,10 @@ def quantise(weights: Sequence[float], names: Sequence[str]) -> np.ndarray:
 
 
 def permute(values: np.ndarray, size: int, key: str) -> np.ndarray:
-    """Image of `values` (each in [0, size)) under a pseudo-random permutation of [0, size) that `key` names.
+    """The values to which a pseudo-random permutation of [0, size) maps `values`. `key` selects the permutation.
 
-    A Feistel network on the smallest even number of bits that covers `size`; values that leave the range walk on along
-    their cycle until they are back in it (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    The permutation is a Feistel network on the smallest even number of bits that covers `size`. If a result is outside of [0, size), the
+    network is applied again until it is inside (cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
     half_bits = max((max(size - 1, 1).bit_length() + 1) // 2, FEWEST_HALF_BITS)
     keys = np.frombuffer(

@@ -1,8 +1,8 @@
-"""Packing of samples that fit on one rank: to ranks by work, and inside a rank to time slots by tokens.
+"""Packs samples that fit on one rank: assigns them to ranks by work, and within a rank to time slots by tokens.
 
-A slot holds as many tokens as a micro-batch. Slots are opened for about as many tokens as ranks are to get beside the rooms that parts of
-long samples leave, which are filled first. A rank that would fill the last slot only a little gets none, and the others get its part, which
-keeps padding low.
+A slot has as many tokens as a micro-batch. Free space in slots with parts of long samples is called a room, and is filled first. Each rank
+opens new slots for about as many tokens as it should get beyond its rooms. If a rank would fill its last slot only a little, it does not
+open this slot, and other ranks get these samples. This keeps padding low.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from heapq import heapify, heappop, heappush, heapreplace
 import numpy as np
 
 LITTLE_FILL = 0.3
-"""Share of a slot below which a rank opens no further slot for its last samples."""
+"""A rank does not open a slot for its last samples if they fill less than this share of it."""
 FILL = 0.995
-"""Share of a slot's tokens that samples of many lengths are expected to fill."""
+"""Share of a slot's tokens that samples of many different lengths are expected to fill."""
 SLOT_BITS = 24
-"""Bits of a slot's number in a heap's entries: room · 2**SLOT_BITS − slot, negative, so that the largest room comes first."""
+"""Bits for a slot's number in an entry of a heap.
+
+An entry is −(room · 2**SLOT_BITS − slot), so the slot with the largest room comes first.
+"""
 
 
 @dataclass(frozen=True)
 class Rooms:
-    """Free tokens of slots that are partly filled; arrays `(P,)`."""
+    """Free tokens in slots that are partly filled; all arrays are `(P,)`."""
 
     rank: np.ndarray
     slot: np.ndarray
@@ -39,11 +42,11 @@ class SamplePacking:
     slot: np.ndarray
     slots: np.ndarray
     delay: float = 0.0
-    """Share by which ranks may end later than all would together."""
+    """Share by which ranks may end later than if all ended together."""
 
 
 def level(busy: np.ndarray, work: float) -> float:
-    """Time at which all ranks end if `work` seconds are spread over ranks that are `busy` until `(ranks,)`, in any amounts."""
+    """The time at which all ranks end, if they are `busy` `(ranks,)` until now and `work` seconds can be spread over them freely."""
     order = np.sort(busy)
     levels = (np.cumsum(order) + work) / np.arange(1, len(order) + 1)
     later = np.append(order[1:], np.inf)
@@ -53,10 +56,10 @@ def level(busy: np.ndarray, work: float) -> float:
 def pack_samples(
     tokens: np.ndarray, seconds: np.ndarray, busy: np.ndarray, rooms: Rooms, capacity: int, delay: float = 0.0
 ) -> SamplePacking:
-    """Pack samples of `tokens` tokens and `seconds` each `(S,)`, longest first, on ranks that are `busy` until `(ranks,)`.
+    """Pack samples of `tokens` tokens and `seconds` seconds each, `(S,)`, longest first, on ranks that are `busy` `(ranks,)` until now.
 
-    `rooms` are the slots that ranks have already, each rank's numbered from 0. New slots have `capacity` tokens. If rooms would stay free,
-    ranks may end by the share `delay` later than all would together.
+    `rooms` are free tokens in slots that ranks have already; the slots of each rank are numbered from 0. New slots have `capacity` tokens.
+    If rooms would stay free otherwise, ranks may end later by the share `delay` than if all ended together.
     """
     ranks = len(busy)
     slots = np.bincount(rooms.rank, minlength=ranks)
@@ -93,7 +96,7 @@ def pack_samples(
 
 
 def _new_slots(wanted: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield whole slots for the `wanted` ones `(ranks,)`: by largest remainders with the sum rounded up; then each rounded up."""
+    """Two roundings of the `wanted` numbers of slots `(ranks,)`: first by largest remainder, the sum rounded up; then each rounded up."""
     slots = np.floor(wanted).astype(np.int64)
     further = math.ceil(float(np.cumsum(wanted)[-1])) - int(slots.sum())
     slots[np.argsort(slots - wanted, kind="stable")[:further]] += 1
@@ -102,9 +105,9 @@ def _new_slots(wanted: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _room_work(busy: np.ndarray, work: float, rooms: np.ndarray, delay: float = 0.0) -> np.ndarray:
-    """Part of `work` `(ranks,)` that goes to rooms for `rooms` `(ranks,)` seconds, before slots are opened for the rest.
+    """The part of `work` that each rank does in its rooms, `(ranks,)` seconds, before new slots are opened.
 
-    A rank may end by the share `delay` later for it than all ranks would together.
+    `rooms` `(ranks,)` is the work that rooms can take, in seconds. For this work, a rank may end later by the share `delay`.
     """
     filled = np.clip(level(busy, work) * (1 + delay) - busy, 0.0, rooms)
     total = float(np.cumsum(filled)[-1])
@@ -112,9 +115,9 @@ def _room_work(busy: np.ndarray, work: float, rooms: np.ndarray, delay: float = 
 
 
 def _within(busy: np.ndarray, work: float, most: np.ndarray) -> np.ndarray:
-    """Work for each rank `(ranks,)` so that all end together, where no rank has slots for more than `most` `(ranks,)` seconds.
+    """Work for each rank, `(ranks,)` seconds, so that all end together, while no rank gets more than `most` `(ranks,)`.
 
-    If the slots of all ranks are too few, the budgets exceed `most`, and `_deal` opens further ones.
+    If the slots of all ranks together are too few, the results exceed `most`, and `_deal` opens more slots.
     """
     budgets = np.zeros_like(busy)
     free = np.ones(len(busy), dtype=bool)
@@ -138,11 +141,11 @@ def _deal(
     capacity: int,
     excess: float,
 ) -> SamplePacking:
-    """Give each sample to the rank that has the smallest share of its work so far, and there to the slot with most room.
+    """Give each sample to the rank that has done the smallest share of its work so far, and there to the slot with the most room.
 
-    Shares, not amounts, so that each rank gets long and short samples alike. A rank that lacks less than half of a sample's work, or that
-    has no room for it, is put aside until samples are smaller. If all are, the rank with least room opens a slot, so that ranks open
-    equally many.
+    Shares are compared, not seconds, so that each rank gets long and short samples alike. A rank is set aside, until samples are smaller,
+    if it lacks less than half of a sample's work or has no room for it. If all ranks are set aside, the rank with the least room opens a
+    slot, so that ranks open similar numbers of slots.
     """
     chosen_rank = []
     chosen_slot = []
@@ -152,8 +155,8 @@ def _deal(
     heapify(ranks)
     little_work: list[tuple[float, int]] = []
     little_room: list[tuple[int, int]] = []
-    least_room: list[tuple[int, int]] = []  # the same ranks and others, from the least room on
-    waits = [False] * len(missing)  # which ranks are in `little_room`
+    least_room: list[tuple[int, int]] = []  # every rank that was ever put into `little_room`, the least room first
+    waits = [False] * len(missing)  # whether a rank is in `little_room` now
     for length, work in zip(tokens.tolist(), seconds.tolist(), strict=True):
         half = work / 2
         needed = -length << SLOT_BITS

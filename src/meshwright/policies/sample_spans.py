@@ -1,12 +1,13 @@
-"""Ranks and order of the samples that need several ranks each.
+"""Chooses ranks and order for the samples that need several ranks each.
 
-All ranks of such a sample work on it at the same time. A segment is a run of consecutive ranks that are busy until the same time: a sample
-takes a segment or cuts one in two, so no rank waits for another. Samples are placed from those on most ranks to those on fewest.
+All ranks of such a sample work on it at the same time. A segment is a group of consecutive ranks that are busy until the same time. A
+sample takes a whole segment or cuts one in two, so that no rank waits for another. Samples are placed in order, those that need the most
+ranks first.
 
-- Without pipelines a sample takes the segment that is free first: all ranks then have samples of equal length at a time.
-- A pipeline with p stages ends p − 1 times its longest slot after its work. So samples are stacked on the busiest segment that can still
-  end in time, and the other pipelines keep to short samples.
-- A sample that would end too late takes more ranks than it needs: a whole segment, or several segments beside each other.
+- Without pipelines, a sample takes the segment that is free first. At any time, all ranks then have samples of similar length.
+- A pipeline with p stages ends (p − 1) times its longest slot after its work. Long samples are therefore put one after another on the
+  busiest segment that can still end in time, and other pipelines get short samples only.
+- A sample that would end too late gets more ranks than it needs: a whole segment, or several neighbouring segments.
 """
 
 from __future__ import annotations
@@ -20,62 +21,62 @@ from typing import NamedTuple
 import numpy as np
 
 MOST_SEARCHED = 16
-"""Segments up to which more ranks are sought for a late sample; with more of them, samples are small beside the pool."""
+"""With more segments than this, no additional ranks are searched for a late sample: single samples then matter little for the pool."""
 LATE = 1.005
-"""Multiple of the time to end by that is not too late."""
+"""A sample is late if it ends after this multiple of the target time."""
 
 
 @dataclass(frozen=True)
 class SpanLimits:
-    """Sizes and times that decide between the placements of a sample."""
+    """Sizes and times by which placements of a sample are compared."""
 
     ranks: int
     heads: int
-    """Key/value heads, which ranks that exchange tokens for heads divide."""
+    """Key/value heads. Ranks that exchange tokens for heads divide them."""
     fixed: float
-    """Seconds that a part takes beside its share of the sample's work."""
+    """Seconds that a slot takes in addition to its share of the sample's work."""
     stages: int
     end: float
-    """Time by which ranks should end."""
+    """Time by which ranks should end, in seconds."""
     always_exchange: bool = False
-    """Whether heads are always exchanged, as in `sample_time.SampleTime`."""
+    """Whether ranks exchange tokens for heads whenever possible (`sample_time.SampleTime`)."""
 
     def ends(self, busy: float, longest: float, seconds: float) -> float:
-        """Time at which a rank would end with a further slot of `seconds`."""
+        """Time at which a rank ends that is `busy`, has `longest` as its longest slot, and gets one more slot of `seconds`."""
         return busy + seconds + (self.stages - 1) * max(longest, seconds)
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Samples on several ranks in the order of their placement, and the seconds that these take of each rank."""
+    """The samples that are divided, in the order in which they were placed, and how long they keep each rank busy."""
 
     samples: list[int]
     first: list[int]
     """First rank of each sample."""
     ranks: list[int]
     busy: np.ndarray
-    """Seconds until which each rank has samples of several ranks, `(ranks,)`."""
+    """Time until which each rank is busy with divided samples, in seconds, `(ranks,)`."""
     longest: np.ndarray
-    """Seconds of the longest of them on each rank, `(ranks,)`."""
+    """Longest slot with a divided sample on each rank, in seconds, `(ranks,)`."""
 
 
 class LongSample(NamedTuple):
-    """A sample for several ranks: its number, and the bounds of how many."""
+    """A sample to divide: its number, and at least and at most how many ranks it may have."""
 
     number: int
     least: int
     most: int
     shared: float
-    """Seconds that the ranks share."""
+    """Seconds of work that the ranks share."""
     attention: float
-    """Seconds of these that a ring overlaps."""
+    """The part of `shared` that is attention; a ring transfer overlaps it."""
     ring: float
     """Seconds in which keys and values go round a ring."""
     exchange: float
-    """Seconds that the ranks share to exchange tokens for heads."""
+    """Seconds of exchanging tokens for heads, which the ranks share."""
 
     def seconds(self, ranks: int, limits: SpanLimits) -> float:
-        """Seconds of a slot with a part of this sample on `ranks` ranks (`SampleTime.parts`)."""
+        """Seconds of a slot with a part of this sample, if it is on `ranks` ranks. The same formula as `SampleTime.parts`."""
         seconds = self.shared / ranks + max(self.ring - self.attention / ranks, 0.0)
         if limits.heads % ranks == 0:
             exchanged = (self.shared + self.exchange) / ranks
@@ -84,7 +85,7 @@ class LongSample(NamedTuple):
 
 
 class RankSegment(NamedTuple):
-    """Consecutive ranks that are busy until the same time; `longest` is the longest slot so far."""
+    """Consecutive ranks from `start` on that are busy until the same time. `longest` is their longest slot so far."""
 
     start: int
     width: int
@@ -93,7 +94,7 @@ class RankSegment(NamedTuple):
 
 
 def place_spans(samples: Sequence[LongSample], limits: SpanLimits) -> Spans:
-    """Place `samples` in their order, by falling least ranks."""
+    """Place `samples` in the given order, which must be by descending `least`."""
     segments = _Segments(limits)
     indices = []
     first = []
@@ -110,9 +111,9 @@ def place_spans(samples: Sequence[LongSample], limits: SpanLimits) -> Spans:
 
 
 class _Segments:
-    """All segments, in three heaps: open ones, ones that are too narrow for a sample, and ones that would end too late.
+    """All segments, in three heaps: usable segments, segments too narrow for the current sample, and segments where it would end too late.
 
-    As samples get smaller, they return to the open ones.
+    As samples get smaller, segments return from the second and third heap to the first.
     """
 
     def __init__(self, limits: SpanLimits) -> None:
@@ -123,11 +124,11 @@ class _Segments:
         self._add(RankSegment(0, limits.ranks, 0.0, 0.0))
 
     def in_order(self) -> list[RankSegment]:
-        """The segments in the order of ranks."""
+        """The segments sorted by their first rank."""
         return sorted(segment for heap in (self._open, self._narrow, self._late) for _, segment in heap)
 
     def take(self, sample: LongSample) -> tuple[int, int]:
-        """First rank and number of ranks for a sample; they are busy with it from now on."""
+        """Choose ranks for a sample, and mark them as busy with it. Returns the first rank and the number of ranks."""
         limits = self.limits
         least = sample.least
         seconds = sample.seconds(sample.least, self.limits)
@@ -145,7 +146,7 @@ class _Segments:
             if not late:
                 return self._give(heappop(self._open)[1], least, seconds)
             if limits.stages == 1:
-                break  # the others are busy even longer
+                break  # the other segments are busy even longer
             heappush(self._late, (-slack, heappop(self._open)[1]))
         first_free = self._open or self._late
         if first_free and len(self._open) + len(self._late) + len(self._narrow) > MOST_SEARCHED:
@@ -153,11 +154,11 @@ class _Segments:
         return self._take_late(sample)
 
     def _add(self, segment: RankSegment) -> None:
-        """Open a segment."""
+        """Put a segment into the heap of usable segments."""
         heappush(self._open, (segment.busy if self.limits.stages == 1 else -segment.busy, segment))
 
     def _give(self, segment: RankSegment, ranks: int, seconds: float) -> tuple[int, int]:
-        """Give the first `ranks` ranks of a segment, which is in no heap, a slot of `seconds`."""
+        """Add a slot of `seconds` to the first `ranks` ranks of a segment that is in no heap."""
         start, width, busy, longest = segment
         if ranks < width:
             self._add(RankSegment(start + ranks, width - ranks, busy, longest))
@@ -165,7 +166,7 @@ class _Segments:
         return start, ranks
 
     def _take_late(self, sample: LongSample) -> tuple[int, int]:
-        """Ranks for a sample that ends too late on the fewest ranks, so that it ends as soon as possible."""
+        """Choose ranks for a sample that would be late on its fewest ranks, so that it ends as early as possible."""
         limits = self.limits
         ordered = self.in_order()
         least = sample.least
@@ -199,7 +200,7 @@ class _Segments:
         return self._give(joined, number, sample.seconds(number, limits))
 
     def _best_run(self, ordered: list[RankSegment], sample: LongSample) -> tuple[range, float]:
-        """Neighbours to join for a sample, and when it would end; ranks that wait delay the end of all."""
+        """The neighbouring segments to join for a sample, and the time of its end. Waiting of their ranks counts as a later end of all."""
         limits = self.limits
         best_end = math.inf
         best = range(0)

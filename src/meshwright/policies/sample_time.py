@@ -1,8 +1,8 @@
 """Seconds and activation memory of a sample by its length, and the fewest ranks that it fits on.
 
-The method is that of ByteScale (Ge et al. 2025, arXiv 2502.21231, section 5): attention grows with the square of the length, the other work
-and all activations with the length, so a longer sample hides more offload behind its own work and needs fewer ranks per token.
-Operations are elementwise and correctly rounded, so all ranks get the same values bit for bit.
+The method is from ByteScale (Ge et al. 2025, arXiv 2502.21231, section 5). Attention time grows with the square of the length; all other
+work, and the memory of activations, grow with the length. So a longer sample can overlap more offload with its own work, and needs fewer
+ranks per token. Operations are elementwise and correctly rounded, so all ranks get bitwise equal values.
 """
 
 from __future__ import annotations
@@ -15,39 +15,40 @@ import numpy as np
 from meshwright.spec.errors import BadInput
 
 FORWARD_SHARE = 1 / 3.5
-"""Share of attention's time that is forward; of other work it is a third."""
+"""Share of the forward in the time of attention. In other work the forward takes a third."""
 ROUNDING = 1e-12
-"""Relative error of a capacity divided by a share."""
+"""Allowed relative error of a capacity divided by a share."""
 
 
 @dataclass(frozen=True)
 class SampleTime:
-    """Seconds of forward and backward: `quadratic` · s² + `linear` · s for s tokens, and `fixed` for each micro-batch."""
+    """Seconds of forward and backward: `quadratic` · s² + `linear` · s for a sample of s tokens, plus `fixed` for each micro-batch."""
 
     quadratic: float
     linear: float
     fixed: float = 0.0
     ring: float = 0.0
-    """Seconds per token of a divided sample for keys and values to go round a ring of any ranks; attention overlaps it."""
+    """Seconds per token of a divided sample in which keys and values go round a ring, for any number of ranks. Attention overlaps this."""
     exchange: float = math.inf
-    """Seconds per token of a part to exchange tokens for heads (Ulysses), not overlapped; infinite: always a ring."""
+    """Seconds per token of a part to exchange tokens for heads (Ulysses). Nothing overlaps this. Infinite if a ring must always be used."""
     always_exchange: bool = False
-    """Whether ranks exchange wherever their number divides the heads, even if a ring is faster."""
+    """Whether ranks exchange tokens for heads whenever their number divides the heads, even if a ring would be faster."""
 
     def shared(self, lengths: np.ndarray) -> np.ndarray:
-        """Seconds `(S,)` of samples of `lengths` `(S,)` tokens, which ranks divide among them."""
+        """Seconds `(S,)` of samples of `lengths` `(S,)` tokens on one rank. If a sample is divided, its ranks share this work."""
         tokens = lengths.astype(np.float64)
         return (self.quadratic * tokens + self.linear) * tokens
 
     def attention(self, lengths: np.ndarray) -> np.ndarray:
-        """Seconds `(S,)` of the part of `shared` that grows with the square of the length."""
+        """Seconds `(S,)` of attention: the part of `shared` that grows with the square of the length."""
         tokens = lengths.astype(np.float64)
         return self.quadratic * tokens * tokens
 
     def parts(self, lengths: np.ndarray, ranks: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of a part of samples of `lengths` tokens on `ranks` ranks each, and whether these exchange heads, `(S,)`.
+        """Seconds of one part of each sample, `(S,)`, and whether its ranks exchange tokens for heads, `(S,)` bool.
 
-        They do if their number divides the `heads` key/value heads, and if that takes no longer than the ring or with `always_exchange`.
+        Sample i has `lengths[i]` tokens and is divided among `ranks[i]` ranks. The ranks exchange tokens for heads if their number divides
+        the `heads` key/value heads, and if this takes no longer than a ring or `always_exchange` is set.
         """
         tokens = lengths.astype(np.float64)
         shared = self.shared(lengths) / ranks
@@ -61,9 +62,9 @@ class SampleTime:
 def offload_ratios(
     lengths: np.ndarray, time: SampleTime, bytes_per_token: float, bytes_per_second: float
 ) -> np.ndarray:
-    """Largest share `(S,)` of a sample's activations whose copy to host memory is hidden behind the sample's work.
+    """The largest share `(S,)` of a sample's activations that can be copied to host memory while the sample is computed.
 
-    `bytes_per_token` are the activations of all layers, `bytes_per_second` the slower direction of a rank's copies.
+    `bytes_per_token` are the activations of all layers. `bytes_per_second` is the bandwidth of a rank's copies in the slower direction.
     """
     tokens = lengths.astype(np.float64)
     hidden = (time.quadratic * tokens + time.linear) * (bytes_per_second / bytes_per_token)
@@ -71,18 +72,18 @@ def offload_ratios(
 
 
 def memory_shares(ratios: np.ndarray, layers: int) -> np.ndarray:
-    """Device memory of a sample's activations with `ratios` of them offloaded, as a share of that without offload.
+    """Device memory of a sample's activations if the share `ratios` of them is offloaded, relative to the memory without offload.
 
-    The activations of the last two of `layers` layers stay on the device, as the backward needs them at once.
+    Activations of the last two of `layers` layers stay on the device, because the backward needs them at once.
     """
     stay = min(2, layers)
     return (stay + (1.0 - ratios) * (layers - stay)) / layers
 
 
 def shortest_hiding(time: SampleTime, copy_seconds: float) -> float:
-    """Tokens of the shortest sample in whose forward copies of `copy_seconds` per token are hidden; infinite if in none.
+    """Tokens of the shortest sample whose forward takes as long as its copies, at `copy_seconds` per token; infinite if there is none.
 
-    The forward is the shorter of the two passes, and each has the copies of one direction.
+    The forward decides, because it is shorter than the backward, and each of them has the copies of one direction.
     """
     missing = copy_seconds - FORWARD_SHARE * time.linear
     if missing <= 0:
@@ -91,9 +92,11 @@ def shortest_hiding(time: SampleTime, copy_seconds: float) -> float:
 
 
 def least_ranks(lengths: np.ndarray, shares: np.ndarray, capacity: int) -> np.ndarray:
-    """Fewest ranks `(S,)` whose memory for `capacity` tokens holds samples that need `shares` `(S,)` of the usual memory.
+    """The fewest ranks `(S,)` on which each sample fits.
 
-    Raises BadInput if `capacity` is odd: a rank of a divided sample has two blocks of equal size.
+    A rank has memory for `capacity` tokens at full memory per token. The tokens of a sample need only the share `shares` `(S,)` of that.
+    Example: a sample of 10,000 tokens with a share of 0.5 and a capacity of 4096 needs two ranks, of 8192 tokens each. Raises BadInput if
+    `capacity` is odd, because a rank of a divided sample has two blocks of equal size.
     """
     if capacity < 2 or capacity % 2:
         raise BadInput(f"capacity {capacity}: expected an even, positive number of tokens")

@@ -1,4 +1,4 @@
-"""Decides from the checks of a server whether it gets new requests, and when those that it has are given up."""
+"""Decides from regular checks whether a server gets new requests, and when its unfinished requests are given up."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from dataclasses import dataclass
 from typing import Literal
 
 HealthAnswer = Literal["ready", "refusing", "missed"]
-"""Answer to a check: takes requests, takes none for now, or no answer of that form."""
+"""Result of a check. ready: the server takes requests. refusing: it takes none for now. missed: it gave no valid answer."""
 FEWEST_MISSED = 2
-"""Missed checks in turn before the requests of a server may be given up."""
+"""A server must miss at least this many successive checks before its requests are given up."""
 
 
 @dataclass(frozen=True)
 class ServerHealth:
-    """Result of the checks of a server so far."""
+    """State of a server after its checks so far."""
 
     ready: bool = False
-    """Whether it gets new requests."""
+    """Whether the server gets new requests."""
     missed: int = 0
-    """Checks that it has missed in turn."""
+    """Number of successive checks that it has missed."""
     lost: bool = False
-    """Whether the requests that it has are given up."""
+    """Whether its unfinished requests are given up."""
 
 
 def health_after(
     health: ServerHealth, answer: HealthAnswer, quiet_seconds: float, silent_seconds: float
 ) -> ServerHealth:
-    """Return the health of a server after one more check.
+    """The health of a server after one more check.
 
-    `quiet_seconds` have passed since its last byte on any connection. A server that sends bytes is busy, not dead: its
-    requests go on, however many checks it misses.
+    `quiet_seconds` is the time since its last byte on any connection. A server that still sends bytes is busy and not dead. Its requests
+    continue, however many checks it misses.
     """
     if answer != "missed":
         return ServerHealth(ready=answer == "ready")

@@ -1,4 +1,4 @@
-"""Detection of the rank with a wrong copy of replicated state: by majority, or by distance from a recomputed value."""
+"""Finds the rank with a wrong copy of replicated state: by majority, or by distance from a recomputed value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 
 def ranks_by_key(keys_by_rank: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """The ranks that have each key, ascending, of keys that several ranks have."""
+    """For each key that several ranks have, these ranks, ascending."""
     ranks: dict[int, list[int]] = {}
     for rank, keys in enumerate(keys_by_rank):
         for key in keys:
@@ -16,7 +16,7 @@ def ranks_by_key(keys_by_rank: Sequence[Sequence[int]]) -> dict[int, tuple[int, 
 
 
 def deviating_ranks(digests: Mapping[int, Hashable]) -> tuple[int, ...] | None:
-    """The ranks whose copy differs from that of more than half of the ranks; None where no value has such a majority."""
+    """The ranks whose copy differs from the copy that more than half of the ranks have; None if there is no such majority."""
     value, count = Counter(digests.values()).most_common(1)[0]
     if 2 * count <= len(digests):
         return None
@@ -24,9 +24,10 @@ def deviating_ranks(digests: Mapping[int, Hashable]) -> tuple[int, ...] | None:
 
 
 def farthest_rank(distances: Mapping[int, float]) -> int | None:
-    """The rank whose copy is farthest from the recomputed value; None where several are equally far.
+    """The rank whose copy is farthest from the recomputed value; None if several are equally far.
 
-    A wrong copy also disturbs the right ones, through the gradients that ranks sum. The right ones stay near the recomputed value.
+    A wrong copy also changes the right copies slightly, because ranks sum their gradients. But the right copies stay near the recomputed
+    value.
     """
     rank = max(distances, key=lambda rank: distances[rank])
     return rank if list(distances.values()).count(distances[rank]) == 1 else None

@@ -1,6 +1,6 @@
-"""Samples that a run leaves out, and the samples that its steps read instead.
+"""The samples that a run leaves out, and the samples that its steps read instead.
 
-Skipped samples are whole steps: ranges of global sample indexes, ascending, whose ends are positions between steps.
+Only whole steps are skipped. They are given as ascending ranges of global sample indices, which begin and end between two steps.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from meshwright.spec.batch_sizes import BatchSizes
 
 SampleRange = tuple[int, int]
-"""First global sample index, and one after the last."""
+"""(first global sample index, one after the last)."""
 
 
 def samples_of_step(step: int, batches: BatchSizes, skipped: Sequence[SampleRange]) -> SampleRange:
-    """The samples that optimizer step `step`, counted from 1, reads: those of the step-th part of the data that is not skipped."""
+    """The samples that optimizer step `step` (counted from 1) reads, if all skipped samples are taken out of the data."""
     part = step - 1
     for range_start, range_end in skipped:
         first_skipped = batches.steps_before(range_start)
@@ -24,7 +24,7 @@ def samples_of_step(step: int, batches: BatchSizes, skipped: Sequence[SampleRang
 
 
 def skip_forward(sample: int, skipped: Sequence[SampleRange]) -> int:
-    """The first sample from `sample` on that is not skipped."""
+    """The first sample at or after `sample` that is not skipped."""
     for range_start, range_end in sorted(skipped):
         if range_start <= sample < range_end:
             sample = range_end
@@ -32,7 +32,7 @@ def skip_forward(sample: int, skipped: Sequence[SampleRange]) -> int:
 
 
 def merge_skips(first: Sequence[SampleRange], second: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
-    """The ranges of both, each once, ascending."""
+    """The union of both lists of ranges, ascending."""
     return tuple(sorted({*map(_as_range, first), *map(_as_range, second)}))
 
 
@@ -42,5 +42,5 @@ def _as_range(pair: Sequence[int]) -> SampleRange:
 
 
 def skip_step(step: int, batches: BatchSizes, skipped: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
-    """`skipped` with the samples that `step` would read."""
+    """`skipped`, extended by the samples that `step` would read."""
     return tuple(sorted((*skipped, samples_of_step(step, batches, skipped))))

@@ -1,9 +1,9 @@
-"""Gives the slots of all ranks common numbers, in which a divided sample has the same number on all its ranks.
+"""Numbers the slots of all ranks in one common order, in which a divided sample has the same number on all its ranks.
 
-In a pipeline a rank runs the forwards of several slots before the first backward, and ranks that share a sample wait for each other in
-its forward and in its backward. If each rank counted its own slots, one could wait in a forward for a rank that waits in a backward for
-it. With common numbers all ranks of a stage run parts of one schedule in one order; a rank leaves out the numbers for which it has no
-slot.
+In a pipeline, a rank computes the forwards of several slots before the first backward. Ranks that share a sample wait for each other in its
+forward and in its backward. If each rank counted its own slots, one rank could wait in a forward for a rank that waits in a backward for
+it: a deadlock. With common numbers, all ranks of a stage follow one schedule in one order. A rank leaves out the numbers for which it has
+no slot.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class SlotOrder:
     count: int
     """Numbers are at least 0 and below this."""
     numbers: tuple[tuple[int, ...], ...]
-    """Number of each slot, by rank and slot of the `Balance`; a rank without slots has a number for an empty one."""
+    """Number of each slot, by rank and then by slot of the `Balance`. A rank without slots has a number for one empty slot."""
 
 
 def slot_order(balance: Balance) -> SlotOrder:
-    """The smallest common numbers with which the divided samples of each rank keep their order.
+    """The smallest common numbers for which the divided samples of each rank keep their order.
 
-    Slots of whole samples take the numbers that their rank has free.
+    Slots without a divided sample get the smallest numbers that are still free on their rank.
     """
     numbers = tuple(
         (*divided, *islice(_free(divided), max(slots, 1) - len(divided)))
@@ -41,15 +41,15 @@ def slot_order(balance: Balance) -> SlotOrder:
 
 
 def _free(used: Sequence[int]) -> Iterator[int]:
-    """All numbers from 0 but those `used`."""
+    """All numbers from 0 on that are not `used`, ascending."""
     taken = frozenset(used)
     return (number for number in count() if number not in taken)
 
 
 def _numbers_of_divided(balance: Balance) -> list[list[int]]:
-    """By rank, the rising numbers of its slots with divided samples, which are its first slots.
+    """For each rank, the ascending numbers of its slots with divided samples. These are its first slots.
 
-    A sample gets its number once it is the next one of all its ranks.
+    A sample gets a number as soon as it is the next divided sample of all its ranks.
     """
     samples: list[list[int]] = [[] for _ in range(balance.pool.ranks)]
     ranks_of: dict[int, list[int]] = defaultdict(list)
@@ -59,7 +59,7 @@ def _numbers_of_divided(balance: Balance) -> list[list[int]]:
         samples[rank].append(sample)
         ranks_of[sample].append(rank)
     numbers: list[list[int]] = [[] for _ in samples]
-    waiting: Counter[int] = Counter()  # by sample, the ranks that have reached it
+    waiting: Counter[int] = Counter()  # for each sample, how many ranks have reached it
     changed = list(range(len(samples)))
     while changed:
         rank = changed.pop()

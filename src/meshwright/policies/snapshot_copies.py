@@ -1,8 +1,8 @@
-"""The part of a snapshot that is first copied within device memory, so that the next update waits less.
+"""Chooses which part of a snapshot is first copied within device memory, so that the next optimizer update waits less.
 
-The update runs in groups of parameters, and each group waits for the copy of its state. A copy within device memory takes a hundredth of
-the time of a copy to the host. The groups that are updated first are copied within the device; their state reaches the host last, from
-the buffer.
+The update handles one group of parameters after another, and each group waits until its old state has been copied. A copy within device
+memory takes a hundredth of the time of a copy to the host. So the groups that are updated first are copied into a buffer on the device.
+Their state is copied from the buffer to the host last.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SNAPSHOT_GROUPS = 32
-"""Most groups of parameters between which an update waits for copies of a snapshot; each group needs one launch."""
+"""Most groups of parameters between which an update waits for copies of a snapshot. Each group needs one kernel launch."""
 NEGLIGIBLE_SECONDS = 1e-6
-"""A shorter stall counts as none."""
+"""A wait shorter than this counts as none."""
 STATE_BYTES = 12
+"""Bytes of state per parameter: a master weight and two moments in fp32."""
 UPDATE_BYTES = 28
-"""Bytes of a parameter's state, a master weight and two moments in fp32, and memory traffic of its update.
-
-The update reads and writes the state and reads the gradient.
-"""
+"""Memory traffic per parameter in an update, in bytes: the state is read and written, and the gradient is read."""
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of a step's forward and backward passes and of its update, and the expected rate of copies to the host."""
+    """Seconds of a step's forward and backward passes and of its optimizer update, and the expected bandwidth of copies to the host."""
 
     compute_seconds: float
     update_seconds: float
@@ -34,14 +32,14 @@ class PassTimes:
     def of_step(
         cls, step_seconds: float, state_bytes: float, memory_bytes_per_second: float, copy_bytes_per_second: float
     ) -> PassTimes:
-        """The times of a rank whose device updates `state_bytes` of state at the rate of its memory."""
+        """The times of a rank whose device updates `state_bytes` of state at the bandwidth of its memory."""
         update = min(step_seconds, state_bytes / STATE_BYTES * UPDATE_BYTES / memory_bytes_per_second)
         return cls(step_seconds - update, update, copy_bytes_per_second)
 
 
 @dataclass(frozen=True)
 class DeviceCopies:
-    """The first `groups` groups of the update are copied within device memory; `bytes` is the size of their buffers."""
+    """The first `groups` groups of the update are copied within device memory, into buffers of `bytes` bytes."""
 
     groups: int
     bytes: int
@@ -52,10 +50,10 @@ class DeviceCopies:
 def plan_device_copies(
     group_bytes: Sequence[float], times: PassTimes, room: float, copy_seconds: float | None = None
 ) -> DeviceCopies:
-    """The fewest groups for which the update does not wait, or as many as fit into `room` bytes of device memory.
+    """Choose the fewest groups with which the update does not wait, or as many as fit into `room` bytes of device memory.
 
-    `group_bytes` has the state of each group in the order of the update. The copy of all of it to the host begins with the forward pass and
-    takes `copy_seconds`, or what the expected rate gives. The update is spread evenly over the bytes.
+    `group_bytes` has the bytes of state of each group in the order of the update. The copy of all state to the host begins with the forward
+    pass. It takes `copy_seconds`; None means the time at the expected bandwidth. The update is assumed to take equal time for each byte.
     """
     if copy_seconds is None:
         copy_seconds = sum(group_bytes) / times.copy_bytes_per_second
@@ -72,7 +70,7 @@ def plan_device_copies(
 
 
 def _stall(group_bytes: Sequence[float], first: int, copy_seconds: float, times: PassTimes) -> float:
-    """Seconds that an update waits for copies to the host if only the groups from `first` on are copied, in its order."""
+    """Seconds that an update waits for copies to the host, if only the groups from `first` on are copied, in the order of the update."""
     total = sum(group_bytes)
     copied = 0.0
     updated = 0.0

@@ -1,15 +1,15 @@
-"""State machine of a supervised job: hosts that train, and the begin and end of attempts, by the events so far.
+"""State machine of a supervised job: which hosts train, and when attempts begin and end. It is driven by events.
 
-An attempt is one start of all ranks. `decide` is a pure function of the state, an event and the time in seconds of any
-monotonic clock. The coordinator keeps the state in a file and carries out the actions.
+An attempt is one start of all ranks. `decide` is a pure function of the state, an event and the time, in seconds of any monotonic clock.
+The coordinator stores the state in a file and carries out the actions.
 
     gathering ──► preparing ──► running ──► ending ──► gathering …
                                                 └────► finished
 
-While an attempt is prepared, hosts that may have caused the failure before run the self-test. A host that fails it is
-excluded from the job; a test that does not end in time is repeated once, with a longer limit. If too few hosts are
-ready the job continues on fewer, if there is a plan for them. A host whose health is bad (`host_health`) is replaced
-after the running step, or excluded at once.
+While an attempt is prepared, hosts that may have caused the failure before run the self-test. A host that fails the test is excluded from
+the job. A test that does not end in time is repeated once, with a longer limit. If too few hosts are ready, the job continues on fewer
+hosts, provided that there is a plan for their number. A host with bad health (`host_health`) is replaced after the current step, or
+excluded at once.
 """
 
 from __future__ import annotations
@@ -61,15 +61,18 @@ from meshwright.spec.batch_sizes import BatchSizes, BatchStage
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_NUMERICAL, EXIT_PREEMPTED
 
 RETURN_SECONDS = 900.0
-"""Seconds to wait for another host: longer than schedulers usually take to supply one (`planner.effective_time`)."""
+"""Seconds to wait for another host. Schedulers usually supply a host in less time (`planner.effective_time`)."""
 SPARE_SECONDS = 30.0
-"""Seconds in which the processes of a spare host are ready."""
+"""Seconds within which the processes of a spare host should be ready."""
 REJOIN_SECONDS = 5.0
-"""Seconds to wait for a member that answers before a spare host takes its place: its memory has the newest snapshot."""
+"""Seconds to wait for a member that still answers, before a spare host replaces it.
+
+It is preferred because its memory has the newest snapshot.
+"""
 FINAL_TEST_SECONDS = 30.0
-"""Seconds within which the hosts of a job that ends with non-finite values must be ready for the self-test."""
+"""If a job ends because of non-finite values, its hosts must be ready for a last self-test within these seconds."""
 LISTED_CHECKPOINTS = 8
-"""Checkpoints that the state lists at most: each record of it has them all, and a decision takes the newest two."""
+"""Checkpoints in the state, at most. Each stored state contains the whole list, and a decision needs only the newest two."""
 Status = Literal["gathering", "preparing", "running", "ending", "finished"]
 
 
@@ -81,45 +84,49 @@ class State:
     attempt: int = 0
     """Number of the current or last attempt, from 1."""
     newest_attempt: int = 0
-    """The largest attempt that an agent has reported; larger than `attempt` if records of the state were lost."""
+    """The largest attempt number that an agent has reported. It exceeds `attempt` if the coordinator has lost a stored state."""
     job: str = ""
-    """Identity of the job among those in the run's folder; an agent of a finished one is not taken for one of the next."""
+    """Identity of the job in the run's folder. Agents of an earlier, finished job have another identity."""
     members: tuple[str, ...] = ()
     """Hosts of the attempt, in the order of their ranks."""
     ended: tuple[str, ...] = ()
     """Members whose ranks have ended."""
     lost: tuple[str, ...] = ()
+    """Members that no longer answer."""
     """Members that stopped to answer."""
     incidents: tuple[Incident, ...] = ()
     """Failures since the newest checkpoint was written, one for each failed attempt."""
     restart: Restart = field(default_factory=Restart)
-    """Start of the next attempt: its delay, checkpoint and skipped step."""
+    """How the next attempt starts: after which delay, from which checkpoint, and without which step."""
     stop: Stop | None = None
-    """Reason why no further attempt follows; None while one may."""
+    """The reason why no further attempt follows; None while further attempts are possible."""
     stopping: int = 0
-    """Exit code of a stop request that arrived while ranks ran, which end by themselves; 0 without one."""
+    """Exit code of a stop request that came while ranks were running; 0 without one. The ranks end by themselves."""
     not_before: float = 0.0
     """Time before which no attempt begins."""
     short_since: float | None = None
-    """Time since which a job that is to continue has too few hosts; None if it has enough."""
+    """Time since when there are too few hosts to continue; None if there are enough."""
     trained: bool = False
     """Whether the job has finished a step."""
     checkpoints: tuple[int, ...] = ()
     """Steps of the newest committed checkpoints, ascending."""
     present: tuple[int, ...] = ()
-    """Steps of the newest ones that existed at the start or the last failure, ascending: `keep` deletes, and files get damaged."""
+    """Steps of the newest checkpoints that existed at the start or at the last failure, ascending.
+
+    A committed checkpoint may be missing here: `keep` may have deleted it, or its files may be damaged.
+    """
     skipped: tuple[SampleRange, ...] = ()
-    """Samples that are left out."""
+    """Samples that are left out of training."""
     ready: tuple[str, ...] = ()
-    """Hosts whose processes wait to begin."""
+    """Hosts whose processes wait for an attempt to begin."""
     suspects: tuple[Suspect, ...] = ()
-    """Hosts that have to pass the self-test before they train again."""
+    """Hosts that must pass the self-test before they train again."""
     corruptions: int = 0
-    """Reports of corrupt state that were taken in the attempt."""
+    """Number of corruption reports that were handled in this attempt."""
     tests: tuple[tuple[str, ...], ...] = ()
-    """Groups of members that run the self-test for the attempt in preparation; the first of each is a suspect."""
+    """Groups of members that run the self-test for the attempt in preparation. The first host of each group is a suspect."""
     testing: tuple[str, ...] = ()
-    """Hosts of these groups whose results are not known yet."""
+    """Hosts of these groups whose results are still missing."""
     incomplete: tuple[str, ...] = ()
     """Hosts whose last self-test did not end in time."""
     prepared: bool = False
@@ -127,7 +134,7 @@ class State:
     excluded: tuple[Exclusion, ...] = ()
     """Hosts that failed the self-test, or whose health is bad."""
     draining: tuple[Exclusion, ...] = ()
-    """Members without which the next attempt begins: the ranks save and end after the running step."""
+    """Members to leave out of the next attempt. The ranks save a checkpoint and end after the current step."""
     unplannable: tuple[int, ...] = ()
     """Numbers of hosts for which there is no plan."""
 
@@ -137,23 +144,23 @@ class Rules:
     """Settings of the job."""
 
     hosts: int
-    """Hosts of an attempt, unless some are lost."""
+    """Hosts of an attempt, if none are missing."""
     global_batch: int
     policy: RestartPolicy
     wait_seconds: float | None = None
-    """Seconds to wait for lost hosts before the job continues on the remaining ones; None waits without end."""
+    """Seconds to wait for lost hosts before the job continues on the remaining ones; None waits without a limit."""
     test_at_end: bool = False
-    """Whether values that are not finite end the job only if they persist; then the hosts are tested before the end."""
+    """Whether non-finite values end the job only if they occur again. If so, the hosts are tested before the job ends."""
     batch_ramp: Sequence[BatchStage] = ()
-    """Batches of the first steps (`train.batch_ramp`)."""
+    """Batch sizes of the first steps (`train.batch_ramp`)."""
     saves: bool = True
-    """Whether ranks that are asked to end write a checkpoint from which others continue."""
+    """Whether ranks that are asked to end write a checkpoint from which other ranks can continue."""
     others_may_join: bool = True
-    """Whether hosts can join the job later; a job of one launcher has its own host only."""
+    """Whether hosts can join the job later. A job of a single launcher has only the launcher's host."""
 
     @property
     def return_seconds(self) -> float:
-        """Seconds to wait for hosts without which the job cannot go on: excluded ones, or those that a plan needs."""
+        """Seconds to wait for hosts when the job cannot continue without them: hosts in place of excluded ones, or hosts a plan needs."""
         return max(RETURN_SECONDS, self.wait_seconds or 0.0) if self.others_may_join else 0.0
 
 
@@ -161,7 +168,7 @@ Answer = tuple[State, tuple[Action, ...]]
 
 
 def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
-    """Return the state after `event`, and the actions to carry out."""
+    """The state after `event`, and the actions to carry out."""
     match event:
         case _ if state.status == "finished":
             return state, ()
@@ -209,13 +216,13 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
 
 
 def is_unlisted(state: State, step: int) -> bool:
-    """Whether the state does not list the checkpoint of `step` yet, and would."""
+    """Whether the checkpoint of `step` is missing in the state and new enough to be listed."""
     listed = state.checkpoints
     return step not in listed and (len(listed) < LISTED_CHECKPOINTS or step > listed[0])
 
 
 def is_excluded(state: State, host: str) -> bool:
-    """Whether the machine of `host` is excluded."""
+    """Whether the machine of `host` is excluded from the job."""
     return exclusion_of(state, host) is not None
 
 
@@ -225,7 +232,7 @@ def exclusion_of(state: State, host: str) -> Exclusion | None:
 
 
 def _gather(state: State, now: float, rules: Rules) -> Answer:
-    """Choose the members of the next attempt if enough hosts are ready and its time has come."""
+    """If enough hosts are ready and the delay is over, choose the members of the next attempt and prepare it."""
     if state.status != "gathering" or now < state.not_before:
         return state, ()
     if state.stop is not None:
@@ -266,14 +273,14 @@ def _gather(state: State, now: float, rules: Rules) -> Answer:
 
 
 def _next_attempt(state: State) -> int:
-    """A number that no agent has begun: agents ignore smaller ones."""
+    """A number that no agent has seen yet. Agents ignore smaller numbers."""
     return max(state.attempt, state.newest_attempt) + 1
 
 
 def _patience(state: State, rules: Rules) -> float | None:
-    """Seconds to wait for missing hosts before the job continues on fewer; None waits without end.
+    """Seconds to wait for missing hosts before the job continues on fewer; None waits without a limit.
 
-    An excluded host does not return by itself. Then the wait is only for a spare host that is not ready yet.
+    An excluded host does not return by itself. In this case, the wait is only for a spare host that is not ready yet.
     """
     if not rules.others_may_join:
         return 0.0 if state.excluded else None
@@ -283,7 +290,7 @@ def _patience(state: State, rules: Rules) -> float | None:
 
 
 def _without_hosts(state: State, waited: float, rules: Rules) -> Answer:
-    """Wait for hosts while no attempt is possible, if some are excluded or have no plan; then end the job."""
+    """No attempt is possible now. If hosts are excluded or have no plan, wait for other hosts for a limited time, then end the job."""
     if not (state.excluded or state.unplannable) or waited < rules.return_seconds:
         return state, ()
     reasons = [f"host {exclusion.host} {exclusion.verdict}" for exclusion in state.excluded]
@@ -296,7 +303,7 @@ def _without_hosts(state: State, waited: float, rules: Rules) -> Answer:
 
 
 def _fewer(state: State, cause: str, now: float, rules: Rules) -> Answer:
-    """There is no plan for the number of members: try fewer, or wait for further hosts."""
+    """There is no plan for the number of members. Try fewer members, or wait for more hosts."""
     count = len(state.members)
     state = replace(
         state,
@@ -314,7 +321,7 @@ def _fewer(state: State, cause: str, now: float, rules: Rules) -> Answer:
 
 
 def _take_test(state: State, ended: SelfTestEnded, now: float, rules: Rules) -> Answer:
-    """Exclude a host that failed its self-test; begin the attempt once all have passed."""
+    """Handle the result of a self-test: exclude a host that failed, and begin the attempt once all hosts have passed."""
     group = next(group for group in state.tests if ended.host in group)
     if not ended.complete and not ended.failure and not set(group) & set(state.incomplete):
         return _repeat_test(state, ended, group, now, rules)
@@ -330,7 +337,7 @@ def _take_test(state: State, ended: SelfTestEnded, now: float, rules: Rules) -> 
 
 
 def _repeat_test(state: State, ended: SelfTestEnded, group: tuple[str, ...], now: float, rules: Rules) -> Answer:
-    """Test a group once more with a longer limit, in the preparation of a new attempt: its hosts may only be busy."""
+    """Repeat the test of a group once, with a longer limit, in the preparation of a new attempt. Its hosts may only have been busy."""
     state = replace(
         state, status="gathering", tests=(), testing=(), incomplete=(*state.incomplete, *group), short_since=None
     )
@@ -340,7 +347,10 @@ def _repeat_test(state: State, ended: SelfTestEnded, group: tuple[str, ...], now
 
 
 def _take_corruption(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
-    """Let the host run the self-test before the next attempt, and at once if it already waits for it: it is the second time."""
+    """Handle a report of corrupt state: its host runs the self-test before the next attempt.
+
+    At the second report, the attempt fails at once.
+    """
     if state.status != "running":
         return state, ()
     suspects = suspects_after((incident,), state.members) if rules.policy.restarts else ()
@@ -350,7 +360,7 @@ def _take_corruption(state: State, incident: Incident, now: float, rules: Rules)
 
 
 def _exclude(state: State, exclusion: Exclusion, now: float, rules: Rules) -> Answer:
-    """Go on without a host; also a job that was to end, as the host that failed its test may be the reason."""
+    """Continue without a host. This also applies to a job that was about to end, because this host may have been the reason."""
     state = replace(
         _without_excluded(state, (exclusion,)),
         status="gathering",
@@ -365,7 +375,7 @@ def _exclude(state: State, exclusion: Exclusion, now: float, rules: Rules) -> An
 
 
 def _without_excluded(state: State, exclusions: tuple[Exclusion, ...]) -> State:
-    """Exclude hosts: they are neither ready nor suspects nor to be drained any more."""
+    """The state with these hosts excluded. They are no longer ready, suspects, or to be drained."""
     hosts = [exclusion.host for exclusion in exclusions]
     machines = {machine_of(host) for host in hosts}
     return replace(
@@ -382,7 +392,7 @@ def _note_of(exclusion: Exclusion) -> Note:
 
 
 def _take_finding(state: State, host: str, finding: HealthFinding, now: float, rules: Rules) -> Answer:
-    """Do what the table of health says about a finding at this moment of the job."""
+    """Do what the rules of host health say about a finding at this moment of the job."""
     moment = _moment(state, host)
     action = action_of(finding.rule, moment)
     key = f"{host} {finding.rule} {finding.part}"
@@ -409,9 +419,10 @@ def _note_that_it_stays(exclusion: Exclusion, key: str = "") -> Note:
 
 
 def _moment(state: State, host: str) -> Moment:
-    """The moment of the job at which a finding about `host` comes.
+    """The moment at which a finding about `host` comes, for the rules of host health.
 
-    Once the job has trained, the moment of a member between two attempts is `run`, as after an attempt that ended to drain a host.
+    Between two attempts of a job that has trained, the moment for a member is `run` if there was no failure, for example if the attempt
+    ended to drain a host.
     """
     if host in state.members and state.status == "running":
         return "run"
@@ -421,7 +432,7 @@ def _moment(state: State, host: str) -> Moment:
 
 
 def _is_replaceable(state: State, host: str, rules: Rules) -> bool:
-    """Whether the job can go on without `host`, from a checkpoint that its ranks write."""
+    """Whether the job can continue without `host`, from a checkpoint that its ranks write."""
     left_out = {machine_of(host), *(machine_of(draining.host) for draining in state.draining)}
     others = [
         other
@@ -433,7 +444,7 @@ def _is_replaceable(state: State, host: str, rules: Rules) -> bool:
 
 
 def _leave_out_drained(state: State, rules: Rules) -> Answer:
-    """Exclude drained hosts. A spare host may be lost since: those that none can replace any more stay."""
+    """Exclude the hosts that were drained. A host stays if no other can replace it any more, for example because a spare host was lost."""
     left = replace(state, draining=())
     notes = []
     for draining in state.draining:
@@ -445,7 +456,7 @@ def _leave_out_drained(state: State, rules: Rules) -> Answer:
 
 
 def _exclude_unhealthy(state: State, exclusion: Exclusion, now: float, rules: Rules) -> Answer:
-    """Go on without a host at once. An attempt in which it trains fails; one that has not begun is prepared anew."""
+    """Continue without a host at once. If it trains, its attempt fails. If its attempt has not begun, a new one is prepared."""
     host = exclusion.host
     note = _note_of(exclusion)
     if host in state.members and state.status == "preparing":
@@ -458,13 +469,13 @@ def _exclude_unhealthy(state: State, exclusion: Exclusion, now: float, rules: Ru
 
 
 def _without_machines(suspects: tuple[Suspect, ...], hosts: Sequence[str]) -> tuple[Suspect, ...]:
-    """The suspects that are on other machines than `hosts`."""
+    """The suspects whose machines have none of `hosts`."""
     machines = {machine_of(host) for host in hosts}
     return tuple(suspect for suspect in suspects if machine_of(suspect.host) not in machines)
 
 
 def _begin(state: State) -> Answer:
-    """Let a prepared attempt begin once all tested hosts have passed. A job that was to end after the tests ends."""
+    """Begin a prepared attempt once all tested hosts have passed. If the job was about to end after the tests, end it."""
     if not state.prepared or state.testing:
         return state, ()
     if state.stop is not None:
@@ -473,7 +484,7 @@ def _begin(state: State) -> Answer:
 
 
 def _gather_for_last_test(state: State, now: float) -> Answer:
-    """Test the members of a job that is about to end with values that are not finite, once they are ready."""
+    """The job is about to end because of non-finite values. Once its members are ready, let them run the self-test."""
     since = now if state.short_since is None else state.short_since
     groups = self_test_groups(state.suspects, state.members)
     if groups and set(state.members) <= set(state.ready):
@@ -495,7 +506,7 @@ def _gather_for_last_test(state: State, now: float) -> Answer:
 
 
 def _grow(state: State, rules: Rules) -> Answer:
-    """After a checkpoint, end an attempt that has too few hosts if enough are ready now."""
+    """After a checkpoint: if the attempt has too few hosts and enough are ready now, end it, so that the next one has all hosts."""
     missing = len(state.members) < rules.hosts <= len({*state.members, *state.ready})
     if state.status != "running" or not missing or state.stopping:
         return state, ()
@@ -503,7 +514,7 @@ def _grow(state: State, rules: Rules) -> Answer:
 
 
 def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
-    """Decide once on a restart or the end after a failed attempt, and end its ranks."""
+    """An attempt has failed: end its ranks, and decide whether to restart or to end the job. Later failures of the attempt are ignored."""
     if state.status not in ("preparing", "running"):
         return state, ()
     if state.stop is not None:  # during the self-test before the end
@@ -540,7 +551,7 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
 
 
 def _end(state: State, now: float, rules: Rules) -> Answer:
-    """Continue once the ranks of all members have ended."""
+    """If the ranks of all members have ended, finish the job or gather hosts for the next attempt."""
     if state.status not in ("running", "ending") or not set(state.members) <= set(state.ended):
         return state, ()
     if state.status == "running":  # all ranks ended without a failure
@@ -558,7 +569,7 @@ def _finish(state: State) -> Answer:
 
 
 def _lose(state: State, host: str, cause: str, now: float, rules: Rules) -> Answer:
-    """Count a lost member's ranks as ended; the attempt fails if that is its first failure."""
+    """A host no longer answers. If it is a member, its ranks count as ended, and the attempt fails if it has not failed before."""
     state = replace(state, ready=_with_host(state.ready, host, False))
     if host not in state.members:
         return state, ()
@@ -573,7 +584,7 @@ def _lose(state: State, host: str, cause: str, now: float, rules: Rules) -> Answ
 
 
 def _request_stop(state: State, code: int) -> Answer:
-    """Request the end of the job: begin no attempt; ranks that run end by themselves, with a checkpoint."""
+    """End the job on request. No further attempt begins. Running ranks write a checkpoint and end by themselves."""
     if state.status == "running":
         return replace(state, stopping=state.stopping or code), ()
     state = replace(state, stop=state.stop or Stop(code))
@@ -581,7 +592,7 @@ def _request_stop(state: State, code: int) -> Answer:
 
 
 def _give_up(state: State, stop: Stop) -> Answer:
-    """End the job and the ranks that run; a reason for its end that the state has already stays."""
+    """End the job and its running ranks. If the state already has a reason to end, it is kept."""
     state = replace(state, stop=state.stop or stop)
     if state.status == "running":
         return replace(state, status="ending"), (EndAttempt(stop.diagnosis),)
@@ -589,5 +600,5 @@ def _give_up(state: State, stop: Stop) -> Answer:
 
 
 def _with_host(hosts: tuple[str, ...], host: str, present: bool = True) -> tuple[str, ...]:
-    """`hosts` with or without `host`, in order of names."""
+    """`hosts` with `host` added or removed, sorted by name."""
     return tuple(sorted({*hosts, host} if present else set(hosts) - {host}))

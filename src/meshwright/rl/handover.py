@@ -1,4 +1,4 @@
-"""Gives an engine beside the trainer the trainer's weights, in place."""
+"""Copies the trainer's weights in place into an engine on the same device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from meshwright.state.parts import StateParts
 
 
 class WeightHandover:
-    """Collects whole weights from the parts that ranks have, those of a model with adapters merged. Collective, also when it is made.
+    """Collects whole weights from the shards on all ranks, with adapters merged into the model.
 
-    `weights` are this rank's parts by parameter, trained and frozen. `group` moves the weights, `ranks` what describes them. Where
-    several ranks hold a part, the first of them sends it. `dtype` is the engine's.
+    The constructor and `tensors` are collective.
+
+    `weights` are this rank's shards by parameter, both trained and frozen. `group` transfers the weights, `ranks` the descriptions of
+    shards. If several ranks have the same shard, the first of them sends it. `dtype` is the engine's type.
     """
 
     def __init__(
@@ -42,22 +44,23 @@ class WeightHandover:
         self._senders = {name: _senders(name, boxes_by_rank) for name in self._shapes}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of each parameter of the model without adapters; a tensor is valid until the next."""
+        """Name and whole tensor of each parameter of the model without adapters. A tensor is valid until the next one is yielded."""
         read = self._read if self._spec.adapter is None else merged(self._read, deltas_of(self._spec, self._adapter))
         for parameter in parameters(without_adapter(self._spec)):
             yield parameter.name, read(parameter, 0, parameter.shape[0])
 
     def _read(self, parameter: ParameterSpec, start: int, stop: int) -> Tensor:
-        """All rows of a parameter."""
+        """The whole parameter. `merged` must ask for all of its rows."""
         assert (start, stop) == (0, parameter.shape[0])
         return self._whole(parameter.name)
 
     def _adapter(self, name: str) -> Tensor:
-        """A parameter of an adapter, rounded as the trainer rounds it for its matmuls."""
+        """A parameter of an adapter, rounded to the type in which the trainer uses it."""
         return self._whole(name).to(self._dtype)
 
     @torch.no_grad()
     def _whole(self, name: str) -> Tensor:
+        """Collect a whole parameter on all ranks. Collective."""
         shape = self._shapes[name]
         parts = self._weights.get(name)
         if self._ranks.is_single:
@@ -77,7 +80,7 @@ class WeightHandover:
 
 
 def _senders(name: str, boxes_by_rank: list[dict[str, tuple[Box, ...]]]) -> list[tuple[Box, int]]:
-    """The boxes of a parameter, each with the first rank that has it."""
+    """The boxes (ranges of elements) into which a parameter is divided, each with the first rank that has it."""
     first: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Box, int]] = {}
     for rank, boxes in enumerate(boxes_by_rank):
         for box in boxes.get(name, ()):
@@ -86,6 +89,7 @@ def _senders(name: str, boxes_by_rank: list[dict[str, tuple[Box, ...]]]) -> list
 
 
 def _elements(whole: Tensor, box: Box) -> Tensor:
+    """The view of `whole` that a box covers."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         whole = whole.narrow(dim, offset, size)
     return whole

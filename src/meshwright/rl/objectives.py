@@ -1,11 +1,12 @@
-"""Losses of reinforcement learning, as functions of log-probabilities; each token's part depends on that token alone.
+"""Losses of reinforcement learning, as functions of log-probabilities. The loss of a token depends on that token alone.
 
-`values` are the trainer's log-probabilities of the sampled tokens, `sampled` those with which the engine drew them, and `advantages` one
-number for each token, that of its answer. All are `(batch, seq)`. Each function returns a token's loss, whose gradient by `values` is
-−advantage · ratio where the ratio of the two probabilities has not been clipped.
+Arguments, all `(batch, seq)`: `values` are the trainer's log-probabilities of the sampled tokens; `sampled` are the log-probabilities with
+which the engine drew them; `advantages` has for each token the advantage of its answer. The ratio of a token is its probability now divided
+by its probability when it was drawn. Each function returns the loss of each token. Where the ratio is not clipped, the gradient by `values`
+is −advantage · ratio.
 
-Example: an answer with advantage 2 whose token has probability 0.24 now and had 0.20 has a ratio of 1.2. The gradient of `clipped_loss`
-with bounds 0.2 and 0.2 is −2.4 up to there and 0 beyond: the token is likely enough for one update.
+Example: a token of an answer with advantage 2 was drawn with probability 0.20 and has 0.24 now, so its ratio is 1.2. With bounds 0.2 and
+0.2, the gradient of `clipped_loss` is −2.4 at ratio 1.2 and 0 beyond: the token has become likely enough for one update.
 """
 
 from __future__ import annotations
@@ -27,22 +28,25 @@ CLIPS: Mapping[Policy, tuple[float, float]] = {
     "cispo": (1.0, 4.0),
     "rloo": (1.0, math.inf),
 }
-"""Largest fall and rise of a probability by default: cispo's of MiniMax-M1 (2025) and ScaleRL (Khatri et al. 2025); rloo has none."""
+"""Default bounds (below, above) of the ratio: it is limited to 1 − below … 1 + above.
+
+The bounds of cispo are from MiniMax-M1 (2025) and ScaleRL (Khatri et al. 2025); rloo has no bounds.
+"""
 
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, below: float, above: float) -> Tensor:
-    """The lower of ratio · advantage and the same with the ratio limited to 1 − below … 1 + above, negated (Schulman et al. 2017)."""
+    """−min(ratio · advantage, limited ratio · advantage), where the ratio is limited to 1 − below … 1 + above (Schulman et al. 2017)."""
     limited = ratio.clamp(1 - below, 1 + above)
     return -torch.minimum(ratio * advantages, limited * advantages)
 
 
 def factored_loss(values: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> Tensor:
-    """−log π · advantage, times the ratio up to `cap` as a number without gradient (CISPO): no token loses its gradient."""
+    """−min(ratio, cap) · advantage · log π, where the ratio has no gradient (CISPO). Every token keeps a gradient."""
     return -ratio.detach().clamp(max=cap) * advantages * values
 
 
 def kl_of_tokens(values: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """An estimate of the divergence from the reference for each token that was sampled from the model."""
+    """An estimate, for each sampled token, of the KL divergence of the model from the reference. `reference` are its log-probabilities."""
     difference = values - reference
     if estimator == "k1":
         return difference
@@ -52,9 +56,9 @@ def kl_of_tokens(values: Tensor, reference: Tensor, estimator: Estimator) -> Ten
 
 
 def correction_factors(values: Tensor, sampled: Tensor, rl: RlSpec) -> Tensor:
-    """Factors for tokens that the engine sampled with another probability than the trainer computes; without gradient.
+    """Factors that correct for tokens to which engine and trainer give different probabilities. They have no gradient.
 
-    `truncate`: the ratio, at most the upper bound (Yao et al. 2025). `mask`: 1 within the bounds and 0 outside of them.
+    `truncate`: the ratio, but at most the upper bound (Yao et al. 2025). `mask`: 1 if the ratio is within the bounds, else 0.
     """
     ratio = (values.detach() - sampled).exp()
     if rl.correction == "truncate":
@@ -63,14 +67,14 @@ def correction_factors(values: Tensor, sampled: Tensor, rl: RlSpec) -> Tensor:
 
 
 class Agreement:
-    """How far the engine's log-probabilities of the trained tokens are from the trainer's, summed over the micro-batches of a step."""
+    """Measures how far the engine's and the trainer's log-probabilities of trained tokens differ, over the micro-batches of a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, values: Tensor, sampled: Tensor, trained: Tensor, clipped: Tensor) -> None:
-        """Add the tokens that are `trained`, all `(batch, seq)`; `clipped` tells which ones the clip has changed."""
+        """Add a micro-batch. Arguments are `(batch, seq)`; `trained` and `clipped` say which tokens count and were clipped."""
         difference = torch.where(trained, values - sampled, 0.0).double()
         estimate = torch.expm1(difference) - difference
         self._sums += torch.stack(
@@ -85,7 +89,11 @@ class Agreement:
         self._largest = torch.maximum(self._largest, difference.abs().max())
 
     def take(self) -> list[float]:
-        """Tokens, unequal ones, sum of differences, sum of the divergence estimates, clipped tokens; and the largest difference. Waits."""
+        """The sums so far, and reset them. Waits for the device.
+
+        In order: trained tokens, tokens with unequal values, sum of absolute differences, sum of divergence estimates, clipped tokens, and
+        the largest difference.
+        """
         taken = [*self._sums.tolist(), float(self._largest)]
         self._sums.zero_()
         self._largest.zero_()
@@ -93,7 +101,7 @@ class Agreement:
 
     @staticmethod
     def figures(taken: Sequence[Sequence[float]]) -> dict[str, float]:
-        """The figures of a step from what its ranks have `taken`; ranks that compute the same tokens change none of them."""
+        """The figures of a step from the results of `take` on all ranks. Ranks that compute the same tokens do not change them."""
         tokens, unequal, difference, divergence, clipped = (
             sum(column) for column in zip(*(row[:5] for row in taken), strict=True)
         )
@@ -109,10 +117,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The loss that `rl` describes, of micro-batches with the columns below, each `(batch, seq)`.
+    """The loss that `rl` describes. Micro-batches have the following columns, each `(batch, seq)`:
 
-    `sampled` and `advantages`; `reference` for a KL penalty; `factors` multiply the losses of tokens, and `counts` are what tokens add to
-    the divisor, so that loss and gradients are the same for any micro-batches and any layout. For an answer of n tokens:
+    - `sampled` and `advantages`, see above; `reference` if there is a KL penalty.
+    - `factors`, by which the losses of tokens are multiplied.
+    - `counts`, what each token adds to the divisor. Loss and gradients are therefore the same for any micro-batches and any layout.
+
+    For an answer of n tokens:
 
     | `rl.divisor` | factors | counts |
     |---|---|---|
@@ -120,27 +131,27 @@ class PolicyObjective:
     | sequences | 1 / n | 1 / n |
     | length | 1 | `rl.new_tokens` / n |
 
-    Answers that count and are not computed, because their advantages are 0, are in the counts of any token.
+    Answers with advantage 0 are not computed, but count in the divisor: their counts are added to any token of the step.
     """
 
     rl: RlSpec
     agreement: Agreement
-    """Gets the two log-probabilities of every trained token. After the first update of a batch of answers they differ on purpose."""
+    """Gets both log-probabilities of every trained token. After a batch's first update they differ, as the weights changed."""
     by_sequence = False
 
     def count(self, batch: MicroBatch) -> float | Tensor:
-        """The micro-batch's part of the divisor."""
+        """What the micro-batch adds to the divisor."""
         return batch.columns["counts"].sum(dtype=torch.float64)
 
     def loss(self, log_probabilities: Tensor, batch: MicroBatch) -> Tensor:
-        """The summed loss of a micro-batch."""
+        """The sum of the losses of a micro-batch's tokens."""
         assert batch.targets is not None
         values = log_probabilities
         rl = self.rl
         sampled, advantages, factors = (
             batch.columns[name].to(values.dtype) for name in ("sampled", "advantages", "factors")
         )
-        # With a correction, which takes one update a batch, the engine's deviation is a factor beside a ratio of 1.
+        # A correction allows only one update per batch. Then the ratio is 1, and the engine's deviation is a separate factor.
         before = values.detach() if rl.correction != "none" else sampled
         ratio = (values - before).exp()
         below, above = CLIPS[rl.policy]

@@ -1,4 +1,4 @@
-"""The model at the start of a run, whose log-probabilities a KL penalty compares with."""
+"""The model at the start of a run. A KL penalty compares the trained model's log-probabilities with those of this model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec, parameters, without_adapter
 
 CHUNK = 1024
-"""Tokens whose logits are in memory at a time."""
+"""Tokens whose logits are in memory at the same time."""
 
 
 class ReferenceModel:
-    """A whole frozen copy of the model that `init` names, without adapters, on each rank. Raises what reading it raises."""
+    """A frozen copy of the whole model that `init` names, without adapters, on each rank.
+
+    Raises BadInput if `init` names no model, and whatever reading the model raises.
+    """
 
     def __init__(self, spec: ModelSpec, init: str, device: torch.device, dtype: torch.dtype) -> None:
         spec = without_adapter(spec)
@@ -35,7 +38,7 @@ class ReferenceModel:
 
     @torch.no_grad()
     def add_to(self, batch: MicroBatch, temperature: float) -> MicroBatch:
-        """The micro-batch with the column `reference`: log-probabilities of its targets, of logits divided by `temperature`."""
+        """The micro-batch with a further column `reference`: log-probabilities of its targets, after dividing logits by `temperature`."""
         model = self._model
         device = self._model.embed.weight.device
         tokens = batch.tokens.to(device)

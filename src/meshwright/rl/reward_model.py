@@ -1,4 +1,4 @@
-"""Rewards by a reward model on the rank's device, beside the engine whose answers it judges."""
+"""Rewards from a reward model, which is on the same device as the rank's engine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.run import RunSpec
 
 AT_ONCE = 64
-"""Answers between two signs of progress."""
+"""Answers that are judged between two reports of progress."""
 
 
 class RewardModel:
-    """The reward model of a run, in the trainer's format. Raises BadInput unless it reads the tokens of the data, as many as texts have."""
+    """The reward model of a run. Raises BadInput if its tokenizer is not that of the data, or if its context is shorter than the texts."""
 
     def __init__(self, run: RunSpec, text: TextFormat, device: torch.device, dtype: torch.dtype) -> None:
         assert run.rl is not None and run.rl.reward.model is not None
@@ -41,14 +41,15 @@ class RewardModel:
             )
 
     def judge(self, answers: Sequence[SampledAnswer], on_progress: Callable[[], None]) -> None:
-        """Set the rewards of answers. One whose score is not finite counts as an error, one without tokens has no verdict."""
+        """Set the rewards of answers. If a score is not finite, the outcome is an error. An answer without tokens gets no verdict."""
         judged = [answer for answer in answers if answer.tokens]
         for first in range(0, len(judged), AT_ONCE):
             self._judge(judged[first : first + AT_ONCE])
             on_progress()
 
     def _judge(self, judged: Sequence[SampledAnswer]) -> None:
-        # The score was trained behind what the template writes after an answer's end, which a truncated answer lacks.
+        # The model was trained to score after the text that the template writes after an answer. A truncated answer does not have this
+        # text.
         ends = [() if answer.truncated else self._scorer.after_answer for answer in judged]
         texts = [[*answer.prompt, *answer.tokens, *end] for answer, end in zip(judged, ends, strict=True)]
         for answer, score in zip(judged, self._scorer.score(texts), strict=True):

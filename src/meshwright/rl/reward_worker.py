@@ -1,11 +1,12 @@
-"""Calls a reward function for one answer after another; the program of a reward process. Standard library only.
+"""The program of a reward process: calls a reward function for one answer after another. Uses only the standard library.
 
     python -I reward_worker.py FILE FUNCTION SECONDS BYTES
 
-Reads one JSON object a line from standard input, `{"call", "prompt", "answer", "record"}`, and writes one a line to the standard output
-that it was started with: `{"reward": number or null}`, `{"error": text}` or `{"timeout": true}`, with the number `call`. What the function
-prints goes to standard error, which nobody reads. SECONDS of processor time stop a call, BYTES limit the address space. The first line is
-`{"ready": true}` or `{"error": text}`.
+SECONDS is the processor time after which a call is stopped. BYTES is the limit of the address space.
+
+Each line of standard input is a JSON object `{"call", "prompt", "answer", "record"}`. For each, one line is written to the original
+standard output: `{"reward": number or null}`, `{"error": text}` or `{"timeout": true}`, together with the number `call`. Before these, the
+first line is `{"ready": true}` or `{"error": text}`. Text that the function prints goes to standard error, which nobody reads.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from types import FunctionType
 from typing import Any, TextIO
 
 LONGEST_MESSAGE = 2000
-"""Characters of an error message."""
+"""Characters of an error message, at most."""
 PARENT_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of Linux's prctl."""
+"""PR_SET_PDEATHSIG of Linux's prctl: the signal that a process gets when its parent ends."""
 
 
 class OutOfTime(BaseException):
-    """The call has used its processor time. No Exception, so that `except Exception` of a reward function does not hide it."""
+    """The call has used up its processor time. It is no Exception, so that `except Exception` in a reward function does not catch it."""
 
 
 def main(file: str, function: str, seconds: str, size: str) -> None:
-    """Serve calls until standard input ends, in a child of this process, which outlives none of what the calls have started."""
+    """Serve calls in a child process until standard input ends. Then kill everything that the calls have started."""
     signal.signal(signal.SIGTERM, _end_group)
     with contextlib.suppress(
         OSError, AttributeError
@@ -52,7 +53,7 @@ def main(file: str, function: str, seconds: str, size: str) -> None:
 
 
 def serve(file: str, function: str, seconds: str, size: str) -> None:
-    """Serve calls in this process."""
+    """Serve calls in this process until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_AS, (int(size), int(size)))
@@ -70,7 +71,7 @@ def serve(file: str, function: str, seconds: str, size: str) -> None:
 
 
 def load(file: Path, function: str) -> Callable[..., Any]:
-    """The function of a Python file, whose folder can be imported from. Raises what the file raises."""
+    """Import a Python file and return its function. Its folder is added to the import path. Raises whatever the file raises."""
     sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location("meshwright_reward", file)
     if spec is None or spec.loader is None:
@@ -89,7 +90,7 @@ def load(file: Path, function: str) -> Callable[..., Any]:
 
 
 def _check_arguments(signature: inspect.Signature, name: str) -> None:
-    """Raise TypeError where a call with a prompt, an answer and a record would fail."""
+    """Raise TypeError if the function cannot be called with (prompt, answer, record)."""
     try:
         signature.bind("", "", {})
     except TypeError as error:
@@ -97,6 +98,7 @@ def _check_arguments(signature: inspect.Signature, name: str) -> None:
 
 
 def _verdict(call: Callable[..., Any], request: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Call the function for one request within its limit of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime + seconds)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -122,7 +124,7 @@ def _described(error: BaseException) -> str:
 
 
 def _end_group(*_: object) -> None:
-    """End this process and all that calls have started: the run has ended, also where it was killed, or the calls' process has."""
+    """Kill this process and everything that calls have started. It is called when the run has ended, or when the child has ended."""
     os.killpg(0, signal.SIGKILL)
 
 

@@ -1,9 +1,11 @@
-"""Rewards of answers, by a function of the user in processes of its own.
+"""Rewards of answers by a function of the user, which runs in processes of its own.
 
-The function comes from a Python file that the run file names: `def correct(prompt, answer, record) -> float | bool | None`. It runs beside
-the run and cannot harm it: each process has an empty environment, a process group of its own, and limits of processor time, waiting time
-and memory. A call that raises, takes too long or answers no number gives no reward. That is never the same as a reward of 0: the samples of
-such a prompt are left out, and counted.
+The run file names a Python file with the function, for example `def correct(prompt, answer, record) -> float | bool | None`. The function
+cannot harm the run: each process has an empty environment, a process group of its own, and limits of processor time, waiting time and
+memory.
+
+A call gives no reward if it raises, takes too long, or does not return a number. This is not the same as a reward of 0: all answers to such
+a prompt are left out of training, and counted.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ Outcome = Literal["reward", "no verdict", "error", "timeout"]
 WITHOUT_REWARD: tuple[Outcome, ...] = ("no verdict", "error", "timeout")
 """Outcomes of a call that gives no reward."""
 WAITING = 10
-"""A call may wait so many times its seconds of processor time, for files or locks, before its process is ended."""
+"""Wall-clock limit of a call as a multiple of its processor time limit. A call may wait for files or locks; then its process is ended."""
 START_SECONDS = 120.0
-"""Seconds in which the file of the function must be imported."""
+"""Seconds within which the function's file must be imported."""
 LONGEST_ANSWER = 2**16
 PROGRAM = Path(__file__).with_name("reward_worker.py")
 
 
 class RewardVerdict(NamedTuple):
-    """The answer of a reward function to one sample."""
+    """The result of a reward function for one answer."""
 
     outcome: Outcome
     reward: float | None = None
@@ -47,9 +49,9 @@ class RewardVerdict(NamedTuple):
 
 
 class RewardProcesses:
-    """Processes that call the function of `spec`; calls run beside each other, one a process. Close it, or use it in a `with` block.
+    """Processes that call the function of `spec`. Each process handles one call at a time. Close it, or use it in a `with` block.
 
-    Raises BadInput if the file or the function is missing or cannot be imported.
+    Raises BadInput if the file or the function is missing, or if the file cannot be imported.
     """
 
     def __init__(self, spec: RewardSpec) -> None:
@@ -59,27 +61,27 @@ class RewardProcesses:
         self._command = [sys.executable, "-I", str(PROGRAM), str(Path(spec.file).resolve()), spec.function, *limits]
         self._wait = WAITING * spec.seconds
         self._lock = threading.Lock()
-        """Held while a process is started, or all are ended."""
+        """Held while a process is started, and while all processes are ended."""
         self._closed = False
         self._started: set[_Process] = set()
-        """Processes that may run."""
+        """Processes that may be running."""
         self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
-        """A process for each thread that calls none now; None is one that is started at its first call."""
+        """One entry for each thread that is idle: its process, or None if the process is to be started at the next call."""
         self._threads = ThreadPoolExecutor(spec.processes, thread_name_prefix="reward")
-        self._free.put(self._start())  # now, so that a mistake of the file is known before the run begins
+        self._free.put(self._start())  # start one now, so that an error in the file is reported before the run begins
         for _ in range(spec.processes - 1):
             self._free.put(None)
 
     def submit(self, prompt: str, answer: Callable[[], str], record: Mapping[str, Any]) -> Future[RewardVerdict]:
         """Start to judge an answer to a prompt.
 
-        `answer` gives its text; the thread that waits for the verdict calls it. `record` has what else is known of the prompt, as values
-        of JSON.
+        `answer` returns the text of the answer; the thread that makes the call also calls `answer`. `record` contains other facts about the
+        prompt, as values of JSON.
         """
         return self._threads.submit(self._judge, prompt, answer, dict(record))
 
     def close(self) -> None:
-        """End all processes, also those in a call, whose samples get no reward."""
+        """End all processes. Calls that are in progress give no reward."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._closed = True
@@ -96,6 +98,7 @@ class RewardProcesses:
         self.close()
 
     def _start(self) -> _Process:
+        """Start a process and wait until it has imported the file. Raises BadInput."""
         with self._lock:
             if self._closed:
                 raise BadInput("rl.reward: the run has ended")
@@ -114,6 +117,7 @@ class RewardProcesses:
         self._started.discard(process)
 
     def _judge(self, prompt: str, answer: Callable[[], str], record: dict[str, Any]) -> RewardVerdict:
+        """Make one call in a free process. If the process does not work afterwards, end it."""
         process = self._free.get()
         try:
             process = process or self._start()
@@ -123,7 +127,7 @@ class RewardProcesses:
                 self._end(process)
                 process = None
             return verdict
-        except BadInput as error:  # its file could be imported before
+        except BadInput as error:  # the file could be imported at the beginning, but not now
             process = None
             return RewardVerdict("error", message=str(error))
         finally:
@@ -131,7 +135,7 @@ class RewardProcesses:
 
 
 def _verdict(answer: Mapping[str, Any]) -> RewardVerdict:
-    """The verdict that a process has written; without an answer its process has used up a limit."""
+    """The verdict in the answer of a process. An empty answer means that a limit was reached."""
     if "reward" in answer:
         reward = answer["reward"]
         return RewardVerdict("no verdict") if reward is None else RewardVerdict("reward", reward)
@@ -143,7 +147,7 @@ def _verdict(answer: Mapping[str, Any]) -> RewardVerdict:
 
 
 class _Process:
-    """A process of `reward_worker.py` in a group of its own."""
+    """A process of `reward_worker.py`, in a process group of its own."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -156,10 +160,10 @@ class _Process:
         )
         self._calls = 0
         self.works = True
-        """Whether it can be asked again."""
+        """Whether it can handle another call."""
 
     def ask(self, request: Mapping[str, Any]) -> None:
-        """Send a call; one that has ended in the meantime gives no answer."""
+        """Send a call. If the process has ended in the meantime, `answer` will be empty."""
         assert self._process.stdin is not None
         self._calls += 1
         with suppress(BrokenPipeError):
@@ -167,7 +171,7 @@ class _Process:
             self._process.stdin.flush()
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """The answer to the latest call; empty if none comes within `seconds`, or another line. Then the process does not work any more."""
+        """The answer to the latest call. If none comes within `seconds`, or another line comes, it is empty and the process is unusable."""
         assert self._process.stdout is not None
         file = self._process.stdout.fileno()
         deadline = time.monotonic() + seconds
@@ -189,7 +193,7 @@ class _Process:
         return answer or {}
 
     def end(self) -> None:
-        """End the process, and what it has started."""
+        """Kill the process and everything that it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,9 +1,10 @@
-"""The steps of a run with reinforcement learning: questions of the corpus, answers of the model as it is now, and their rewards.
+"""The steps of a reinforcement-learning run: questions from the corpus, answers sampled from the current model, and their rewards.
 
-A rollout takes the place of the loader's reader of steps, so that loop, checkpoints, rollback, supervision and reports stay as they are. A
-step that begins at sample n has conversations n … n + `train.global_batch` − 1. The answers of `rl.updates` such steps are a batch and
-sampled together. They are a function of the weights before the batch, the seed, and these numbers; a checkpoint within a batch has them.
-So a run that was stopped goes on with the same bits.
+A rollout replaces the data loader's reader of steps. The training loop, checkpoints, rollback, supervision and reports need no change.
+
+A step that begins at sample n uses conversations n … n + `train.global_batch` − 1. The answers for `rl.updates` such steps form a batch and
+are sampled together. They depend only on the weights before the batch, the seed, and these numbers. A checkpoint within a batch contains
+the answers, so a run that was stopped continues with the same bits.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ from meshwright.workload.rollout_memory import rollout_options
 
 log = logging.getLogger("meshwright")
 KEPT_BATCHES = 2
-"""Batches of answers in memory: a checkpoint is described a step late."""
+"""Batches of answers in memory. The one before the latest is needed because a step's checkpoint is written one step later."""
 RECENT_STEPS = 4
-"""Steps for whose answers the prediction check of a run predicts its times."""
+"""Number of latest steps whose answers are used by the prediction check of a run."""
 ANSWERS = "answers"
-"""Key of a checkpoint's plain values."""
+"""Key of the answers in a checkpoint's plain values."""
 MOST_CHARACTERS = 2000
-"""Of a question or an answer that is recorded for people to read."""
+"""Characters of a question or answer that are recorded for people to read."""
 
 
 class Rollouts:
-    """Reads steps of answers on this rank; every rank has an engine with the whole model. Collective, also when it is made.
+    """Reads steps of answers on this rank. Every rank has an engine with the whole model. The methods and the constructor are collective.
 
-    `weights` are the trainer's, of which each step gets those of the moment. Close it.
+    `weights` are the trainer's weights. Each batch of answers is sampled from their values at that time. Call `close` at the end.
     """
 
     def __init__(
@@ -99,24 +100,24 @@ class Rollouts:
         self._judge = RewardModel(run, data.text_format, mesh.device, dtype) if self._rl.reward.model else None
         self._rewards = RewardProcesses(self._rl.reward) if self._judge is None else None
         self.on_progress: Callable[[int], None] = lambda action: None
-        """Called with a growing number at each step of the engine, and each second while verdicts are awaited."""
+        """Called with an increasing number at each step of the engine, and every second while the run waits for verdicts."""
         self._figures: dict[str, float] = {}
         self._sampled: dict[int, list[list[SampledAnswer]]] = {}
-        """Answers of the latest batches, by the first sample of each."""
+        """Answers of the latest batches, by the first sample of each batch."""
         self._groups: list[list[SampledAnswer]] = []
-        """Those of the step that was read last."""
+        """Answers of the step that was read last, one list for each question."""
         self._compares = True
-        """Whether this step's update is the first of its batch, whose probabilities the engine's should equal."""
+        """Whether this step is the first update of its batch. Then the trainer should compute the same probabilities as the engine."""
         self.recent: deque[tuple[list[list[int]], int]] = deque(maxlen=RECENT_STEPS)
-        """Of the latest steps: tokens of each question of their batch and of its answers, and the rows that trained."""
+        """For each of the latest steps: lengths in its batch (see `_lengths`), and its number of training rows."""
         self.empty = False
         """Whether no answer of the step that was read last has a gradient."""
         self._said_alike = False
-        """Whether a step without a difference between rewards has been mentioned: the first of a start is."""
+        """Whether a warning about a step with equal rewards was logged since the start. It is logged once."""
 
     def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> LoadedStep:
         """This rank's micro-batches of the step that begins at `sample`. Collective."""
-        del skipped  # whole steps
+        del skipped  # always whole steps, which the loop leaves out itself
         first = self._batch_of(sample)
         end = sample + self._prompts
         self._compares = first not in self._sampled
@@ -141,19 +142,19 @@ class Rollouts:
         return LoadedStep(batches, (sample, end), sum(each.valid_tokens for each in batches))
 
     def end_step(self) -> dict[str, float]:
-        """Figures of the step that was read last, with those of its loss, over all ranks. Collective; waits for the device."""
+        """Figures of the step that was read last, including figures of its loss over all ranks. Collective. Waits for the device."""
         agreement = Agreement.figures(self._ranks.run_on_all("add figures", self.objective.agreement.take))
         return self._figures | (agreement if self._compares else {"clipped": agreement["clipped"]})
 
     def state(self, sample: int) -> dict[str, Any]:
-        """What a checkpoint needs so that the run goes on at `sample`: the answers of its batch, unless it is the first of one."""
+        """State for a checkpoint from which the run continues at `sample`: the answers of its batch. Empty if a new batch begins there."""
         first = self._batch_of(sample)
         if sample == first or first not in self._sampled:
             return {}
         return {ANSWERS: {"first": first, "groups": to_plain(self._sampled[first])}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with the answers of a checkpoint's plain values; those of other batches are sampled."""
+        """Continue with the answers in a checkpoint's plain values. Batches that they do not contain are sampled."""
         self._sampled.clear()
         if (stored := state.get(ANSWERS)) is None:
             return
@@ -168,11 +169,11 @@ class Rollouts:
         self._sampled[stored["first"]] = groups
 
     def _batch_of(self, sample: int) -> int:
-        """The first sample of the batch that `sample` is in."""
+        """The first sample of the batch that contains `sample`."""
         return sample - sample % (self._rl.updates * self._prompts)
 
     def _sample(self, first: int) -> tuple[list[list[SampledAnswer]], dict[str, float]]:
-        """The judged answers of the batch that begins at `first`, on all ranks, and the seconds of each part. Collective."""
+        """Sample and judge the batch that begins at `first`. Returns all ranks' answers and the seconds of each part. Collective."""
         begin = self._time()
         self._engine.replace_weights(self._handover.tensors())
         handed_over = self._time()
@@ -191,9 +192,9 @@ class Rollouts:
         return [group for of_rank, _ in sampled for group in of_rank], seconds
 
     def answers_to_read(self) -> dict[str, Any]:
-        """A question of the step that was read last, and its answers with the highest and the lowest reward.
+        """A question of the step that was read last, with its best and its worst answer by reward.
 
-        `lengths` has, for each question of the step, its tokens and those of each answer.
+        `lengths` has one list for each question of the step: the tokens of the question, then of each answer.
         """
         group = next((group for group in self._groups if len({answer.reward for answer in group}) > 1), self._groups[0])
         judged = sorted(group, key=lambda answer: -math.inf if answer.reward is None else answer.reward)
@@ -208,7 +209,7 @@ class Rollouts:
 
     @contextmanager
     def tempered(self, head: Head | None) -> Iterator[None]:
-        """Let the trainer's head divide logits by the temperature, as the engine's does, within a block; a stage may have no head."""
+        """Within a `with` block, the trainer's head divides logits by the temperature, like the engine's. A stage may have no head."""
         if head is None:
             yield
             return
@@ -225,13 +226,13 @@ class Rollouts:
             self._rewards.close()
 
     def _time(self) -> float:
-        """Seconds of the clock when the device has done all its work; the engine's first step would wait for it too."""
+        """Current time in seconds, after the device has done all its work. This costs nothing: the engine's first step would wait too."""
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
         return time.perf_counter()
 
     def _answers(self, prompts: range) -> tuple[list[list[SampledAnswer]], float]:
-        """The judged answers to these conversations' questions, and the seconds in which they were sampled."""
+        """Sample and judge answers to these conversations' questions. Returns them by question, and the seconds of sampling."""
         begin = time.perf_counter()
         answers: dict[int, SampledAnswer] = {}
         verdicts: dict[int, Future[RewardVerdict]] = {}
@@ -246,7 +247,7 @@ class Rollouts:
                 raise NumericalFailure("rl: the logits of an answer are not finite: the weights have diverged")
             if update.reason == "failed":
                 raise RuntimeError(f"the engine ended an answer: {update.error}")
-            text = partial(self._text, list(answer.tokens))  # without the stop token
+            text = partial(self._text, list(answer.tokens))  # a copy without the stop token
             if update.stop_token is not None and update.stop_logprob is not None:
                 answer.tokens.append(update.stop_token)
                 answer.logprobs.append(update.stop_logprob)
@@ -257,7 +258,7 @@ class Rollouts:
         sampled = time.perf_counter()
         if self._judge is not None:
             self._judge.judge(list(answers.values()), lambda: self.on_progress(next(actions)))
-        while wait(verdicts.values(), timeout=1.0).not_done:  # the processes of the function have a limit of their own
+        while wait(verdicts.values(), timeout=1.0).not_done:  # ends, because the function's processes have a time limit
             self.on_progress(next(actions))
         messages = []
         for number, verdict in verdicts.items():
@@ -271,17 +272,20 @@ class Rollouts:
         return [[answers[number] for number in group] for group in numbers], sampled - begin
 
     def _text(self, tokens: list[int]) -> str:
-        """The text of an answer. `decode` holds the interpreter's lock and would stop the engine's thread; `decode_batch` does not."""
+        """The text of an answer.
+
+        `decode_batch` releases the interpreter's lock. `decode` would hold it and stop the engine's thread.
+        """
         return self._tokenizer.decode_batch([tokens], skip_special_tokens=True)[0]
 
     def _updates(self, actions: Iterator[int]) -> Iterator[Update]:
-        """The updates of all steps of the engine: one for each answer, at its end."""
+        """The updates of all steps of the engine. Each answer has one update, at its end."""
         while self._engine.unfinished:
             self.on_progress(next(actions))
             yield from self._engine.step()
 
     def _submit(self, sample: int, answers: dict[int, SampledAnswer], texts: dict[int, tuple[str, str]]) -> list[int]:
-        """Ask the engine for the answers to a conversation's question; returns their numbers."""
+        """Submit a conversation's question to the engine. Returns the numbers of the answers."""
         conversation = self._data.conversation(sample)
         prompt = conversation.tokens[: conversation.answer].tolist()
         reference = conversation.tokens[conversation.answer :].tolist()
@@ -302,9 +306,9 @@ class Rollouts:
 
 
 def use_exact_forward(model: Decoder, run: RunSpec, dtype: torch.dtype, ranks: int) -> None:
-    """Give the trainer's model the forward of an invariant engine, bit for bit, with activations of `dtype` on `ranks` data ranks.
+    """Make the forward of the trainer's model bitwise equal to that of an invariant engine.
 
-    Raises BadInput on a machine that cannot give equal bits.
+    `dtype` is the type of activations, `ranks` the number of data ranks. Raises BadInput if this machine cannot compute equal bits.
     """
     if model.embed.weight.is_cuda:
         context = rollout_options(run, ranks).context
@@ -322,7 +326,7 @@ def use_exact_forward(model: Decoder, run: RunSpec, dtype: torch.dtype, ranks: i
 
 
 def _engine(run: RunSpec, device: torch.device, dtype: torch.dtype, temperature: float, ranks: int) -> Engine:
-    """An engine beside the trainer. Its head divides the logits by the temperature, so that its log-probabilities are of what it draws."""
+    """An engine next to the trainer. Its head divides logits by the temperature: log-probabilities fit the sampled distribution."""
     with torch.device("meta"):
         model = Decoder(without_adapter(run.model))
     allocate(model.to(dtype).requires_grad_(False), device)
@@ -331,10 +335,10 @@ def _engine(run: RunSpec, device: torch.device, dtype: torch.dtype, temperature:
 
 
 def _lengths(groups: Sequence[Sequence[SampledAnswer]]) -> list[list[int]]:
-    """Tokens of each question, then of its answers."""
+    """For each question: its tokens, then the tokens of each of its answers."""
     return [[len(group[0].prompt), *(len(answer.tokens) for answer in group)] for group in groups]
 
 
 def _seed(seed: int, sample: int) -> int:
-    """The seed of a question's first answer."""
+    """The seed for a question's first answer."""
     return (seed * 0x9E3779B97F4A7C15 + sample * 0xD1B54A32D192ED03 + 1) % 2**63

@@ -1,4 +1,4 @@
-"""Answers of a step, and the micro-batches that train on them."""
+"""The answers of a step, and the micro-batches that train on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = ("sampled", "advantages", "factors", "counts")
 
 @dataclass
 class SampledAnswer:
-    """One answer to a prompt: its tokens, the log-probability of each, whether it was cut, and its reward."""
+    """One answer to a prompt: its tokens, their log-probabilities, whether it was cut at the limit of new tokens, and its reward."""
 
     prompt: list[int]
     tokens: list[int]
@@ -33,7 +33,7 @@ class SampledAnswer:
 
 
 def to_plain(groups: Sequence[Sequence[SampledAnswer]]) -> list[dict[str, Any]]:
-    """The answers to each prompt as values of JSON, from which `from_plain` makes equal ones."""
+    """The answers to each prompt as values for JSON. `from_plain` is the inverse."""
     return [
         {
             "prompt": group[0].prompt,
@@ -71,23 +71,24 @@ def from_plain(groups: Sequence[Mapping[str, Any]]) -> list[list[SampledAnswer]]
 
 
 def _text(values: Sequence[float], dtype: str) -> str:
-    """Numbers of this type in base64; a long batch would be several times as long in digits."""
+    """Numbers as base64 text. Written as digits, a long batch would be several times as long."""
     return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode()
 
 
 def _numbers(text: str, dtype: str) -> list[Any]:
+    """The inverse of `_text`."""
     return np.frombuffer(base64.b64decode(text), dtype=dtype).tolist()
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Rows of `seq_len` tokens that train on the answers of a step, each column `(rows, seq)`, and figures of the step."""
+    """Training rows of `seq_len` tokens with the answers of a step. Each column is `(rows, seq)`; `figures` describe the step."""
 
     rows: dict[str, np.ndarray]
     figures: dict[str, float]
 
     def micro_batches(self, size: int, rank: int, ranks: int) -> list[MicroBatch]:
-        """The micro-batches of data rank `rank`: as many as every other rank has, some of them empty, and at least one."""
+        """The micro-batches of data rank `rank`, at least one. All ranks have the same number, so some may be empty."""
         count = len(self.rows["tokens"])
         each = max(-(-count // (size * ranks)), 1) * size
         rows = {
@@ -101,10 +102,10 @@ class RolloutBatch:
 
 
 def batch_of(groups: Sequence[Sequence[SampledAnswer]], rl: RlSpec, seq_len: int) -> RolloutBatch:
-    """The rows and figures of a step's answers, by prompt.
+    """The rows and figures of a step's answers; `groups` has the answers to each prompt.
 
-    Left out are prompts without a verdict for one of their answers, answers of equal advantage 0, which have no gradient but count in the
-    divisor, and with `train_truncated: false` truncated answers.
+    Three kinds of answers are left out: all answers to a prompt if one of them has no verdict; answers with advantage 0, which have no
+    gradient but still count in the divisor; and, with `train_truncated: false`, truncated answers.
     """
     judged = [
         group
@@ -146,12 +147,12 @@ def batch_of(groups: Sequence[Sequence[SampledAnswer]], rl: RlSpec, seq_len: int
 
 
 def _counts(answer: SampledAnswer, rl: RlSpec) -> float:
-    """What an answer adds to the divisor."""
+    """What an answer adds to the divisor of the loss."""
     return {"tokens": float(len(answer.tokens)), "sequences": 1.0, "length": float(rl.new_tokens)}[rl.counted]
 
 
 def _packed(trained: Sequence[tuple[SampledAnswer, float]], rl: RlSpec, seq_len: int) -> dict[str, np.ndarray]:
-    """Prompts and answers in rows, as few as best fit needs; an input is the token before its target."""
+    """Pack prompts with their answers into as few rows as best fit finds. Each input is the token before its target."""
     lengths = np.array([len(answer.prompt) + len(answer.tokens) - 1 for answer, _ in trained], dtype=np.int64)
     row_of = best_fit(lengths, seq_len)
     count = int(row_of.max(initial=-1)) + 1
@@ -174,14 +175,14 @@ def _packed(trained: Sequence[tuple[SampledAnswer, float]], rl: RlSpec, seq_len:
         rows["counts"][row, answered] = _counts(answer, rl) / size
         used[row] += length
         documents[row] += 1
-    for row in range(count):  # what fills a row is a document of its own
+    for row in range(count):  # the unused end of a row is a document of its own
         rows["documents"][row, used[row] :] = documents[row]
         rows["positions"][row, used[row] :] = np.arange(seq_len - used[row])
     return rows
 
 
 def _empty(rows: int, seq_len: int) -> dict[str, np.ndarray]:
-    """Rows without tokens that are trained on."""
+    """Rows in which no token is trained on."""
     shape = (rows, seq_len)
     integers = {name: np.zeros(shape, dtype=np.int64) for name in ("tokens", "documents")}
     integers |= {"targets": np.full(shape, -1, dtype=np.int64), "positions": np.tile(np.arange(seq_len), (rows, 1))}
@@ -189,7 +190,7 @@ def _empty(rows: int, seq_len: int) -> dict[str, np.ndarray]:
 
 
 def _with_rows(column: np.ndarray, rows: int, name: str) -> np.ndarray:
-    """The column with empty rows behind its own."""
+    """The column, extended to `rows` rows with empty ones."""
     return np.concatenate([column, _empty(rows - len(column), column.shape[1])[name]])
 
 

@@ -1,4 +1,4 @@
-"""Rank ↔ mesh coordinates ↔ node, layers → pipeline stages, and parameter → shard. Torch-free."""
+"""Where everything is: ranks on mesh axes and nodes, layers on pipeline stages, and parameters on ranks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Layout:
     axes: tuple[tuple[str, int], ...]
     ranks_per_node: int
     expert: int = 1
-    """Ranks that the experts of a layer are spread over: consecutive ranks of the shard and context axes together."""
+    """Ranks over which the experts of a layer are spread: consecutive ranks of the shard and context axes together."""
 
     @classmethod
     def of(cls, plan: Plan, ranks_per_node: int) -> Layout:
@@ -48,7 +48,7 @@ class Layout:
         return coordinates
 
     def rank(self, coordinates: dict[str, int]) -> int:
-        """The rank at `coordinates`; an axis that is left out has index 0."""
+        """The rank at `coordinates`. An axis that is missing counts as coordinate 0."""
         number = 0
         for name, size in self.axes:
             number = number * size + coordinates.get(name, 0)
@@ -62,7 +62,7 @@ class Layout:
         return dict(self.axes).get(axis, 1)
 
     def stride(self, *axes: str) -> float:
-        """Distance between consecutive ranks of a group along `axes`, averaged over the group; 1 for a single rank."""
+        """Average distance between consecutive ranks of a group along `axes`; 1 for a single rank."""
         size = 1
         span = 1
         inner = 1
@@ -74,19 +74,19 @@ class Layout:
         return span / size
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """All ranks that differ from `rank` only along `axis`, itself included, in axis order."""
+        """All ranks that differ from `rank` only along `axis`, including `rank`, in the order of the axis."""
         coordinates = self.coordinates(rank)
         return tuple(self.rank({**coordinates, axis: index}) for index in range(self.size(axis)))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """All ranks that differ from `rank` only along `axes`, itself included, in rank order."""
+        """All ranks that differ from `rank` only along `axes`, including `rank`, in rank order."""
         ranks = [self.coordinates(rank)]
         for axis in axes:
             ranks = [{**coordinates, axis: index} for coordinates in ranks for index in range(self.size(axis))]
         return tuple(sorted({self.rank(coordinates) for coordinates in ranks}))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks that differ only along `axes`: each in rank order, ordered by their lowest rank; every rank once."""
+        """All groups of ranks that differ only along `axes`. A group is in rank order; groups are ordered by their lowest rank."""
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.ranks):
             other_indices = tuple(index for axis, index in self.coordinates(rank).items() if axis not in axes)
@@ -94,17 +94,18 @@ class Layout:
         return tuple(map(tuple, members.values()))
 
     def expert_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks that together hold a layer's experts, in the order of their expert index.
-        They are consecutive ranks of the shard and context axes, with their tensor ranks; tokens pass between them in
-        every layer."""
+        """Groups of ranks that together have all experts of a layer, in the order of their expert index.
+
+        A group has consecutive ranks of the shard and context axes, and their tensor ranks. Every layer exchanges tokens within a group.
+        """
         return self._groups_by_expert(1, (*SHARD_AXES, "tensor"))
 
     def expert_shard_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks of one model copy that hold the same experts and shard their weights."""
+        """Groups of ranks of one model copy that have the same experts and shard their weights."""
         return self._groups_by_expert(0, SHARD_AXES)
 
     def _groups_by_expert(self, index: int, inside: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks with equal (expert index, expert shard)[`index`] and equal coordinates outside of the axes `inside`."""
+        """Groups of ranks that agree in (expert index, expert shard)[`index`] and in the coordinates of all axes except `inside`."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.ranks):
             coordinates = self.coordinates(rank)
@@ -122,13 +123,14 @@ class Layout:
         return len({self.node(rank) for rank in ranks}) > 1
 
     def axis_crosses_nodes(self, axis: str) -> bool:
-        """Whether any group along `axis` spans more than one node.
-        That is so if the span of a whole group does not divide a node evenly."""
+        """Whether any group along `axis` has ranks on more than one node.
+
+        That is the case if the consecutive ranks that a whole group covers do not divide a node evenly."""
         span = int(self.stride(axis)) * self.size(axis)
         return self.size(axis) > 1 and self.ranks > self.ranks_per_node and self.ranks_per_node % span > 0
 
     def data_index(self, rank: int) -> int:
-        """Index of the part of the global batch that `rank` reads, of `data_ranks` parts."""
+        """Which part of the global batch `rank` reads: its index among `data_ranks` parts."""
         coordinates = self.coordinates(rank)
         index = 0
         for axis in DATA_AXES:
@@ -144,17 +146,16 @@ class Layout:
 
 
 V_SCHEDULES = ("zbv",)
-"""Schedules that place their stages in a V: down the pipeline ranks and back up."""
+"""Schedules whose stages form a V: in the order of the pipeline ranks, and then back."""
 STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}
-"""Virtual stages per rank when the plan does not list them; 1 for the other schedules."""
+"""Virtual stages on each rank if the plan does not list them. Other schedules have 1."""
 
 
 @lru_cache(maxsize=1024)  # the search calls it several times for each plan
 def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tuple[range, ...], ...]:
-    """By pipeline rank, the layers of its virtual stages in the order a micro-batch visits them.
+    """For each pipeline rank, the layers of its virtual stages, in the order in which a micro-batch visits them.
 
-    Raises ValueError when the plan's stages are not in that order, leave a layer out, or do not follow the schedule's
-    placement.
+    Raises ValueError if the plan's stages are in another order, leave out a layer, or do not fit the placement of the schedule.
     """
     if not schedule.stages:
         return balanced_stages(schedule.name, pipeline, layers, head=0.5)  # a remainder goes to the first stages
@@ -177,14 +178,14 @@ def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tup
 
 
 def with_node_crossings(plan: Plan, ranks_per_node: int) -> Plan:
-    """The plan with `crosses` of each axis computed for nodes of `ranks_per_node` ranks."""
+    """The plan, with `crosses` of each axis computed for nodes of `ranks_per_node` ranks."""
     layout = Layout.of(plan, ranks_per_node)
     mesh = (replace(axis, crosses="node" if layout.axis_crosses_nodes(axis.axis) else "device") for axis in plan.mesh)
     return replace(plan, mesh=tuple(mesh))
 
 
 def gradients_final_in_backward(spec: ModelSpec, plan: Plan) -> bool:
-    """Whether a backward leaves final gradients: one micro-batch, and no sum over other ranks."""
+    """Whether gradients are final right after a backward: there is one micro-batch, and no all-reduce over other ranks."""
     depth = plan.axis_size("pipeline")
     return plan.batch.accumulate == 1 and plan.ranks == depth and (depth == 1 or not spec.embedding_at_both_ends)
 
@@ -193,11 +194,11 @@ def gradients_final_in_backward(spec: ModelSpec, plan: Plan) -> bool:
 def balanced_stages(
     name: str, pipeline: int, layers: int, head: float, per_rank: int | None = None, speeds: tuple[float, ...] = ()
 ) -> tuple[tuple[range, ...], ...]:
-    """Layers divided into stages so that the slowest pipeline rank, and then the slowest stage, takes the least time.
+    """Divide layers into stages so that the slowest pipeline rank, and then the slowest stage, takes as little time as possible.
 
-    The last stage also has the head, which takes as long as `head` layers. `speeds` are layers per second by pipeline
-    rank, relative; equal when left out. Each rank has `per_rank` stages; left out, as many as the schedule needs. A
-    remainder goes to the first stages. Raises ValueError when there are more stages than layers.
+    The last stage also has the head, which takes as long as `head` layers. `speeds` are the relative layers per second of each pipeline
+    rank; empty if all are equal. Each rank has `per_rank` stages; None means as many as the schedule needs. If layers cannot be divided
+    evenly, the first stages get one more. Raises ValueError if there are more stages than layers.
     """
     per_rank = STAGES_PER_RANK.get(name, 1) if per_rank is None else max(1, per_rank)
     if layers < pipeline * per_rank:
@@ -232,11 +233,11 @@ def _assign_layers_greedily(
     most: Sequence[int],
     owners: Sequence[int],
 ) -> list[int]:
-    """Number of layers of each slot. Each layer goes to the slot that then ends first; on a tie to `last`, else the first.
+    """The number of layers of each slot. Layers are assigned one by one, each to the slot that then ends first.
 
-    `least` layers are assigned in advance. `extra` is time beside the layers. `owners` is the owner of each slot, and
-    `most` is how many layers an owner may have. Greedy assignment minimises the latest end: layers are alike and the
-    limits are nested (a bottleneck problem over a laminar matroid).
+    Of equal slots, `last` is preferred, and then the first. `least` are layers that each slot gets in advance. `extra` is the time that a
+    slot needs in addition to its layers. `owners` has the owner of each slot, and `most` how many layers an owner may have. This greedy
+    assignment minimises the latest end, because layers are alike and the limits are nested (a bottleneck problem over a laminar matroid).
     """
     counts = list(least)
     free = list(most)
@@ -251,15 +252,15 @@ def _assign_layers_greedily(
 
 
 def _visit_order(name: str, pipeline: int, per_rank: int) -> list[tuple[int, int]]:
-    """(pipeline rank, index among the rank's stages) of every stage in order."""
+    """(pipeline rank, index among the rank's stages) of every stage, in the order of the stages."""
     turns = [range(pipeline)[:: -1 if name in V_SCHEDULES and turn % 2 else 1] for turn in range(per_rank)]
     return [(rank, turn) for turn, ranks in enumerate(turns) for rank in ranks]
 
 
 def rank_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipeline_rank: int) -> tuple[str, ...]:
-    """Names of the parameters of one pipeline rank: those of its layers, and of the embedding and head at the ends.
+    """Names of the parameters on one pipeline rank: those of its layers, and the embedding and the head on the ranks that have them.
 
-    Both ends hold an embedding that both use.
+    If first and last stage both use the embedding, both have it.
     """
     rank_layers = {layer for stage in table[pipeline_rank] for layer in stage}
     first = 0 in rank_layers
@@ -279,7 +280,7 @@ def rank_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipel
 
 @dataclass(frozen=True)
 class AxisPart:
-    """Part `index` of `count` equal parts: the coordinate and size of an axis that splits parameters or tokens."""
+    """Part `index` of `count` equal parts. It is a rank's coordinate on an axis that splits parameters or tokens, and the axis' size."""
 
     index: int = 0
     count: int = 1
@@ -290,7 +291,10 @@ WHOLE = AxisPart()
 
 @dataclass(frozen=True)
 class Division:
-    """A rank's part of the parameters: `tensor` of every matrix, `expert` of a layer's experts. Shards divide these further."""
+    """A rank's part of the parameters: the `tensor` part of every matrix, and the `expert` part of a layer's experts.
+
+    Shards divide it further.
+    """
 
     tensor: AxisPart = WHOLE
     expert: AxisPart = WHOLE
@@ -301,11 +305,12 @@ UNDIVIDED = Division()
 
 @lru_cache(maxsize=64)
 def tensor_splits(spec: ModelSpec) -> dict[str, TensorSplit]:
-    """How tensor ranks divide the weights of each module of a model; of modules that are not listed every rank has all.
+    """How tensor ranks divide the weights of each module. Modules that are not listed are whole on every rank.
 
-    Output features and the vocabulary are divided by rows, each part of a fused weight separately; input features by columns. Whole are
-    norms, learned positions, routers, projections to latents, and the biases after a matmul whose results are summed
-    over ranks. Routed experts are whole, and different on each tensor rank (`Layout.expert_groups`).
+    - By rows: output features and the vocabulary. Each part of a fused weight is divided separately.
+    - By columns: input features.
+    - Whole: norms, learned positions, routers, projections to latents, and biases that are added after results were summed over ranks.
+    - Routed experts are whole too, but each tensor rank has different ones (`Layout.expert_groups`).
     """
     kinds = [block_parameters(spec, kind) for kind in range(len(spec.block_kinds))]
     weights = (*end_parameters(spec), *(weight for kind in kinds for weight in kind))
@@ -313,20 +318,19 @@ def tensor_splits(spec: ModelSpec) -> dict[str, TensorSplit]:
 
 
 def token_exchanges(spec: ModelSpec, layer: int) -> int:
-    """Reduce-scatters of tokens over tensor ranks in one forward of block `layer`; each has a gather before it.
+    """Number of reduce-scatters of tokens over tensor ranks in one forward of block `layer`. An all-gather precedes each.
 
-    Routed experts exchange their tokens separately.
+    The exchange of tokens for routed experts is not counted.
     """
     return len(transfers(spec.block(layer)).scattered)
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a parameter: its offset in the whole parameter and its size, in elements by dimension.
+    """A rectangular part of a parameter: its offset in the whole parameter and its size, in elements for each dimension.
 
-    A rank's boxes of one parameter are consecutive rows of its local tensor; this one begins at `first_row`. `copies`
-    neighbours along the tensor axis hold the same box; `primary` marks the first of them, the only one counted in sums
-    over elements.
+    A rank's boxes of one parameter are consecutive rows of its local tensor, and this box begins at row `first_row`. `copies` neighbouring
+    ranks along the tensor axis have the same box. `primary` is true on the first of them; only there, the box counts in sums over elements.
     """
 
     offsets: tuple[int, ...]
@@ -337,9 +341,9 @@ class Box:
 
 
 def local_boxes(parameter: ParameterSpec, division: Division = UNDIVIDED, shard: AxisPart = WHOLE) -> tuple[Box, ...]:
-    """The boxes of one parameter that a rank holds: its part by `division`, which its shard group divides further.
+    """The boxes of a parameter on one rank. `division` gives the rank's part, which its shard group divides further by `shard`.
 
-    Empty boxes are left out. `check_tensor` says which models `division.tensor.count` ranks can divide.
+    Empty boxes are left out. `check_tensor` says into how many parts a model can be divided.
     """
     boxes = _divided_boxes(parameter, division)
     if parameter.expert and expert_shard_dimension(boxes[0].sizes, shard.count):
@@ -352,18 +356,20 @@ def local_boxes(parameter: ParameterSpec, division: Division = UNDIVIDED, shard:
 
 def expert_shard_dimension(shape: Sequence[int], shards: int) -> int:
     """The dimension along which shards divide a rank's experts `(experts, rows, columns)`.
-    0, whole experts, if the number of experts divides evenly or the rows do not; else 1, the rows of each expert's
-    matrix."""
+
+    0: each shard has whole experts, if their number is divisible or if the rows are not. 1: shards divide the rows of each expert's matrix.
+    """
     return int(shape[0] % shards > 0 and shape[1] % shards == 0)
 
 
 def local_shape(parameter: ParameterSpec, division: Division) -> tuple[int, ...]:
-    """The shape of a rank's part of a parameter, before shards divide it."""
+    """The shape of a rank's part of a parameter before shards divide it."""
     boxes = _divided_boxes(parameter, division)
     return (sum(box.sizes[0] for box in boxes), *boxes[0].sizes[1:])
 
 
 def _divided_boxes(parameter: ParameterSpec, division: Division) -> list[Box]:
+    """The boxes of a rank's part of a parameter before shards divide it."""
     if not parameter.expert:
         return _tensor_boxes(parameter, division.tensor)
     local_rows = even_rows(parameter.shape[0], division.expert.count, division.expert.index)
@@ -371,6 +377,7 @@ def _divided_boxes(parameter: ParameterSpec, division: Division) -> list[Box]:
 
 
 def _tensor_boxes(parameter: ParameterSpec, tensor: AxisPart) -> list[Box]:
+    """The boxes of a tensor rank's part of a parameter."""
     if tensor.count == 1 or parameter.split == "whole":
         return [Box((0,) * len(parameter.shape), parameter.shape, 0, tensor.count, tensor.index == 0)]
     if parameter.split == "columns":
@@ -380,7 +387,7 @@ def _tensor_boxes(parameter: ParameterSpec, tensor: AxisPart) -> list[Box]:
     start = 0
     sizes_of_parts = [size for _, size in parameter.blocks] or [parameter.shape[0]]
     for size, heads in zip(sizes_of_parts, parameter.heads or (0,) * len(sizes_of_parts), strict=True):
-        # With fewer key/value heads than ranks, neighbours hold the same head.
+        # With fewer key/value heads than ranks, neighbouring ranks have the same head.
         parts = min(tensor.count, heads or tensor.count)
         copies = tensor.count // parts
         local_range = even_rows(size, parts, tensor.index // copies)
@@ -396,7 +403,7 @@ def _stop(box: Box) -> int:
 
 
 def _rows_of(box: Box, row_range: range) -> Box:
-    """The part of a box inside `row_range` of its local tensor, as a box of a tensor of those rows."""
+    """The part of a box in `row_range` of its local tensor. Its `first_row` is counted from the start of `row_range`."""
     first = max(box.first_row, row_range.start)
     stop = min(_stop(box), row_range.stop)
     at = (box.offsets[0] + first - box.first_row, *box.offsets[1:])
@@ -404,7 +411,7 @@ def _rows_of(box: Box, row_range: range) -> Box:
 
 
 def _columns_of(box: Box, columns: range) -> Box:
-    """The part of a box in `columns` of its dimension 1."""
+    """The part of a box in `columns`, counted in the box's dimension 1."""
     at = list(box.offsets)
     size = list(box.sizes)
     at[1] = at[1] + columns.start
@@ -413,13 +420,14 @@ def _columns_of(box: Box, columns: range) -> Box:
 
 
 def even_rows(row_count: int, parts: int, index: int) -> range:
-    """The rows of part `index` of `parts` when the sizes of parts differ by at most 1."""
+    """The rows of part `index` of `parts`, where sizes differ by at most 1."""
     return range(row_count * index // parts, row_count * (index + 1) // parts)
 
 
 def check_tensor(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> str | None:
-    """The tensor ranks that can divide the model, in words, if `ranks` cannot; None if they can.
-    `seq_len` is checked if it is given."""
+    """If `ranks` tensor ranks cannot divide the model: a text about which numbers of ranks can. None if they can.
+
+    `seq_len` is checked too if it is given."""
     error = tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, seq_len)
     error = error or adapter_split_error(ranks, spec.adapter.kind if spec.adapter else "")
     return error or expert_split_error(ranks, spec.experts, spec.shared_expert_hidden)
@@ -428,7 +436,7 @@ def check_tensor(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> str
 def tensor_split_error(
     ranks: int, heads: int, kv_heads: int, widths: Mapping[str, int], vocab_size: int, seq_len: int | None
 ) -> str | None:
-    """`check_tensor` from single dimensions of a model, `widths` as `ModelSpec.dense_widths`; a vocabulary of 0 is not checked."""
+    """`check_tensor` for given dimensions. `widths` is `ModelSpec.dense_widths`; a `vocab_size` of 0 is not checked."""
     if heads % ranks:
         return f"a divisor of model.heads = {heads}, as every rank has whole heads"
     if kv_heads % ranks and ranks % kv_heads:
@@ -444,13 +452,13 @@ def tensor_split_error(
 
 
 def adapter_split_error(ranks: int, kind: str) -> str | None:
-    """`check_tensor` of adapters of a kind."""
+    """`check_tensor` for adapters of a kind."""
     row_lengths = "the row lengths of model.adapter.kind = dora are sums over the inputs of all tensor ranks"
     return f"1, as {row_lengths}" if kind == "dora" and ranks > 1 else None
 
 
 def expert_split_error(ranks: int, experts: int, shared_hidden: int) -> str | None:
-    """`check_tensor` of an MoE model; 0 experts are a dense model, and width 0 is no shared expert."""
+    """`check_tensor` for an MoE model. 0 experts mean a dense model, and a width of 0 means no shared expert."""
     if experts % ranks:
         return f"a divisor of model.experts = {experts}, as tensor ranks hold different experts"
     if shared_hidden % ranks:
@@ -459,11 +467,12 @@ def expert_split_error(ranks: int, experts: int, shared_hidden: int) -> str | No
 
 
 def local_tokens(seq: int, ring: AxisPart = WHOLE, ulysses: AxisPart = WHOLE) -> tuple[range, ...]:
-    """The tokens of a sequence that a context rank holds, in order.
+    """The tokens of a sequence that a context rank has, in order.
 
-    The ring ranks cut the sequence first: into two chunks for each of n ranks, of which rank r holds chunks r and
-    2n-1-r, so that all have the same work under a causal mask. Ulysses ranks divide the tokens of their ring rank in
-    order; tensor ranks divide a rank's own tokens in the same way. `check_context` says which lengths can be divided.
+    First the sequence is divided among n ring ranks: it is cut into 2n chunks, and rank r gets the chunks r and 2n − 1 − r, so that all
+    ranks have equal work under a causal mask. Then the Ulysses ranks divide the tokens of their ring rank, in order. Tensor ranks divide a
+    rank's tokens in the same way. `check_context` says which lengths can be divided. Example: with 2 ring ranks and 8 tokens, rank 0 has
+    tokens 0–1 and 6–7.
     """
     if ring.count == 1:
         chunks: tuple[range, ...] = (range(seq),)
@@ -480,7 +489,7 @@ def local_tokens(seq: int, ring: AxisPart = WHOLE, ulysses: AxisPart = WHOLE) ->
 
 
 def check_context(spec: ModelSpec, plan: Plan, seq_len: int | None = None) -> tuple[str, str] | None:
-    """(axis, expected) for the context axis that cannot divide the model or sequences of `seq_len`; None if all can."""
+    """(axis, what is expected) for a context axis that cannot divide the model or sequences of `seq_len` tokens; None if all can."""
     ring, ulysses, tensor = (plan.axis_size(axis) for axis in (*CONTEXT_AXES, "tensor"))
     return context_split_error(ring, ulysses, tensor, spec.heads, spec.kv_heads, seq_len)
 
@@ -488,7 +497,7 @@ def check_context(spec: ModelSpec, plan: Plan, seq_len: int | None = None) -> tu
 def context_split_error(
     ring: int, ulysses: int, tensor: int, heads: int, kv_heads: int, seq_len: int | None
 ) -> tuple[str, str] | None:
-    """`check_context` from single dimensions of a model."""
+    """`check_context` for given dimensions of a model."""
     beside = f" ÷ tensor {tensor}" if tensor > 1 else ""
     if ulysses > 1 and heads % (tensor * ulysses):
         return "context_ulysses", f"a divisor of model.heads = {heads}{beside}, as every rank attends with whole heads"
@@ -502,7 +511,8 @@ def context_split_error(
 
 
 def shard_rows(row_count: int, parts: int, index: int) -> range:
-    """The rows of dimension 0 that part `index` of `parts` holds (FSDP2's rule).
-    ceil(row_count / parts) each; the last parts have fewer or none."""
+    """The rows of dimension 0 in part `index` of `parts`, as FSDP2 divides them.
+
+    Each part has ceil(row_count / parts) rows; the last parts have fewer, or none."""
     size = -(-row_count // parts)
     return range(min(index * size, row_count), min((index + 1) * size, row_count))
