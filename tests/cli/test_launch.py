@@ -39,7 +39,8 @@ def test_ray_gets_the_run_file_as_it_was_named(run_file: Path) -> None:
     answer = meshwright("launch", "--to", "ray", run_file, "train.steps=20")
     assert answer.code == 0, answer.err
     assert (
-        "    words=['train', 'run.yaml', 'train.steps=20', '--runs', 'runs', '--agent'],\n    hosts=2,\n" in answer.out
+        "    arguments=['train', 'run.yaml', 'train.steps=20', '--runs', 'runs', '--agent'],\n    hosts=2,\n"
+        in answer.out
     )
 
 

@@ -47,9 +47,7 @@ SHARED_COMMAND = "meshwright quickstart"
 """Runs once for all pages."""
 NOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
     "a GPU, or a model that needs one": {
-        "README.md": (
-            "meshwright check run.yaml      # every mistake at once, with file, line, column and the nearest valid key",
-        ),
+        "README.md": ("meshwright data prepare my-text --tokenizer tokenizer.json --out corpus",),
         "docs/getting-started.md": (
             "meshwright train run.yaml cluster=auto",
             "meshwright train benchmarks/llama3-8b.yaml",
@@ -107,6 +105,7 @@ NOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "docs/how-to/preferences.md": ("meshwright serve order-scores &",),
         "docs/reference/serve.md": (
+            "export MESHWRIGHT_API_KEY=$(openssl rand -hex 32)",
             "meshwright serve runs/quickstart",
             'curl --json \'{"prompt": "def read_lines(path):", "max_tokens": 64}\' http://127.0.0.1:8000/v1/completions',
             "meshwright serve MODEL --role prefill --transfer-address unix:sockets/prefill --port 8001",
