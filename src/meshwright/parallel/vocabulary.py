@@ -19,7 +19,13 @@ from meshwright.kernels.loss import LossSums, cap_in_place, capped
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sums import add_matmul, matmul, scale
 from meshwright.models.decoder import Embedding, Head, ScoreHead
-from meshwright.parallel.linear_exchanges import ALL_GATHER, all_gather_tokens, group_by_name, reduce_scatter_tokens
+from meshwright.parallel.linear_exchanges import (
+    ALL_GATHER,
+    all_gather_tokens,
+    group_by_name,
+    reduce_scatter_tokens,
+    scatter_tokens,
+)
 
 
 class VocabularyEmbedding(Embedding):
@@ -40,7 +46,7 @@ class VocabularyEmbedding(Embedding):
         # tokens over all rows, because atomic adds of many gradients to one row would be serialised.
         embedded = F.embedding(rows.remainder(local_rows), self.weight)
         # One rank has the token and the others add zeros, so the sum is exact.
-        return _ReduceScatterTokens.apply(embedded.masked_fill(not_local[..., None], 0.0), self.group, self.ranks)
+        return scatter_tokens(embedded.masked_fill(not_local[..., None], 0.0), self.group, self.ranks)
 
 
 class PositionEmbedding(Embedding):
@@ -156,19 +162,6 @@ class DividedScoreHead(ScoreHead):
         """As `ScoreHead.values`, for all ranks' tokens: the result is `(batch, seq)`."""
         own = super().values(hidden)
         return all_gather_tokens(own[..., None], self.group, self.ranks)[..., 0]
-
-
-class _ReduceScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group = group
-        ctx.ranks = ranks
-        return reduce_scatter_tokens(x, group, ranks)
-
-    @staticmethod
-    # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gather_tokens(grad, ctx.group, ctx.ranks), None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
