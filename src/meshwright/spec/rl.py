@@ -103,7 +103,7 @@ class RlSpec:
     presumed_question: Positive | None = None
     """Mean tokens of a question that predictions before a run presume; none is half of what `new_tokens` leaves of `train.seq_len`."""
     presumed_answer: Positive | None = None
-    """Mean tokens of an answer that predictions before a run presume; none is half of `new_tokens`. Its prediction check takes measured ones."""
+    """Mean tokens of an answer that predictions before a run presume; none is half of `new_tokens`. The run itself measures them."""
     cache_tokens: NotNegative = 0
     """Tokens of the key/value cache of each rank's engine at most; 0 holds the longest texts of all answers that run at a time."""
 
