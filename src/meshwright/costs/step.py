@@ -71,6 +71,8 @@ class StepCost:
     """Waits until the host has launched kernels."""
     optimizer: Array
     """The update."""
+    forward: Array
+    """A micro-batch's forward over all layers, which hides a part of the update."""
     constant: Array
     """Fixed time of each step."""
     exposed: dict[str, Array]
@@ -157,7 +159,8 @@ def step_cost(
     # All-reduces over replicas overlap with the last reductions over shards, so also the exposed part of those can hide them.
     stage_backward = stage - stage_forward + last / layout.pipeline / _overlapping_micro_batches(layout)
     data_seconds = first_and_last + _gradient_traffic(shape, machine, layout, k, stage_forward, stage_backward)
-    update = _optimizer_seconds(shape, machine, layout, k, layers_time - backward)
+    forward = layers_time - backward
+    update = optimizer_seconds(shape, machine, layout, k, forward)
     nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
     constant = (k.step_ms + k.sync_ms * nodes) * 1e-3
     # Nodes differ in when their hosts launch kernels. With one CUDA graph for each layer, hosts launch so little that they do not differ.
@@ -182,6 +185,7 @@ def step_cost(
         fill,
         layer_seconds.host * per_step + micro_batches * host_micro,
         update,
+        forward,
         constant,
         exposed,
     )
@@ -416,7 +420,7 @@ def owned_params(shape: Shape, layout: Layouts) -> Array:
     return shape.trained * shard_parameters(layout, dense, experts, layout.zero >= 1)
 
 
-def _optimizer_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants, forward: Array) -> Array:
+def optimizer_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants, forward: Array) -> Array:
     """Return the seconds of the optimizer's update; with offload, only those that the first forward does not hide.
 
     `forward` is the seconds of a micro-batch's forward over all layers.

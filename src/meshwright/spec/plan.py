@@ -105,12 +105,12 @@ class LayerStrategy:
     linear: Linear | None = None
     """Number format of these layers' matmuls; `compute` keeps them out of fp8, none takes the plan's."""
 
-    @property
+    @cached_property
     def activations_offloaded(self) -> bool:
         """Whether activations are offloaded to host memory."""
         return self.offload in ("activations", "both")
 
-    @property
+    @cached_property
     def optimizer_offloaded(self) -> bool:
         """Whether the optimizer's state is offloaded to host memory."""
         return self.offload in ("optimizer", "both")
@@ -311,12 +311,12 @@ class Plan:
         """Ranks that read different samples."""
         return self.axis_size("replicate") * self.axis_size("shard") * self.axis_size("hybrid")
 
-    @property
+    @cached_property
     def layered(self) -> bool:
         """Whether all micro-batches of a layer run before the next layer."""
         return self.schedule.name == "breadth_first"
 
-    @property
+    @cached_property
     def paired(self) -> bool:
         """Whether two micro-batches run through each layer together."""
         return self.schedule.name == "paired"
