@@ -238,7 +238,7 @@ def _stage_seconds(shape: Shape, layout: Layouts, all_layers_seconds: Array, tim
     """Return the seconds of one micro-batch on the slowest pipeline rank, and in all stages together."""
     all_stages = all_layers_seconds + times.head + times.embed
     per_layer = all_layers_seconds / shape.layers
-    full_layers, last_layers = stage_layers(shape, layout)
+    full_layers, last_layers = stage_layers(shape, layout, (layout.slowest_layers, layout.slowest_head_layers))
     stage = np.maximum(full_layers * per_layer, last_layers * per_layer + times.head)
     return np.where(layout.pipeline > 1, stage, all_stages), all_stages
 
@@ -364,7 +364,7 @@ def _gradient_traffic(
     # An interleaved rank ends with p backwards of each virtual stage in turn (Narayanan et al. 2021, figure 4). So the reductions of one
     # virtual stage overlap with the last round of the others. Gathers of updated weights overlap only with the first forward.
     rounds = 1 + LAST_ROUND_OVERLAP * (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
-    rounds = np.where(layout.layered > 0, 1.0, rounds)
+    rounds = np.where((layout.layered > 0) | (layout.vee > 0), 1.0, rounds)
     least_exposed = 1 - np.minimum(k.hide, 1.0)  # exposed share with unlimited compute beside it
     rounds = rounds * _overlapping_micro_batches(layout)
     exposed = np.maximum(reduced - k.hide * backward * rounds, least_exposed * reduced / layout.virtual)

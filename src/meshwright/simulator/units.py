@@ -583,6 +583,8 @@ _OF_OTHER_COSTS = dict.fromkeys(
         "vee",
         "fullest_layers",
         "head_layers",
+        "slowest_layers",
+        "slowest_head_layers",
         "keep_gathered",
         "gather_once",
         "reduce_once",
