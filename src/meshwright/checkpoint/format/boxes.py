@@ -3,6 +3,7 @@
 A box is a rectangular part of a tensor: the index of its first element, and its size in each dimension. Example: offsets
 (2, 0) and sizes (3, 4) are the rows 2 to 4 and the columns 0 to 3.
 """
+
 from __future__ import annotations
 
 import math
