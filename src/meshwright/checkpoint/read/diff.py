@@ -32,7 +32,7 @@ class TensorDifference:
 
 
 def compare_checkpoints(a: Path, b: Path) -> Iterator[TensorDifference]:
-    """The differences of all tensors of both checkpoints, sorted by name; `equal` means bit for bit.
+    """Yield the difference of each tensor of both checkpoints, sorted by name. `equal` means equal bit for bit.
 
     Raises Damaged if a checkpoint differs from what was written.
     """
@@ -65,7 +65,7 @@ def _compare(name: str, a: CheckpointReader, b: CheckpointReader) -> TensorDiffe
 
 
 def _slices(record: TensorRecord) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of rows of about `SLICE_BYTES` each."""
+    """Return ranges [start, stop) of rows, each about `SLICE_BYTES` large."""
     if not record.shape:
         return iter([(0, 0)])
     rows = record.shape[0]
