@@ -133,6 +133,7 @@ def _add_copies_rms_norm(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Compute the sum and the norm of one token; see `fused_add_copies_rms_norm`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -160,6 +161,7 @@ def _add_rms_norm(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Compute the sum (if there is a delta) and the norm of one token; see `_normed`."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     offset = tl.program_id(0).to(tl.int64) * WIDTH + column

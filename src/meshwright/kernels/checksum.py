@@ -49,6 +49,7 @@ def _sum_complete_rows(tensor: Tensor, columns: Tensor) -> Iterator[tuple[Tensor
     if complete:
         torch.sum(words[:complete].view(-1, COLUMNS), 0, out=columns)
     remaining = words.numel() - complete
+    # The incomplete row of complete words, and the incomplete last word, which is the next element after them.
     for part, remainder in ((columns[:remaining], words[complete:]), (columns[remaining : remaining + 1], last)):
         if remainder.numel():
             yield part, remainder

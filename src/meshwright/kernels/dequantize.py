@@ -31,12 +31,14 @@ def nibbles(numbers: Tensor, *, high_first: bool = False) -> Tensor:
 
 def in_output_order(numbers: Tensor) -> Tensor:
     """Undo AWQ's order of the eight outputs in a word, for `numbers` `(…, outputs)` in the order of their bits."""
+    # places[i]: where the number of output i is stored within a word.
     places = [AWQ_ORDER.index(output) for output in range(len(AWQ_ORDER))]
     return numbers.unflatten(-1, (-1, len(AWQ_ORDER)))[..., places].flatten(-2)
 
 
 def small_floats(indices: Tensor) -> Tensor:
     """Return the numbers of 4 bits (e2m1) that `indices` encode, in fp32, shaped like `indices`."""
+    # The table has the 8 positive numbers and then the negative ones, because the highest bit is the sign.
     half = NUMBERS["e2m1"]
     table = torch.tensor((*half, *(-number for number in half)), device=indices.device)
     return table[indices.int()]

@@ -45,18 +45,21 @@ def attend_exactly(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor
     sequences, queries, heads, width = q.shape
     kv_heads = k.shape[2]
     # All query heads of one key/value head are rows of one matmul.
+    # (sequences, kv_heads, queries · query heads of a kv head, head_dim)
     rows = q.view(sequences, queries, kv_heads, heads // kv_heads, width).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    places = positions.repeat_interleave(heads // kv_heads, 1)
+    places = positions.repeat_interleave(heads // kv_heads, 1)  # the position of each row: (sequences, rows)
     rows = padded(rows, 2, ROWS)
     places = padded(places, 1, ROWS)
     # (sequences, kv_heads, parts, PART, head_dim)
     keys, values = (padded(x, 1, PART).unflatten(1, (-1, PART)).permute(0, 3, 1, 2, 4) for x in (k, v))
     parts = keys.shape[2]
+    # (sequences, kv_heads, parts, rows, PART)
     scores = torch.matmul(rows[:, :, None].expand(-1, -1, parts, -1, -1), keys.mT) / math.sqrt(width)
     # (parts, 1, PART): the position of each key.
     key = torch.arange(parts * PART, device=q.device).view(parts, 1, PART)
     scores = scores.masked_fill((key > places[:, None, :, None])[:, None], -math.inf)
     weights = (scores - scores.amax((2, 4), keepdim=True)).exp()
+    # One sum for each part; the parts are then added in order.
     part_totals = weights.sum(-1, keepdim=True)
     part_sums = torch.matmul(weights, values)
     totals = part_totals[:, :, 0]
@@ -80,6 +83,8 @@ def exact_attention(
 
 
 class _ExactAttention(torch.autograd.Function):
+    """`exact_attention` with the backward of `kernels.attention.attention`."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, plain: bool) -> Tensor:
         ctx.save_for_backward(q, k, v)
@@ -93,6 +98,7 @@ class _ExactAttention(torch.autograd.Function):
                     positions = torch.arange(begin - start, end - start, device=q.device)[None]
                     keys = k[row : row + 1, start:end]
                     values = v[row : row + 1, start:end]
+                    # Queries `begin` to end - 1 of one document, over the document's keys up to the last of these queries.
                     out[row, begin:end] = attend_exactly(q[row : row + 1, begin:end], keys, values, positions)[0]
         return out
 
@@ -111,6 +117,7 @@ def _document_starts(q: Tensor, mask: AttentionMask | None) -> list[list[int]]:
     if mask is None:
         return [[0]] * batch
     assert mask.dense is not None and mask.cap is None, "exact attention has dense masks of documents"
+    # A token that sees one key sees only itself, so it is the first of its document.
     single = (mask.dense[:, 0].sum(-1) == 1).expand(batch, -1)
     return [row.nonzero()[:, 0].tolist() for row in single]
 
@@ -126,6 +133,7 @@ def rows_are_alike(hidden: int, dtype: torch.dtype) -> bool:
     x = draw(4 * PART, hidden)
     weight = draw(TESTED_OUTPUTS, hidden)
     whole = F.linear(x, weight)
+    # The same functions are computed for the first `count` rows below, and must give the same bits.
     log_sums = whole.logsumexp(-1)
     gates = F.silu(whole)
     q, k, v = (draw(1, 2 * PART, 2, 32) for _ in range(3))

@@ -140,6 +140,7 @@ def tiled_matmul(
     if across is None:
         across = tokens <= 256
     across = across and splits > 1 and tiles <= MOST_ARRIVALS
+    # Placeholder: without `across` the kernel does not use `partial`.
     partial = out
     integer = x.dtype == torch.int8
     if across:
@@ -159,13 +160,13 @@ def tiled_matmul(
         columns,
         inner,
         splits,
-        x_scale.shape[1] // ROW_MULTIPLE if blocks and x_scale is not None else 0,
-        weight_scale.shape[1] if blocks and weight_scale is not None else 0,
+        x_scale.shape[1] // ROW_MULTIPLE if blocks and x_scale is not None else 0,  # x_quads
+        weight_scale.shape[1] if blocks and weight_scale is not None else 0,  # groups
         COLUMNS=tile.columns,
         TOKENS=tile.tokens,
         INNER=inner_tile,
         EVEN=inner % inner_tile == 0,
-        IMPRECISE=inner_tile if x.element_size() == 1 and not integer else 0,
+        IMPRECISE=inner_tile if x.element_size() == 1 and not integer else 0,  # fp8: reduced precision within a tile
         SUM=tl.int32 if integer else tl.float32,
         ACROSS=across,
         SCALED=x_scale is not None and not blocks,
@@ -315,6 +316,8 @@ def _matmul(
     number = tl.program_id(0)
     column_tiles = tl.cdiv(columns, COLUMNS)
     token_tiles = tl.cdiv(tokens, TOKENS)
+    # Example with GROUP 8 and 10 column tiles: programs 0 to 7 compute the token tiles 0 to 7 of column tile 0, programs 8 to 15
+    # the same token tiles of column tile 1, and so on; program 80 begins with token tile 8.
     first_tile = number // (GROUP * column_tiles) * GROUP
     group = tl.minimum(token_tiles - first_tile, GROUP)
     within = number % (GROUP * column_tiles)

@@ -183,6 +183,12 @@ def tap_shapes(weight: Tensor, tokens: int, scaling: Scaling) -> tuple[tuple[tup
 
 
 class _Linear(torch.autograd.Function):
+    """The differentiable linear layer in fp8; see `linear` for the arguments.
+
+    `values` and `scale` are the weight in fp8 or None. With `save` the forward saves Xᵀ in fp8 for the weight gradient. The
+    backward returns the gradients of x and weight, then None for four arguments, then the "gradients" of the taps.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,

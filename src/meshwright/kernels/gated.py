@@ -116,6 +116,7 @@ class _Gated(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             wide = fp8.transposed_weight(first, first_scale, "tensorwise", ctx.weight_in_fp8[0], gate_up_grad.scale)
             x_grad = fp8.matmul(gate_up_grad, wide, grad.dtype).unflatten(0, grad.shape[:-1])
+        # Gradients in the order of the forward's arguments; the fp8 weights, their scales and `save` have none.
         unused = (None,) * 5
         if ctx.split:
             return (

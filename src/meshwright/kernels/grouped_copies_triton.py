@@ -61,6 +61,7 @@ def _launch(width: int) -> dict[str, int]:
 
 @triton.jit
 def _spread(tokens, positions, out, width, copies: tl.constexpr, block: tl.constexpr) -> None:
+    """Store one token at the positions of all its copies."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < width
@@ -72,6 +73,7 @@ def _spread(tokens, positions, out, width, copies: tl.constexpr, block: tl.const
 
 @triton.jit
 def _sum(sorted_rows, positions, out, width, copies: tl.constexpr, block: tl.constexpr) -> None:
+    """Sum the rows of one token's copies."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < width

@@ -70,6 +70,8 @@ def _find_rows(
     ends = tl.load(offsets + groups, mask=groups < GROUPS, other=0)
     begins = tl.load(offsets + groups - 1, mask=(groups > 0) & (groups < GROUPS), other=0)
     tiles = (ends - begins + TOKENS - 1) // TOKENS
+    # Number of tiles of the groups up to and including each group. Example: 3 and 2 tiles give 3 and 5. Tile 3 is the first
+    # tile of group 1, because one group ends at or before it.
     tiles_through = tl.cumsum(tiles, 0)
     group = tl.sum((tiles_through <= number).to(tl.int32), 0)
     chosen = groups == group
@@ -94,6 +96,7 @@ def _grouped_matmul(
     INNER: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> None:
+    """Compute one tile of one group's rows. Grid: (upper bound of row tiles, column tiles)."""
     group, first, end = _find_rows(offsets, tl.program_id(0), TOKENS, GROUPS, PADDED_GROUPS)
     if group < GROUPS:
         token = first + tl.arange(0, TOKENS)

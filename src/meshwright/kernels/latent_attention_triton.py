@@ -68,6 +68,7 @@ def latent_decode(
     sequences = len(context_lengths)
     heads, rank = q.shape[1:]
     launch = launch or latent_launch(heads, q.element_size(), chunk=False)
+    # Placeholders: with one split the kernel writes to `out` and does not use `logarithms`.
     partial = out
     logarithms = out
     if splits > 1:
@@ -311,6 +312,7 @@ def _decode(
     queries = _load_queries(q, offsets, used, RANK, DIMS, SCALED)
     rotary = _load_queries(q_rotated, rotary_offsets, used, ROTATED, ROTARY_DIMS, SCALED)
     table = tables + long_sequence * table_stride
+    # The only query of a sequence is at its last token.
     position = tl.full([PAIRS], 0, tl.int32) + length - 1
     mean, highest, total = _attend(
         queries,
@@ -397,6 +399,7 @@ def _chunks(
     rotary = _load_queries(q_rotated, rotary_offsets, used, ROTATED, ROTARY_DIMS, SCALED)
     table = tables + sequence.to(tl.int64) * table_stride
     position = length - count + query
+    # Position of the last query of this program; it needs the tiles up to this position.
     last = length - count + tl.minimum(first + part, count) - 1
     mean, _, _ = _attend(
         queries,

@@ -27,12 +27,15 @@ def keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, 
     vocab = scores.shape[1]
     ranked = scores.sort(dim=1, descending=True).values
     ranks = torch.arange(vocab, device=scores.device)
+    # Ranks from top_k on, unless their score equals that of rank top_k - 1.
     outside = (ranks >= top_k.long()[:, None]) & (top_k > 0)[:, None] & (ranked < _at(ranked, top_k))
     probabilities = ranked.masked_fill(outside, REMOVED).softmax(1)
+    # The probability of all likelier tokens.
     before = probabilities.cumsum(1) - probabilities
     # Rounding may bring `before` to 1 although more tokens follow; top_p = 1 must keep them.
     allowed = ~outside & ((before < top_p[:, None]) | (top_p >= 1)[:, None])
     allowed &= probabilities >= min_p[:, None] * probabilities[:, :1]
+    # The number of tokens that stay; the score of the last of them is the threshold.
     last = allowed.sum(1).clamp(min=1)
     return scores.masked_fill(scores < _at(ranked, last), REMOVED)
 

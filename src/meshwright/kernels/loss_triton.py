@@ -81,6 +81,7 @@ def _log_sum(start, columns, block: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _log_probability(logits, targets, found, columns, stride, block: tl.constexpr) -> None:
+    """Compute the log-probability of one row's target."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     target = tl.load(targets + row)
@@ -104,6 +105,10 @@ def _gradient(
     has_z: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    """Compute the loss and the gradient of one row; the gradient replaces the logits.
+
+    The gradient of a logit is softmax · factor - weight at the target, with factor = weight + 2 · z_loss · logsumexp.
+    """
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     target = tl.load(targets + row)

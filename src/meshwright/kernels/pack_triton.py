@@ -26,6 +26,7 @@ def copy_rows(gradient: Tensor, out: Tensor, ranks: int, offset: int, rank_eleme
 
 @triton.jit
 def _copy_rows(gradient, out, size, part, offset, rank_elements, block: tl.constexpr) -> None:
+    """Copy BLOCK elements of one rank's part. Grid: (blocks of a part, ranks)."""
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     rank = tl.program_id(1).to(tl.int64)
     inside = index < part

@@ -104,6 +104,7 @@ def paged_decode(
         "TILE": launch.tile,
     }
     least = triton.cdiv(least, launch.tile)
+    # Placeholders: with one split the kernel writes to `out` and does not use `logarithms`.
     partial = out
     logarithms = out
     if splits > 1:
@@ -302,7 +303,7 @@ def _decode(
     used = (row < QUERIES * GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     source = (sequence * QUERIES + row // GROUP).to(tl.int64) * q_stride + (head * GROUP + row % GROUP) * HEAD_DIM
     queries = tl.load(q + source[:, None] + dim[None, :], mask=used, other=0.0)
-    position = length - QUERIES + row // GROUP
+    position = length - QUERIES + row // GROUP  # the queries are the last QUERIES tokens of the sequence
     low = 0
     if WINDOW > 0:
         low = tl.maximum(length - QUERIES - WINDOW + 1, 0)
@@ -341,6 +342,7 @@ def _decode(
         sums = sums * shrink[:, None]
         sums = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), sums, input_precision="ieee")
         highest = higher
+    # A split without visible tokens for a row has the sum 0; its result is 0.
     divisor = tl.where(total > 0, total, 1.0)
     sums = sums / divisor[:, None]
     if SCALED:
@@ -384,6 +386,7 @@ def combine_splits(
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, DIMS)
     begin, end = split_tiles(tl.load(lengths + sequence), split, splits, least, QUERIES, WINDOW, TILE)
+    # Splits that have tokens. Only their results were stored.
     full = (split < splits) & (begin < end)
     source = ((sequence * heads + head).to(tl.int64) * splits + split) * (QUERIES * GROUP) + row
     logarithm = tl.load(logarithms + source, mask=full, other=-1.0e30)

@@ -107,6 +107,8 @@ def find_chunk(
     is known without reading `starts`: queries // part + sequences programs.
     """
     # first_program[s] = (queries before sequence s) // part + s. It grows by at least ⌈count / part⌉ from s to s + 1.
+    # Example with part = 4 and chunks of 5, 3 and 8 queries: `begins` is 0, 5, 8 and `first_program` 0, 2, 4. Programs 0 and 1
+    # compute the first sequence (queries 0 to 3, and 4), program 2 the second; program 3 has nothing to do.
     candidate = tl.arange(0, SEQUENCES)
     begins = tl.load(starts + candidate, mask=candidate < sequences, other=0)
     first_program = (begins - tl.load(starts)) // part + candidate
@@ -229,6 +231,7 @@ def _prefill(
     head_offset = (head * GROUP + row % GROUP) * HEAD_DIM
     queries = tl.load(q + (source * q_stride + head_offset)[:, None] + dim[None, :], mask=used, other=0.0)
     position = length - count + query
+    # `lowest` and `last` are the positions of the first and the last query of this program.
     lowest = length - count + first
     last = length - count + tl.minimum(first + part, count) - 1
     end = (last + TILE) // TILE
@@ -244,10 +247,12 @@ def _prefill(
         highest, total = sink_scores(sinks + head * GROUP + row % GROUP, row < part * GROUP)
     begin = 0
     low = 0
+    # Tiles before `full_end` have only tokens up to `lowest`, which all queries see.
     full_end = (lowest + 1) // TILE
     if WINDOW > 0:
         low = tl.maximum(lowest - WINDOW + 1, 0)
         begin = low // TILE
+        # Tiles from `full_begin` on lie within the window of all queries.
         full_begin = tl.maximum(tl.minimum((tl.maximum(last - WINDOW + 1, 0) + TILE - 1) // TILE, full_end), begin)
         sums, highest, total = _attend(
             sums,

@@ -27,6 +27,7 @@ def fused_copy(ranges: Tensor, device: torch.device) -> Tensor:
 
 @triton.jit
 def _copy_ranges(ranges, sums, COLUMNS: tl.constexpr, TILES: tl.constexpr) -> None:
+    """Copy one part of one range, and add its words to the checksums. Grid: (ranges, parts of the longest range)."""
     index = tl.program_id(0)
     part = tl.program_id(1)
     # The compiler must know that the pointers and the word counts are aligned; otherwise each load has only 8 bytes.

@@ -109,6 +109,7 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
     Long wavelengths are stretched by `factor`, short wavelengths stay, and wavelengths in between are interpolated.
     """
+    # `turns`: how often a pair rotates over the original context. `keep`: the part of the original frequency that stays.
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_seq_len / wavelengths
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -134,6 +135,7 @@ def _yarn(frequencies: Tensor, scaling: YarnScaling, head_dim: int, theta: float
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, head_dim - 1)
+    # `scaled`: 0 for fast pairs (index up to `low`), 1 for slow pairs (from `high` on), linear in between.
     pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
     scaled = ((pairs - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
     return frequencies / scaling.factor * scaled + frequencies * (1 - scaled)

@@ -200,6 +200,7 @@ def _round_rows(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Round one token of x."""
     await_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -225,6 +226,7 @@ def _round_add_rms_norm(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Add one token of x and of delta, store the sum in `total`, and round its norm."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -256,6 +258,7 @@ def _round_add_copies_rms_norm(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Add one token of x and its experts' outputs, store the sum in `total`, and round its norm."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -302,6 +305,7 @@ def _round_gated(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Compute the gated activation of one token, and round it."""
     await_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -36,6 +36,8 @@ def weighted_sum(hidden: Tensor, weight: Tensor, factors: Tensor) -> Tensor:
 
 
 class _WeightedSum(torch.autograd.Function):
+    """`weighted_sum`. The backward converts the hidden states in parts too."""
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, factors: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight, factors)

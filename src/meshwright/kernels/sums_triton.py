@@ -26,6 +26,7 @@ def fused_scale(out: Tensor, x: Tensor, factor: Tensor) -> None:
 
 @triton.jit
 def _add_wide(total, addend, count, block: tl.constexpr) -> None:
+    """Add BLOCK elements in fp32."""
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = index < count
     old = tl.load(total + index, mask=inside).to(tl.float32)
@@ -35,6 +36,7 @@ def _add_wide(total, addend, count, block: tl.constexpr) -> None:
 
 @triton.jit
 def _scale(out, x, factor, count, block: tl.constexpr) -> None:
+    """Scale BLOCK elements in fp32."""
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = index < count
     value = tl.load(x + index, mask=inside).to(tl.float32) * tl.load(factor)

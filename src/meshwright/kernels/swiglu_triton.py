@@ -108,6 +108,7 @@ def _gate_derivative(gate, sigmoid, GELU: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _forward(gate_up, weights, out, count, width: tl.constexpr, block: tl.constexpr, GELU: tl.constexpr) -> None:
+    """Compute `block` elements of the output."""
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = index < count
     position = index // width * (2 * width) + index % width
@@ -121,6 +122,7 @@ def _forward(gate_up, weights, out, count, width: tl.constexpr, block: tl.conste
 
 @triton.jit
 def _backward(gate_up, grad, out, count, width: tl.constexpr, block: tl.constexpr, GELU: tl.constexpr) -> None:
+    """Compute the gradients of `block` elements of gate and of up, without weights."""
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = index < count
     position = index // width * (2 * width) + index % width
@@ -137,6 +139,7 @@ def _backward(gate_up, grad, out, count, width: tl.constexpr, block: tl.constexp
 def _weighted_backward(
     gate_up, grad, weights, gate_up_grad, weights_grad, width: tl.constexpr, block: tl.constexpr, GELU: tl.constexpr
 ) -> None:
+    """Compute the gradients of one row of gate and up, and of the row's weight."""
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row).to(tl.float32)
     total = tl.zeros((block,), dtype=tl.float32)

@@ -47,6 +47,7 @@ def draw_from_scores(
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Return Gumbel noise `(rows, vocab)` in fp32. It is a function of (seed, position) `(rows,)` and the token."""
+    # All 64 bits of the seed and the low 32 bits of the position make the key of a row.
     keys = _mix(_mix(seeds & _LOW_32) ^ (seeds >> 32 & _LOW_32))
     keys = _mix(keys ^ (positions & _LOW_32))
     tokens = torch.arange(vocab, device=seeds.device)
