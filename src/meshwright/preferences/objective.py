@@ -173,6 +173,7 @@ class PreferenceObjective:
             judged = good[:, ::2]
             likelier = _ahead(means[:, ::2] - means[:, 1::2])
         else:
+            # kto: an answer is judged right if its reward is above β·z for a good one, below it for a bad one.
             margins = signs * (values - self.shift)
             judged = good + bad
             likelier = torch.zeros_like(values)
@@ -193,6 +194,7 @@ class PreferenceObjective:
         ]
         if self._calibrates:
             per_row += _by_bin(judged, right, torch.sigmoid(margins.abs()))
+        # (sources, batch): whether a sequence is of a source. Multiplied by the sums of each sequence, (batch, names).
         in_source = sources[None] == torch.arange(len(self._sources), device=sources.device)[:, None]
         self.sums += in_source.double() @ torch.stack([each.sum(1) for each in per_row], dim=1)
 
@@ -249,6 +251,7 @@ class PreferenceObjective:
 
 def _by_bin(judged: Tensor, right: Tensor, expected: Tensor) -> list[Tensor]:
     """Return the terms of `CALIBRATION`. `expected` is the probability that the judgement of a pair is right."""
+    # `expected` is from 1/2 to 1, so 2 · expected - 1 is from 0 to 1.
     place = ((2 * expected - 1) * BINS).long().clamp(max=BINS - 1)
     inside = [judged * (place == number) for number in range(BINS)]
     return [each * terms for terms in (torch.ones_like(judged), right, expected) for each in inside]

@@ -25,6 +25,7 @@ def peak_in_flight(
 
 
 def _peak(schedule: Schedule, rank: int, stage_sizes: Sequence[float], kept_sizes: Sequence[float]) -> float:
+    """Return the peak of one rank, by going through its actions."""
     in_flight = peak = 0.0
     for action in schedule.actions[rank]:
         if action.op not in COMPUTE:
@@ -71,6 +72,7 @@ def _rank_candidates(stages: Sequence[int], actions: Sequence[Action]) -> tuple[
         for stage in forwards:
             in_flight[index_of[stage]] += 1
         backwards = [part.stage for part in action.parts if part.op in ("backward", "backward_weight")]
+        # A peak can only be where the count has grown and the next action frees activations.
         if backwards and (has_grown or forwards):
             candidates[tuple(in_flight)] = None
         has_grown = bool(forwards) or (has_grown and not backwards)

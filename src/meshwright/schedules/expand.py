@@ -73,11 +73,13 @@ def _steps(actions: Iterable[Action]) -> list[Step]:
 def _cut(steps: list[Step], units: Sequence[int], order: Order) -> list[Action]:
     """Return the unit actions of all steps, in the given order."""
     unit_actions: list[Action] = []
+    # Steps whose units are interleaved: those of consecutive micro-batches in layered order, else single steps.
     runs = [list(run) for _, run in groupby(steps, key=_run_key)] if order == "layered" else [[step] for step in steps]
     for run in runs:
         units_by_step = [_units(step[1], units) for step in run]
         for index in range(len(units_by_step[0])):
             for (receives, _, sends), rank_actions in zip(run, units_by_step, strict=True):
+                # A stage's receives come before its first unit, its sends after its last.
                 unit_actions += receives if index == 0 else ()
                 unit_actions.append(rank_actions[index])
                 unit_actions += sends if index == len(rank_actions) - 1 else ()

@@ -18,6 +18,7 @@ def relative_idle_time(schedule: npt.ArrayLike, ranks: npt.ArrayLike, micro_batc
     to fill the idle time.
     """
     index, p, m = np.broadcast_arrays(schedule, ranks, micro_batches)
+    # Schedules without an entry have the idle time of 1F1B.
     factors = {
         "zb_h1": (2 - np.minimum(1.0, m / p)) / 3,
         "zbv": np.where(m < 1.5 * p, 2 / 3, 1 / 3),

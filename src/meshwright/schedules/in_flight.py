@@ -30,6 +30,7 @@ def in_flight(
         schedule, *(np.asarray(x, float) for x in (ranks, micro_batches, virtual, rank))
     )
     v = np.maximum(v, 1.0)
+    # A formula for each schedule; `p` ranks, `m` micro-batches, `v` stages per rank, `r` the rank.
     by_name = {
         "gpipe": m,
         "1f1b": np.minimum(m, p - r),

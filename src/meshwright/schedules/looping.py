@@ -29,6 +29,7 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Com
             for stage in stages[::-1]
             for micro_batch in group
         ]
+        # A forward of the last stage must be done before the first backward; later ranks need fewer forwards until then.
         warm_up = min(len(forwards), 2 * (ranks - 1 - rank) + (stages_per_rank - 1) * len(groups[0]))
         compute.append(warm_then_alternate(forwards, backwards, warm_up))
     return placement, compute

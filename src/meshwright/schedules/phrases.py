@@ -41,6 +41,7 @@ class ComputeWriter:
         return self._next_micro_batch["forward", index]
 
     def _action(self, word: str) -> Action:
+        """Return the action of one word, and count its micro-batch as written."""
         if word[0] == "W":
             return self._oldest_weight_half(word[1:])
         letter = word[0]

@@ -70,6 +70,7 @@ def unit_strategies(plan: Plan, layers: int) -> list[list[LayerStrategy]]:
     by_stage = []
     for stage in stages_of(plan, layers):
         blocks = list(plan.strategies(layers)[stage.start : stage.stop])
+        # The strategy of the first block once more for the embedding, that of the last block once more for the head.
         by_stage.append([*blocks[: stage.start == 0], *blocks, *blocks[len(blocks) - (stage.stop == layers) :]])
     return by_stage
 

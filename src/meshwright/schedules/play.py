@@ -159,6 +159,7 @@ class Play:
         while channel.sends and channel.receives:
             send = channel.sends.popleft()
             receive = channel.receives.popleft()
+            # The receive that fits a send has the same payload, with stage and peer exchanged.
             expected = send._replace(op="recv", stage=send.peer, peer=send.stage)
             if receive != expected:
                 self._fail(f"rank {source} sends {send} where rank {target} expects {receive}")

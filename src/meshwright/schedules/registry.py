@@ -29,6 +29,7 @@ class Entry:
     pairs: bool = False
 
 
+# Numbers of stages per rank.
 ANY_NUMBER = range(1, 1 << 20)
 ONE_STAGE = range(1, 2)
 TWO_STAGES = range(2, 3)

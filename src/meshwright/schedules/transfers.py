@@ -118,6 +118,7 @@ def _receives(
                 channels[rank, rank_of[send.peer]].append(send)
     posted: list[dict[int, list[Action]]] = [defaultdict(list) for _ in compute]
     for (_, receiver), queue in channels.items():
+        # From the last message to the first: a receive is not posted later than the receives after it.
         latest = len(compute[receiver])
         for send in reversed(queue):
             need = needed[receiver][send.payload == "activation", send.peer, send.micro_batch]

@@ -61,6 +61,7 @@ def _gathers(
     """Return two tables by action index: the unshards to issue before the action, and the reshards after it."""
     uses = [(index, unit) for index, action in enumerate(actions) if (unit := _unit_read(action)) is not None]
     stretches = _stretches([unit for _, unit in uses])
+    # From the index of a stretch's last use to that of its first.
     start_of_stretch = {last: first for spans in stretches.values() for first, last in spans}
     gathered = [
         (first, last, unit)
@@ -74,6 +75,7 @@ def _gathers(
             before[0].append(Action("unshard", stage, unit=unit))
             after[uses[spans[-1][1]][0]].append(Action("reshard", stage, unit=unit))
     for first, last, (stage, unit) in sorted(gathered):
+        # Use first - 1 ends the previous stretch. The gather is issued where that stretch begins.
         issue = uses[start_of_stretch[first - 1]][0] if first else 0
         before[issue].append(Action("unshard", stage, unit=unit))
         after[uses[last][0]].append(Action("reshard", stage, unit=unit))
@@ -95,6 +97,7 @@ def _reductions(actions: Sequence[Action], reduce: Sequence[Sequence[Reduce]]) -
     writes = [(index, unit) for index, action in enumerate(actions) if (unit := _unit_written(action)) is not None]
     stretches = _stretches([unit for _, unit in writes])
     ends = {unit: [last for _, last in spans] for unit, spans in stretches.items()}
+    # Which of a unit's stretches are followed by a reduction.
     reduced_uses = {"never": slice(0), "end": slice(0), "once": slice(-1, None), "stretch": slice(None)}
     reductions = [
         (writes[last][0], (stage, unit))

@@ -24,6 +24,7 @@ def zbv(ranks: int, micro_batches: int) -> ComputeOrder:
 
 
 def _zbv_rank(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """Return the actions of one rank for at least 2 · ranks - 1 micro-batches."""
     ranks_below = ranks - rank
     writer = ComputeWriter(vee(ranks)[rank])
     writer.write("F0", 2 * ranks_below - 1)  # until the first micro-batch comes back from the last rank

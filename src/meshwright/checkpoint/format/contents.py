@@ -116,6 +116,7 @@ def check_record(name: str, record: TensorRecord, where: Path) -> None:
 
 
 def _parse_record(name: str, entry: Any, where: Path, manifest: CheckpointManifest) -> TensorRecord:
+    """Return the record of tensor `name` in the JSON value `entry`. Raises Damaged if it is invalid."""
     if not 0 < len(name) <= _NAME_LIMIT or not name.isprintable():
         raise Damaged(f"{where}: {name[:80]!r} is not a tensor name")
     entry = entry if isinstance(entry, dict) else {}
@@ -132,6 +133,7 @@ def _parse_record(name: str, entry: Any, where: Path, manifest: CheckpointManife
 
 
 def _parse_chunk(name: str, entry: Any, dimensions: int, where: Path, manifest: CheckpointManifest) -> TensorChunk:
+    """Return the chunk in the JSON value `entry`, a chunk of a tensor with this many dimensions. Raises Damaged if it is invalid."""
     entry = entry if isinstance(entry, dict) else {}
     offsets = parse_offsets(entry.get("offsets"))
     sizes = parse_shape(entry.get("sizes"))

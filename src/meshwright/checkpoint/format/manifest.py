@@ -309,6 +309,7 @@ def _parse(data: Any, path: Path) -> CheckpointManifest:
 
 
 def _parse_record(name: str, entry: Any, path: Path) -> FileRecord:
+    """Return the record of file `name` in the JSON value `entry`. Raises Damaged if it is invalid."""
     if plain_name(name) is None or name in (MANIFEST, COMMITTED):
         raise Damaged(f"{path}: {name!r:.80} is not a plain file name")
     size, blocks = (entry.get(key) if isinstance(entry, dict) else None for key in ("bytes", "blocks"))

@@ -54,6 +54,7 @@ def encode_texts(texts: dict[str, str]) -> dict[str, bytes]:
 
 
 def _check(value: Any, where: str) -> None:
+    """Raise BadInput for the first value that would not be the same after a reload from JSON. `where` is the value's path."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

@@ -190,6 +190,7 @@ def read_verified(path: Path, manifest: CheckpointManifest, file: str, limit: in
 
 
 def _check_block(path: Path, manifest: CheckpointManifest, block: FileBlock) -> Damage | None:
+    """Return the damage of one block, or None if it matches its digest."""
     record = manifest.files[block.file]
     offset = block.index * BLOCK_BYTES
     data = bytearray(min(BLOCK_BYTES, record.bytes - offset))
@@ -210,6 +211,7 @@ def _check_block(path: Path, manifest: CheckpointManifest, block: FileBlock) -> 
 
 
 def _checkpoint_record(path: Path, contents: bool, run_id: str | None) -> dict[str, Any]:
+    """Return the record of one checkpoint; see `list_checkpoints`."""
     damage = damage_of(path, run_id, contents=contents)
     damaged = [{"file": entry.file, "offset": entry.offset, "kind": entry.kind} for entry in damage]
     step = step_of(path.name)

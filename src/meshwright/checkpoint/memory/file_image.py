@@ -51,5 +51,6 @@ class FileImage:
         """Fill `target` with the file's bytes from `start` on."""
         header = self.header[start : start + len(target)]
         target[: len(header)] = header
+        # Offset in the data of the first byte after the header's part.
         first = start + len(header) - len(self.header)
         target[len(header) :] = self.data[first : first + len(target) - len(header)]

@@ -96,4 +96,5 @@ class SnapshotPart:
 
 
 def _data_bytes(headers: Sequence[Any]) -> int:
+    """Return the total size of the tensors that `headers` describe."""
     return sum(TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in headers)

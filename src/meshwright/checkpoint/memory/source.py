@@ -74,6 +74,7 @@ def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[Sna
     for rank, offer in enumerate(offers):
         if offer.address is not None:
             ranks_of_host.setdefault(offer.address, []).append(rank)
+    # (order, step, ranks) of each save → rank at the save → where its snapshot can be read.
     saves: dict[tuple[tuple[int, int], int, int], dict[int, list[SnapshotLocation]]] = {}
     for rank, offer in enumerate(offers):
         locations = [] if offer.own is None else [SnapshotLocation(offer.own, rank)]
@@ -93,9 +94,12 @@ def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[Sna
     complete = [save for save, by_rank in saves.items() if len(by_rank) == save[2]]
     if not complete:
         return None
+    # The newest save has the greatest (order, step, ranks).
     by_rank = saves[max(complete)]
 
     def distance(location: SnapshotLocation) -> tuple[bool, bool, bool, str, int]:
+        # False sorts before True. Preferred are: a snapshot buffer to a copy, then the rank of the same number to another rank,
+        # then the rank's own buffer to the host's server.
         is_other = location.reader != location.name.rank
         return location.is_copy, is_other, location.address is not None, location.address or "", location.reader
 

@@ -68,6 +68,7 @@ class MirrorUploader:
             )
 
     def _listen(self) -> None:
+        """Report the answers of the process until it ends."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with suppress(ValueError):

@@ -118,6 +118,10 @@ class MirrorStore:
             self._files.makedirs(self._key(name).rpartition("/")[0], exist_ok=True)
 
     def _retry(self, activity: str, work: Callable[[], T]) -> T:
+        """Call `work` until it succeeds, or `patience` seconds have passed. `activity` begins error messages.
+
+        Raises BadInput for errors that no repetition can remove. FileNotFoundError passes through.
+        """
         deadline = time.monotonic() + self._patience
         pause = 0.5
         while True:

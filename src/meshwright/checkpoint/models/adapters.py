@@ -90,6 +90,7 @@ def placed_parts(spec: ModelSpec) -> Iterator[PlacedPart]:
         for op in spec.block(layer).table().operations:
             if not isinstance(op, LinearOp | ExpertsOp):
                 continue
+            # First row of each linear layer that is fused into the operation's weight, by name; the whole weight begins at 0.
             starts = {"": 0}
             row = 0
             for fused in op.parts:
@@ -131,6 +132,7 @@ def adapter_values(spec: ModelSpec, deltas: Deltas, where: str) -> dict[str, Ten
     """
     assert spec.adapter is not None
     adapter = spec.adapter
+    # What is left in `by_place` at the end has no place in the model.
     by_place = {(weight, delta.first_row): delta for weight, of_weight in deltas.items() for delta in of_weight}
     score = by_place.pop((SCORE, 0), None) if spec.head == "score" else None
     values: dict[str, Tensor] = {} if score is None else {SCORE: score.a}

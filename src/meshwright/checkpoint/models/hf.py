@@ -337,6 +337,7 @@ class HFReader:
             self._check_copy(copy, original)
 
     def _check_tensor(self, name: str, part: HFTensor) -> None:
+        """Raise Damaged or BadInput unless the folder's tensor `name` has the shape of `part` and a floating-point dtype."""
         stored = self._stored(name)
         shape = tuple(stored.get_shape())
         dtype = stored.get_dtype()
@@ -408,6 +409,7 @@ class HFReader:
         return stored[:, first:last].t().contiguous() if part.transposed else stored[first:last]
 
     def _stored(self, name: str) -> Any:
+        """Return the folder's tensor `name`, of which parts can be read. Its file stays open."""
         file = self.files[name]
         try:
             if file not in self._open:
@@ -538,6 +540,7 @@ class _Shard:
 
 
 def _plan_shards(spec: ModelSpec, dtype: str, shard_bytes: int, towers: Towers | None) -> list[_Shard]:
+    """Divide the tensors of an exported folder among files of at most `shard_bytes`, in order."""
     groups: list[dict[str, dict[str, Any]]] = [{}]
     filled = 0
     for name, stored, shape, size in _stored_tensors(spec, dtype, towers):
@@ -574,6 +577,7 @@ def _written_tensors(spec: ModelSpec, towers: Towers | None) -> dict[str, tuple[
 
 
 def _shard(file: str, entries: dict[str, dict[str, Any]]) -> _Shard:
+    """Return the file for some tensors: a safetensors header, and the place of each tensor."""
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
@@ -589,6 +593,7 @@ def _write_weights(
     dtype: torch.dtype,
     towers: Towers | None,
 ) -> None:
+    """Write the files of weights and the index. Space for all tensors is reserved first, because tensors come in any order."""
     locations = {name: (shard.file, offset) for shard in shards for name, offset in shard.offsets.items()}
     for shard in shards:
         with open(folder / shard.file, "wb") as file:
@@ -664,6 +669,7 @@ def _check_parameter(name: str, parameter: ParameterSpec | None, shape: tuple[in
 
 
 def _write_tensor(path: Path, offset: int, tensor: Tensor, part: HFTensor, dtype: torch.dtype) -> None:
+    """Write (rows of) a tensor at byte `offset` of a file, in the folder's layout and dtype."""
     if part.stacked:
         tensor = _to_stacked(part, tensor)
     elif part.transposed:
@@ -711,6 +717,7 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Any]:
 def _model_card(
     title: str, folder: str, spec: ModelSpec, architectures: list[str], run_note: str, dtype: str, limits: str
 ) -> str:
+    """Return the README.md of the folder; see `export_hf` for the arguments."""
     family = FAMILIES[spec.family]
     loader = "AutoModelForImageTextToText"
     tag = "image-text-to-text"

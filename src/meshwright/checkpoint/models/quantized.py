@@ -284,8 +284,10 @@ class MappedWeight(StoredWeight):
         inputs = self.shape[-1]
         start = first * inputs
         stop = last * inputs
+        # Two elements are in a byte. If the first row begins in the middle of a byte, its first half is cut off.
         pairs = self._tensor(self.scheme.values, start // 2, -(-stop // 2))
         indices = nibbles(pairs.flatten(), high_first=True)[start % 2 :][: stop - start]
+        # The first scale that is needed; `repeat_interleave` then gives each element its scale.
         top = start // self.block
         scale = self._absmax(top, -(-stop // self.block)).repeat_interleave(self.block)[start - top * self.block :]
         table = self.stored.tensor(self.names[".weight.quant_map"])
@@ -334,6 +336,10 @@ def find_weight(
 def _weight(
     base: str, shape: tuple[int, ...], files: Mapping[str, str], scheme: WeightScheme, stored: Stored
 ) -> StoredWeight:
+    """Return the weight `base` stored by one scheme, after checking its tensors.
+
+    Raises BadInput or Damaged if a tensor is missing or has another dtype or shape than the scheme requires.
+    """
     record: dict[str, Any] = {}
     if scheme.packing == "flat":
         _require(base + state_end(scheme), files, scheme, stored, base + scheme.values)
@@ -345,6 +351,7 @@ def _weight(
     for end, part in parts.items():
         name = base + end
         if end in scheme.scales:
+            # A scheme may have several names for its scales. The first name that the folder has is used.
             several = [other for other in scheme.scales if base + other in files]
             if end != (several[0] if several else scheme.scales[0]):
                 continue

@@ -132,12 +132,14 @@ def towers_sentence(names: Collection[str]) -> str:
     """Return the sentence for the user on the tensors that do not belong to the text model."""
     if not names:
         return "no tensors beside the text model: an export needs --text-only"
+    # Count tensors by the first part of their names, such as `visual`, without a leading `model.`.
     groups = Counter(name.partition(".")[0] if not name.startswith("model.") else name.split(".")[1] for name in names)
     listed = ", ".join(f"{count} of {group}" for group, count in groups.items())
     return f"only the text model is used; {len(names)} other tensors ({listed}) are kept for exports"
 
 
 def _kept(folder: Path) -> Path | None:
+    """Return the folder `towers` of a run, given the run's folder or one of its checkpoints; None if there is none."""
     homes = (folder.parent.parent if folder.parent.name == "checkpoints" else folder, folder)
     return next((home / TOWERS for home in homes if (home / TOWERS).is_dir()), None)
 

@@ -174,6 +174,7 @@ class DeviceExchange:
                     self._use.release(entry[1])
 
     def _exchange(self, transfers: Sequence[BlockTransfer], sending: SendQueue) -> None:
+        """Work through the transfers in order: send the blocks that this rank reads, and receive the blocks that it needs."""
         incoming = sum(self._rank in transfer.receivers for transfer in transfers)
         buffers = [
             torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=self._device)
@@ -190,6 +191,7 @@ class DeviceExchange:
                 self._use.fill(transfer, block)
 
     def _send(self, transfer: BlockTransfer, sending: SendQueue) -> None:
+        """Send one block to its receivers from the device, and fill this rank's tensors from it."""
         if sending.empty():  # the reading thread may be waiting for a buffer
             self._release_sent(0)
         entry = sending.get()

@@ -201,6 +201,7 @@ class BlockReader:
                 done.set_result(None)
 
     def _read(self, transfer: BlockTransfer, buffer: BlockBuffer) -> None:
+        """Read one block and copy it: to the device if it will be sent from there, else to this rank's tensors."""
         try:
             buffer.wait_for_copies()
             if self.failure is not None:

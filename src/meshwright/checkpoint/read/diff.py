@@ -47,6 +47,7 @@ def compare_checkpoints(a: Path, b: Path) -> Iterator[TensorDifference]:
 
 
 def _compare(name: str, a: CheckpointReader, b: CheckpointReader) -> TensorDifference:
+    """Compare one tensor that both checkpoints have."""
     record = a.tensors[name]
     if (record.shape, record.dtype) != (b.tensors[name].shape, b.tensors[name].dtype):
         return TensorDifference(name, "changed", None)
@@ -58,6 +59,7 @@ def _compare(name: str, a: CheckpointReader, b: CheckpointReader) -> TensorDiffe
         )
         if not torch.equal(_bytes(rows_a), _bytes(rows_b)):
             equal = False
+            # NaN counts as the largest difference.
             largest = max(largest, _largest_difference(rows_a, rows_b), key=lambda value: (math.isnan(value), value))
     if equal:
         return TensorDifference(name, "equal", 0.0)

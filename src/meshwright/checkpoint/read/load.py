@@ -176,12 +176,14 @@ class _ChunkPart:
 
 
 def _chunk_parts(contents: Contents, tensors: Mapping[str, LocalTensor]) -> Iterator[_ChunkPart]:
+    """Yield the parts of stored chunks from which this rank's pieces of `tensors` are filled."""
     for name, tensor in tensors.items():
         record = contents[name]
         encoded = tensor.encoded if isinstance(tensor, StateParts) else None
         store = copy_values if encoded is None else encoded.write
         for offsets, elements in local_boxes(tensor):
             for chunk in record.chunks:
+                # The usual case, without views of views: the piece is a whole chunk.
                 if (chunk.offsets, chunk.sizes) == (offsets, elements.shape) and elements.numel():
                     yield _ChunkPart(
                         chunk.file, chunk.key, record.dtype, chunk.sizes, (0,) * len(chunk.sizes), elements, store
@@ -245,6 +247,7 @@ def _read_headers(
     readers = assign_header_readers(files_of_ranks)
     if owners is not None:
         readers = {file: owners[file] for file in readers}
+    # Files whose header other ranks need too. Only these headers are sent.
     shared = {
         file
         for file, reader in readers.items()

@@ -78,11 +78,13 @@ def plan_transfers(
                     ranks = ranks_of_block.setdefault(index, [])
                     if rank not in ranks[-1:] and not (index < header_blocks and rank == header_reader):
                         ranks.append(rank)
+        # Groups of consecutive blocks that the same ranks need. Header blocks are groups of their own.
         by_ranks = groupby(sorted(ranks_of_block), key=lambda index: (index < header_blocks, ranks_of_block[index]))
         for (_, ranks), group in by_ranks:
             indices = list(group)
             for position, index in enumerate(indices):
                 # `number` rotates the shares from file to file, so that different ranks read the first blocks of files.
+                # Example: 2 ranks need 4 blocks. Blocks 0 and 1 are share 0, blocks 2 and 3 share 1.
                 share = (position * len(ranks) // len(indices) + number) % len(ranks)
                 reader = header_reader if index < header_blocks else ranks[share]
                 reader = reader if owners is None else owners[file]
@@ -101,6 +103,7 @@ def _interleave_readers(transfers: Sequence[BlockTransfer]) -> list[BlockTransfe
     ordered: list[tuple[int, int, BlockTransfer]] = []
     for reader, files in transfers_of_reader.items():
         keyed = [
+            # Order: by set of PARALLEL_FILES files, then by position of the block within its file, then by file.
             ((number // PARALLEL_FILES, position, number), transfer)
             for number, file_transfers in enumerate(files.values())
             for position, transfer in enumerate(file_transfers)

@@ -40,6 +40,7 @@ def inner_words(phase: int, size: int) -> tuple[int, int]:
 def word_sum(data: memoryview, phase: int) -> int:
     """Return the sum of the words of `data`, whose first byte is byte number `phase` of a word."""
     first, last = inner_words(phase, len(data))
+    # The incomplete first word is shifted to its place; the incomplete last word begins its word.
     total = (int.from_bytes(data[:first], "little") << 8 * phase) + int.from_bytes(data[last:], "little")
     if last > first:
         total += int(np.frombuffer(data[first:last], "<u8").sum(dtype=np.uint64))
@@ -63,6 +64,7 @@ class BufferChecksums:
         index = bisect_right(self._ends, offset)
         while data:
             part = data[: self._ends[index] - offset]
+            # Position of the first byte of this part within its word.
             phase = (self._expected[index].phase + offset - self._starts[index]) % WORD_BYTES
             total = word_sum(part, phase)
             with self._lock:

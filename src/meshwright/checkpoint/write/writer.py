@@ -216,6 +216,7 @@ class Writer:
             self.phase = "idle"
 
     def _save(self, setup: WriterSetup, save: Save) -> None:
+        """Write this rank's part of a save. The first rank's writer also commits the checkpoint and deletes old ones."""
         attempt = self._attempt(setup, save)
         attempt.check_owner()  # without the lease the folder would never appear, and this writer would wait for it
         self._buffer.begin_saving(save.generation)
@@ -245,6 +246,7 @@ class Writer:
 
     def _write_and_commit(self, setup: WriterSetup, save: Save, attempt: SaveAttempt) -> None:
         """Write the first rank's file, wait for the other ranks' files, and commit the checkpoint."""
+        # Start of the write, its end, and the end of the wait for other ranks.
         times = [time.perf_counter()]
         files = self._write(setup, save, attempt.folder)
         times.append(time.perf_counter())
@@ -260,6 +262,7 @@ class Writer:
         self._reply("committed", step=save.step, path=str(attempt.target), bytes=size, seconds=seconds)
 
     def _write(self, setup: WriterSetup, save: Save, folder: Path) -> dict[str, FileRecord]:
+        """Write the rank's file into `folder`, and read the replica's snapshot at the same time. Return the file's record by name."""
         with ThreadPoolExecutor(1) as beside:
             replica = beside.submit(self._describe_replica, setup, save)
             return self._write_own(setup, save, folder, replica.result)
@@ -291,6 +294,7 @@ class Writer:
         return {name: record}
 
     def _copy_to_partner(self, copier: PartnerCopier, setup: WriterSetup, save: Save) -> None:
+        """Begin to copy the snapshot to the partner, with a comparison of its checksums."""
         checksums = _checksums(setup.headers, save.checksums)
 
         def describe(file: FileRecord | None) -> bytes:
@@ -419,6 +423,7 @@ def peer_files(attempt: SaveAttempt, ranks: int, seconds: float) -> dict[str, Fi
 
 
 def _wait_for_folder(attempt: SaveAttempt, seconds: float) -> None:
+    """Wait until the first rank's writer has created the attempt's folder. Raises BadInput after `seconds`."""
     deadline = time.monotonic() + seconds
     pause = POLL_SECONDS[0]
     while not attempt.folder.is_dir():

@@ -131,6 +131,7 @@ class WriterProcess:
 
     def _replies(self) -> Iterator[dict[str, Any]]:
         """Yield the writer's replies except heartbeats. Raises _WriterLost if it ends, is silent, or makes no progress."""
+        # (time of the last progress, phase, bytes written).
         progress = (time.monotonic(), "", -1)
         while True:
             for reply in self._read():
@@ -148,6 +149,7 @@ class WriterProcess:
                 raise _WriterLost(f"the writer was {progress[1]} and made no progress for {self._stalled:.0f} s")
 
     def _read(self) -> list[dict[str, Any]]:
+        """Return the replies that have arrived. Raises _WriterLost if none arrives in time, or if the writer has ended."""
         assert self._process is not None and self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         poll = select.poll()
@@ -161,6 +163,7 @@ class WriterProcess:
         return [json.loads(line) for line in lines]
 
     def _end(self) -> str:
+        """Return a text on how the writer ended."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(5)
@@ -168,6 +171,7 @@ class WriterProcess:
         return "the writer closed its pipe"
 
     def _release(self) -> None:
+        """Close the pipes to the writer, and forget it."""
         if self._process is not None:
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
