@@ -81,7 +81,7 @@ def inverse(scale: Tensor) -> Tensor:
 
 
 def round_with_scale(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """Return x / scale in fp8, rounded to nearest, ties to even."""
+    """Return x / scale in fp8, rounded to nearest, ties to even. `scale` broadcasts to x, for example `(rows, 1)`."""
     return (x.float() * inverse(scale)).to(fp8_dtype)
 
 

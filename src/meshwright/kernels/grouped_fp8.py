@@ -62,8 +62,8 @@ def grouped_matmul(
 
     `matrices` is `(groups, out, in)`; rows are sorted by group, and `offsets` `(groups,)` are the ends of the groups.
 
-    Tensor cores keep partial sums in lower precision, in the forward and the backward. Without this option torch selects a
-    kernel that reaches a third of the FLOP rate with 1,024 rows per group.
+    `use_fast_accum` makes the tensor cores keep partial sums in lower precision, in the forward and the backward. Without it
+    torch selects a kernel that reaches a third of the FLOP rate with 1,024 rows per group.
     """
     if plain or not x.values.is_cuda or not x.values.shape[0]:
         out = torch.empty(x.values.shape[0], matrices.values.shape[1], dtype=dtype, device=x.values.device)

@@ -34,6 +34,7 @@ def rms_norm(
 ) -> Tensor:
     """Return `x / sqrt(mean(x²) + eps) · weight` over the last dimension of x `(..., width)` (Zhang & Sennrich 2019).
 
+    `weight`: `(width,)`. `eps`: added to the mean of squares.
     `plus_one`: the factor is 1 + weight. It is added in the dtype of the statistics, because bf16 would lose most digits
         of a small weight.
     `kernel`: False never runs the Triton kernel. Then the bits are the same with and without gradients; torch's operator
@@ -70,7 +71,10 @@ def rms_norm_of(x: Tensor, mean_square: Tensor, weight: Tensor, eps: float, *, p
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, plain: bool = False) -> Tensor:
-    """Return `(x - mean) / sqrt(variance + eps) · weight + bias` over the last dimension of x `(..., width)`."""
+    """Return `(x - mean) / sqrt(variance + eps) · weight + bias` over the last dimension of x `(..., width)`.
+
+    `weight` and `bias` are `(width,)`. With `plain` the formula is computed step by step.
+    """
     if not plain:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     wide = x.to(accumulate_dtype(x.dtype))

@@ -17,8 +17,8 @@ PAGE = mmap.PAGESIZE
 PIN_BYTES = 256 << 20
 """Size in bytes of the parts in which a thread pins memory while training runs.
 
-Between two parts the main thread can call the CUDA driver, which is locked while a part is pinned. A copy between host and
-device must not cross the limit of two parts; see `slices_within_parts`.
+The CUDA driver is locked while a part is pinned. Between two parts the main thread can call it. A single copy must not
+read or write two parts; see `slices_within_parts`.
 """
 
 
@@ -73,7 +73,7 @@ def _unpin(runtime: Any, pages: Tensor) -> None:
 
 
 def slices_within_parts(start: int, count: int) -> Iterator[slice]:
-    """Divide `count` bytes that begin at byte `start` of pinned memory, so that no slice crosses a limit of `PIN_BYTES`.
+    """Divide `count` bytes from byte `start` of pinned memory on, so that no slice is in two parts of `PIN_BYTES`.
 
     Yields slices of range(count), relative to `start`.
     """

@@ -39,7 +39,7 @@ class BlockBuffer:
     host: Tensor
     device: Tensor | None = None
     _copies: torch.cuda.Event | None = None
-    """The end of the copies from the host memory that run."""
+    """An event after the last copy from the host memory; None if there was none."""
 
     @classmethod
     def allocate(cls, device: torch.device, *, on_device: bool) -> BlockBuffer:

@@ -183,7 +183,7 @@ def _chunk_parts(contents: Contents, tensors: Mapping[str, LocalTensor]) -> Iter
         store = copy_values if encoded is None else encoded.write
         for offsets, elements in local_boxes(tensor):
             for chunk in record.chunks:
-                # The usual case, without views of views: the piece is a whole chunk.
+                # The usual case: the piece is a whole chunk, and neither has to be cut.
                 if (chunk.offsets, chunk.sizes) == (offsets, elements.shape) and elements.numel():
                     yield _ChunkPart(
                         chunk.file, chunk.key, record.dtype, chunk.sizes, (0,) * len(chunk.sizes), elements, store
