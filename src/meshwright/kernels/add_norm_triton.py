@@ -1,4 +1,7 @@
-"""The Triton kernels of `add_rms_norm` and `rms_norm`; imported only with a CUDA device, as CPU builds of torch lack Triton."""
+"""The Triton kernels of `add_rms_norm` and `rms_norm`.
+
+Import them only with a CUDA device, because CPU builds of torch lack Triton.
+"""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Com
 def breadth_first(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> ComputeOrder:
     """Return layered accumulation: all micro-batches run through a stage before the next (arXiv 2106.02679, 2211.05953).
 
-    The parameters of a stage are used in one stretch of the forward and one of the backward. Its gradient is complete after
-    the latter. So they are gathered once in each direction and reduced once a step. With one layer per stage it is the
+    The parameters of a stage are used in one stretch of forwards and one stretch of backwards. So a step gathers the
+    parameters twice, and reduces their gradients once, after the stretch of backwards. With one layer per stage it is the
     modular pipeline; with one rank it is layered gradient accumulation. All micro-batches are in flight when the backward
     starts.
     """

@@ -31,7 +31,7 @@ def average_name(parameter: str) -> str:
 
 
 class EncodedState(Protocol):
-    """State whose form in memory differs from the values that checkpoints store, such as 8-bit moments.
+    """State whose form in memory differs from the values in checkpoints, such as packed optimizer state in host memory.
 
     A part of such state is represented by a tensor on the meta device, with the part's shape and dtype. The storage offset
     of this tensor, in elements, tells which elements are meant.

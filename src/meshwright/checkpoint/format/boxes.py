@@ -1,7 +1,9 @@
-"""Arithmetic on boxes: whether a box exceeds its tensor, and whether two boxes of a tensor overlap. Without torch.
+"""Arithmetic on boxes: whether a box exceeds its tensor, and whether two boxes of a tensor overlap.
 
 A box is a rectangular part of a tensor: the index of its first element, and its size in each dimension. Example: offsets
 (2, 0) and sizes (3, 4) are the rows 2 to 4 and the columns 0 to 3.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

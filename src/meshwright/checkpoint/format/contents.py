@@ -1,7 +1,9 @@
 """Reads and writes `metadata.json`: the tensors of a checkpoint, and the file and key of each of their chunks.
 
 A chunk is a box (rectangular part) of a tensor. It is stored as one entry of a safetensors file. The reader checks all
-names, sizes and offsets, and that the chunks of a tensor cover it without overlap. Without torch.
+names, sizes and offsets, and that the chunks of a tensor cover it without overlap.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

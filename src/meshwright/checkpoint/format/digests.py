@@ -1,7 +1,9 @@
 """Computes the xxh3_64 digest of file blocks without holding Python's GIL, so that several threads run at once.
 
 The functions of the Python module `xxhash` hold the GIL (measured with 4.1: two threads are no faster than one). But its
-compiled module exports the C functions of libxxhash, and `ctypes` releases the GIL around a call. Without torch.
+compiled module exports the C functions of libxxhash, and `ctypes` releases the GIL around a call.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

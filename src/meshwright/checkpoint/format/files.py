@@ -1,6 +1,8 @@
-"""Records of a checkpoint's files, and reads that check type and size. Without torch.
+"""Records of a checkpoint's files, and reads that check type and size.
 
 Errors of the operating system pass through; `spec.failures` converts them into the project's error classes.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Writes and parses the header of a safetensors file: its length in 8 bytes, then a JSON table of the tensors.
 
 The tensors follow the header as raw little-endian bytes without gaps. Format: https://github.com/huggingface/safetensors.
-This writer can write a file to disk one tensor at a time, and this parser checks every number before it is used; the
-library does neither. Without torch.
+This module has a writer of its own, so that a file can be written to disk one tensor at a time. It also has a parser of its
+own, which checks every number before it is used.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

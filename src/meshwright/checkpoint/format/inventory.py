@@ -1,8 +1,10 @@
-"""The inventory of a run: its checkpoints, which of them can be loaded, and whether the run ever had one. Without torch.
+"""The inventory of a run: its checkpoints, which of them can be loaded, and whether the run ever had one.
 
 The launcher, the ranks, and the commands that read a model call `take_inventory` to decide between a start from scratch, a
 resume from the newest checkpoint, and a resume from an older one. A run that ever had a checkpoint never starts from
 scratch.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads and writes the two files that make a folder a checkpoint: `manifest.json`, and `COMMITTED` with its digest.
 
-The manifest has the size of every other file, and a digest of each of its blocks. Without torch, so that the launcher
-and the command line start quickly.
+The manifest has the size of every other file, and a digest of each of its blocks.
+This module does not import torch, so that the launcher and the command line start quickly.
 """
 
 from __future__ import annotations

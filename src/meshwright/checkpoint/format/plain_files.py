@@ -1,6 +1,6 @@
 """Encodes the parts of a checkpoint that are not tensors: `state.json` (step, samples, tokens) and text files.
 
-Without torch.
+This module does not import torch.
 """
 
 from __future__ import annotations

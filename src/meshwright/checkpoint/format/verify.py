@@ -1,8 +1,10 @@
-"""Finds and verifies checkpoints: file names and sizes, then the contents block by block in parallel. Without torch.
+"""Finds and verifies checkpoints: file names and sizes, then the contents block by block in parallel.
 
 A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`), and the manifest has a digest of each block. The
 command `checkpoint verify`, the launcher and loading ranks use these functions. A checkpoint is good if it is committed
 and every checked byte matches its digest.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

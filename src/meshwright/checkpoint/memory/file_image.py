@@ -1,6 +1,6 @@
 """Presents the data of a snapshot buffer as a safetensors file that can be read by blocks. No file is written.
 
-Without torch.
+This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Copies a rank's snapshots into the memory of a partner host, while the writer process writes them to storage.
 
-Without torch.
+This module does not import torch.
 """
 
 from __future__ import annotations

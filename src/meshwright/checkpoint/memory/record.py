@@ -1,4 +1,7 @@
-"""The record of a snapshot in a snapshot buffer. With it another process can load the snapshot. Without torch."""
+"""The record of a snapshot in a snapshot buffer. With it another process can load the snapshot.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The process of a host's snapshot server. The host's agent starts it and outlives it. Without torch.
+"""The process of a host's snapshot server. The host's agent starts it and outlives it.
 
 Call: `python -m meshwright.checkpoint.memory.server DESCRIPTOR JSON`. DESCRIPTOR is the listening socket. JSON has the
 paths of the agent's memory: `buffers` and `slots`, as in `SnapshotMemory`.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

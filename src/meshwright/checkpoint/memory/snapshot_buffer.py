@@ -4,7 +4,6 @@ A rank allocates the buffer once and copies each snapshot into it. The buffer is
 descriptor and maps the same memory, so that a snapshot outlives its rank. If the launcher created the memfd
 (`BUFFER_VARIABLE`), the snapshot also outlives the writer, and the next process of the rank loads it
 (`checkpoint.memory.tier`). A memfd counts against the memory of the host or container, not against the size of `/dev/shm`.
-Without torch.
 
 The first page has little-endian words of 8 bytes:
 
@@ -17,6 +16,8 @@ The first page has little-endian words of 8 bytes:
     word 7      bytes of it that the writer has written
 
 The data begin at byte 4096. The record follows the data.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

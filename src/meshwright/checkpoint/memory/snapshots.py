@@ -1,9 +1,11 @@
-"""The snapshots in the memory of one host: those of its own ranks, and copies of another host's snapshots. Without torch.
+"""The snapshots in the memory of one host: those of its own ranks, and copies of another host's snapshots.
 
 Each rank of this host has one snapshot buffer. It may also contain the snapshot of a replica on another host.
 Each rank of the other host has two slots on this host. A slot is a snapshot buffer too. While one slot receives a copy,
 the other one keeps the previous copy. All of this memory belongs to the host's agent and outlives the processes that map
 it.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Sources of a rank's snapshot when its run resumes: its own snapshot buffer, or a host's snapshot server. Without torch."""
+"""Sources of a rank's snapshot when its run resumes: its own snapshot buffer, or a host's snapshot server.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""A process that copies committed checkpoints to the mirror (an object store) while training continues. Without torch.
+"""A process that copies committed checkpoints to the mirror (an object store) while training continues.
 
 It reads the paths of checkpoints from stdin, and writes a JSON line to stdout after each upload. It uploads the newest
 path and skips older ones. So if the store is slower than the run's saves, some checkpoints are not copied, and training
 never waits.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

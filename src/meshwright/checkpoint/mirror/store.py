@@ -1,7 +1,9 @@
 """Stores and reads whole objects below a URL, in any store that fsspec supports. Failed requests are repeated.
 
 Callers must know the names of the objects. The listings of some stores lag behind, so `names` proves only that there is
-something. Without torch.
+something.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class MirrorStore:
     def names(self) -> list[str]:
         """Return the first parts of the names of the objects below the URL.
 
-        Objects that were stored lately may be missing, and objects that were deleted lately may be listed.
+        Objects that were stored recently may be missing, and objects that were deleted recently may still be listed.
         """
         try:
             keys = self._retry("listing", lambda: self._files.ls(self._root, detail=False))

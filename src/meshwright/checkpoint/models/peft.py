@@ -32,7 +32,7 @@ from meshwright.spec.model import SCORE, ModelSpec, with_score, without_adapter
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What peft's names of tensors begin with."""
+"""The beginning of all tensor names in peft's files."""
 DIGEST = "meshwright_base"
 """Key of the base's digest in the metadata of the weights' file. peft does not read it."""
 WITHOUT_EFFECT = frozenset(

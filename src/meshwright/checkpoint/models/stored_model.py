@@ -158,8 +158,8 @@ def open_model(
     """Yield the model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
 
     `contents`: True checks all bytes to find a good checkpoint; False only names and sizes of files.
-    `predictions`: how many of the modules that predict further tokens the model gets, if it has so many. Only speculative
-        decoding uses them.
+    `predictions`: the model gets the first `predictions` of its modules that predict further tokens, or all if it has
+        fewer. Only speculative decoding uses them.
     `adapter`: adapters that are merged into the weights: a folder with peft's files, or a run or checkpoint with adapters.
     `device`: where quantised weights are unpacked, and where their rows then are.
 

@@ -1,7 +1,9 @@
-"""Plans which rank reads each block of a checkpoint, and to which ranks it sends the block. Without torch.
+"""Plans which rank reads each block of a checkpoint, and to which ranks it sends the block.
 
 A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`) with its own digest. Every rank knows the byte ranges
 that all ranks need, and so all ranks compute the same plan. Each block is read once, by one of the ranks that need it.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

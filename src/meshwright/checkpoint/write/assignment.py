@@ -1,8 +1,10 @@
-"""Decides which rank writes each piece of each tensor of a checkpoint. Rank 0 does so before the save. Without torch.
+"""Decides which rank writes each piece of each tensor of a checkpoint. Rank 0 does so before the save.
 
 A piece is the box (rectangular part) of a tensor that a rank holds. Ranks may hold different tensors, as pipeline stages
 do. Several ranks may hold the same piece, such as replicas, or an embedding that two stages share. Such a piece is written
 once. The pieces of all ranks together must cover every tensor.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

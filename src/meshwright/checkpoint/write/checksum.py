@@ -1,4 +1,4 @@
-"""Checksums that follow a rank's state from the device to its file: sums of 8-byte words. Without torch.
+"""Checksums that follow a rank's state from the device to its file: sums of 8-byte words.
 
 A rank sums each piece of its state before it copies the piece to the snapshot buffer (`checkpoint.write.source_checksum`).
 A GPU computes such sums fast. The writer sums the same piece of the buffer while it writes the piece. Words are
@@ -6,6 +6,8 @@ little-endian, and sums are modulo 2^64.
 
 A piece may begin within a word, because its memory on the device does. `phase` is the number of bytes of its first word
 that precede the piece; they count as zeros.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Writes a checkpoint's file: several threads digest and write its blocks (16 MiB). Without torch.
+"""Writes a checkpoint's file: several threads digest and write its blocks (16 MiB).
 
 A file is given as windows. A window is a sequence of memory views that follow each other in the file. A snapshot in host
 memory is one window. State that is copied from a device passes through two buffers; each time a buffer is full, it is
 a window (`checkpoint.write.live_state`).
+
+This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Controls a rank's writer process: starts it, gives it one save at a time, monitors it, and replaces it. Without torch."""
+"""Controls a rank's writer process: starts it, gives it one save at a time, monitors it, and replaces it.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
