@@ -1,4 +1,4 @@
-"""`meshwright bench-serve`: from a plan over its deployment and a load test to a report."""
+"""`meshwright bench-serve`: plans a deployment, starts it on this host, tests it under load, and writes a report."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from meshwright.spec.model import ModelSpec
 
 SHARES = (0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.1)
-"""Tested rates, as shares of the predicted goodput."""
+"""Default rates of the test, as fractions of the predicted goodput."""
 INTERRUPTED = "interrupted"
+"""Reason in the report if the user interrupted the test."""
 CHECK_SECONDS = 0.5
-"""Time between two looks whether all servers still run."""
+"""Seconds between two checks whether all servers still run."""
 FEWEST_REQUESTS = 20
-"""Requests at each rate, at least."""
+"""Fewest requests at each rate."""
 SAME_DIMENSIONS = (
     "layers",
     "hidden",
@@ -53,7 +54,7 @@ SAME_DIMENSIONS = (
     "expert_hidden",
     "kv_rank",
 )
-"""Keys of a model that must be those of the weights; without them the prediction would be one of another model."""
+"""Keys of the model that must agree between the file and the weights. Otherwise the prediction would be for another model."""
 
 Question = Annotated[
     list[str],
@@ -126,7 +127,8 @@ def bench_serve(
     if planned is None:
         _check_deployment(deployment, served, spec.cluster, arguments[0])
     tested = tested or _rates_of(deployment)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the servers are stopped on the way out
+    # Treat it like Ctrl-C, so that the servers are stopped before the process ends.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     say(f"{deployment_name(deployment)}: starting {deployment.devices} device{'s' * (deployment.devices > 1)}")
     test = _Test(spec, deployment, costs, served, plan, folder.resolve())
     try:
@@ -144,7 +146,7 @@ def bench_serve(
         if isinstance(end, KeyboardInterrupt):
             raise
         say(f"meshwright: {end}")
-        raise typer.Exit(end.exit_code) from None  # the object on stdout is printed
+        raise typer.Exit(end.exit_code) from None  # The JSON object is printed on stdout already.
     assert test.report is not None
     if as_json:
         print(json.dumps(_as_plain(deployment, test.report, out)))
@@ -153,7 +155,7 @@ def bench_serve(
 
 
 def read_rates(text: str) -> list[float]:
-    """The rates in a list with commas, ascending. Raises BadInput."""
+    """Parse rates in requests per second, separated by commas. Returns them in ascending order. Raises BadInput."""
     try:
         values = sorted(float(part) for part in text.split(","))
     except ValueError:
@@ -173,9 +175,13 @@ def _folder_of(spec: DeploymentSpec) -> Path:
 
 
 def _check_model(question: LocatedValues[DeploymentSpec], served: ModelSpec, folder: Path) -> None:
-    """Raise BadConfig unless the dimensions of the model in `folder` are those of the file."""
+    """Raise BadConfig unless the dimensions in the file are those of `served`, the model in `folder`."""
     differences: dict[Position, BadInput] = {}
-    """By position: the dimensions of a preset have that of its name, where one difference says enough."""
+    """Differences by their position in the file.
+
+    If a preset gives the dimensions, all of them have the position of the preset's name, and one difference is enough
+    there.
+    """
     for name in SAME_DIMENSIONS:
         theirs = getattr(served, name)
         ours = getattr(question.value.model, name)
@@ -196,7 +202,7 @@ def _check_file(
 
 
 def _check_deployment(deployment: Deployment, model: ModelSpec, cluster: ClusterSpec, source: str) -> None:
-    """Raise BadInput for a deployment that this host cannot serve, or the simulator cannot predict; `source` is its file."""
+    """Raise BadInput if this host cannot serve the deployment or the simulator cannot predict it. `source` is the deployment's file."""
     call_all(lambda: check_deployment(deployment, model), lambda: _check_instances(deployment, cluster, source))
 
 
@@ -210,7 +216,7 @@ def _check_instances(deployment: Deployment, cluster: ClusterSpec, source: str) 
 
 
 def _costs(spec: DeploymentSpec) -> ServeCosts | None:
-    """The costs that predict this deployment; None, with a remark, where the device's rates are not known."""
+    """The costs from which the test is predicted. If the device's speeds are not known, print a remark and return None."""
     from meshwright.costs.serve_costs import ServeCosts
 
     try:
@@ -236,20 +242,27 @@ def _rates_of(deployment: Deployment) -> list[float]:
 
 @dataclass
 class _Test:
+    """A load test of a deployment at several rates."""
+
     spec: DeploymentSpec
+    """The question that the user asked: model, cluster, workload and limits."""
     deployment: Deployment
     costs: ServeCosts | None
+    """The costs for the prediction; None if there is no prediction."""
     model: ModelSpec
-    """The model of the weights."""
+    """The model in the folder of weights."""
     plan: Path | None
-    """The deployment's file; None: it was planned."""
+    """The file of the deployment; None if the planner made it."""
     folder: Path
-    """Folder of the weights."""
+    """The folder of weights."""
     report: LoadReport | None = None
-    """The results; None until a rate is tested and the test ends."""
+    """The results. None until the first rate is tested and the test has ended."""
     _results: list[RateResult] = field(default_factory=list)
+    """The result of each rate tested so far."""
     _starts: list[float] = field(default_factory=list)
+    """When each rate began, in seconds since the first one began."""
     _gauges: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
+    """What the servers reported: (seconds since the first rate began, index of the instance, gauges by name)."""
     _served: list[ServedDeployment] = field(default_factory=list)
     """The simulation of each rate."""
 
@@ -261,11 +274,16 @@ class _Test:
         tell: Callable[[str], None],
         write: Callable[[LoadReport], None],
     ) -> None:
-        """Serve the model and test all rates; `tell` receives a line about each as soon as it is tested.
+        """Start the servers and test all rates.
 
-        `write` receives the report before the servers are stopped, also if the test ends before its last rate.
+        - `requests`: the workload. At each rate, `requests` are drawn from it for `seconds`, but at least
+          FEWEST_REQUESTS.
+        - `rates`: requests per second.
+        - `tell`: receives one line about each rate once it is tested.
+        - `write`: receives the report before the servers are stopped. It does so even if the test ends before its last
+          rate.
 
-        Raises KeyboardInterrupt, and MeshwrightError if a server ends or no request is answered.
+        Raises KeyboardInterrupt, and MeshwrightError if a server ends or if no request is answered.
         """
         from meshwright.server.deployment_servers import deployment_servers
 
@@ -320,7 +338,7 @@ class _Test:
     def _result(
         self, rate: float, test: LoadTest, sample: Sequence[TimedRequest]
     ) -> tuple[RateResult, ServedDeployment | None]:
-        """Return the result of a rate, and its simulation if there are costs."""
+        """The result of a rate, and its simulation if there are costs. Raises BadInput if every request failed."""
         import numpy as np
 
         from meshwright.observe.load_report import RateResult
@@ -341,7 +359,12 @@ class _Test:
         return RateResult(rate, len(entries), failed["failed"], measured, predicted), served
 
     def _figures(self, ttft: np.ndarray, tpot: np.ndarray) -> LatencyFigures:
-        """Attainment and quantiles, without the first and the last requests, as the planner counts."""
+        """Attainment and quantiles of latencies.
+
+        `ttft` and `tpot` are in seconds, `(requests,)`, in the order of arrival.
+
+        The first and the last requests are left out (the fraction WARM_UP of each), as the planner does.
+        """
         import numpy as np
 
         from meshwright.observe.load_report import LatencyFigures
@@ -373,7 +396,7 @@ class _Test:
             goal=limits.attainment,
             limits=f"{limits.attainment:.0%} within {limits.ttft_seconds:g} s to the first token, {limits.tpot_seconds:g} s a further one",
             rates=self._results,
-            starts=self._starts[: len(self._results)],  # an interrupted rate may have one
+            starts=self._starts[: len(self._results)],  # A rate that was interrupted may have a start but no result.
             timelines=[self._timeline(index, instance) for index, instance in enumerate(instances)],
             why=self.deployment.why,
             missing=missing,
@@ -398,7 +421,7 @@ class _Test:
         )
 
     def _predicted(self, instance: RunningInstance, times: Sequence[float]) -> list[Occupancy]:
-        """Return the simulated occupancy of an instance at these times of the test; empty without a prediction."""
+        """The simulated occupancy of an instance at `times`, in seconds since the test began. Empty without a prediction."""
         if not self._served:
             return []
         roles = [entry.role for entry in self.deployment.instances for _ in range(entry.count)]
@@ -413,7 +436,7 @@ class _Test:
 
 
 async def _checked(test: Coroutine[Any, Any, None], running: RunningDeployment) -> None:
-    """Wait for the end of a test. Raises CommunicationFailure once a server has ended, KeyboardInterrupt after SIGTERM."""
+    """Wait until the test has ended. Raises CommunicationFailure if a server ends, KeyboardInterrupt after SIGTERM."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(test)
     received: list[int] = []
@@ -423,7 +446,8 @@ async def _checked(test: Coroutine[Any, Any, None], running: RunningDeployment) 
         received.append(number)
         loop.call_soon_threadsafe(task.cancel)
 
-    previous = signal.signal(signal.SIGTERM, stop)  # asyncio logs exceptions that a handler raises inside a request
+    # The handler does not raise, because asyncio would log an exception raised while it handles a request.
+    previous = signal.signal(signal.SIGTERM, stop)
     try:
         while not (await asyncio.wait([task], timeout=CHECK_SECONDS))[0]:
             running.check()

@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: list, verify, compare and prune checkpoints, convert them from and to Hugging Face folders."""
+"""`meshwright checkpoint`: lists, verifies, compares, prunes and converts checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CheckpointFolder = Annotated[
 
 
 class Format(StrEnum):
-    """Number formats a Hugging Face folder can be written in."""
+    """Number formats in which a Hugging Face folder can be written."""
 
     bf16 = "bf16"
     fp32 = "fp32"
@@ -300,13 +300,13 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _is_newer(record: dict[str, Any]) -> bool:
-    """Whether a later release wrote the checkpoint of a record in a format that this one cannot read."""
+    """Whether a later release wrote this checkpoint, in a format that this release cannot read."""
     return any(damage["kind"] == "format" for damage in record["damaged"])
 
 
 @contextmanager
 def _disk_errors(doing: str) -> Iterator[None]:
-    """Convert errors of the operating system to errors with a sentence and an exit code."""
+    """A context that turns errors of the operating system into errors with a sentence and an exit code."""
     from meshwright.spec.failures import as_meshwright_error
 
     try:
