@@ -1,4 +1,4 @@
-"""The plan of a deployment as a self-contained page, without scripts."""
+"""Shows the plan of a deployment as one self-contained page without scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer of `meshwright plan` for a terminal: tables, bars and sentences, at least 80 columns wide."""
+"""Shows the answer of `meshwright plan` in a terminal, which should have at least 80 columns: tables, bars and sentences."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MEMORY_LETTERS = {
     "snapshot": "S",
     "rollouts": "R",
 }
-"""Letters of the parts of a memory bar."""
+"""The letters that stand for the parts of memory in a bar."""
 
 
 def show(answer: PlanAnswer) -> None:
@@ -75,7 +75,7 @@ def _remark_text(remark: Remark) -> str:
 
 
 def _figures(predicted: Predicted, memory: int | None) -> str:
-    """Speed and memory in two lines, or memory alone if no step time is known."""
+    """Speed and memory in two lines. Only memory if the step time is not known."""
     capacity_text = f" of {memory / 1e9:.0f} GB" if memory else ""
     memory_text = f"{bytes_text(predicted.memory_peak_bytes)}{capacity_text} on the fullest rank"
     if not (predicted.step_seconds and predicted.low_seconds and predicted.high_seconds):
@@ -147,7 +147,10 @@ def _print_bars(console: Console, block: AnswerBars) -> None:
 
 
 def _bar(bar: AnswerBar, block: AnswerBars, width: int) -> str:
-    """A bar. Where bars have several parts, each part has its letter, and dots are what is left of the scale."""
+    """A bar of `width` characters.
+
+    If bars have several parts, each part is drawn with its letter, and dots fill the rest of the scale.
+    """
     if not block.key:
         return "█" * round(sum(size for _, size in bar.parts) / block.full * width)
     text = ""

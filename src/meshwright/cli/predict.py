@@ -1,4 +1,4 @@
-"""`meshwright predict`: predicted and measured figures of published runs."""
+"""`meshwright predict`: compares predicted and measured figures of published runs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.calibration.record_predictions import Prediction
 
 REQUIRED = ("gpu", "gpus", "tp", "pp")
+"""Columns that the table must have."""
 
 
 def predict(
@@ -115,7 +116,7 @@ def _summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _errors_by(compared: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Errors and the share of rows inside their bands, for each value of `key`."""
+    """Errors, and the fraction of rows inside their intervals, for each value of the column `key`."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for answer in compared:
         groups[answer[key]].append(answer)
@@ -137,7 +138,7 @@ def _error(answer: dict[str, Any]) -> float:
 
 
 def _inside(answers: list[dict[str, Any]]) -> float:
-    """Share of rows whose measured time is inside the band."""
+    """The fraction of rows whose measured time is inside the predicted interval."""
     inside = [answer["low_seconds"] <= answer["measured_step_seconds"] <= answer["high_seconds"] for answer in answers]
     return sum(inside) / len(inside)
 

@@ -1,4 +1,4 @@
-"""Output of `meshwright profile`: for each measurement its range, and the fit of the cost model's formula."""
+"""The output of `meshwright profile`: for each measurement its range, and the fit of the cost model's formula."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def table(profile: MachineProfile) -> list[str]:
-    """The lines of the table."""
+    """The lines of the output."""
     head = (
         f"{profile.device}: {profile.devices} × {profile.gpu} a node, {profile.nodes} node{'s' * (profile.nodes > 1)}"
     )
@@ -57,7 +57,7 @@ def _attention(profile: MachineProfile) -> Iterator[tuple[str, str]]:
 
 
 def flops_text(rate: float) -> str:
-    """A rate in floating-point operations a second, as text."""
+    """A rate in floating-point operations per second, as text."""
     return f"{rate / 1e12:.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.4g} GFLOP/s"
 
 
