@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
 
 SMALLEST_SHARE = 0.0005
-"""Share of a step below which a part is not printed; --json has them all."""
+"""A part with a smaller fraction of the step is not printed; --json has all parts."""
 PRINTED = {"compute": "compute", "closing": "norm, optimizer", "idle": "idle"}
-"""Parts of a step other than communication, with their labels."""
+"""Labels of the parts of a step that are not communication."""
 
 
 def simulate(
@@ -140,7 +140,10 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
 
 def _breakdown(run: RunSpec, plan: Plan, timeline: Timeline) -> dict[str, float]:
     """Seconds of a rank's step by part.
-    Communication of tensor and context axes and the host's launches are separated from compute."""
+
+    The simulation counts communication of tensor and context axes, and launches by the host, as compute. Here they are
+    separate parts.
+    """
     from meshwright.simulator.step_simulation import exposed_in_compute
 
     inside = exposed_in_compute(run.model, run.train, plan, run.cluster)
@@ -149,7 +152,7 @@ def _breakdown(run: RunSpec, plan: Plan, timeline: Timeline) -> dict[str, float]
 
 
 def _layers(run: RunSpec, plan: Plan) -> list[str]:
-    """The layers of each pipeline rank, its virtual stages in order."""
+    """The layers of each pipeline rank as text, in the order of its virtual stages."""
     from meshwright.spec.layout import stage_table
 
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)

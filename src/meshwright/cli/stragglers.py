@@ -1,4 +1,4 @@
-"""`meshwright stragglers`: which rank or stage slows the steps down, and why."""
+"""`meshwright stragglers`: finds which rank or stage slows the steps down, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.diagnosis.stragglers import Diagnosis
 
 SHOWN = 5
-"""Entries of each table that are printed."""
+"""Most entries of each table that are printed."""
 
 
 def stragglers(
