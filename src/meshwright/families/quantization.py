@@ -1,7 +1,8 @@
-"""Reads what config.json says about quantised weights: one reader for each method. Torch-free.
+"""Reads what config.json says about quantized weights. There is one reader for each method. Torch-free.
 
-A reader gives the schemes that weights of the folder may have. Which of them a weight has, if any, its tensors tell
-(`checkpoint.models.quantized`): lists of ignored modules name modules that programs fuse or rename, so they are only compared.
+A reader returns the schemes that weights of the folder may have. Which scheme a weight has is found from its tensors
+(`checkpoint.models.quantized`). The folder's list of modules that are not quantized only serves as a check, because
+some programs fuse or rename these modules.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from meshwright.spec.errors import BadInput, nearest, shorten
 from meshwright.spec.weight_scheme import FLOAT_SCALES, FP8_BLOCK, POWERS, WeightScheme
 
 KEY = "quantization_config"
+"""Key of config.json with the settings."""
 CACHE_SCALES = (
     ".k_scale",
     ".v_scale",
@@ -28,30 +30,36 @@ CACHE_SCALES = (
     ".k_proj.output_scale",
     ".v_proj.output_scale",
 )
-"""Ends of the names of scales of cached keys and values."""
+"""Endings of the names of scales for cached keys and values."""
 _SIMPLE = re.compile(r"[\w.\-\\\[\]+*|()?:^$]*")
+"""Characters that a pattern may have."""
 _UNSAFE = re.compile(r"\)[*+?{]|(?:[*+].*){5}")
-"""Patterns that could take a time that grows steeply with the length of a name: repeated groups, and many repetitions."""
+"""Parts of a pattern that could make a match very slow for long names: repeated groups, and many repetitions."""
 
 LONGEST_PATTERN = 200
+"""Longest pattern that is used."""
 MOST_WILDCARDS = 5
+"""Wildcard entries with this many `*` or more are not used."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a folder says about its quantised weights."""
+    """What a folder says about its quantized weights."""
 
     method: str
+    """Name of the method, for messages."""
     schemes: tuple[WeightScheme, ...]
+    """The schemes that its weights may have."""
     ignored: tuple[str, ...] = ()
-    """Modules that are not quantised: names, wildcards, or patterns after `re:`."""
+    """Modules that are not quantized: names, wildcards, or regular expressions after `re:`."""
     cache_scales: bool = False
     """Whether the folder declares scales of cached keys and values."""
 
     def ignores(self, module: str) -> str | None:
-        """The entry of `ignored` that names this module or one around it; None if there is none.
+        """The entry of `ignored` that names this module, or a module that contains it. None if there is none.
 
-        Entries of one word, such as `gate`, and patterns that may take long are not compared.
+        Two kinds of entries are not compared: single words such as `gate`, unless they are the whole name, and patterns
+        that could be slow.
         """
         parts = module.split(".")
         around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
@@ -68,7 +76,7 @@ class Quantization:
 
 
 def _pattern(entry: str) -> re.Pattern[str] | None:
-    """The pattern of an entry after `re:` or with wildcards; None for a name, and for a pattern that may take long."""
+    """The regular expression of an entry with `re:` or wildcards. None for a plain name, and for a pattern that could be slow."""
     if entry.startswith("re:"):
         text = entry.removeprefix("re:")
         if not _SIMPLE.fullmatch(text) or _UNSAFE.search(text) or len(text) > LONGEST_PATTERN:
@@ -81,7 +89,10 @@ def _pattern(entry: str) -> re.Pattern[str] | None:
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
-    """What `quantization_config` of a config.json says; None without. Raises BadInput for a method, key or value that is not read."""
+    """Read `quantization_config` of a config.json. None if there is none.
+
+    Raises BadInput for a method, key or value that is not supported.
+    """
     value = config.get(KEY)
     if not value:
         return None
@@ -142,9 +153,9 @@ WITHOUT_EFFECT = frozenset(
         "use_optimized_inference",
     }
 )
-"""Keys about how the folder was made or how other programs compute, which do not change what its numbers mean."""
+"""Keys about how the folder was made, or about how other programs compute. They do not change the meaning of the weights."""
 LISTS = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert", "llm_int8_skip_modules")
-"""Keys with modules that are not quantised, in the methods that have one."""
+"""Keys for the modules that are not quantized. Each method uses some of them."""
 
 
 def _ignored(section: HFConfig) -> tuple[str, ...]:
@@ -160,7 +171,7 @@ def _ignored(section: HFConfig) -> tuple[str, ...]:
 
 
 def _cache_scales(section: HFConfig, *keys: str) -> bool:
-    """Whether a key declares an fp8 cache; other formats of it are refused."""
+    """Whether one of these keys declares a cache in fp8. Raises BadInput for another format."""
     for key in keys:
         value = section.get(key)
         if isinstance(value, Mapping):
@@ -175,7 +186,7 @@ def _cache_scales(section: HFConfig, *keys: str) -> bool:
 
 
 def _fp8(section: HFConfig) -> Quantization:
-    """DeepSeek's and Qwen's blocks, or a scale for the tensor or for each output (AutoFP8, Mistral)."""
+    """FP8 weights: with a scale for each block (DeepSeek, Qwen), or one for the tensor or for each output (AutoFP8, Mistral)."""
     section.expect("fmt", "e4m3")
     section.expect("scale_fmt", "float", "ue8m0")
     section.expect("expert_dtype", "fp8")
@@ -222,7 +233,7 @@ def _fbgemm(section: HFConfig) -> Quantization:
 
 
 def _mxfp4(section: HFConfig) -> Quantization:
-    """gpt-oss: only experts."""
+    """MXFP4 as in gpt-oss, which has only its experts in this format."""
     scheme = WeightScheme(
         name="mxfp4",
         element="e2m1",
@@ -256,7 +267,7 @@ def _awq(section: HFConfig) -> Quantization:
 
 
 def _group_size(section: HFConfig, *keys: str) -> int:
-    """Inputs of a group; 0 for all."""
+    """Inputs in one group; 0 means all inputs."""
     key = next((key for key in keys if section.get(key) is not None), keys[0])
     if section.get(key) in (-1, None):
         return 0
@@ -406,7 +417,7 @@ def _compressed_block(args: HFConfig, strategy: Any) -> tuple[int, int]:
 
 
 def _activations(group: HFConfig) -> WeightFormat | None:
-    """The 8-bit format of activations, if they have one with symmetric rounding."""
+    """The 8-bit format of activations. None if they have none, or if their rounding is not symmetric."""
     activations = group.get("input_activations")
     if activations is None:
         return None
@@ -419,7 +430,7 @@ def _activations(group: HFConfig) -> WeightFormat | None:
 
 
 Made = tuple[set[tuple[str, int]], WeightScheme]
-"""Types and bits that a format may have, and the scheme."""
+"""What a format of compressed-tensors allows: pairs of (type, bits), and the scheme of its weights."""
 
 
 def _floats(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
@@ -483,7 +494,7 @@ COMPRESSED: dict[str, Callable[[str, int, bool, Mapping[str, Any]], Made]] = {
     "mxfp4-pack-quantized": _mxfp4_packed,
     "mxfp8-quantized": _mxfp8,
 }
-"""Formats of compressed-tensors."""
+"""Formats of compressed-tensors. A function receives type, bits, symmetry, and the fields that all schemes share."""
 METHODS: dict[str, Callable[[HFConfig], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
@@ -494,4 +505,4 @@ METHODS: dict[str, Callable[[HFConfig], Quantization]] = {
     "bitsandbytes": _bitsandbytes,
     "modelopt": _modelopt,
 }
-"""Values of `quant_method` that are read."""
+"""The reader for each value of `quant_method`."""
