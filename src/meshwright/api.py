@@ -134,6 +134,7 @@ def train(
 
 
 def _result(run: RunSpec, folder: Path, *, finished: bool) -> TrainResult:
+    """The result of a run, from the files in its folder."""
     from meshwright.checkpoint.format.inventory import newest_step
     from meshwright.checkpoint.format.manifest import step_name
     from meshwright.observe.metrics import scan_metrics

@@ -166,6 +166,7 @@ def read_rates(text: str) -> list[float]:
 
 
 def _folder_of(spec: DeploymentSpec) -> Path:
+    """The folder of weights that `model.init` names. Raises BadInput for `scratch`."""
     source, _, folder = spec.model.init.partition(":")
     if source == "scratch":
         expected = "expected --model FOLDER, or hf:DIR or checkpoint:DIR in the file, for the weights to serve"
@@ -207,6 +208,7 @@ def _check_deployment(deployment: Deployment, model: ModelSpec, cluster: Cluster
 
 
 def _check_instances(deployment: Deployment, cluster: ClusterSpec, source: str) -> None:
+    """Raise BadInput if the roles of the instances cannot be simulated together, or if this host has too few devices."""
     with attach_key("instances"):
         if len(roles := {instance.role for instance in deployment.instances}) > 1 and "both" in roles:
             listed = ", ".join(instance.role for instance in deployment.instances)
@@ -234,6 +236,7 @@ def _planned(spec: DeploymentSpec, requests: Sequence[TimedRequest]) -> Deployme
 
 
 def _rates_of(deployment: Deployment) -> list[float]:
+    """The default rates in requests per second: SHARES of the predicted goodput. Raises BadInput if no goodput is predicted."""
     if deployment.predicted is None or not deployment.predicted.goodput_per_gpu:
         raise BadInput("--rates: expected requests per second to test, as the deployment has no predicted goodput")
     whole = deployment.predicted.goodput_per_gpu * deployment.devices
@@ -276,8 +279,8 @@ class _Test:
     ) -> None:
         """Start the servers and test all rates.
 
-        - `requests`: the workload. At each rate, `requests` are drawn from it for `seconds`, but at least
-          FEWEST_REQUESTS.
+        - `requests`: the workload. At each rate, a sample of it is sent for about `seconds`, of at least
+          FEWEST_REQUESTS requests.
         - `rates`: requests per second.
         - `tell`: receives one line about each rate once it is tested.
         - `write`: receives the report before the servers are stopped. It does so even if the test ends before its last
@@ -311,6 +314,7 @@ class _Test:
         seconds: float,
         tell: Callable[[str], None],
     ) -> None:
+        """Replay the workload at each rate in turn, and store the result, the simulation and the gauges of the servers."""
         from meshwright.planner.deployment_goodput import RequestSample
 
         begin = 0.0
@@ -328,6 +332,12 @@ class _Test:
             tell(_line(result))
 
     def _replay(self, running: RunningDeployment, sample: Sequence[TimedRequest], name: str) -> LoadTest:
+        """Send the requests of `sample` at their times and return the test.
+
+        Raises CommunicationFailure if a server ends.
+
+        Tests of different names have different prompts, so that no prefix cache has the prompts of an earlier test.
+        """
         from meshwright.server.load_client import LoadTest
 
         test = LoadTest([running.url], self.model.vocab_size, name=name)
@@ -382,6 +392,7 @@ class _Test:
         return LatencyFigures(float(met.mean()), *quantiles)
 
     def _report(self, instances: Sequence[RunningInstance], missing: Sequence[float], why: str) -> LoadReport:
+        """The report of the rates that were tested. `missing` are the rates that were not, and `why` says why not."""
         from meshwright.observe.load_report import LoadReport
         from meshwright.spec.deployment import deployment_name
         from meshwright.spec.model import parameter_count
@@ -404,6 +415,7 @@ class _Test:
         )
 
     def _timeline(self, index: int, instance: RunningInstance) -> InstanceTimeline:
+        """Running requests and cache use of one instance over the time of the test, measured and predicted."""
         from meshwright.observe.load_report import InstanceTimeline
 
         own = [(time, gauges) for time, of, gauges in self._gauges if of == index]
@@ -459,6 +471,7 @@ async def _checked(test: Coroutine[Any, Any, None], running: RunningDeployment) 
 
 
 def _line(result: RateResult) -> str:
+    """One line about the result of a rate."""
     predicted = "" if result.predicted is None else f", predicted {result.predicted.attainment:.1%}"
     figures = result.measured
     times = f"{duration(figures.ttft_p90)}, of TPOT {duration(figures.tpot_p90)}"
@@ -466,6 +479,7 @@ def _line(result: RateResult) -> str:
 
 
 def _as_plain(deployment: Deployment, report: LoadReport, out: Path) -> dict[str, Any]:
+    """The results as JSON values, for `--json`."""
     rates = [to_plain(result) for result in report.rates]
     instances = to_plain(deployment.instances)
     return {"instances": instances, "rates": rates, "missing": list(report.missing), "report": str(out)}

@@ -179,6 +179,7 @@ def talk(conversation: ChatConversation, read: Callable[[], str | None]) -> None
 
 
 _END_NOTES = {"length": "[the answer is cut: --tokens or the model's context]", "abort": "[stopped]"}
+"""Remarks below an answer that did not end with an end token, by the reason."""
 
 
 def _obey(conversation: ChatConversation, text: str) -> str | None:

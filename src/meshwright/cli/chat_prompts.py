@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshwright.server.model_files import ModelFiles
 
 Message = Mapping[str, str]
+"""A message of a chat, with `role` and `content`."""
 
 
 class ChatPrompts:

@@ -277,6 +277,7 @@ def _checkpoint_records(folder: Path, *, contents: bool) -> list[dict[str, Any]]
 
 
 def _print(records: list[dict[str, Any]], as_json: bool) -> None:
+    """Print one line for each checkpoint, and below it one line for each damage of a committed checkpoint."""
     if as_json:
         print(json.dumps({"checkpoints": records}))
         return
@@ -291,6 +292,7 @@ def _print(records: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def _line(record: dict[str, Any]) -> str:
+    """One line about a checkpoint: path, size, and whether it is complete."""
     path = Path(record["path"])
     size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     bad = "DAMAGED" if record["committed"] else "never committed, not loaded"

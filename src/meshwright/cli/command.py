@@ -18,6 +18,7 @@ class Command(TyperCommand):
     """A command. If it takes KEY=VALUE arguments, it accepts `--train.steps=200` and reads it as `train.steps=200`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. Overrides that begin with dashes lose them, and an unknown option of another program gets a hint."""
         takes_keys = any("KEY=VALUE" in (getattr(each, "metavar", None) or "") for each in self._arguments())
         if takes_keys:
             end = args.index("--") if "--" in args else len(args)

@@ -456,11 +456,13 @@ def _show_prepared(prepared: PreparedCorpus, verify: bool, as_json: bool) -> Non
 
 
 def _say_left_out(left_out: LeftOut) -> None:
+    """Print what was left out on stderr."""
     if lines := left_out.lines():
         sys.stderr.write("\n".join(["left out:", *lines, ""]))
 
 
 def _part_summary(prepared: PreparedPart) -> dict[str, Any]:
+    """The result of `data prepare --part` as JSON values."""
     left_out = prepared.left_out
     return {
         "out": str(prepared.out),
@@ -474,6 +476,7 @@ def _part_summary(prepared: PreparedPart) -> dict[str, Any]:
 
 
 def _part_sentences(prepared: PreparedPart) -> str:
+    """The result of `data prepare --part` in lines of text."""
     number = prepared.part.number
     count = prepared.part.count
     first = "already prepared by this command: part" if prepared.reused else "prepared part"
@@ -484,6 +487,7 @@ def _part_sentences(prepared: PreparedPart) -> str:
 
 
 def _summary(prepared: PreparedCorpus) -> dict[str, Any]:
+    """The result of a preparation as JSON values."""
     splits = {
         split: {"documents": manifest.documents, "tokens": manifest.tokens, "text_bytes": manifest.text_bytes}
         for split, manifest in prepared.manifests.items()
@@ -514,6 +518,7 @@ def _ends(answers: AnswerEnds) -> dict[str, int]:
 
 
 def _sentences(prepared: PreparedCorpus) -> str:
+    """The result of a preparation in lines of text, ending with the line of a run file that uses the corpus."""
     from meshwright.data.left_out import not_read_words
     from meshwright.data.removed import REPORT, removed_words
 
@@ -552,6 +557,7 @@ def _sentences(prepared: PreparedCorpus) -> str:
 
 
 def _step_lines(shown: dict[str, Any]) -> str:
+    """The samples of a step in lines of text. `shown` is the result of `show_step`. Trained text is between « and »."""
     from meshwright.data.conversations import PackingCounts
 
     lines = [f"{name}: {PackingCounts(**counts)}" for name, counts in shown.get("packing", {}).items()]

@@ -50,6 +50,7 @@ def show_effective(prediction: EffectiveTime | None, *, played: bool) -> None:
 
 
 def _show_inputs(console: Any, prediction: EffectiveTime) -> None:
+    """Print the formula, its inputs by class of failure, and the results of the simulations."""
     from rich.table import Table
 
     model = prediction.model

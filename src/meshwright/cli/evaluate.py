@@ -114,6 +114,7 @@ def evaluate(
 
 
 def _of_pairs(result: Evaluation) -> str:
+    """The result of comparing pairs of answers, in words. A reward model is compared by scores, others by log-probabilities."""
     figures = result.preferences
     lengths = f"{figures['chosen_tokens']:.1f} and {figures['rejected_tokens']:.1f} tokens"
     if "calibration_error" in figures:

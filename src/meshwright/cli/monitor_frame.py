@@ -119,6 +119,7 @@ def _heat_lines(snapshot: RunSnapshot, lines: int, width: int, *, colours: bool)
 
 
 def _heat_rows(heat: HeatMap, label: int, *, colours: bool) -> list[Text]:
+    """The lines of the heat map, each with the ranks that it shows. `label` is the width of that label in characters."""
     lines = []
     for ranks, values in zip(heat.ranks, heat.ratio.tolist(), strict=True):
         line = Text.assemble((f"rank {_range_text(ranks)}".ljust(label), "dim"))
@@ -175,6 +176,7 @@ def _state_lines(snapshot: RunSnapshot, most: int) -> list[Text]:
 
 
 def _grouped(ranks: Sequence[RankActivity], *, actions: bool) -> list[list[RankActivity]]:
+    """Group ranks in the same step and phase; with `actions` also by what they do. The groups with the lowest step come first."""
     groups: dict[tuple[object, ...], list[RankActivity]] = {}
     for rank in ranks:
         key = (rank.step, rank.phase, rank.note.partition(" ")[0], *((rank.action, rank.note) if actions else ()))
@@ -183,6 +185,7 @@ def _grouped(ranks: Sequence[RankActivity], *, actions: bool) -> list[list[RankA
 
 
 def _state_line(group: Sequence[RankActivity], *, exact: bool) -> Text:
+    """One line about a group of ranks. With `exact`, all of them do the same, which the line names."""
     first = group[0]
     longest = max((rank.seconds for rank in group if rank.seconds is not None), default=None)
     parts = [f"step {first.step:,}", first.phase, first.action if exact else "various actions", first.note]

@@ -110,6 +110,7 @@ def as_plain(answer: DeploymentAnswer) -> dict[str, Any]:
 
 
 def _alternative(option: DeploymentOption) -> dict[str, Any]:
+    """An alternative that was not chosen, as JSON values."""
     return {
         "instances": to_plain(option.deployment.instances),
         "goodput_per_gpu": option.goodput_per_gpu,

@@ -60,6 +60,7 @@ def show(plan: ServePlan) -> None:
 
 
 def _grid(console: Console, title: str, lines: Sequence[tuple[str, ...]]) -> None:
+    """Print a table with a title. Nothing is printed if there are no lines."""
     if not lines:
         return
     console.print(f"\n[bold]{title}[/bold]")

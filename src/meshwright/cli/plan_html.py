@@ -66,6 +66,7 @@ def _name(answer: PlanAnswer) -> str:
 
 
 def _header(answer: PlanAnswer) -> str:
+    """The name of the model, the plan, its status, and the remarks."""
     run = answer.run
     machines = machines_line(answer.cluster)
     parts = (f"{number_text.short(parameter_count(run.model))} parameters", layer_order(run.model), machines)
@@ -82,6 +83,7 @@ def _remark_text(remark: Remark) -> str:
 
 
 def _tiles(answer: PlanAnswer) -> str:
+    """Boxes with the most important figures."""
     predicted = answer.plan.predicted
     if predicted is None:
         return ""
@@ -120,6 +122,7 @@ def _card(section: AnswerSection) -> str:
 
 
 def _block(block: Block) -> str:
+    """One block of a section as HTML."""
     match block:
         case AnswerTable(lines, heads):
             return rows(heads, [line + ("",) * (len(heads) - len(line)) for line in lines])
@@ -160,6 +163,7 @@ def _bars(block: AnswerBars) -> str:
 
 
 def _timeline(answer: PlanAnswer) -> str:
+    """The simulated timeline of a step. Long steps are drawn with fewer micro-batches."""
     run = answer.run
     plan = answer.plan
     if plan.predicted is None or plan.predicted.step_seconds is None:

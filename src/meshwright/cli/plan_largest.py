@@ -39,6 +39,7 @@ def largest_as_text(run: RunSpec) -> list[str]:
 
 
 def _as_plain(entry: Largest) -> dict[str, Any]:
+    """The largest model for one form of the optimizer's state, as JSON values."""
     plain: dict[str, Any] = {"offload": entry.offload, "moments": entry.moments, "parameters": entry.parameters}
     if entry.model is None or entry.plan is None:
         return {**plain, "model": None, "plan": None}
@@ -65,6 +66,7 @@ def _by_place(entry: Largest) -> dict[str, dict[str, float]]:
 
 
 def _lines(entry: Largest) -> list[str]:
+    """The largest model for one form of the optimizer's state, in lines of text."""
     form = FORMS.get((entry.offload, entry.moments), f"offload {entry.offload}, moments {entry.moments}")
     if entry.model is None or entry.plan is None or entry.plan.predicted is None:
         return [f"{form}: no model fits"]

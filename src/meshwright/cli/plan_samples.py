@@ -41,6 +41,7 @@ def samples_as_plain(run: RunSpec, choice: SampleChoice) -> dict[str, Any]:
 
 
 def _layout(played: PlayedLayout) -> dict[str, Any]:
+    """One layout with the times of its simulated steps, as JSON values. All times are in seconds."""
     layout = played.layout
     steps = played.steps
     time = played.times.time

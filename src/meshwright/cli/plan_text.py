@@ -55,6 +55,7 @@ def show(answer: PlanAnswer) -> None:
 
 
 def _head(console: Console, answer: PlanAnswer) -> None:
+    """Print the model, the cluster, the plan, its figures and the remarks."""
     run = answer.run
     name = run.model.preset or run.model.family
     size = f"{number_text.short(parameter_count(run.model))} parameters"
@@ -87,6 +88,7 @@ def _figures(predicted: Predicted, memory: int | None) -> str:
 
 
 def _section(console: Console, section: AnswerSection) -> None:
+    """Print a section. Nothing is printed if it has no content."""
     shown = [block for block in section.blocks if not _is_empty(block)]
     if not shown and not section.note:
         return
@@ -98,6 +100,7 @@ def _section(console: Console, section: AnswerSection) -> None:
 
 
 def _is_empty(block: Block) -> bool:
+    """Whether a block has no content."""
     match block:
         case AnswerTable():
             return not block.rows
@@ -110,6 +113,7 @@ def _is_empty(block: Block) -> bool:
 
 
 def _print_block(console: Console, block: Block) -> None:
+    """Print one block of a section."""
     match block:
         case AnswerTable(rows, heads) if heads:
             table = Table(*heads, box=None, padding=(0, 2, 0, 0))
@@ -135,6 +139,7 @@ def _print_rows(console: Console, table: Table, rows: Iterable[tuple[str, ...]],
 
 
 def _print_bars(console: Console, block: AnswerBars) -> None:
+    """Print bars, and their legend if they have several parts."""
     table = Table.grid(padding=(0, 2, 0, 0))
     width = max(20, min(60, console.width - 44))
     for bar in block.bars:

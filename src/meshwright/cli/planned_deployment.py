@@ -20,7 +20,9 @@ class ServePlan:
     """The planner's answer, together with the question."""
 
     spec: DeploymentSpec
+    """The question."""
     answer: DeploymentAnswer
+    """The planner's answer."""
     rate: float
     """Requests per second of the workload itself. 0 if all requests arrive at once."""
 

@@ -50,6 +50,7 @@ def predict(
 
 
 def _read(path: Path) -> list[dict[str, str]]:
+    """The rows of the table as strings by column. Raises BadInput if the file is no CSV file or lacks a required column."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, restkey="more")
@@ -71,6 +72,10 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[str, Any]:
+    """The predicted and the measured figures of one row.
+
+    `index` counts rows from 0. Memory is in GiB, although its keys end in `gb`.
+    """
     from meshwright.calibration.published_records import measured_seconds, number_or_none
 
     return {
@@ -92,6 +97,7 @@ def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[
 
 
 def _summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors over all rows that have a measured and a predicted step time."""
     compared = [answer for answer in answers if answer["measured_step_seconds"] and answer["predicted_step_seconds"]]
     sources, classes = (_errors_by(compared, key) for key in ("source", "class"))
     medians = [entry["median_error"] for entry in sources]
@@ -134,6 +140,7 @@ def _errors_by(compared: list[dict[str, Any]], key: str) -> list[dict[str, Any]]
 
 
 def _error(answer: dict[str, Any]) -> float:
+    """Relative error of the predicted step time."""
     return float(abs(answer["predicted_step_seconds"] / answer["measured_step_seconds"] - 1))
 
 
@@ -144,6 +151,7 @@ def _inside(answers: list[dict[str, Any]]) -> float:
 
 
 def _quantile(values: list[float], share: float) -> float:
+    """The quantile `share` (0 to 1) of some values, interpolated linearly."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     below = int(position)
@@ -152,6 +160,7 @@ def _quantile(values: list[float], share: float) -> float:
 
 
 def _print_table(answers: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    """Print errors by source and by class, the summary, and why rows were not predicted."""
     print(f"{'rows':>6} {'median':>7} {'p90':>7} {'worst':>7} {'in band':>7}  error of predicted step time, by source")
     for entry in sorted(summary["sources"], key=lambda entry: -entry["rows"]):
         print(f"{_figures(entry)}  {entry['source']}")

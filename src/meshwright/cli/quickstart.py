@@ -76,6 +76,7 @@ def _finish(folder: Path) -> None:
 
 
 def _closing(folder: Path, seconds: float) -> None:
+    """Print the results, the files that were written, and commands to try next."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     print()
     if "held_out_loss" in summary:

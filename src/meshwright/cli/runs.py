@@ -78,6 +78,7 @@ def list_runs(
 
 
 def _print(runs: Sequence[ListedRun]) -> None:
+    """Print one line for each run."""
     from meshwright.observe import number_text
 
     heads = ("name", "state", "step", "loss", "val", "tokens", "age", "size", "plan")

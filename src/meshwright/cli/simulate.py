@@ -99,6 +99,7 @@ def simulate(
 
 
 def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace: Path) -> dict[str, Any]:
+    """The result of the simulation as JSON values."""
     from meshwright.costs.plan_costs import STACK, band, band_and_source
     from meshwright.planner.candidate import slot_run
     from meshwright.planner.checkpoint_cost import checkpoint_cost
@@ -164,6 +165,7 @@ def _rank_names(run: RunSpec, plan: Plan) -> dict[int, str]:
 
 
 def _show(run: RunSpec, plan: Plan, timeline: Timeline, answer: dict[str, Any], width: int | None) -> None:
+    """Print the result of the simulation, with a picture of the pipeline if it fits the width."""
     from rich.console import Console
 
     from meshwright.cli.plan_words import caution, plan_line, seconds_text
@@ -199,6 +201,7 @@ def _show(run: RunSpec, plan: Plan, timeline: Timeline, answer: dict[str, Any], 
 
 
 def _show_ranks(console: Console, run: RunSpec, answer: dict[str, Any]) -> None:
+    """Print a table with compute time, micro-batches in flight and memory of each pipeline rank."""
     from rich.table import Table
 
     from meshwright.cli.plan_words import bytes_text

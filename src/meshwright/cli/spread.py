@@ -110,6 +110,7 @@ def found_weights(folder: Path) -> tuple[Path, dict[str, object]]:
 
 
 def _check_fit(plan: Plan, model: ModelSpec, file: Path, seq_len: int | None) -> None:
+    """Raise BadInput, which names the plan file, if the plan cannot be used for this model."""
     from meshwright.planner.candidate import untrainable
     from meshwright.spec.layout import check_context, check_tensor, stage_table
     from meshwright.spec.plan import layer_range

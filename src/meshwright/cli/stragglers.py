@@ -52,6 +52,7 @@ def stragglers(
 
 
 def _diagnose(source: Path, meta: Path | None) -> Diagnosis:
+    """Analyse a run or a trace. Raises BadInput if --meta is missing for a trace, or given for a run."""
     from meshwright.diagnosis.stragglers import diagnose_run, diagnose_trace
 
     if source.suffix == ".parquet":
@@ -66,6 +67,7 @@ def _diagnose(source: Path, meta: Path | None) -> Diagnosis:
 
 
 def _print(diagnosis: Diagnosis) -> None:
+    """Print the finding and the largest slowdowns by type of operation, by rank and by stage."""
     show(diagnosis.sentence)
     show(f"{len(diagnosis.steps)} steps of {diagnosis.step_seconds:.3g} s, ideal {diagnosis.ideal_seconds:.3g} s")
     tables = {"type": diagnosis.by_type, "rank": diagnosis.by_rank, "stage": diagnosis.by_stage}

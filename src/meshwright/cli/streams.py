@@ -44,6 +44,7 @@ class _Output(io.FileIO):
     """A file that becomes the null device once its reader is gone. Processes that are started later inherit this."""
 
     def write(self, data: Any) -> int | None:
+        """Write bytes. If the reader is gone, redirect the file descriptor to the null device and report all bytes as written."""
         try:
             return super().write(data)
         except BrokenPipeError:

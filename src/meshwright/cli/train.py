@@ -286,6 +286,7 @@ def _devices(cluster: ClusterSpec) -> str:
 
 
 def _formats(run: RunSpec, plan: Plan) -> str:
+    """The formats of compute and of linear layers in words."""
     precision = plan.precision
     formats = dict.fromkeys(layer.linear or precision.linear for layer in plan.layers)
     low = [name for name in formats if name != "compute"]

@@ -14,6 +14,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 
 TARGETS: KeyPath = ("model", "adapter", "targets")
+"""Path of the key for the linear layers that get adapters."""
 
 
 def complete_adapter(document: YamlDocument) -> None:

@@ -183,6 +183,10 @@ def _take_dimensions(document: YamlDocument, model_reader: ModelReader | None) -
 
 
 def _dimensions_of_preset(document: YamlDocument) -> dict[str, Any] | None:
+    """The dimensions of the preset that `model.preset` names.
+
+    None without one. An unknown name is rejected, and the result is empty.
+    """
     preset = document.data["model"].get("preset")
     if preset is None:
         return None
@@ -299,6 +303,7 @@ def _complete_model(document: YamlDocument) -> list[str]:
 
 
 def _complete_ffn(document: YamlDocument) -> str | None:
+    """Set `ffn_hidden` by the convention of `ffn_width`. Returns a text about it, None if it is given."""
     model = document.data["model"]
     if model.get("ffn_hidden") is not None or not _is_count(model.get("hidden")):
         return None
@@ -307,6 +312,7 @@ def _complete_ffn(document: YamlDocument) -> str | None:
 
 
 def _complete_kv_heads(document: YamlDocument) -> str | None:
+    """Set `kv_heads` to `heads`. Returns a text about it, None if it is given."""
     heads = document.data["model"].get("heads")
     if document.data["model"].get("kv_heads") is not None or heads is None:
         return None
@@ -318,6 +324,7 @@ def _complete_kv_heads(document: YamlDocument) -> str | None:
 
 
 def _complete_head_dim(document: YamlDocument) -> str | None:
+    """Set `head_dim` to `hidden` / `heads`. Returns a text about it, None if it is given. Rejects a remainder."""
     model = document.data["model"]
     heads = model.get("heads")
     hidden = model.get("hidden")

@@ -42,6 +42,7 @@ SHORTHANDS: dict[str, dict[str, str]] = {
 _SYNTHETIC = ("rate", "input_tokens", "output_tokens", "prefix_sharing")
 """Keys of a workload of equal requests."""
 _WORKLOAD: KeyPath = ("serve", "workload")
+"""Path of the section of the workload."""
 
 
 class PlannedSetting(NamedTuple):

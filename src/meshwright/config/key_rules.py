@@ -42,6 +42,7 @@ from meshwright.spec.plan_name import layer_numbers
 from meshwright.spec.plan_rules import RuleInput, mistakes, text_of
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+"""What the name of a run must match."""
 MOST_LETTERS = 200
 """Most characters of the name of a chip or a run.
 
@@ -108,6 +109,7 @@ def plan_rules(run: RunValues) -> Iterator[Mistake]:
 
 
 def _names(run: RunValues) -> Iterator[Mistake]:
+    """Yield mistakes in the name of the run and in `model.init`."""
     name = None if run.document.partial else run("name")
     init = run("model.init")
     if name is not None and not _NAME.fullmatch(name):
@@ -162,6 +164,7 @@ def _experts(run: RunValues) -> Iterator[Mistake]:
 
 
 def _sequence(run: RunValues) -> Iterator[Mistake]:
+    """Yield a mistake if sequences are longer than the model's longest sequence."""
     seq_len = run("train.seq_len")
     longest = run("model.max_seq_len")
     if seq_len and longest and seq_len > longest:
@@ -171,6 +174,7 @@ def _sequence(run: RunValues) -> Iterator[Mistake]:
 
 
 def _warmup(run: RunValues) -> Iterator[Mistake]:
+    """Yield a mistake if the warm-up is not shorter than the run."""
     steps = run("train.steps")
     warmup = run("train.warmup_steps")
     if steps and warmup and warmup >= steps and not run("train.epochs"):
@@ -185,6 +189,9 @@ def _partner(run: RunValues) -> Iterator[Mistake]:
 
 
 def _data(run: RunValues) -> Iterator[Mistake]:
+    """Yield mistakes in the sources of data: none at all, streams that nothing uses, and a number of lanes that the
+    batch does not divide.
+    """
     if run("data.mix") == {}:
         yield run.mistake("data.mix", "at least one data directory", "stdlib")
     sources = {*(run("data.mix") or ()), run("data.validation")}
@@ -203,6 +210,7 @@ def _data(run: RunValues) -> Iterator[Mistake]:
 
 
 def _deterministic(run: RunValues) -> Iterator[Mistake]:
+    """Yield a mistake if a deterministic run may continue on fewer hosts, because another layout rounds differently."""
     if run("train.deterministic") and run("supervision.wait_seconds") is not None:
         expected = "none, as train.deterministic needs one layout and fewer hosts have another; set spares instead"
         yield run.mistake("supervision.wait_seconds", expected, "none")
@@ -231,6 +239,7 @@ def _prometheus(run: RunValues) -> Iterator[Mistake]:
 
 
 def _chip(run: RunValues) -> Iterator[Mistake]:
+    """Yield mistakes in the name of the chip: it must be in the table of chips, or its memory must be given."""
     gpu = run("cluster.gpu")
     if gpu is not None and not (gpu.isprintable() and 0 < len(gpu) <= MOST_LETTERS):
         yield run.mistake("cluster.gpu", f"1 to {MOST_LETTERS} characters on one line", chip_from_device_name(gpu))
@@ -283,6 +292,7 @@ def _rank_count(run: RunValues) -> int | None:
 
 
 def _emulated(run: RunValues) -> Iterator[Mistake]:
+    """Yield mistakes in the number of nodes that one host emulates."""
     nodes = run("cluster.nodes")
     per_node = run("cluster.gpus_per_node")
     emulated = run("cluster.emulate_nodes")
@@ -313,6 +323,10 @@ def _model_ranks(run: RunValues) -> dict[str, int]:
 
 
 def _ranks(run: RunValues) -> Iterator[Mistake]:
+    """Yield mistakes in the sizes of axes: together they must give the number of ranks of the cluster.
+
+    If some sizes are left to the planner, the product of the given ones must divide the number of ranks.
+    """
     ranks = _rank_count(run)
     replicate = run("plan.replicate")
     shard = run("plan.shard")
@@ -445,6 +459,11 @@ def _unlisted_stages(run: RunValues) -> Iterator[Mistake]:
 def _stage_order(
     run: RunValues, path: KeyPath, schedule: ScheduleName | None, stages: Any, pipeline: int, layers: int
 ) -> Iterator[Mistake]:
+    """Yield a mistake if the layers cannot be divided into the given stages.
+
+    `schedule` is the given schedule; None tries one schedule for each order of stages. `stages` is a row of layer
+    ranges for each pipeline rank, or None for an even division. `path` is where the mistake is reported.
+    """
     table = tuple(map(tuple, stages or ()))
     wrong: list[str] = []
     # Without a given schedule, try one schedule for each order of stages: the same order on every rank, or a V.

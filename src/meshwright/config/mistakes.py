@@ -33,11 +33,13 @@ _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed 
 _EXPERTS = (
     "no such key; an MoE model is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
 )
+"""Answer to expert keys of other programs."""
 _NOT_YET = "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses, hybrid and expert"
 """Answer to axes of parallelism that other programs have."""
 _WHOLE_DISTRIBUTION = (
     "no such key; answers are drawn from all tokens, as the trainer's probabilities are of all of them: delete the line"
 )
+"""Answer to sampling options in the section `rl`."""
 _RESTRICTED = (
     "top_p",
     "top_k",
@@ -163,6 +165,10 @@ def _key_of_name(cls: type) -> dict[str, KeyPath]:
 
 
 def _unknown_key_mistake(cls: type, document: YamlDocument, path: KeyPath, meant: KeyPath | None) -> Mistake:
+    """The mistake of an unknown key. `meant` is the key that was probably meant.
+
+    Keys that do not exist for a known reason, or that another program has, get a sentence about that instead.
+    """
     parent = path[:-1]
     position = document.key_position(path)
     got = f"'{shorten(str(path[-1]))}'"
@@ -202,6 +208,7 @@ def _refusal(path: KeyPath) -> str | None:
 
 
 def _missing_key_mistakes(cls: type, document: YamlDocument, paths: list[KeyPath]) -> list[Mistake]:
+    """The mistakes of missing keys. All missing dimensions of the model together are one mistake."""
     model_keys = [str(path[1]) for path in paths if path[0] == "model" and len(path) == 2] if _has_model(cls) else []
     mistakes = [
         _mistake(document.key_position(path[:-1]), path, expected_text(annotation_at(cls, path)), "nothing")
@@ -218,6 +225,7 @@ def _missing_key_mistakes(cls: type, document: YamlDocument, paths: list[KeyPath
 
 
 def _value_mistake(cls: type, document: YamlDocument, path: KeyPath) -> Mistake:
+    """The mistake of an invalid value. The value of a secret is not shown."""
     annotation = annotation_at(cls, path)
     value = document.get(path)
     expected = _shorthands(cls, path) + expected_text(annotation)

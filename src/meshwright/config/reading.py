@@ -27,6 +27,7 @@ class RunReading:
     shown: str
     """Name of the file in messages."""
     mistakes: tuple[Mistake, ...]
+    """All mistakes, not yet sorted."""
     unusable: frozenset[KeyPath]
     """Paths that have no usable value."""
     notes: tuple[str, ...] = ()
@@ -83,7 +84,9 @@ class LocatedValues(Generic[T]):
     """Values in which each single key is valid, and the positions of the keys."""
 
     value: T
+    """The values."""
     document: YamlDocument
+    """The file from which they were read."""
 
     def at_keys(self) -> AbstractContextManager[None]:
         """A context: errors in its block that name a key of these values are reported at the position of the key (`errors_at_keys`)."""

@@ -121,6 +121,7 @@ def _exact_on_gpus(run: RunValues) -> Iterator[Mistake]:
 
 
 def _exact_on_cpus(run: RunValues) -> Iterator[Mistake]:
+    """Yield mistakes of `rl.exact` on CPUs: compiled blocks, and sizes that are not multiples of the kernels' blocks."""
     if run("plan.compile") is not False:
         yield run.mistake(
             "plan.compile",

@@ -40,6 +40,7 @@ class SchemaMistake:
 
     path: KeyPath
     problem: Literal["unknown", "missing", "value"]
+    """`unknown`: the key does not exist. `missing`: a required key is absent. `value`: the value is invalid."""
 
 
 def validate(cls: type, data: dict[str, Any]) -> tuple[dict[str, Any], list[SchemaMistake]]:
@@ -236,6 +237,7 @@ def _allow(prop: dict[str, Any], shorthand: dict[str, Any]) -> None:
 
 
 def _pydantic_type(annotation: Any) -> Any:
+    """The type that pydantic receives for the annotation of a spec field."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is Annotated:
@@ -269,12 +271,14 @@ def _pydantic_union(annotation: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _branch_of_value(value: Any) -> str:
+    """The tag of a union's member for a value: section, number or text."""
     if isinstance(value, (dict, BaseModel)):
         return _SECTION
     return _NUMBER if isinstance(value, (int, float)) else _TEXT
 
 
 def _variant_tag(sections: Sequence[type], value: Any) -> str:
+    """The tag of the section that a value selects by its key `name`."""
     return f"|{variant_of(sections, value.model_dump() if isinstance(value, BaseModel) else value).__name__}|"
 
 
@@ -298,6 +302,7 @@ def _limits(bound: Bound) -> Any:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
+    """The default of a spec field as plain data. `...` if the field is required."""
     if field.default is not dataclasses.MISSING:
         return to_plain(field.default)
     if field.default_factory is dataclasses.MISSING:

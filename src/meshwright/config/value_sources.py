@@ -243,6 +243,7 @@ def _expand(document: YamlDocument, folder: Path, detect: Detect) -> None:
 
 
 def _expand_cluster(document: YamlDocument, folder: Path, detect: Detect) -> None:
+    """Replace `cluster: auto`, a built-in cluster or a cluster file by its section."""
     cluster = document.get(("cluster",))
     position = document.value_position(("cluster",))
     if not isinstance(cluster, str):
@@ -269,6 +270,7 @@ def _expand_profile(document: YamlDocument, folder: Path) -> None:
 
 
 def _expand_plan(document: YamlDocument, folder: Path) -> None:
+    """Make the path of a plan file absolute. Rejects a file that does not exist."""
     plan_value = document.get(("plan",))
     if not isinstance(plan_value, str) or plan_value == "auto":
         return
@@ -314,6 +316,7 @@ def _move_stream(document: YamlDocument, path: KeyPath, name: str, stream: dict[
 
 
 def _expand_home(document: YamlDocument) -> None:
+    """Replace `~` in the paths of data, of the tokenizer and of weights."""
     mix = document.get(("data", "mix"))
     if isinstance(mix, dict) and any(name.startswith("~") for name in mix):
         positions = {name: document.value_position(("data", "mix", name)) for name in mix}

@@ -229,6 +229,8 @@ class _Resolver(BaseResolver):
 
 
 class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
+    """Parses one YAML text to nodes. Raises an error if it is nested too deeply or has too many values."""
+
     def __init__(self, text: str) -> None:
         Reader.__init__(self, text)
         Scanner.__init__(self)
@@ -250,6 +252,8 @@ class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
 
 
 class _Dumper(Emitter, Serializer, SafeRepresenter, _Resolver):
+    """Writes plain data as YAML."""
+
     def __init__(self, stream: StringIO) -> None:
         Emitter.__init__(self, stream, allow_unicode=True, width=120)
         Serializer.__init__(self)
@@ -289,6 +293,7 @@ class _TreeBuilder:
         self.file = document.top.file
 
     def value(self, node: Node, path: KeyPath) -> Any:
+        """The plain data of a node at `path`. Stores its position. Stops at the limits on values and depth."""
         position = _node_position(self.file, node)
         self.document.values[path] = position
         self.values_built += 1
@@ -305,6 +310,7 @@ class _TreeBuilder:
         return self._scalar(node, path)
 
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+        """The mapping of a node. A key that occurs twice, or is not a scalar, becomes a mistake."""
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             position = _node_position(self.file, key_node)
@@ -332,6 +338,7 @@ class _TreeBuilder:
         return items
 
     def _scalar(self, node: Node, path: KeyPath) -> Any:
+        """The value of a scalar node. A tag becomes a mistake."""
         tag = node.tag.removeprefix(_CORE)
         if isinstance(node, ScalarNode) and tag == "str":
             return node.value
@@ -356,6 +363,7 @@ _CONSTRUCT = {
     "int": _integer,
     "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
 }
+"""Converts the text of a scalar, by its tag."""
 
 
 def dotted(path: KeyPath) -> str:

@@ -84,6 +84,7 @@ class Cleaning:
 
 
 NO_CLEANING = Cleaning()
+"""Removes nothing."""
 
 
 class Cleaner:
@@ -103,6 +104,7 @@ class Cleaner:
         return reason is not None
 
     def _reason(self, document: CorpusDocument) -> tuple[str | None, str]:
+        """Why a document is removed, as (reason, what was found). (None, "") if it is not. Raises BadInput if a filter fails."""
         for name, keeps in self._filters:
             try:
                 verdict = keeps(document.text)
@@ -141,6 +143,7 @@ def load_filter(name: str) -> Callable[[str], Any]:
 
 
 def _filter_file(name: str) -> Path:
+    """The file of a filter `FILE.py:FUNCTION`. Raises BadInput if the name has another form or the file does not exist."""
     path, _, function = name.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():
         raise BadInput(f"--filter {name}: expected FILE.py:FUNCTION, for example filters.py:keep")

@@ -69,6 +69,7 @@ def _runs(file: InputFile) -> Iterator[np.ndarray]:
 
 
 def _texts(file: InputFile) -> Iterator[str]:
+    """Yield the texts of an evaluation file."""
     if file.format.layout == "text":
         for item in read_documents(file, "text"):
             if isinstance(item, CorpusDocument):

@@ -35,6 +35,7 @@ class CorpusDocument:
     key: str
     """Identifies the document in the corpus: the key of the file, a zero character, and the number in the file."""
     text: str
+    """The text itself."""
     consumed: int
     """Bytes of all inputs that are read once this document is read, for progress."""
     spans: tuple[tuple[int, int], ...] | None = None
@@ -71,6 +72,7 @@ def read_documents(file: InputFile, text_key: str) -> Iterator[FromFile]:
 
 
 def _read_text(file: InputFile) -> Iterator[FromFile]:
+    """Yield the document of a text file, then its digest."""
     try:
         if file.format.compression is None:
             content = file.path.read_bytes()
@@ -90,6 +92,7 @@ def _read_text(file: InputFile) -> Iterator[FromFile]:
 
 
 def _text_document(file: InputFile, content: bytes) -> CorpusDocument | BadDocument | NotRead:
+    """The document of a text file with these bytes. A NotRead if the file was found in a directory and is empty or binary."""
     if file.from_search and not content:
         return NotRead(file.name, "empty")
     if content.startswith(UTF16):

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import BinaryIO, Literal, Protocol
 
 Layout = Literal["text", "lines", "json", "csv", "tsv", "parquet"]
+"""How the decompressed content of a file is arranged."""
 LAYOUTS: dict[str, Layout] = {
     ".jsonl": "lines",
     ".ndjson": "lines",
@@ -85,9 +86,11 @@ COMPRESSIONS = {
     ".zstd": ZSTD,
     ".lz4": Compression("lz4", _lz4, "lz4"),
 }
+"""The methods of compression, by the ending of names."""
 
 
 def _refusals() -> dict[str, str]:
+    """The table `REFUSED`: endings of files that are not read, each with what the user should do."""
     archive = "an archive; unpack it"
     packed = "a compression that is not read; decompress it"
     table = "convert it"

@@ -17,6 +17,7 @@ class Contents:
     """The digest of a file that was read."""
 
     file: InputFile
+    """The file."""
     digest: str
     """xxh3_128 of all bytes of the file as stored, in hexadecimal."""
 

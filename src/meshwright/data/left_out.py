@@ -40,6 +40,7 @@ class LeftOut:
     """Files that are not read, by reason: `{reason: {files, bytes, first}}`."""
 
     def add(self, item: BadDocument | NotRead) -> None:
+        """Count a bad document, or a file that is not read."""
         if isinstance(item, BadDocument):
             self.bad.add(item)
             return

@@ -61,6 +61,7 @@ def run_locally(folder: Path, units: Iterable[int], processes: int) -> Iterator[
 
 
 def _count_death(deaths: Counter[int], process: _Process) -> None:
+    """Count the death of a process at the first of its units. After MOST_DEATHS, raises an error that says how it died."""
     unit = process.units[0]
     deaths[unit] += 1
     if deaths[unit] == MOST_DEATHS:

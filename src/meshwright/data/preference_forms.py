@@ -13,7 +13,9 @@ from meshwright.data.chat_forms import BadChat, listed, message, text_of
 from meshwright.spec.errors import nearest
 
 Messages = list[Any]
+"""A list of messages of a chat."""
 Kind = Literal["pairs", "labels"]
+"""`pairs`: a good and a bad answer. `labels`: one answer that is good or bad."""
 SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen-rating", "rejected-rating"))
 """Pairs of keys under which data sets store the scores of the two answers, the better answer's first."""
 _TURN = re.compile(r"\n\n(Human|Assistant):")

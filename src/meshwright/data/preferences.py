@@ -49,6 +49,7 @@ class PreferenceReader(ChatReader):
     def _documents(
         self, file: InputFile, record: DataRecord, form: PreferenceForm
     ) -> Iterator[CorpusDocument | BadDocument]:
+        """Yield the documents of one record. If one of its answers is unusable, only that BadDocument is yielded."""
         self._check_record(record, (*form.keys, *form.also, *COMMON_KEYS, "id"))
         if record.fields.get("weight") is not None:
             raise BadChat("weight: preferences have none")

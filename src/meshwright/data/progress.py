@@ -11,6 +11,7 @@ from datetime import timedelta
 Report = Callable[[int, int, int], None]
 """Called with three totals: bytes of input read, documents written, tokens written."""
 SECONDS_BETWEEN_LINES = 5.0
+"""Seconds between two lines if stderr is not a terminal."""
 SECONDS_BETWEEN_UPDATES = 0.1
 """Least time between two updates of the bar. Without it, the text would be made again for each document."""
 
@@ -58,6 +59,7 @@ class _Meter:
 
 @contextmanager
 def _bar(title: str, total_bytes: int) -> Iterator[Report]:
+    """A context that shows a bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
@@ -81,6 +83,7 @@ def _bar(title: str, total_bytes: int) -> Iterator[Report]:
 
 
 def _lines(title: str, total_bytes: int) -> Report:
+    """A report that writes a line of text every few seconds."""
     last = time.monotonic()
     meter = _Meter(total_bytes)
 

@@ -59,6 +59,7 @@ def run_on_ray(folder: Path, units: Sequence[int], address: str) -> Iterator[int
 
 
 def _run(ray: Any, folder: Path, units: Sequence[int], address: str) -> Iterator[int]:
+    """Submit the units to the cluster, a limited number at a time, and yield the number of each that is done."""
     task = ray.remote(max_calls=CALLS_OF_A_WORKER, max_retries=RETRIES, num_cpus=1)(run_unit)
     most = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
     waiting = deque(units)

@@ -16,6 +16,7 @@ from meshwright.spec.folders import CACHE_HINT, user_cache
 VOCABULARY = 4096
 """Default number of tokens in its vocabulary."""
 HELD_OUT_FRACTION = 0.02
+"""Fraction of the files in the held-out split."""
 
 
 def ensure_stdlib(folder: Path, vocab: int = VOCABULARY, *, shown: bool = False) -> Path:

@@ -14,15 +14,15 @@ FIRST_DRAW = 256
 
 
 class SampleLengths(Protocol):
-    """Something that knows the length in tokens of each sample, such as a `DataSource`. `indices` `(n,)` are global indices."""
+    """Something that knows how many inputs each sample has, such as a `DataSource`. `indices` `(n,)` are global indices."""
 
     def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray: ...
 
 
 def lengths_of_step(source: SampleLengths, sample: int, tokens: int, skipped: Sequence[SampleRange] = ()) -> np.ndarray:
-    """Lengths of the samples in the step that begins with sample `sample`, int64.
+    """Numbers of inputs of the samples in the step that begins with sample `sample`, int64.
 
-    The step has as many of the next samples as have at most `tokens` tokens together. It ends before a skipped sample.
+    The step has as many of the next samples as have at most `tokens` inputs together. It ends before a skipped sample.
     It is never empty, because `tokens` is at least the length of the longest sample.
     """
     end = min((start for start, _ in skipped if start > sample), default=np.iinfo(np.int64).max)

@@ -41,6 +41,7 @@ class LoadedTokenizer:
     """A tokenizer that was loaded."""
 
     tokenizer: Tokenizer
+    """The tokenizer itself."""
     content: bytes
     """The exact bytes of its file."""
     record: TokenizerRecord

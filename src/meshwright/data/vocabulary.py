@@ -75,6 +75,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 
 
 def _from_tokenizer(file: Path) -> Vocabulary:
+    """Read a vocabulary from a `tokenizer.json`."""
     content = read_folder_json(file, TOKENIZER_BYTES, BadInput)
     model = content["model"]
     if isinstance(model["vocab"], list):
@@ -88,6 +89,7 @@ def _from_tokenizer(file: Path) -> Vocabulary:
 
 
 def _from_parts(file: Path) -> Vocabulary:
+    """Read a vocabulary from a `vocab.json` and the files next to it."""
     tokens = _by_id(read_folder_json(file, TOKENIZER_BYTES, BadInput))
     added = file.with_name(ADDED)
     if added.is_file():

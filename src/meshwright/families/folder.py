@@ -391,6 +391,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _family_of(config: Mapping[str, Any], where: str) -> Family:
+    """The family of a config.json. Raises BadInput if the model type or the architecture is not supported."""
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -407,6 +408,7 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> list[HFTensor]:
+    """The tensors of a folder that contain `parameter`, in the order of their rows."""
     if parameter.expert:
         return _experts_of(family, spec, parameter)
     if parameter.name == SCORE:

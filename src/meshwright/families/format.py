@@ -290,6 +290,10 @@ class HFConfig:
         return BadInput(f"{self.where}: {key}: expected {expected}, got {shorten(repr(value))}")
 
     def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        """The first of `keys` that is present, with its value; otherwise the first key with `default`.
+
+        Raises BadInput if none is present and there is no default.
+        """
         self.read.update(keys)
         for key in keys:
             if self.values.get(key) is not None:

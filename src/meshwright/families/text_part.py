@@ -47,7 +47,7 @@ IMAGE_KEYS = frozenset(
 )
 """Keys about images in a config.json of a type in `FLAT`."""
 TOWERS = "towers"
-"""Folder in the folder of a run that stores those parts of its initial folder that are not the text model."""
+"""Folder next to a run's tokenizer. It has those parts of the run's initial folder that are not the text model."""
 SHARED = ("tie_word_embeddings", "quantization_config")
 """Keys that apply to the text part even if they are outside of `text_config`."""
 

@@ -52,6 +52,7 @@ def group_documents(store: Store, file: StoredFile, number: int, text: str) -> I
 def _rows(
     store: Store, file: StoredFile, shown: InputFile, group: int, text: str
 ) -> Iterator[CorpusDocument | BadDocument]:
+    """Yield the documents of row group number `group` of a parquet file."""
     import pyarrow
     import pyarrow.parquet
 

@@ -42,6 +42,7 @@ MARK = b"mwgroup1"
 FORMAT = 1
 """Version of the file format. It is part of the name, so files of another version are not found."""
 SUFFIX = ".tokens"
+"""Ending of the names of group files."""
 LOCKS = 64
 """Number of lock files of a cache. A group uses the lock file that its name selects; several groups share one."""
 READ_BYTES = 1 << 22
@@ -86,6 +87,7 @@ class Cache:
         """Bytes written since the cache was last compared with its limit. The initial value makes the first write compare."""
 
     def path(self, name: str) -> Path:
+        """The path of the file of the group `name`, which need not exist."""
         return self.folder / name[:2] / f"{name}{SUFFIX}"
 
     @contextmanager

@@ -51,6 +51,7 @@ class SourceIndex:
     layout: str
     """`parquet` or `lines`."""
     files: tuple[StoredFile, ...]
+    """The files, sorted by name."""
     group_file: np.ndarray
     """Number of the group's file in `files`, `(groups,)` int32."""
     group_number: np.ndarray
@@ -89,6 +90,7 @@ class SourceIndex:
         )
 
     def to_bytes(self) -> bytes:
+        """The content of an index file, which `read` loads."""
         header = {
             "format": FORMAT,
             "root": self.root,
@@ -172,6 +174,7 @@ def no_text(word: str, text: str, names: Sequence[str]) -> str:
 
 
 def _groups_by_file(index: SourceIndex) -> dict[StoredFile, np.ndarray]:
+    """Bytes of text of each group, by file."""
     counts = np.bincount(index.group_file, minlength=len(index.files))
     return dict(zip(index.files, np.split(index.group_bytes, np.cumsum(counts)[:-1]), strict=True))
 
@@ -187,6 +190,7 @@ def _groups_of(store: Store, file: StoredFile, layout: str, text: str) -> np.nda
 
 
 def _row_groups(store: Store, file: StoredFile, text: str) -> np.ndarray:
+    """Bytes of text of each row group of a parquet file, int64. Raises Damaged if the file cannot be read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -204,6 +208,7 @@ def _row_groups(store: Store, file: StoredFile, text: str) -> np.ndarray:
 
 
 def _check_column(schema: Any, text: str, where: str) -> None:
+    """Raise BadInput unless a parquet file has a column `text` with text."""
     import pyarrow
 
     parquet_column(schema.names, text, where)

@@ -37,6 +37,7 @@ class _Task:
     message: str
     """The request as one line of JSON."""
     result: Future[dict[str, Any]] = field(default_factory=Future)
+    """Receives the answer."""
     taken: bool = False
     """Whether a process works on it."""
 
@@ -116,6 +117,7 @@ class Loaders:
             process.wait()
 
     def _start(self) -> subprocess.Popen[str]:
+        """Start a loader process and send it the settings."""
         process = subprocess.Popen(
             [sys.executable, "-m", PROGRAM],
             stdin=subprocess.PIPE,
@@ -142,6 +144,7 @@ def _asked(process: subprocess.Popen[str], message: str) -> dict[str, Any] | Mes
 
 
 def _settle(result: Future[dict[str, Any]], answer: dict[str, Any] | MeshwrightError) -> None:
+    """Set the result of a request, or the error that the answer describes."""
     if isinstance(answer, MeshwrightError):
         result.set_exception(answer)
     elif "error" in answer:

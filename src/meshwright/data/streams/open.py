@@ -40,7 +40,9 @@ class StreamTokenizer:
     """The tokenizer of the sources that are read without preparation, and the path of its `tokenizer.json`."""
 
     loaded: LoadedTokenizer
+    """The tokenizer."""
     file: Path
+    """Path of its `tokenizer.json`."""
 
     def difference(self, prepared: PreparedDirectory) -> str | None:
         """The first difference between the text formats of the streams and of a prepared directory, in words; None if there is none.

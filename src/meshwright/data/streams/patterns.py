@@ -15,6 +15,7 @@ SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
 
 def is_url(files: str) -> bool:
+    """Whether `files` is a URL, not a path."""
     return "://" in files
 
 

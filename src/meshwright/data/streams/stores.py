@@ -79,6 +79,7 @@ class LocalFiles:
     """The files of this host's file systems."""
 
     def list(self, files: str) -> list[StoredFile]:
+        """As in Store. Hidden files, and files in hidden folders, are left out."""
         path = Path(files)
         if path.is_file():
             return [_local_file(path)]
@@ -94,6 +95,7 @@ class LocalFiles:
         )
 
     def read(self, file: StoredFile, start: int, stop: int) -> bytes:
+        """As in Store. Raises BadInput if the file has changed or is gone, and Damaged if it cannot be read."""
         try:
             with open(file.name, "rb", buffering=0) as opened:
                 status = os.fstat(opened.fileno())
@@ -175,6 +177,7 @@ class ObjectStore:
         self._patience = patience
 
     def list(self, files: str) -> list[StoredFile]:
+        """As in Store. Objects without content are left out."""
         folder, pattern = split_pattern(files)
         if not pattern and self._key(files):
             single = self._try(files, lambda: self._calls.head(self._store, self._key(files)), missing=True)
@@ -191,6 +194,7 @@ class ObjectStore:
         )
 
     def read(self, file: StoredFile, start: int, stop: int) -> bytes:
+        """As in Store. Several requests run at the same time if there are many bytes."""
         starts = range(start, stop, REQUEST_BYTES)
         if len(starts) == 1:
             return self._read(file, start, stop)
@@ -202,6 +206,8 @@ class ObjectStore:
         _check_same(file, found.size, found.tag)
 
     def _read(self, file: StoredFile, start: int, stop: int) -> bytes:
+        """Read bytes [start, stop) with one request, which is repeated if it fails."""
+
         def request() -> bytes:
             answer = self._calls.get(self._store, self._key(file.name), options={"range": (start, stop)})
             found = self._file(answer.meta)
@@ -214,9 +220,11 @@ class ObjectStore:
         return self._try(file.name, request) if stop > start else b""
 
     def _key(self, url: str) -> str:
+        """The name of an object in its bucket."""
         return url[len(self._root) :].strip("/")
 
     def _file(self, meta: Any) -> StoredFile:
+        """The file of an object's metadata. Without an ETag, the time of its last change is the tag."""
         tag = meta["e_tag"] or meta["last_modified"].isoformat()
         return StoredFile(f"{self._root}/{meta['path']}", meta["size"], tag)
 

@@ -97,6 +97,7 @@ def _read_yarn(config: HFConfig) -> dict[str, Any]:
 
 
 def _write_yarn(spec: ModelSpec) -> dict[str, Any]:
+    """The keys of `_read_yarn`, for both versions of transformers."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if (yarn := spec.yarn) is not None:
         rope = {
