@@ -23,7 +23,7 @@ from meshwright.server.model_files import ModelFiles
 from meshwright.spec.engine import EngineOptions
 
 NEW_TOKENS = 256
-"""Most new tokens of an answer, if the task does not say."""
+"""Maximum number of new tokens of an answer, if the task does not say."""
 TEXTS_AT_ONCE = 64
 """Texts that the engine generates at the same time."""
 

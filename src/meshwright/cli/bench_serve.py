@@ -42,7 +42,7 @@ INTERRUPTED = "interrupted"
 CHECK_SECONDS = 0.5
 """Seconds between two checks whether all servers still run."""
 FEWEST_REQUESTS = 20
-"""Fewest requests at each rate."""
+"""Minimum number of requests at each rate."""
 SAME_DIMENSIONS = (
     "layers",
     "hidden",

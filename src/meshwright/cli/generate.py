@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from meshwright.spec.engine import EngineOptions
 
 MOST_AT_ONCE = 64
-"""Most prompts that are continued at the same time."""
+"""Maximum number of prompts that are continued at the same time."""
 DRAFT_TOKENS = 4
 """Default number of draft tokens in a step if there is a draft model."""
 
@@ -45,7 +45,7 @@ class Drafting(NamedTuple):
     """Settings of speculative decoding. If there is neither a draft model nor `mtp`, drafts come from prompt lookup."""
 
     tokens: int = 0
-    """Most draft tokens of a sequence in a step. 0 switches speculative decoding off."""
+    """Maximum number of draft tokens of a sequence in a step. 0 switches speculative decoding off."""
     model: Path | None = None
     """Folder of a draft model."""
     mtp: bool = False
@@ -276,7 +276,7 @@ class SamplingFlags(NamedTuple):
     """Options of the command that say how tokens are drawn."""
 
     tokens: int
-    """Most new tokens of a prompt."""
+    """Maximum number of new tokens of a prompt."""
     temperature: float
     """Divides the logits before the softmax; 0 takes the likeliest token."""
     top_k: int

@@ -25,9 +25,9 @@ REFRESH_SECONDS = 1.0
 MARKS = ("metrics.jsonl", "config.yaml", "supervision.jsonl", "lease.json")
 """Files that identify the folder of a run. It has at least one of them even at the start of the run."""
 JSON_ROWS = 64
-"""Most rows of the heat map in JSON output."""
+"""Maximum number of rows of the heat map in JSON output."""
 JSON_COLUMNS = 100
-"""Most columns of the heat map in JSON output."""
+"""Maximum number of columns of the heat map in JSON output."""
 
 
 def monitor(

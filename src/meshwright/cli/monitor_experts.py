@@ -25,7 +25,7 @@ Each entry has the upper bound of the range, its colour, its character for termi
 the legend.
 """
 LEAST_LINES = 3
-"""Fewest lines that the picture needs: the title, one line for layers, and the numbers of the experts below."""
+"""Minimum number of lines that the picture needs: the title, one line for layers, and the numbers of the experts below."""
 
 
 def expert_lines(table: ExpertLoadTable | None, height: int, width: int, *, colours: bool) -> list[Text]:

@@ -35,11 +35,11 @@ the legend.
 LEAST_HEAT_ROWS = 3
 """Lines that the heat map gets at least."""
 MOST_HEAT_ROWS = 32
-"""Most lines of the heat map."""
+"""Maximum number of lines of the heat map."""
 LISTED_STATES = 8
-"""Most lines about what ranks do."""
+"""Maximum number of lines about what ranks do."""
 LISTED_WAITS = 6
-"""Most lines about ranks that wait."""
+"""Maximum number of lines about ranks that wait."""
 
 
 def frame(snapshot: RunSnapshot, console: Console) -> Group:

@@ -25,7 +25,7 @@ from meshwright.spec.deployment import deployment_name
 from meshwright.spec.model import parameter_count
 
 MOST_ALTERNATIVES = 5
-"""Most alternatives that are printed; --json has all of them."""
+"""Maximum number of alternatives that are printed; --json has all of them."""
 BAR = 30
 """Characters of a bar for 100%."""
 

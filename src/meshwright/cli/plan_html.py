@@ -39,9 +39,9 @@ from meshwright.spec.model import layer_order, parameter_count
 from meshwright.spec.plan_name import plan_name
 
 MICRO_BATCHES_DRAWN = 4
-"""Most micro-batches per pipeline rank that the timeline draws. A step may have more."""
+"""Maximum number of micro-batches per pipeline rank that the timeline draws. A step may have more."""
 BOXES_DRAWN = 32
-"""Most boxes for ranks that the picture of the mesh draws."""
+"""Maximum number of boxes for ranks that the picture of the mesh draws."""
 SIDE_BY_SIDE = {"facts", "mesh", "memory", "step", "limits", "changes"}
 """Keys of sections that are placed side by side if they follow each other."""
 

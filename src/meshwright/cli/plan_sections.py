@@ -47,15 +47,15 @@ from meshwright.spec.plan_keys import plain_keys
 from meshwright.spec.plan_name import plan_name
 
 MOST_RUNNER_UPS = 5
-"""Most runner-ups that people see; --json has all of them."""
+"""Maximum number of runner-ups that people see; --json has all of them."""
 LONGEST_TABLE = 12
-"""Most lines of the table of trainings; --json has all of them."""
+"""Maximum number of lines of the table of trainings; --json has all of them."""
 NODES_SHOWN = 4
-"""Most nodes that the section about the mesh shows."""
+"""Maximum number of nodes that the section about the mesh shows."""
 MARKS = 8
-"""Most ranks of a node that are drawn, one square each."""
+"""Maximum number of ranks of a node that are drawn, one square each."""
 RANKS_SHOWN = 8
-"""Most pipeline ranks whose memory is shown. If there are more: the first three, the fullest and the last two."""
+"""Maximum number of pipeline ranks whose memory is shown. If there are more: the first three, the fullest and the last two."""
 SMALLEST_SHARE = 0.001
 """A part of the memory with a smaller fraction of its rank's memory is not named in the legend."""
 SMALLEST_PART = 0.0005

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
 
 STAGES_SHOWN = 8
-"""Most stages of a rank whose layer ranges are printed."""
+"""Maximum number of stages of a rank whose layer ranges are printed."""
 
 
 def caution(run: RunSpec) -> str:

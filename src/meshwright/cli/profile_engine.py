@@ -27,7 +27,7 @@ GPU_SECONDS = 75.0
 CPU_SECONDS = 10.0
 """Seconds of measurement on a CPU if the command line gives none."""
 SEQUENCES = 256
-"""Most sequences that the measured engine runs at the same time."""
+"""Maximum number of sequences that the measured engine runs at the same time."""
 
 
 def profile_engine(

@@ -1,6 +1,4 @@
-"""Computes what a report shows from the spans of a run: heat map, straggler analysis, and the pipeline step as measured
-and as predicted.
-"""
+"""Computes what a report shows from the spans of a run: heat map, straggler analysis, measured and predicted pipeline step."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.diagnosis.stragglers import Diagnosis
 
 SHOWN = 5
-"""Most entries of each table that are printed."""
+"""Maximum number of entries of each table that are printed."""
 
 
 def stragglers(

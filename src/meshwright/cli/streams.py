@@ -1,6 +1,4 @@
-"""Makes standard input, output and error usable if one of them is closed, if the locale lacks Unicode, or if a reader
-such as `head` ends early.
-"""
+"""Repairs standard input, output and error: if one is closed, if the locale lacks Unicode, or if a reader such as `head` ends early."""
 
 from __future__ import annotations
 

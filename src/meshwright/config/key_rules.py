@@ -44,14 +44,14 @@ from meshwright.spec.plan_rules import RuleInput, mistakes, text_of
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """What the name of a run must match."""
 MOST_LETTERS = 200
-"""Most characters of the name of a chip or a run.
+"""Maximum number of characters of the name of a chip or a run.
 
 A folder name may have 255 bytes, and a suffix such as `-2` is added to the name of a run.
 """
 MOST_RANKS = 2**20
-"""Most ranks of a cluster."""
+"""Maximum number of ranks of a cluster."""
 MOST_SEQUENCES = 2**14
-"""Most sequences of one rank in one step. A schedule lists every micro-batch, so their number must be limited."""
+"""Maximum number of sequences of one rank in one step. A schedule lists every micro-batch, so their number must be limited."""
 _WIDTHS = (
     "hidden",
     "heads",
@@ -189,8 +189,9 @@ def _partner(run: RunValues) -> Iterator[Mistake]:
 
 
 def _data(run: RunValues) -> Iterator[Mistake]:
-    """Yield mistakes in the sources of data: none at all, streams that nothing uses, and a number of lanes that the
-    batch does not divide.
+    """Yield mistakes in the sources of data.
+
+    There must be a source, something must use each stream, and the number of lanes must be a multiple of the batch.
     """
     if run("data.mix") == {}:
         yield run.mistake("data.mix", "at least one data directory", "stdlib")

@@ -13,7 +13,7 @@ from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.model import ModelSpec, parameters
 
 LEAST_FRACTION = 0.001
-"""Least value of `train.min_learning_rate` other than 0. The key is a fraction of the peak learning rate."""
+"""Smallest value of `train.min_learning_rate` other than 0. The key is a fraction of the peak learning rate."""
 MOST_LAYERS = 10_000
 """Patterns are not checked for models with more layers than this, because every parameter's name would be compared."""
 REQUIRED = {

@@ -19,7 +19,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.sweep import SweepSpec
 
 LONGEST_NAME = 100
-"""Most characters of a run's name. A longer name is cut and gets a digest of the run's values."""
+"""Maximum number of characters of a run's name. A longer name is cut and gets a digest of the run's values."""
 
 
 @dataclass(frozen=True)

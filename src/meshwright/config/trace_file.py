@@ -19,7 +19,7 @@ REQUIRED = ("arrival_seconds", "input_tokens", "output_tokens")
 PREFIXES = "prefix_blocks_of_512"
 """Optional column: the ids of the prompt's blocks of 512 tokens. Requests with the same ids begin with the same tokens."""
 MOST_BYTES = 256 << 20
-"""Most bytes of a trace, uncompressed."""
+"""Maximum number of bytes of a trace, uncompressed."""
 SYNTHETIC_REQUESTS = 3000
 """Number of requests of a workload without a trace."""
 

@@ -34,7 +34,7 @@ MAX_BYTES = 512 << 10
 MAX_DEPTH = 32
 """Deepest nesting."""
 MAX_VALUES = 5_000
-"""Most values in a file. With these limits, parsing in Python takes at most about a second; a run file needs a hundredth of that."""
+"""Maximum number of values in a file. With these limits, parsing in Python takes at most about a second; a run file needs a hundredth of that."""
 _CORE = "tag:yaml.org,2002:"
 """Beginning of the tags of the core schema."""
 

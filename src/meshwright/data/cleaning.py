@@ -27,7 +27,7 @@ NEAR = "near"
 SIMILARITY = 0.75
 """Jaccard similarity from which on documents are near-duplicates, if the option gives none."""
 LEAST_SIMILARITY = 0.7
-"""Least similarity that the option may give. At lower ones the signatures miss many pairs; at 0.7 they miss 18%."""
+"""Smallest similarity that the option may give. At lower ones the signatures miss many pairs; at 0.7 they miss 18%."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Cleaning:
 
     @cached_property
     def similarity(self) -> float | None:
-        """Least Jaccard similarity of near-duplicates; None if near-duplicates are kept. Raises BadInput if `duplicates` is invalid."""
+        """Smallest Jaccard similarity of near-duplicates; None if near-duplicates are kept. Raises BadInput if `duplicates` is invalid."""
         if self.duplicates in (None, EXACT):
             return None
         word, _, number = self.duplicates.partition(":")

@@ -13,7 +13,7 @@ Report = Callable[[int, int, int], None]
 SECONDS_BETWEEN_LINES = 5.0
 """Seconds between two lines if stderr is not a terminal."""
 SECONDS_BETWEEN_UPDATES = 0.1
-"""Least time between two updates of the bar. Without it, the text would be made again for each document."""
+"""Shortest time between two updates of the bar. Without it, the text would be made again for each document."""
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def import_tokens(
     - `tokenizer`: the tokenizer.json, or its folder, with which the tokens were made.
     - `held_out`: fraction of the documents for the held-out split.
     - `eos`: the token that ends each document; None for the tokenizer's own.
-    - `shard_tokens`: most tokens of a shard.
+    - `shard_tokens`: maximum number of tokens in a shard.
     - `shown`: whether to show progress on stderr.
 
     The same call continues after it was killed, and does nothing if the work is done. Raises BadInput if files are

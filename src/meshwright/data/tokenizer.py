@@ -26,7 +26,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 
 SMALLEST = 257
-"""Fewest tokens of a vocabulary: 256 bytes and the end of text."""
+"""Minimum number of tokens of a vocabulary: 256 bytes and the end of text."""
 SAMPLE_BYTES = 64 << 20
 """Bytes of text on which a tokenizer is trained."""
 LONGEST_TEXT = 1 << 18

@@ -319,7 +319,7 @@ class Key(NamedTuple):
     other: str = ""
     """Another name that some folders use for the key."""
     least: int = 1
-    """Least value, if it is an integer."""
+    """Smallest value, if it is an integer."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""MiniMax-M2 (MiniMax 2025): sigmoid routing with a bias, partly rotated heads, one norm over all query heads and one
-over all key heads.
+"""MiniMax-M2 (MiniMax 2025): sigmoid routing with a bias, and RoPE on a part of each head.
+
+One norm covers all query heads, and one all key heads.
 """
 
 from __future__ import annotations

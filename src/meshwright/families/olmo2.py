@@ -1,7 +1,6 @@
-"""OLMo 2 (OLMo Team 2025, arXiv 2501.00656): norms of outputs instead of inputs, and one norm over all query heads and
-one over all key heads.
+"""OLMo 2 (OLMo Team 2025, arXiv 2501.00656): norms of outputs instead of inputs.
 
-The learning rates of the presets are the paper's.
+One norm covers all query heads, and one all key heads. The learning rates of the presets are the paper's.
 """
 
 from __future__ import annotations

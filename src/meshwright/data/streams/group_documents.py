@@ -23,7 +23,7 @@ from meshwright.spec.errors import Damaged
 KEPT_FOOTERS = 16
 """Parquet footers that a process keeps in memory."""
 MOST_READ = 1 << 20
-"""Most bytes of one read: of decompressed lines, and of the rest of a line that goes on after the end of its group."""
+"""Maximum number of bytes of one read: of decompressed lines, and of the rest of a line that goes on after the end of its group."""
 
 
 def group_documents(store: Store, file: StoredFile, number: int, text: str) -> Iterator[CorpusDocument | BadDocument]:

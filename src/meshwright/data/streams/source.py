@@ -31,27 +31,27 @@ from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import StreamSpec
 
 PART_BYTES = 4 << 20
-"""Most bytes of text in a part of a group."""
+"""Maximum number of bytes of text in a part of a group."""
 OPEN_GROUPS = 128
-"""Most group files of a source that a process has open."""
+"""Maximum number of group files of a source that a process has open."""
 REMEMBERED_GROUPS = 4096
-"""Most groups that a process remembers as made."""
+"""Maximum number of groups that a process remembers as made."""
 AHEAD_BYTES = 2 << 20
 """Bytes of a lane's text that are tokenized ahead. If AHEAD_SAMPLES samples or half a window are more, that much is."""
 AHEAD_SAMPLES = 2
 """Samples of a lane that are tokenized ahead; see AHEAD_BYTES."""
 AHEAD_WINDOWS = 32
-"""Most windows of a lane that are requested ahead of the current one."""
+"""Maximum number of windows of a lane that are requested ahead of the current one."""
 FIRST_AHEAD = 4
 """Steps between the request for a lane's first window and the lane's first sample."""
 REOPENED = 3
-"""Most times that a group is made again because the cache deleted it before this process opened it."""
+"""Maximum number of times that a group is made again because the cache deleted it before this process opened it."""
 EMPTY_WINDOWS = 10_000
-"""Most windows in a row without a document. If a lane meets more, it raises BadInput."""
+"""Maximum number of windows in a row without a document. If a lane meets more, it raises BadInput."""
 REMEMBERED = 64
 """Recent positions that are kept for each lane. They are needed because samples are read ahead of the step that a checkpoint stores."""
 NAMED_GROUPS = 20
-"""Most groups whose unusable documents are reported in the log."""
+"""Maximum number of groups whose unusable documents are reported in the log."""
 log = logging.getLogger("meshwright")
 
 

@@ -33,9 +33,9 @@ CONNECT_SECONDS = 5
 LONGEST_PAUSE = 15.0
 """Longest pause between two attempts, in seconds."""
 REQUEST_BYTES = 8 << 20
-"""Most bytes of one request. A larger read is divided into several requests, which run at the same time."""
+"""Maximum number of bytes of one request. A larger read is divided into several requests, which run at the same time."""
 REQUESTS_AT_ONCE = 8
-"""Most requests of one read that run at the same time."""
+"""Maximum number of requests of one read that run at the same time."""
 _QUERY = re.compile(r"\?[^\s\"')]*")
 """The query of a URL, which may contain a signature. Messages do not show it."""
 log = logging.getLogger("meshwright")
