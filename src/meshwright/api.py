@@ -59,7 +59,7 @@ def load_run(
 
 
 def plan(run: RunSpec) -> Plan:
-    """The plan that `train` would use, with predicted step time and memory. Needs no torch and no GPU.
+    """Return the plan that `train` would use, with predicted step time and memory. Needs no torch and no GPU.
 
     On one host, the plan may use fewer ranks than the cluster has devices, if that is faster or the only possibility.
     Raises BadInput for contradictory pins, and OutOfResources if no plan fits.
@@ -134,7 +134,7 @@ def train(
 
 
 def _result(run: RunSpec, folder: Path, *, finished: bool) -> TrainResult:
-    """The result of a run, from the files in its folder."""
+    """Return the result of a run, from the files in its folder."""
     from meshwright.checkpoint.format.inventory import newest_step
     from meshwright.checkpoint.format.manifest import step_name
     from meshwright.observe.metrics import scan_metrics

@@ -49,16 +49,19 @@ class BenchModel(TemplateLM):
         return self._folder.name
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The source of the chat template, which lm-eval stores in its results."""
+        """Return the source of the chat template, which lm-eval stores in its results."""
         return (self._files.chat_template or "") if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a chat up to the beginning of the next answer. Without `add_generation_prompt`, the last message is left open."""
+        """Return the text of a chat up to the beginning of the next answer.
+
+        Without `add_generation_prompt`, the last message is left open.
+        """
         assert self._chats is not None, "lm-eval asks for chats with --chat only"
         return self._chats.text(chat_history, continues=not add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The token ids of a text.
+        """Return the token ids of a text.
 
         The tokens that begin every text come first, unless `add_special_tokens` is False or the text is a chat, whose
         template writes them.
@@ -71,7 +74,7 @@ class BenchModel(TemplateLM):
         return [(found.loglikelihood, found.greedy) for found in scores]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each whole text, in nats. A text longer than the model's context is scored in several windows."""
+        """Return the log-likelihood of each whole text, in nats. A text longer than the model's context is scored in several windows."""
         longest = self._decoder().spec.max_seq_len
         sums = []
         for request in requests:
@@ -86,7 +89,7 @@ class BenchModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """The answer to each prompt. An answer ends at a string that the task names, or at an end token of the model."""
+        """Return the answer to each prompt. An answer ends at a string that the task names, or at an end token of the model."""
         engine = self._engine()
         texts: dict[int, list[str]] = {}
         for request in requests:
@@ -112,7 +115,10 @@ class BenchModel(TemplateLM):
         return ["".join(pieces) for pieces in texts.values()]
 
     def _decoder(self) -> Decoder:
-        """The model as it was trained. An engine that was loaded is dropped first, because it has changed the model's attention."""
+        """Return the model as it was trained.
+
+        An engine that was loaded is dropped first, because it has changed the model's attention.
+        """
         if not isinstance(self._loaded, Decoder):
             self._loaded = None
             self._loaded = load_model(self._folder, *device_and_dtype())

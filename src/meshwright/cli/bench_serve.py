@@ -166,7 +166,7 @@ def read_rates(text: str) -> list[float]:
 
 
 def _folder_of(spec: DeploymentSpec) -> Path:
-    """The folder of weights that `model.init` names. Raises BadInput for `scratch`."""
+    """Return the folder of weights that `model.init` names. Raises BadInput for `scratch`."""
     source, _, folder = spec.model.init.partition(":")
     if source == "scratch":
         expected = "expected --model FOLDER, or hf:DIR or checkpoint:DIR in the file, for the weights to serve"
@@ -218,7 +218,7 @@ def _check_instances(deployment: Deployment, cluster: ClusterSpec, source: str) 
 
 
 def _costs(spec: DeploymentSpec) -> ServeCosts | None:
-    """The costs from which the test is predicted. If the device's speeds are not known, print a remark and return None."""
+    """Return the costs from which the test is predicted. If the device's speeds are not known, print a remark and return None."""
     from meshwright.costs.serve_costs import ServeCosts
 
     try:
@@ -236,7 +236,7 @@ def _planned(spec: DeploymentSpec, requests: Sequence[TimedRequest]) -> Deployme
 
 
 def _rates_of(deployment: Deployment) -> list[float]:
-    """The default rates in requests per second: SHARES of the predicted goodput. Raises BadInput if no goodput is predicted."""
+    """Return the default rates in requests per second: SHARES of the predicted goodput. Raises BadInput if no goodput is predicted."""
     if deployment.predicted is None or not deployment.predicted.goodput_per_gpu:
         raise BadInput("--rates: expected requests per second to test, as the deployment has no predicted goodput")
     whole = deployment.predicted.goodput_per_gpu * deployment.devices
@@ -348,7 +348,7 @@ class _Test:
     def _result(
         self, rate: float, test: LoadTest, sample: Sequence[TimedRequest]
     ) -> tuple[RateResult, ServedDeployment | None]:
-        """The result of a rate, and its simulation if there are costs. Raises BadInput if every request failed."""
+        """Return the result of a rate, and its simulation if there are costs. Raises BadInput if every request failed."""
         import numpy as np
 
         from meshwright.observe.load_report import RateResult
@@ -392,7 +392,7 @@ class _Test:
         return LatencyFigures(float(met.mean()), *quantiles)
 
     def _report(self, instances: Sequence[RunningInstance], missing: Sequence[float], why: str) -> LoadReport:
-        """The report of the rates that were tested. `missing` are the rates that were not, and `why` says why not."""
+        """Return the report of the rates that were tested. `missing` are the rates that were not, and `why` says why not."""
         from meshwright.observe.load_report import LoadReport
         from meshwright.spec.deployment import deployment_name
         from meshwright.spec.model import parameter_count
@@ -433,7 +433,7 @@ class _Test:
         )
 
     def _predicted(self, instance: RunningInstance, times: Sequence[float]) -> list[Occupancy]:
-        """The simulated occupancy of an instance at `times`, in seconds since the test began. Empty without a prediction."""
+        """Return the simulated occupancy of an instance at `times`, in seconds since the test began. Empty without a prediction."""
         if not self._served:
             return []
         roles = [entry.role for entry in self.deployment.instances for _ in range(entry.count)]
@@ -471,7 +471,7 @@ async def _checked(test: Coroutine[Any, Any, None], running: RunningDeployment) 
 
 
 def _line(result: RateResult) -> str:
-    """One line about the result of a rate."""
+    """Return one line about the result of a rate."""
     predicted = "" if result.predicted is None else f", predicted {result.predicted.attainment:.1%}"
     figures = result.measured
     times = f"{duration(figures.ttft_p90)}, of TPOT {duration(figures.tpot_p90)}"
@@ -479,7 +479,7 @@ def _line(result: RateResult) -> str:
 
 
 def _as_plain(deployment: Deployment, report: LoadReport, out: Path) -> dict[str, Any]:
-    """The results as JSON values, for `--json`."""
+    """Return the results as JSON values, for `--json`."""
     rates = [to_plain(result) for result in report.rates]
     instances = to_plain(deployment.instances)
     return {"instances": instances, "rates": rates, "missing": list(report.missing), "report": str(out)}

@@ -65,6 +65,6 @@ def chaos(
 
 
 def _progress() -> Callable[[str], None]:
-    """A function that prints a line on stderr at once. Each line begins with the seconds since this call."""
+    """Return a function that prints a line on stderr at once. Each line begins with the seconds since this call."""
     began = time.monotonic()
     return lambda text: print(f"{time.monotonic() - began:7.1f} s  {text}", file=sys.stderr, flush=True)

@@ -36,7 +36,7 @@ class ChatPrompts:
         self._spelled = SpelledTokens(files.tokenizer, files.special_tokens.values())
 
     def ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The token ids of a chat up to the beginning of the next answer.
+        """Return the token ids of a chat up to the beginning of the next answer.
 
         Raises BadInput if the template refuses the chat.
 
@@ -46,7 +46,7 @@ class ChatPrompts:
             return tuple(self._spelled.encode(self._spelled.write(self._template.render, list(messages))))
 
     def text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
-        """The text of a chat up to the beginning of the next answer.
+        """Return the text of a chat up to the beginning of the next answer.
 
         With `continues`, the last message is left open instead.
 
@@ -68,6 +68,6 @@ def _refusals() -> Iterator[None]:
 
 
 def messages_of(system: str | None, *texts: str) -> list[Message]:
-    """A chat with these texts as messages of the user. If there is a system prompt, it comes first."""
+    """Return a chat with these texts as messages of the user. If there is a system prompt, it comes first."""
     head = [] if system is None else [{"role": "system", "content": system}]
     return [*head, *({"role": "user", "content": text} for text in texts)]

@@ -56,7 +56,7 @@ def find_mistakes(
     note: Callable[[str], None] = say,
     fresh: bool = False,
 ) -> tuple[list[Mistake], int]:
-    """Every mistake of the run that the command line describes, and the exit code of the gravest.
+    """Return every mistake of the run that the command line describes, and the exit code of the gravest.
 
     `known` is an error that was raised already; `note` and `fresh` are as in `Refusals`.
     """
@@ -67,7 +67,7 @@ def find_mistakes(
 
 
 def _mistakes_of(reading: RunReading, refusals: Refusals) -> tuple[list[Mistake], int]:
-    """The mistakes in the keys and those that only a start would find, in the order of the file, and the exit code."""
+    """Return the mistakes in the keys and those that only a start would find, in the order of the file, and the exit code."""
     from meshwright.config.reading import in_reading_order
 
     mistakes = in_reading_order([*reading.mistakes, *refusals.refusals], reading.shown)

@@ -292,7 +292,7 @@ def _print(records: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """One line about a checkpoint: path, size, and whether it is complete."""
+    """Return one line about a checkpoint: path, size, and whether it is complete."""
     path = Path(record["path"])
     size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     bad = "DAMAGED" if record["committed"] else "never committed, not loaded"
@@ -302,7 +302,7 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _is_newer(record: dict[str, Any]) -> bool:
-    """Whether a later release wrote this checkpoint, in a format that this release cannot read."""
+    """Return whether a later release wrote this checkpoint, in a format that this release cannot read."""
     return any(damage["kind"] == "format" for damage in record["damaged"])
 
 

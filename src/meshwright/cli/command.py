@@ -54,7 +54,7 @@ class Command(TyperCommand):
 
 
 def _is_key(name: str) -> bool:
-    """Whether a run file has a key with the dotted name `name`."""
+    """Return whether a run file has a key with the dotted name `name`."""
     from meshwright.config.schema import all_keys
     from meshwright.spec.run import RunSpec
 

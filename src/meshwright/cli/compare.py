@@ -76,7 +76,7 @@ def compare(
 
 
 def compared_runs(folders: Sequence[Path]) -> list[ComparedRun]:
-    """The runs in these folders with their present state and figures. A folder that is named twice appears once."""
+    """Return the runs in these folders with their present state and figures. A folder that is named twice appears once."""
     from meshwright.launch.run_figures import RunFigureReader
     from meshwright.launch.run_list import run_state
     from meshwright.observe.comparison import ComparedRun, names_of
@@ -90,7 +90,7 @@ def compared_runs(folders: Sequence[Path]) -> list[ComparedRun]:
 
 
 def plain_run(run: ComparedRun) -> dict[str, object]:
-    """A compared run as JSON values."""
+    """Return a compared run as JSON values."""
     results = [{"task": result.get("task"), "metrics": result["metrics"]} for result in run.folder.benchmarks]
     return {"name": run.name, "folder": str(run.folder.path), "state": run.state, **run.figures, "benchmarks": results}
 

@@ -462,7 +462,7 @@ def _say_left_out(left_out: LeftOut) -> None:
 
 
 def _part_summary(prepared: PreparedPart) -> dict[str, Any]:
-    """The result of `data prepare --part` as JSON values."""
+    """Return the result of `data prepare --part` as JSON values."""
     left_out = prepared.left_out
     return {
         "out": str(prepared.out),
@@ -476,7 +476,7 @@ def _part_summary(prepared: PreparedPart) -> dict[str, Any]:
 
 
 def _part_sentences(prepared: PreparedPart) -> str:
-    """The result of `data prepare --part` in lines of text."""
+    """Return the result of `data prepare --part` in lines of text."""
     number = prepared.part.number
     count = prepared.part.count
     first = "already prepared by this command: part" if prepared.reused else "prepared part"
@@ -487,7 +487,7 @@ def _part_sentences(prepared: PreparedPart) -> str:
 
 
 def _summary(prepared: PreparedCorpus) -> dict[str, Any]:
-    """The result of a preparation as JSON values."""
+    """Return the result of a preparation as JSON values."""
     splits = {
         split: {"documents": manifest.documents, "tokens": manifest.tokens, "text_bytes": manifest.text_bytes}
         for split, manifest in prepared.manifests.items()
@@ -513,12 +513,12 @@ def _summary(prepared: PreparedCorpus) -> dict[str, Any]:
 
 
 def _ends(answers: AnswerEnds) -> dict[str, int]:
-    """The number of answers that each token ends, by the token's text."""
+    """Return the number of answers that each token ends, by the token's text."""
     return {token.text: count for token, count in answers.counts.items()}
 
 
 def _sentences(prepared: PreparedCorpus) -> str:
-    """The result of a preparation in lines of text, ending with the line of a run file that uses the corpus."""
+    """Return the result of a preparation in lines of text, ending with the line of a run file that uses the corpus."""
     from meshwright.data.left_out import not_read_words
     from meshwright.data.removed import REPORT, removed_words
 
@@ -557,7 +557,7 @@ def _sentences(prepared: PreparedCorpus) -> str:
 
 
 def _step_lines(shown: dict[str, Any]) -> str:
-    """The samples of a step in lines of text. `shown` is the result of `show_step`. Trained text is between « and »."""
+    """Return the samples of a step in lines of text. `shown` is the result of `show_step`. Trained text is between « and »."""
     from meshwright.data.conversations import PackingCounts
 
     lines = [f"{name}: {PackingCounts(**counts)}" for name, counts in shown.get("packing", {}).items()]
@@ -576,5 +576,5 @@ def _step_lines(shown: dict[str, Any]) -> str:
 
 
 def _weight(part: dict[str, Any]) -> str:
-    """The weight of a trained part in the loss, as text. Empty if the weight is 1."""
+    """Return the weight of a trained part in the loss, as text. Empty if the weight is 1."""
     return f"×{part['weight']:g}" if part.get("weight", 1.0) != 1 else ""

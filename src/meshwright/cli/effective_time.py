@@ -17,7 +17,7 @@ NO_PREDICTION = "not predicted: it needs periodic checkpoints (checkpoint.every)
 
 
 def effective_answer(prediction: EffectiveTime | None, *, played: bool) -> dict[str, Any] | None:
-    """The prediction as JSON values; None if there is none.
+    """Return the prediction as JSON values; None if there is none.
 
     With `played`, it also has the result of a simulation, and of other ways to react to the loss of a host.
     """
@@ -76,7 +76,7 @@ def _show_inputs(console: Any, prediction: EffectiveTime) -> None:
 
 
 def _played(prediction: EffectiveTime) -> tuple[float, list[dict[str, Any]]]:
-    """The effective time by simulation, and the other ways to react to the loss of a host:
+    """Return the effective time by simulation, and the other ways to react to the loss of a host:
 
     `{name, effective, simulated}` for each.
 
@@ -94,7 +94,10 @@ def _played(prediction: EffectiveTime) -> tuple[float, list[dict[str, Any]]]:
 
 
 def _supervised(prediction: EffectiveTime) -> SupervisedTime | None:
-    """The result of a simulation that makes the decisions of the supervisor. None if the run continues on fewer hosts after a loss."""
+    """Return the result of a simulation that makes the decisions of the supervisor.
+
+    None if the run continues on fewer hosts after a loss.
+    """
     from meshwright.simulator.supervised import simulate_supervised
 
     model = prediction.model

@@ -114,7 +114,7 @@ def evaluate(
 
 
 def _of_pairs(result: Evaluation) -> str:
-    """The result of comparing pairs of answers, in words. A reward model is compared by scores, others by log-probabilities."""
+    """Return the result of comparing pairs of answers, in words. A reward model is compared by scores, others by log-probabilities."""
     figures = result.preferences
     lengths = f"{figures['chosen_tokens']:.1f} and {figures['rejected_tokens']:.1f} tokens"
     if "calibration_error" in figures:
@@ -191,7 +191,7 @@ def _evaluate(
 
 
 def _has_pairs(run: RunSpec | None, spec: DataSpec) -> bool:
-    """Whether the validation data are pairs of answers. Raises BadInput if they are labelled answers, which cannot be compared."""
+    """Return whether the validation data are pairs of answers. Raises BadInput if they are labelled answers, which cannot be compared."""
     from meshwright.data.manifest import held_out_beside
     from meshwright.data.source import preference_of
 
@@ -226,7 +226,7 @@ def check_format(model: Path, spec: DataSpec, seq_len: int) -> None:
 
 
 def _loss_in_chunks(model: Decoder, length: int) -> Callable[[MicroBatch], Tensor]:
-    """A function that returns the summed loss of a micro-batch of sequences with `length` tokens.
+    """Return a function that returns the summed loss of a micro-batch of sequences with `length` tokens.
 
     It evaluates the sequences in chunks, because whole ones would need much memory.
     """

@@ -398,7 +398,7 @@ def _continued_by_engine_ranks(
     how: SamplingFlags,
     formats: EngineFormats,
 ) -> Sequence[Sequence[int]]:
-    """The new tokens of each prompt. The engine runs on several ranks of this host, tensor-parallel or expert-parallel."""
+    """Return the new tokens of each prompt. The engine runs on several ranks of this host, tensor-parallel or expert-parallel."""
     from meshwright.cli.generate_rank import EngineJob
     from meshwright.spec.fields import to_plain
 
@@ -426,7 +426,7 @@ def _continued_by_engine_ranks(
 def _continued_by_plan(
     folder: Path, plan: Path, prompts: Sequence[tuple[int, ...]], how: SamplingFlags
 ) -> Sequence[Sequence[int]]:
-    """The new tokens of each prompt, computed by the ranks of a plan."""
+    """Return the new tokens of each prompt, computed by the ranks of a plan."""
     from meshwright.training.generate import GenerationSampling as PlanSampling
     from meshwright.training.spread import Continuation
 

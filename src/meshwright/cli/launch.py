@@ -157,7 +157,7 @@ def _check_options(to: str, given: dict[str, object]) -> None:
 
 
 def _rendered(to: str, job: SchedulerJob, container: Container | None, queue: Queue | None) -> str:
-    """The content of the file for a run, for the scheduler `to`."""
+    """Return the content of the file for a run, for the scheduler `to`."""
     if to == "slurm":
         from meshwright.launch.slurm import slurm_script
 
@@ -188,7 +188,7 @@ def _write(out: Path | None, text: str, summary: str) -> None:
 
 
 def _serving(arguments: list[str] | None, model: str | None, **options: Any) -> tuple[str, str]:
-    """The file of a deployment, and its name as a summary. `options` are fields of `ServingJob`.
+    """Return the file of a deployment, and its name as a summary. `options` are fields of `ServingJob`.
 
     Raises BadInput unless `arguments` is the file of one deployment and `model` is given.
     """
@@ -209,7 +209,7 @@ def _serving(arguments: list[str] | None, model: str | None, **options: Any) -> 
 
 
 def _queue(name: str | None, topology: str | None) -> Queue | None:
-    """The queue of Kueue; None if `--queue` is not given."""
+    """Return the queue of Kueue; None if `--queue` is not given."""
     from meshwright.launch.kubernetes import Queue
 
     if topology is not None and name is None:

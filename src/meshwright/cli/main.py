@@ -136,7 +136,7 @@ def _collect_rarely() -> None:
 
 
 def _arguments_to_complete() -> list[str]:
-    """The arguments after `meshwright` on the line that a shell asks to complete. Empty if this is no completion."""
+    """Return the arguments after `meshwright` on the line that a shell asks to complete. Empty if this is no completion."""
     if "_MESHWRIGHT_COMPLETE" not in os.environ:
         return []
     return os.environ.get("_TYPER_COMPLETE_ARGS", os.environ.get("COMP_WORDS", "")).split()[1:]

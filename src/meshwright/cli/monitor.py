@@ -58,7 +58,7 @@ def monitor(
 
 
 def started_run(run: Path) -> Path:
-    """The folder of the run that `run` names. The run need not have written metrics yet. Raises BadInput if there is none."""
+    """Return the folder of the run that `run` names. The run need not have written metrics yet. Raises BadInput if there is none."""
     for folder in (run, Path("runs") / run):
         if any((folder / name).is_file() for name in MARKS):
             return folder

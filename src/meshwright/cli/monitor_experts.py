@@ -29,7 +29,7 @@ LEAST_LINES = 3
 
 
 def expert_lines(table: ExpertLoadTable | None, height: int, width: int, *, colours: bool) -> list[Text]:
-    """The picture in at most `height` lines of `width` characters. Empty if there are no loads or too few lines.
+    """Return the picture in at most `height` lines of `width` characters. Empty if there are no loads or too few lines.
 
     If there is not enough space, one cell stands for several layers or experts and shows the largest of their loads.
     With `colours`, a cell is a coloured space, otherwise a character.

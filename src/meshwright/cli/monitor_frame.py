@@ -70,7 +70,7 @@ def frame(snapshot: RunSnapshot, console: Console) -> Group:
 
 
 def _figure_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
-    """The lines at the top: name and state of the run, progress bar of the steps, and the figures."""
+    """Return the lines at the top: name and state of the run, progress bar of the steps, and the figures."""
     figures = snapshot.figures
     attempt = f", attempt {figures.attempt}" if figures.attempt > 1 else ""
     title = Text.assemble((figures.name, "bold"), f"  {figures.state}{attempt}")
@@ -107,7 +107,7 @@ def _figure_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
 
 
 def _heat_lines(snapshot: RunSnapshot, lines: int, width: int, *, colours: bool) -> list[Text]:
-    """The heat map of compute times: a title with the legend, the map, and below it the first and last step."""
+    """Return the heat map of compute times: a title with the legend, the map, and below it the first and last step."""
     ranks = len(snapshot.seconds)
     title = Text.assemble(("compute time / median", "bold"))
     label = len(_range_text((max(0, ranks - lines), max(0, ranks - 1)))) + 6
@@ -119,7 +119,7 @@ def _heat_lines(snapshot: RunSnapshot, lines: int, width: int, *, colours: bool)
 
 
 def _heat_rows(heat: HeatMap, label: int, *, colours: bool) -> list[Text]:
-    """The lines of the heat map, each with the ranks that it shows. `label` is the width of that label in characters."""
+    """Return the lines of the heat map, each with the ranks that it shows. `label` is the width of that label in characters."""
     lines = []
     for ranks, values in zip(heat.ranks, heat.ratio.tolist(), strict=True):
         line = Text.assemble((f"rank {_range_text(ranks)}".ljust(label), "dim"))
@@ -130,7 +130,7 @@ def _heat_rows(heat: HeatMap, label: int, *, colours: bool) -> list[Text]:
 
 
 def _axis(heat: HeatMap, label: int) -> Text:
-    """The line below the map: its first and last step, and what one cell stands for."""
+    """Return the line below the map: its first and last step, and what one cell stands for."""
     first = f"{heat.steps[0][0]:,}"
     last = f"{heat.steps[-1][1]:,}"
     groups = (max(last - first + 1 for first, last in numbers) for numbers in (heat.ranks, heat.steps))
@@ -148,7 +148,7 @@ def _legend(*, colours: bool) -> Text:
 
 
 def _level(ratio: float) -> int | None:
-    """The number of the level to which a ratio belongs. None if the ratio is NaN, that is unknown."""
+    """Return the number of the level to which a ratio belongs. None if the ratio is NaN, that is unknown."""
     if ratio != ratio:
         return None
     return next((index for index, level in enumerate(LEVELS) if ratio < level[0]), len(LEVELS) - 1)
@@ -162,7 +162,10 @@ def _cells(level: int | None, count: int, *, colours: bool) -> Text:
 
 
 def _state_lines(snapshot: RunSnapshot, most: int) -> list[Text]:
-    """At most `most` lines about what ranks do. Ranks in the same state share a line. The ranks with the lowest step come first."""
+    """Return at most `most` lines about what ranks do.
+
+    Ranks in the same state share a line. The ranks with the lowest step come first.
+    """
     ranks = snapshot.ranks
     if not ranks:
         return [Text("  not known yet", "dim")]
@@ -185,7 +188,7 @@ def _grouped(ranks: Sequence[RankActivity], *, actions: bool) -> list[list[RankA
 
 
 def _state_line(group: Sequence[RankActivity], *, exact: bool) -> Text:
-    """One line about a group of ranks. With `exact`, all of them do the same, which the line names."""
+    """Return one line about a group of ranks. With `exact`, all of them do the same, which the line names."""
     first = group[0]
     longest = max((rank.seconds for rank in group if rank.seconds is not None), default=None)
     parts = [f"step {first.step:,}", first.phase, first.action if exact else "various actions", first.note]
@@ -195,7 +198,7 @@ def _state_line(group: Sequence[RankActivity], *, exact: bool) -> Text:
 
 
 def _wait_lines(snapshot: RunSnapshot, most: int) -> list[Text]:
-    """The rank for which others wait, and the ranks that wait for it."""
+    """Return the rank for which others wait, and the ranks that wait for it."""
     culprit = snapshot.culprit
     if culprit is None:
         if snapshot.progress_seconds is None:
@@ -217,7 +220,7 @@ def _wait_lines(snapshot: RunSnapshot, most: int) -> list[Text]:
 
 
 def _incident_text(snapshot: RunSnapshot) -> list[Text]:
-    """The lines about all incidents, the newest first."""
+    """Return the lines about all incidents, the newest first."""
     lines = [line for record in reversed(snapshot.incidents) for line in incident_lines(record)]
     return [Text(f"  {line}") for line in lines] or [Text("  none", "dim")]
 

@@ -126,7 +126,7 @@ def check_writable(option: str, file: Path | None) -> None:
 
 
 def model_folder(text: Path, runs: Path = Path("runs")) -> Path:
-    """The folder `text`, or the run of that name in `runs`. If there is neither, raises BadInput that names the nearest folder."""
+    """Return the folder `text`, or the run of that name in `runs`. If there is neither, raises BadInput that names the nearest folder."""
     for folder in (text, runs / text):
         if folder.is_dir():
             return folder

@@ -266,12 +266,12 @@ def _print_largest(arguments: list[str] | None, given: dict[str, object], *, as_
 
 
 def _steps_assumed(arguments: list[str] | None) -> bool:
-    """Whether neither a run file nor an override gives the number of steps."""
+    """Return whether neither a run file nor an override gives the number of steps."""
     return not any("=" not in word or word.startswith("train.steps=") for word in arguments or ())
 
 
 def _override(pin: str) -> str:
-    """The override `plan.KEY=VALUE` for the value of a --pin. Raises BadInput if it is not KEY=VALUE."""
+    """Return the override `plan.KEY=VALUE` for the value of a --pin. Raises BadInput if it is not KEY=VALUE."""
     if "=" not in pin:
         raise BadInput(f"--pin {pin}: expected KEY=VALUE with a key of the plan, such as tensor=2")
     return f"plan.{pin.removeprefix('plan.')}"

@@ -53,7 +53,7 @@ def answer_deployment(
 
 
 def serve_plan(arguments: list[str] | None) -> ServePlan:
-    """The plan of the deployment that the arguments of a command describe."""
+    """Return the plan of the deployment that the arguments of a command describe."""
     question = deployment_question(arguments)
     spec = question.value
     serve = question.value.serve
@@ -96,7 +96,7 @@ def workload_rate(requests: Sequence[TimedRequest]) -> float:
 
 
 def as_plain(answer: DeploymentAnswer) -> dict[str, Any]:
-    """The answer as JSON values, for `--json`."""
+    """Return the answer as JSON values, for `--json`."""
     return {
         "instances": to_plain(answer.deployment.instances),
         "goodput_per_gpu": answer.chosen.goodput_per_gpu,
@@ -110,7 +110,7 @@ def as_plain(answer: DeploymentAnswer) -> dict[str, Any]:
 
 
 def _alternative(option: DeploymentOption) -> dict[str, Any]:
-    """An alternative that was not chosen, as JSON values."""
+    """Return an alternative that was not chosen, as JSON values."""
     return {
         "instances": to_plain(option.deployment.instances),
         "goodput_per_gpu": option.goodput_per_gpu,

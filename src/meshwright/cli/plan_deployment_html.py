@@ -22,7 +22,7 @@ from meshwright.spec.model import parameter_count
 
 
 def page(plan: ServePlan) -> str:
-    """The HTML of the page."""
+    """Return the HTML of the page."""
     answer = plan.answer
     spec = plan.spec
     name = spec.model.preset or spec.model.family

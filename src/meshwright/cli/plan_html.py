@@ -47,7 +47,7 @@ SIDE_BY_SIDE = {"facts", "mesh", "memory", "step", "limits", "changes"}
 
 
 def page(answer: PlanAnswer) -> str:
-    """The HTML of the page."""
+    """Return the HTML of the page."""
     parts = [
         _header(answer),
         _tiles(answer),
@@ -66,7 +66,7 @@ def _name(answer: PlanAnswer) -> str:
 
 
 def _header(answer: PlanAnswer) -> str:
-    """The name of the model, the plan, its status, and the remarks."""
+    """Return the name of the model, the plan, its status, and the remarks."""
     run = answer.run
     machines = machines_line(answer.cluster)
     parts = (f"{number_text.short(parameter_count(run.model))} parameters", layer_order(run.model), machines)
@@ -115,14 +115,14 @@ def _tiles(answer: PlanAnswer) -> str:
 
 
 def _card(section: AnswerSection) -> str:
-    """A section as HTML. Empty if it has no content."""
+    """Return a section as HTML. Empty if it has no content."""
     title = section.title[0].upper() + section.title[1:]
     notes = "".join(f'<p class="aside">{escape(line)}</p>' for line in section.note.splitlines())
     return card(title, "".join(map(_block, section.blocks)) + notes)
 
 
 def _block(block: Block) -> str:
-    """One block of a section as HTML."""
+    """Return one block of a section as HTML."""
     match block:
         case AnswerTable(lines, heads):
             return rows(heads, [line + ("",) * (len(heads) - len(line)) for line in lines])
@@ -163,7 +163,7 @@ def _bars(block: AnswerBars) -> str:
 
 
 def _timeline(answer: PlanAnswer) -> str:
-    """The simulated timeline of a step. Long steps are drawn with fewer micro-batches."""
+    """Return the simulated timeline of a step. Long steps are drawn with fewer micro-batches."""
     run = answer.run
     plan = answer.plan
     if plan.predicted is None or plan.predicted.step_seconds is None:
@@ -222,7 +222,7 @@ def _line(label: str, values: Sequence[float | None]) -> Series:
 
 
 def _efficiencies(points: Sequence[Point]) -> list[float | None]:
-    """Tokens per second per GPU, divided by the value for the fewest GPUs that can run the job. None where it is not known."""
+    """Return the tokens per second per GPU, divided by the value for the fewest GPUs that can run the job. None where it is not known."""
     per_gpu = [point.tokens_per_second / point.gpus if point.tokens_per_second else None for point in points]
     first = next((value for value in per_gpu if value), None)
     return [value / first if value and first else None for value in per_gpu]

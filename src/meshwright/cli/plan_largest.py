@@ -19,7 +19,7 @@ FORMS = {
 
 
 def largest_as_plain(run: RunSpec) -> dict[str, Any]:
-    """The answer as JSON values. Raises the errors of `largest_models`."""
+    """Return the answer as JSON values. Raises the errors of `largest_models`."""
     return {
         "family": run.model.family,
         "device_bytes_usable": memory_budget(run),
@@ -29,7 +29,7 @@ def largest_as_plain(run: RunSpec) -> dict[str, Any]:
 
 
 def largest_as_text(run: RunSpec) -> list[str]:
-    """The answer as lines of text. Raises the errors of `largest_models`."""
+    """Return the answer as lines of text. Raises the errors of `largest_models`."""
     usable = (memory_budget(run) or 0) / 1e9
     cluster = f"{run.cluster.ranks} x {run.cluster.gpu}"
     lines = [
@@ -39,7 +39,7 @@ def largest_as_text(run: RunSpec) -> list[str]:
 
 
 def _as_plain(entry: Largest) -> dict[str, Any]:
-    """The largest model for one form of the optimizer's state, as JSON values."""
+    """Return the largest model for one form of the optimizer's state, as JSON values."""
     plain: dict[str, Any] = {"offload": entry.offload, "moments": entry.moments, "parameters": entry.parameters}
     if entry.model is None or entry.plan is None:
         return {**plain, "model": None, "plan": None}
@@ -56,7 +56,10 @@ def _as_plain(entry: Largest) -> dict[str, Any]:
 
 
 def _by_place(entry: Largest) -> dict[str, dict[str, float]]:
-    """Bytes of a device and of a host by their use, `{"device": {use: bytes}, "host": {use: bytes}}`. Uses below 50 MB are left out."""
+    """Return the bytes of a device and of a host by their use, `{"device": {use: bytes}, "host": {use: bytes}}`.
+
+    Uses below 50 MB are left out.
+    """
     predicted = entry.plan.predicted if entry.plan is not None else None
     device = {} if predicted is None else predicted.memory_bytes
     return {
@@ -66,7 +69,7 @@ def _by_place(entry: Largest) -> dict[str, dict[str, float]]:
 
 
 def _lines(entry: Largest) -> list[str]:
-    """The largest model for one form of the optimizer's state, in lines of text."""
+    """Return the largest model for one form of the optimizer's state, in lines of text."""
     form = FORMS.get((entry.offload, entry.moments), f"offload {entry.offload}, moments {entry.moments}")
     if entry.model is None or entry.plan is None or entry.plan.predicted is None:
         return [f"{form}: no model fits"]

@@ -31,7 +31,7 @@ def sample_lines(choice: SampleChoice) -> Iterator[tuple[str, ...]]:
 
 
 def samples_as_plain(run: RunSpec, choice: SampleChoice) -> dict[str, Any]:
-    """The layouts as JSON values."""
+    """Return the layouts as JSON values."""
     return {
         "longest": choice.longest,
         "tokens": choice.tokens,
@@ -41,7 +41,7 @@ def samples_as_plain(run: RunSpec, choice: SampleChoice) -> dict[str, Any]:
 
 
 def _layout(played: PlayedLayout) -> dict[str, Any]:
-    """One layout with the times of its simulated steps, as JSON values. All times are in seconds."""
+    """Return one layout with the times of its simulated steps, as JSON values. All times are in seconds."""
     layout = played.layout
     steps = played.steps
     time = played.times.time

@@ -167,7 +167,7 @@ class Remark:
 
 
 def status_of(answer: PlanAnswer) -> str:
-    """Whether the plan can be trained: one of CAN_BE_TRAINED, PLANNED_ONLY and DOES_NOT_FIT."""
+    """Return whether the plan can be trained: one of CAN_BE_TRAINED, PLANNED_ONLY and DOES_NOT_FIT."""
     if answer.does_not_fit:
         return DOES_NOT_FIT
     return PLANNED_ONLY if answer.planned_only else CAN_BE_TRAINED
@@ -213,7 +213,7 @@ def sources_of(answer: PlanAnswer) -> dict[str, str]:
 
 
 def _rl_remark(answer: PlanAnswer) -> Remark:
-    """The time of a step of reinforcement learning by phases.
+    """Return the time of a step of reinforcement learning by phases.
 
     The figures above it are for a step that trains on `train.global_batch` rows. Here the number of rows is the number
     that the answers fill.
@@ -246,7 +246,7 @@ def _untrainable_remark(other: Candidate | None) -> Remark:
 
 
 def _probes(answer: PlanAnswer) -> AnswerSection | None:
-    """The plans that --probe ran: predicted and measured time and memory."""
+    """Return the plans that --probe ran: predicted and measured time and memory."""
     if not answer.probes:
         return None
     plans = tuple(
@@ -281,7 +281,7 @@ def _measured_text(probe: Probe) -> str:
 
 
 def _plain_probe(probe: Probe) -> dict[str, Any]:
-    """A probe as JSON values."""
+    """Return a probe as JSON values."""
     return {
         "plan": plain_keys(probe.plan),
         "predicted_seconds": probe.predicted_seconds,
@@ -298,7 +298,7 @@ def _facts(answer: PlanAnswer) -> AnswerSection:
 
 
 def _mesh(answer: PlanAnswer) -> AnswerSection:
-    """The axes of the mesh with the links that they use, and the first nodes with their ranks."""
+    """Return the axes of the mesh with the links that they use, and the first nodes with their ranks."""
     rows = tuple(
         (axis, f"{'═══' if 'between' in link else '───'} {link}", traffic)
         for axis, link, traffic in axes(answer.run, answer.plan)
@@ -319,7 +319,7 @@ def _nodes(answer: PlanAnswer) -> Iterator[tuple[str, ...]]:
 
 
 def _memory(answer: PlanAnswer) -> AnswerSection:
-    """A bar for the memory of each pipeline rank, divided into its parts."""
+    """Return a bar for the memory of each pipeline rank, divided into its parts."""
     by_rank = memory_by_rank(answer.run, answer.plan)
     limit = answer.run.cluster.memory_bytes()
     full = max(limit or 0, *(sum(parts.values()) for _, parts in by_rank))
@@ -345,7 +345,7 @@ def _memory_bars(by_rank: Sequence[tuple[str, dict[str, int]]]) -> Iterator[Answ
 
 
 def _step(answer: PlanAnswer) -> AnswerSection | None:
-    """A bar for each part of the step time."""
+    """Return a bar for each part of the step time."""
     predicted = answer.plan.predicted
     if predicted is None or not predicted.step_seconds:
         return None
@@ -364,7 +364,7 @@ def _step(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _checkpoints(answer: PlanAnswer) -> AnswerSection | None:
-    """What checkpoints cost. None if the run writes only the last one."""
+    """Return what checkpoints cost. None if the run writes only the last one."""
     cost = checkpoint_cost(answer.run, answer.plan)
     return (
         None
@@ -374,7 +374,7 @@ def _checkpoints(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _effective_time(answer: PlanAnswer) -> AnswerSection | None:
-    """The effective training time. None if the run writes no periodic checkpoints, or if its step time is not known."""
+    """Return the effective training time. None if the run writes no periodic checkpoints, or if its step time is not known."""
     effective = predict_effective_time(answer.run, answer.plan)
     if effective is None:
         return None
@@ -397,7 +397,7 @@ def _expense(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _chips(answer: PlanAnswer) -> AnswerSection | None:
-    """A table of the same job on other chips, for --chips."""
+    """Return a table of the same job on other chips, for --chips."""
     if not answer.question.chips:
         return None
     heads = ("chip", "plan", "step", "tokens/s a GPU", "money / M tokens", "kWh / M tokens")
@@ -414,7 +414,7 @@ def _chips(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _chip_row(answer: PlanAnswer, entry: ChipPoint) -> tuple[str, ...]:
-    """A row of the table of chips. A chip that cannot do the job has the reason instead of figures."""
+    """Return a row of the table of chips. A chip that cannot do the job has the reason instead of figures."""
     point = entry.point
     spent = entry.expense
     if spent is None or point.answer is None or point.tokens_per_second is None or point.seconds is None:
@@ -432,13 +432,13 @@ def _chip_row(answer: PlanAnswer, entry: ChipPoint) -> tuple[str, ...]:
 
 
 def _plain_chip(point: ChipPoint) -> dict[str, Any]:
-    """A chip's result as JSON values."""
+    """Return a chip's result as JSON values."""
     body = {"chip": point.chip, **_plain_point(point.point, None, None)}
     return {**body, "expense": to_plain(point.expense) if point.expense else None}
 
 
 def _software(answer: PlanAnswer) -> AnswerSection | None:
-    """A table of the same job with other software, for --software."""
+    """Return a table of the same job with other software, for --software."""
     if not answer.question.software:
         return None
     rows = []
@@ -465,7 +465,7 @@ def _software(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _features(answer: PlanAnswer) -> AnswerSection | None:
-    """A table of what features of other systems would change, for --features."""
+    """Return a table of what features of other systems would change, for --features."""
     if not answer.question.features:
         return None
     title = "what features of other systems' expert parallelism would change"
@@ -484,7 +484,7 @@ def _features(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _formats(answer: PlanAnswer) -> AnswerSection | None:
-    """A table of the step time with matmuls in other formats, for --precision."""
+    """Return a table of the step time with matmuls in other formats, for --precision."""
     if answer.question.precision is None:
         return None
     title = "this plan with matmuls in other formats, the fastest first"
@@ -509,7 +509,7 @@ def _formats(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _accuracy(answer: PlanAnswer) -> AnswerSection | None:
-    """The accuracy of the formats in the table above it. Formats that differ between dense layers and experts are left out."""
+    """Return the accuracy of the formats in the table above it. Formats that differ between dense layers and experts are left out."""
     if not answer.formats:
         return None
     return _listed(
@@ -518,12 +518,12 @@ def _accuracy(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _why(answer: PlanAnswer) -> AnswerSection | None:
-    """The reasons for the plan."""
+    """Return the reasons for the plan."""
     return _listed("why", "why this plan", answer.plan.why) if answer.plan.why else None
 
 
 def _runner_ups(answer: PlanAnswer) -> AnswerSection | None:
-    """The next best plans, and why they were not chosen."""
+    """Return the next best plans, and why they were not chosen."""
     plans = []
     for number, other in enumerate(answer.others[:MOST_RUNNER_UPS], 2):
         predicted = other.plan.predicted
@@ -542,7 +542,7 @@ def _runner_ups(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _plain_runner_up(answer: PlanAnswer, other: Candidate) -> dict[str, Any]:
-    """A runner-up as JSON values."""
+    """Return a runner-up as JSON values."""
     return {
         "name": plan_name(other.plan),
         "fits": other.fits,
@@ -567,13 +567,13 @@ def _samples(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _limits(answer: PlanAnswer) -> AnswerSection | None:
-    """What limits the step."""
+    """Return what limits the step."""
     found = limits(answer.run, answer.plan)
     return _listed("limits", "what limits the step", [limit.text for limit in found], lambda: to_plain(found))
 
 
 def _changes(answer: PlanAnswer) -> AnswerSection:
-    """A table of what single changes would gain."""
+    """Return a table of what single changes would gain."""
     rows = tuple(
         (
             change.name,
@@ -590,7 +590,7 @@ def _changes(answer: PlanAnswer) -> AnswerSection:
 
 
 def _plain_objective(answer: PlanAnswer) -> dict[str, Any]:
-    """The sizes or trainings that the objective compared, as JSON values."""
+    """Return the sizes or trainings that the objective compared, as JSON values."""
     price = answer.question.price
     body: dict[str, Any] = {"name": answer.question.objective, "gpus": answer.plan.ranks, "tokens": answer.tokens}
     if answer.trainings:
@@ -599,7 +599,7 @@ def _plain_objective(answer: PlanAnswer) -> dict[str, Any]:
 
 
 def _sizes(answer: PlanAnswer) -> AnswerSection | None:
-    """A table of the numbers of GPUs in --gpus. With --objective cost and no --gpus, it has the cluster's own number only."""
+    """Return a table of the numbers of GPUs in --gpus. With --objective cost and no --gpus, it has the cluster's own number only."""
     tokens = answer.tokens
     points = answer.priced_points
     if not points:
@@ -637,7 +637,7 @@ def _sizes(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _trainings(answer: PlanAnswer) -> AnswerSection | None:
-    """A table of the batches and numbers of GPUs that reach one loss soonest, for --objective training."""
+    """Return a table of the batches and numbers of GPUs that reach one loss soonest, for --objective training."""
     if not answer.trainings:
         return None
     price = price_of(answer.run.cluster, answer.question.price).value
@@ -673,7 +673,7 @@ def _trainings(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _sources(answer: PlanAnswer) -> AnswerSection:
-    """Whether each predicted number is measured, fitted or guessed."""
+    """Return whether each predicted number is measured, fitted or guessed."""
     found = sources_of(answer)
     return AnswerSection(
         "sources", "where the numbers come from", (AnswerTable(tuple(found.items())),), plain=lambda: found
@@ -681,12 +681,12 @@ def _sources(answer: PlanAnswer) -> AnswerSection:
 
 
 def _listed(key: str, title: str, sentences: Iterable[str], plain: Callable[[], Any] | None = None) -> AnswerSection:
-    """A section with a list of sentences."""
+    """Return a section with a list of sentences."""
     return AnswerSection(key, title, (AnswerList(tuple(sentences)),), plain=plain)
 
 
 def _plain_point(point: Point, tokens: float | None, price: float | None) -> dict[str, Any]:
-    """The result for one number of GPUs as JSON values. `tokens` is the length of the training, `price` that of a GPU-hour."""
+    """Return the result for one number of GPUs as JSON values. `tokens` is the length of the training, `price` that of a GPU-hour."""
     hours = point.gpu_hours(tokens) if tokens else None
     price = price_of(point.run.cluster, price).value
     return {
@@ -704,7 +704,7 @@ def _plain_point(point: Point, tokens: float | None, price: float | None) -> dic
 
 
 def _plain_training(training: Training, price: float | None) -> dict[str, Any]:
-    """One training of the table of `_trainings` as JSON values."""
+    """Return one training of the table of `_trainings` as JSON values."""
     price = price_of(training.point.run.cluster, price).value
     return {
         "gpus": training.point.gpus,

@@ -100,7 +100,7 @@ def _section(console: Console, section: AnswerSection) -> None:
 
 
 def _is_empty(block: Block) -> bool:
-    """Whether a block has no content."""
+    """Return whether a block has no content."""
     match block:
         case AnswerTable():
             return not block.rows
@@ -152,7 +152,7 @@ def _print_bars(console: Console, block: AnswerBars) -> None:
 
 
 def _bar(bar: AnswerBar, block: AnswerBars, width: int) -> str:
-    """A bar of `width` characters.
+    """Return a bar of `width` characters.
 
     If bars have several parts, each part is drawn with its letter, and dots fill the rest of the scale.
     """

@@ -41,7 +41,7 @@ STAGES_SHOWN = 8
 
 
 def caution(run: RunSpec) -> str:
-    """A warning about the accuracy of the predicted seconds. Empty if measured runs confirm the prediction."""
+    """Return a warning about the accuracy of the predicted seconds. Empty if measured runs confirm the prediction."""
     if is_guessed(run.cluster):
         return unpredicted_message(run.cluster)
     if STACK != "meshwright":
@@ -73,18 +73,18 @@ def remarks(run: RunSpec) -> Iterator[str]:
 
 
 def plan_line(run: RunSpec, plan: Plan) -> str:
-    """A plan in one line: mesh, schedule, batch and strategies of the layers."""
+    """Return a plan in one line: mesh, schedule, batch and strategies of the layers."""
     batch_text = f"{plan.batch.accumulate} micro-batches of {plan.batch.micro_batch} × {run.train.seq_len} tokens"
     return f"{axes_line(plan)}, {batch_text}, {layers_line(plan)}"
 
 
 def axes_line(plan: Plan) -> str:
-    """The mesh of a plan, and its schedule if there is a choice of schedules."""
+    """Return the mesh of a plan, and its schedule if there is a choice of schedules."""
     return mesh_line(plan) + (f", {plan.schedule.name}" if has_schedule(plan) else "")
 
 
 def mesh_line(plan: Plan) -> str:
-    """The mesh axes with more than one rank, outermost first, and the expert parallelism."""
+    """Return the mesh axes with more than one rank, outermost first, and the expert parallelism."""
     used = [axis for axis in plan.mesh if axis.size > 1]
     text = " × ".join(f"{axis.axis} {axis.size}" for axis in used) or "one rank"
     experts = plan.experts
@@ -97,13 +97,13 @@ def mesh_line(plan: Plan) -> str:
 
 
 def short_line(plan: Plan) -> str:
-    """A short description of a plan: its name, what its copy engines transfer, and the strategies of its layers."""
+    """Return a short description of a plan: its name, what its copy engines transfer, and the strategies of its layers."""
     engines = "".join(f", {option.transfer_name} by copy engines" for option in copied_options(plan))
     return f"{plan_name(plan)}{engines}, {layers_line(plan)}"
 
 
 def layers_line(plan: Plan) -> str:
-    """The strategies of the layers. If there are several, each one is followed by its layers or their number."""
+    """Return the strategies of the layers. If there are several, each one is followed by its layers or their number."""
     grouped = _by_strategy(plan)
     if len(grouped) == 1:
         return next(iter(grouped))
@@ -119,7 +119,7 @@ def _layer_facts(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _by_strategy(plan: Plan) -> dict[str, list[LayerStrategy]]:
-    """The layer strategies of a plan, grouped by their description."""
+    """Return the layer strategies of a plan, grouped by their description."""
     grouped: dict[str, list[LayerStrategy]] = {}
     for strategy in plan.layers:
         grouped.setdefault(_strategy(strategy), []).append(strategy)
@@ -127,7 +127,7 @@ def _by_strategy(plan: Plan) -> dict[str, list[LayerStrategy]]:
 
 
 def machines_line(cluster: ClusterSpec) -> str:
-    """The nodes of a cluster and their devices. Groups of equal nodes are listed separately."""
+    """Return the nodes of a cluster and their devices. Groups of equal nodes are listed separately."""
     if cluster.emulate_nodes > 1:
         return f"{cluster.nodes:,} × {cluster.gpus_per_node} {cluster.gpu}, emulating {cluster.emulate_nodes} nodes"
     runs = node_type_runs(cluster)
@@ -230,7 +230,7 @@ def axes(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def node_line(run: RunSpec, plan: Plan, node: int) -> tuple[str, int]:
-    """The mesh coordinates of the ranks on node number `node`, and how many ranks it has."""
+    """Return the mesh coordinates of the ranks on node number `node`, and how many ranks it has."""
     per_node = as_nodes(run.cluster).gpus_per_node
     layout = Layout.of(plan, per_node)
     ranks = range(node * per_node, min((node + 1) * per_node, layout.ranks))
@@ -240,7 +240,7 @@ def node_line(run: RunSpec, plan: Plan, node: int) -> tuple[str, int]:
 
 
 def chips_by_node(cluster: ClusterSpec) -> list[str]:
-    """The chip of each node. Empty if all nodes have the same chip."""
+    """Return the chip of each node. Empty if all nodes have the same chip."""
     chips = [node_type.gpu for node_type, count in node_type_runs(cluster) for _ in range(count)]
     return chips if len(set(chips)) > 1 else []
 
@@ -250,7 +250,7 @@ BESIDE_TRAINING = ("snapshot", "rollouts")
 
 
 def memory_by_rank(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]:
-    """Bytes of memory by part, for each pipeline rank: [(rank with its layers, {part: bytes})]."""
+    """Return the bytes of memory by part, for each pipeline rank: [(rank with its layers, {part: bytes})]."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
     beside = {key: plan.predicted.memory_bytes.get(key, 0) for key in BESIDE_TRAINING} if plan.predicted else {}
     others = {key: size for key, size in beside.items() if size}
@@ -307,17 +307,17 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Bytes in GB or MB, such as 93.1 GB, 268 MB and 3.04 MB."""
+    """Return bytes in GB or MB, such as 93.1 GB, 268 MB and 3.04 MB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
 def three_digits(number: float) -> str:
-    """A number with three significant digits."""
+    """Return a number with three significant digits."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def two_digits(number: float) -> str:
-    """A number with two significant digits, as a prediction is not more precise: 1,200, 35, 0.42."""
+    """Return a number with two significant digits, as a prediction is not more precise: 1,200, 35, 0.42."""
     rounded = float(f"{number:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.2g}"
 

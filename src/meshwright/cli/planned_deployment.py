@@ -42,7 +42,7 @@ class ServePlan:
 
 
 def headline(plan: ServePlan) -> str:
-    """One sentence with the goodput and its 80% interval."""
+    """Return one sentence with the goodput and its 80% interval."""
     answer = plan.answer
     ranks = plan.spec.cluster.ranks
     rate = answer.chosen.goodput_per_gpu
@@ -53,7 +53,7 @@ def headline(plan: ServePlan) -> str:
 
 
 def limits_line(plan: ServePlan) -> str:
-    """One sentence with the limits, which of them decides the goodput, and the gain over the best colocated deployment."""
+    """Return one sentence with the limits, which of them decides the goodput, and the gain over the best colocated deployment."""
     limits = plan.spec.serve.limits
     if plan.spec.model.head == "score":
         return f"{limits.attainment:.0%} of requests within {limits.ttft_seconds:g} s to their score"
@@ -66,13 +66,13 @@ def limits_line(plan: ServePlan) -> str:
 
 
 def _part(deployment: Deployment, share: float) -> Deployment:
-    """The fraction `share` of a deployment, rounded up to whole instances."""
+    """Return the fraction `share` of a deployment, rounded up to whole instances."""
     counts = (replace(instance, count=max(1, ceil(share * instance.count))) for instance in deployment.instances)
     return replace(deployment, instances=tuple(counts))
 
 
 def rate_line(plan: ServePlan) -> str:
-    """One sentence: which fraction of the goodput the workload's own rate is, and how many devices suffice for it."""
+    """Return one sentence: which fraction of the goodput the workload's own rate is, and how many devices suffice for it."""
     if not plan.rate:
         return "the workload's requests arrive at once: it has no rate of its own"
     share = plan.rate / (plan.answer.chosen.goodput_per_gpu * plan.spec.cluster.ranks)
@@ -82,14 +82,14 @@ def rate_line(plan: ServePlan) -> str:
 
 
 def search_line(answer: DeploymentAnswer) -> str:
-    """One sentence about the search: how many deployments were considered and simulated."""
+    """Return one sentence about the search: how many deployments were considered and simulated."""
     simulated = 1 + len(answer.alternatives)
     unit = f", one of {answer.units} equal parts of the cluster" if answer.units > 1 else ""
     return f"best of {answer.considered:,} deployments, {simulated} simulated{unit}, found in {answer.search_seconds:.1f} s"
 
 
 def instance_lines(answer: DeploymentAnswer) -> list[tuple[str, ...]]:
-    """A table row for each kind of instance, with the columns `INSTANCE_HEADS`."""
+    """Return a table row for each kind of instance, with the columns `INSTANCE_HEADS`."""
     return [
         (i.role, f"{i.count:,}", f"{i.tensor}", f"{i.expert}", f"{i.token_budget:,}")
         for i in answer.deployment.instances
@@ -97,13 +97,16 @@ def instance_lines(answer: DeploymentAnswer) -> list[tuple[str, ...]]:
 
 
 def scaled_limits(answer: DeploymentAnswer) -> list[tuple[float, float]]:
-    """(factor of both limits, attainment) of the chosen deployment at its goodput. Empty if it was not simulated."""
+    """Return (factor of both limits, attainment) of the chosen deployment at its goodput. Empty if it was not simulated."""
     served = answer.chosen.goodput.served
     return [] if served is None else [(factor, served.attainment_within(factor)) for factor in LIMIT_FACTORS]
 
 
 def divisions(answer: DeploymentAnswer) -> list[tuple[float, float]]:
-    """(fraction of the devices in prefill instances, goodput per device) of each simulated deployment that can be served, ascending."""
+    """Return (fraction of devices in prefill instances, goodput per device) of each simulated deployment, ascending.
+
+    Deployments that cannot be served are left out.
+    """
     options = [option for option in (answer.chosen, *answer.alternatives) if option.deployment.runnable]
     return sorted((_prefill_share(option), option.goodput_per_gpu) for option in options)
 

@@ -50,7 +50,7 @@ def predict(
 
 
 def _read(path: Path) -> list[dict[str, str]]:
-    """The rows of the table as strings by column. Raises BadInput if the file is no CSV file or lacks a required column."""
+    """Return the rows of the table as strings by column. Raises BadInput if the file is no CSV file or lacks a required column."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, restkey="more")
@@ -72,7 +72,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[str, Any]:
-    """The predicted and the measured figures of one row.
+    """Return the predicted and the measured figures of one row.
 
     `index` counts rows from 0. Memory is in GiB, although its keys end in `gb`.
     """
@@ -145,13 +145,13 @@ def _error(answer: dict[str, Any]) -> float:
 
 
 def _inside(answers: list[dict[str, Any]]) -> float:
-    """The fraction of rows whose measured time is inside the predicted interval."""
+    """Return the fraction of rows whose measured time is inside the predicted interval."""
     inside = [answer["low_seconds"] <= answer["measured_step_seconds"] <= answer["high_seconds"] for answer in answers]
     return sum(inside) / len(inside)
 
 
 def _quantile(values: list[float], share: float) -> float:
-    """The quantile `share` (0 to 1) of some values, interpolated linearly."""
+    """Return the quantile `share` (0 to 1) of some values, interpolated linearly."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     below = int(position)

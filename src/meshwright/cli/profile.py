@@ -139,7 +139,7 @@ def profile(
 
 
 def _cluster_of(folder: Path) -> ClusterSpec:
-    """The cluster of the run in `folder`."""
+    """Return the cluster of the run in `folder`."""
     from meshwright.config.load import load_plan, load_resolved
 
     load_plan(folder / "plan.yaml")  # Reports a bad plan before ranks start.
@@ -147,7 +147,10 @@ def _cluster_of(folder: Path) -> ClusterSpec:
 
 
 def _cluster(arguments: list[str] | None) -> ClusterSpec:
-    """The cluster that the command line describes. Its devices must be on this host. Raises BadInput for keys of other sections."""
+    """Return the cluster that the command line describes.
+
+    Its devices must be on this host. Raises BadInput for keys of other sections.
+    """
     from meshwright.config.load import load_cluster
     from meshwright.launch.machine import found_cluster
 
@@ -267,7 +270,7 @@ def _measured_step(folder: Path, first: int) -> float:
 
 
 def _unmeasured(folder: Path, cluster: ClusterSpec) -> MachineProfile:
-    """A profile of the run's machine without measurements."""
+    """Return a profile of the run's machine without measurements."""
     from meshwright.observe.runfolder import read_run
     from meshwright.spec.profile import MachineProfile
 

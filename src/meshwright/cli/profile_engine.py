@@ -59,7 +59,7 @@ def profile_engine(
 
 
 def _question(path: Path | None, overrides: Sequence[str]) -> tuple[ModelSpec, Quantisation, ClusterSpec]:
-    """The model, its formats, and the cluster of one device of this machine."""
+    """Return the model, its formats, and the cluster of one device of this machine."""
     from meshwright.config.deployment_file import asks_for_deployment, load_deployment_spec
     from meshwright.config.load import load_run
     from meshwright.families.folder import folder_spec
@@ -85,7 +85,7 @@ def _question(path: Path | None, overrides: Sequence[str]) -> tuple[ModelSpec, Q
 
 
 def _dimensions(model: ModelSpec) -> ModelSpec:
-    """The dimensions of the model only. If the vocabulary is not known, 4096 tokens are assumed."""
+    """Return the dimensions of the model only. If the vocabulary is not known, 4096 tokens are assumed."""
     from dataclasses import fields
 
     from meshwright.spec.model import ModelSpec
@@ -95,7 +95,10 @@ def _dimensions(model: ModelSpec) -> ModelSpec:
 
 
 def _with_engine(out: Path, measured: EngineProfile, cluster: ClusterSpec) -> MachineProfile:
-    """The profile in `out`, or a new one, with `measured` added. It replaces an earlier measurement of the same model and formats."""
+    """Return the profile in `out`, or a new one, with `measured` added.
+
+    It replaces an earlier measurement of the same model and formats.
+    """
     from meshwright.config.profile_file import load_profile
 
     before = load_profile(out) if out.is_file() else _empty(measured.date, cluster)
@@ -105,7 +108,7 @@ def _with_engine(out: Path, measured: EngineProfile, cluster: ClusterSpec) -> Ma
 
 
 def _empty(date: str, cluster: ClusterSpec) -> MachineProfile:
-    """A profile of this machine without measurements."""
+    """Return a profile of this machine without measurements."""
     import torch
 
     from meshwright.spec.profile import MachineProfile
@@ -124,7 +127,7 @@ def _empty(date: str, cluster: ClusterSpec) -> MachineProfile:
 
 
 def _table(measured: EngineProfile) -> list[str]:
-    """A table of the measured steps with the times that the fitted constants give, followed by the constants."""
+    """Return a table of the measured steps with the times that the fitted constants give, followed by the constants."""
     from meshwright.costs.serve_work import device_work
     from meshwright.costs.step_times import InstanceStepTimes
 

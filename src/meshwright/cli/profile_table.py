@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def table(profile: MachineProfile) -> list[str]:
-    """The lines of the output."""
+    """Return the lines of the output."""
     head = (
         f"{profile.device}: {profile.devices} × {profile.gpu} a node, {profile.nodes} node{'s' * (profile.nodes > 1)}"
     )
@@ -60,7 +60,7 @@ def _attention(profile: MachineProfile) -> Iterator[tuple[str, str]]:
 
 
 def flops_text(rate: float) -> str:
-    """A rate in floating-point operations per second, as text."""
+    """Return a rate in floating-point operations per second, as text."""
     return f"{rate / 1e12:.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.4g} GFLOP/s"
 
 
@@ -101,7 +101,7 @@ def _beside(profile: MachineProfile) -> Iterator[tuple[str, str]]:
 
 
 def _fits(profile: MachineProfile) -> Sequence[tuple[str, str]]:
-    """The constants that the cost model fits to these measurements, with the quality of each fit."""
+    """Return the constants that the cost model fits to these measurements, with the quality of each fit."""
     from meshwright.costs.constants import constants
     from meshwright.costs.measured import fits, reference_chip
     from meshwright.costs.plan_costs import STACK

@@ -50,7 +50,7 @@ def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str |
 
 
 def _multiplies_blocks(spec: ModelSpec) -> bool:
-    """Whether one device can multiply all weights as stored, in FP8 blocks.
+    """Return whether one device can multiply all weights as stored, in FP8 blocks.
 
     It cannot if the model has experts, or if a part of a fused weight does not begin at a block boundary.
     """

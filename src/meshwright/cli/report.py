@@ -62,7 +62,7 @@ def report(
 
 
 def find_run(run: Path) -> Path:
-    """The folder of the run that `run` names: a path, or a name in `runs/`. The folder must have metrics.jsonl.
+    """Return the folder of the run that `run` names: a path, or a name in `runs/`. The folder must have metrics.jsonl.
 
     If there is none, raises BadInput that names the nearest run.
     """

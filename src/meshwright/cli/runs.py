@@ -169,5 +169,5 @@ def delete(
 
 
 def _deletable_folder(run: Path) -> Path:
-    """The folder that `run` names. A folder that is not a run is returned too; it is refused later, with a message of its own."""
+    """Return the folder that `run` names. A folder that is not a run is returned too; it is refused later, with a message of its own."""
     return run if run.is_dir() else started_run(run)

@@ -84,9 +84,9 @@ def _check(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def _check_experts(values: Mapping[str, Any], *, exchanges: bool) -> None:
-    """Raise BadInput if several devices share the experts and a setting is only for one device.
+    """Raise BadInput if several devices share the experts and a setting allows only one device.
 
-    `exchanges` tells that roles exchange cache blocks.
+    `exchanges` tells whether the server exchanges cache blocks with other servers, which also allows only one device.
     """
     count = _experts(values).count
     if count > 1 and (
@@ -102,7 +102,7 @@ def _draft_folder(name: str) -> Path:
 
 
 def _experts(planned: Mapping[str, Any]) -> ExpertRanks:
-    """The expert-parallel ranks that the settings of a plan give."""
+    """Return the expert-parallel ranks that the settings of a plan give."""
     with attach_key("expert_dispatch" if "expert_dispatch" in planned else "expert_micro_batches"):
         return ExpertRanks(
             count=planned.get("expert", 1),

@@ -39,12 +39,12 @@ def split_default(help: str) -> tuple[str, str]:
 
 
 def _shown(flag: str, default: Any) -> str:
-    """A default as the user would write it. For a switch that is on, it is the name of the switch."""
+    """Return a default as the user would write it. For a switch that is on, it is the name of the switch."""
     return flag[2:] if default is True else str(default)
 
 
 def _option(name: str, annotation: Any, help: str, default: Any) -> inspect.Parameter:
-    """The option for one field. If the user does not give it, it is None, and the file's value or the field's default applies."""
+    """Return the option for one field. If the user does not give it, it is None, and the file's value or the field's default applies."""
     if typing.get_origin(annotation) in (Union, types.UnionType):
         annotation = next((part for part in typing.get_args(annotation) if part is not type(None)), annotation)
     choices = None

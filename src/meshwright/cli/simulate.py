@@ -99,7 +99,7 @@ def simulate(
 
 
 def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace: Path) -> dict[str, Any]:
-    """The result of the simulation as JSON values."""
+    """Return the result of the simulation as JSON values."""
     from meshwright.costs.plan_costs import STACK, band, band_and_source
     from meshwright.planner.candidate import slot_run
     from meshwright.planner.checkpoint_cost import checkpoint_cost
@@ -153,7 +153,7 @@ def _breakdown(run: RunSpec, plan: Plan, timeline: Timeline) -> dict[str, float]
 
 
 def _layers(run: RunSpec, plan: Plan) -> list[str]:
-    """The layers of each pipeline rank as text, in the order of its virtual stages."""
+    """Return the layers of each pipeline rank as text, in the order of its virtual stages."""
     from meshwright.spec.layout import stage_table
 
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)

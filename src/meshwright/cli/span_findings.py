@@ -21,7 +21,7 @@ HEAT_MAP_STEPS = 1000
 
 
 def span_findings(folder: Path) -> SpanFindings:
-    """The findings from the spans of the newest start of a run. Its `notes` say which findings are missing, and why."""
+    """Return the findings from the spans of the newest start of a run. Its `notes` say which findings are missing, and why."""
     from meshwright.diagnosis.stragglers import diagnose_run
     from meshwright.events.span_ring import starts_with_spans
     from meshwright.observe.report import SpanFindings
@@ -42,7 +42,7 @@ def span_findings(folder: Path) -> SpanFindings:
 
 
 def heat_map_of_run(folder: Path) -> HeatMapFigures | None:
-    """The heat map of the newest steps of a run.
+    """Return the heat map of the newest steps of a run.
 
     None if there are fewer than two ranks. Raises BadInput if the ranks have no step in common.
     """
@@ -53,7 +53,7 @@ def heat_map_of_run(folder: Path) -> HeatMapFigures | None:
 
 
 def heat_map_figures(ranks: np.ndarray, steps: np.ndarray, seconds: np.ndarray) -> HeatMapFigures | None:
-    """The heat map of compute times. None if there are fewer than two ranks, or no steps.
+    """Return the heat map of compute times. None if there are fewer than two ranks, or no steps.
 
     `ranks` `(ranks,)` and `steps` `(steps,)` are numbers. `seconds` `(ranks, steps)` is 0 where a rank has no time.
     """
@@ -73,7 +73,7 @@ def heat_map_figures(ranks: np.ndarray, steps: np.ndarray, seconds: np.ndarray) 
 
 
 def _timeline(folder: Path, start: Path) -> str:
-    """A figure of the measured pipeline step above the predicted one. Empty if the run has no pipeline."""
+    """Return a figure of the measured pipeline step above the predicted one. Empty if the run has no pipeline."""
     from meshwright.events.clock_alignment import on_one_clock
     from meshwright.events.span_ring import read_spans
     from meshwright.observe.report_timeline import pipeline_timeline
@@ -87,7 +87,7 @@ def _timeline(folder: Path, start: Path) -> str:
 
 
 def _predicted(folder: Path) -> tuple[Timeline | None, bool, str | None]:
-    """(simulated step of the run's plan or None, whether the speeds are guessed, why there is no simulation)."""
+    """Return (simulated step of the run's plan or None, whether the speeds are guessed, why there is no simulation)."""
     from meshwright.config.load import load_plan, load_resolved
     from meshwright.costs.machine_rates import is_guessed
     from meshwright.simulator.predicted_step import predicted_step
@@ -102,5 +102,5 @@ def _predicted(folder: Path) -> tuple[Timeline | None, bool, str | None]:
 
 
 def _without_path(error: Exception, folder: Path) -> str:
-    """The text of an error with the name of the run in place of its path, because reports are given to others."""
+    """Return the text of an error with the name of the run in place of its path, because reports are given to others."""
     return str(error).replace(str(folder), folder.name)

@@ -73,7 +73,7 @@ def ask_ranks(
 
 
 def model_in(folder: Path) -> tuple[ModelSpec, str]:
-    """The dimensions of the model in a folder, and the source of its weights:
+    """Return the dimensions of the model in a folder, and the source of its weights:
 
     `hf:DIR` or `checkpoint:DIR`. Weights are not read.
 
@@ -95,7 +95,7 @@ def model_in(folder: Path) -> tuple[ModelSpec, str]:
 
 
 def found_weights(folder: Path) -> tuple[Path, dict[str, object]]:
-    """The folder with the weights of a model, and `facts` about the checkpoint for the command's JSON output.
+    """Return the folder with the weights of a model, and `facts` about the checkpoint for the command's JSON output.
 
     For a run, it is the newest undamaged checkpoint. If newer ones are damaged, a warning is printed.
     """
@@ -172,9 +172,11 @@ def check_deployment(deployment: Deployment, model: ModelSpec) -> None:
 
 
 def cluster_here(ranks: int, source: str, remedy: str, *, launched: bool = False) -> ClusterSpec:
-    """This host as a cluster of `ranks` devices. If a launcher started this process, the launcher's hosts.
+    """Return this host as a cluster of `ranks` devices.
 
-    `source` is what requests the ranks, `remedy` what the user can do. Raises BadInput if this host has fewer GPUs.
+    If a launcher started this process, return the launcher's cluster.
+
+    `source` is what requests the ranks, and `remedy` what the user can do. Raises BadInput if this host has fewer GPUs.
     """
     from meshwright.launch.machine import found_cluster
     from meshwright.spec.cluster import ClusterSpec

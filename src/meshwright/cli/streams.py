@@ -71,7 +71,7 @@ def _outliving_its_reader(stream: io.TextIOWrapper, name: str, number: int) -> i
 
 
 def _null_device(number: int) -> int:
-    """A file descriptor of the null device. It is `number` if that is closed, otherwise another one."""
+    """Return a file descriptor of the null device. It is `number` if that is closed, otherwise another one."""
     descriptor = os.open(os.devnull, os.O_RDWR)
     try:
         os.fstat(number)

@@ -123,7 +123,7 @@ def _ranked(sweep: Sweep) -> Iterator[ComparedRun]:
 
 
 def _ranking(sweep: Sweep, ranked: list[ComparedRun]) -> list[list[str]]:
-    """A table: the heads of the columns, and one row for each run that has begun, the best first."""
+    """Return a table: the heads of the columns, and one row for each run that has begun, the best first."""
     values = {run.name: run.swept.values for run in sweep.runs}
     keys = list(dict.fromkeys(key for run in values.values() for key in run))
     rows = [["", *keys, "validation loss", "loss", "step", "outcome"]]

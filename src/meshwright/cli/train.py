@@ -262,7 +262,7 @@ def announce(prepared: PreparedRun) -> None:
 
 
 def _tokens_a_step(train: TrainSpec) -> str:
-    """The number of tokens of a step, in words. With a batch ramp, it names the first and the last number."""
+    """Return the number of tokens of a step, in words. With a batch ramp, it names the first and the last number."""
     steps = f"{train.tokens_per_step:,} tokens a step"
     if not train.batch_ramp:
         return steps
@@ -270,7 +270,7 @@ def _tokens_a_step(train: TrainSpec) -> str:
 
 
 def _devices(cluster: ClusterSpec) -> str:
-    """The devices of a cluster in a few words. For CPU ranks, it also says how many GPUs of this host are idle."""
+    """Return the devices of a cluster in a few words. For CPU ranks, it also says how many GPUs of this host are idle."""
     from meshwright.launch.machine import visible_gpus
 
     nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
@@ -286,7 +286,7 @@ def _devices(cluster: ClusterSpec) -> str:
 
 
 def _formats(run: RunSpec, plan: Plan) -> str:
-    """The formats of compute and of linear layers in words."""
+    """Return the formats of compute and of linear layers in words."""
     precision = plan.precision
     formats = dict.fromkeys(layer.linear or precision.linear for layer in plan.layers)
     low = [name for name in formats if name != "compute"]

@@ -107,7 +107,7 @@ def _normalise_chip_names(document: YamlDocument) -> None:
 
 
 def _plain(chip: str) -> str:
-    """The name of a chip in capital letters, without spaces, dashes and underscores."""
+    """Return the name of a chip in capital letters, without spaces, dashes and underscores."""
     return re.sub(r"[\s_-]", "", chip).upper()
 
 
@@ -183,7 +183,7 @@ def _take_dimensions(document: YamlDocument, model_reader: ModelReader | None) -
 
 
 def _dimensions_of_preset(document: YamlDocument) -> dict[str, Any] | None:
-    """The dimensions of the preset that `model.preset` names.
+    """Return the dimensions of the preset that `model.preset` names.
 
     None without one. An unknown name is rejected, and the result is empty.
     """
@@ -204,7 +204,7 @@ def _dimensions_of_preset(document: YamlDocument) -> dict[str, Any] | None:
 def _dimensions_of_weights(
     document: YamlDocument, init: str, model_reader: ModelReader | None, *, needed: bool
 ) -> dict[str, Any] | None:
-    """All dimensions of the model whose weights `init` names. None for `scratch`, or if the weights cannot be read.
+    """Return all dimensions of the model whose weights `init` names. None for `scratch`, or if the weights cannot be read.
 
     Weights that cannot be read are rejected only if the dimensions are `needed`. Otherwise a plan can be made without
     reading them, and the check before a start reports the problem.
@@ -227,7 +227,7 @@ def _dimensions_of_weights(
 
 
 def dimensions_of_run(folder: Path) -> dict[str, Any] | None:
-    """The dimensions of the model in a run's folder, or in a checkpoint of a run. None if `folder` is neither."""
+    """Return the dimensions of the model in a run's folder, or in a checkpoint of a run. None if `folder` is neither."""
     candidates = [parent / "config.yaml" for parent in (folder, *folder.parents[:2])]
     configs = [file for file in candidates if os.path.isfile(file)]
     stored = read_yaml(configs[0]).get(("model",)) if configs else None
@@ -237,7 +237,7 @@ def dimensions_of_run(folder: Path) -> dict[str, Any] | None:
 
 
 def _inherited(stored: dict[str, Any]) -> dict[str, Any]:
-    """The dimensions that a run takes over from weights.
+    """Return the dimensions that a run takes over from weights.
 
     Two fields are left out: `init_std`, because no initial weights are drawn, and `adapter`, because adapters are
     merged into the weights.
@@ -264,19 +264,19 @@ def _reject_differences(document: YamlDocument, stored: dict[str, Any], of_prese
 
 
 def _free(document: YamlDocument) -> tuple[str, ...]:
-    """The dimensions in which this run may differ from its initial weights."""
+    """Return the dimensions in which this run may differ from its initial weights."""
     return (*FREE_BESIDE_WEIGHTS, *(SCORE_HEAD if document.get(("preference", "loss")) == "reward" else ()))
 
 
 def _equal(given: Any, stored: Any) -> bool:
-    """Whether a given value agrees with the stored one. `none` stands for None. Of a section, only the given keys are compared."""
+    """Return whether a given value agrees with the stored one. `none` stands for None. Of a section, only the given keys are compared."""
     if isinstance(given, dict) and isinstance(stored, dict):
         return all(_equal(value, stored.get(key)) for key, value in given.items())
     return (None if given == "none" else given) == stored
 
 
 def _shown(value: Any) -> str:
-    """A dimension as a run file would spell it, for messages."""
+    """Return a dimension as a run file would spell it, for messages."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -54,7 +54,7 @@ class PlannedSetting(NamedTuple):
 
 
 def asks_for_deployment(path: Path | None, overrides: Sequence[str]) -> bool:
-    """Whether the file, or an override, has the section `serve`, and so asks for a deployment."""
+    """Return whether the file, or an override, has the section `serve`, and so asks for a deployment."""
     if any(text.removeprefix("--").partition("=")[0].partition(".")[0] == "serve" for text in overrides):
         return True
     return path is not None and read_yaml(path).has(("serve",))
@@ -142,13 +142,13 @@ def refuse_question(document: YamlDocument, expected: str) -> None:
 
 
 def deployment_yaml(deployment: Deployment) -> str:
-    """The deployment as a YAML file that a person can read, edit and pass to `meshwright serve --plan FILE`."""
+    """Return the deployment as a YAML file that a person can read, edit and pass to `meshwright serve --plan FILE`."""
     header = "# A serving deployment. Edit it and pass it back with --plan FILE; `predicted` and `why` bind nothing.\n"
     return header + dump_yaml(to_plain(deployment))
 
 
 def server_settings(deployment: Deployment, role: str | None) -> dict[str, Any]:
-    """The keys that a server's file must have so that the server is an instance of the deployment.
+    """Return the keys that a server's file must have so that the server is an instance of the deployment.
 
     `role` selects the instance if there are several kinds. Raises BadInput, with the key in the deployment's file, if
     the instances selected by the role differ, and if this release cannot serve them.
@@ -157,9 +157,9 @@ def server_settings(deployment: Deployment, role: str | None) -> dict[str, Any]:
 
 
 def planned_settings(file: LocatedValues[Deployment], role: str | None) -> dict[str, PlannedSetting]:
-    """The settings of `server_settings`, and the engine switches that differ from their defaults, each with its position in the file.
+    """Return the settings of `server_settings`, each with its position in the file.
 
-    Raises BadConfig where `server_settings` raises BadInput.
+    Engine switches that differ from their defaults are added. Raises BadConfig where `server_settings` raises BadInput.
     """
     with file.at_keys():
         settings = _settings_with_keys(file.value, role)
@@ -171,7 +171,7 @@ def planned_settings(file: LocatedValues[Deployment], role: str | None) -> dict[
 
 
 def _settings_with_keys(deployment: Deployment, role: str | None) -> dict[str, tuple[Any, KeyPath]]:
-    """The settings of a server, each with the key of the deployment's file that gives it."""
+    """Return the settings of a server, each with the key of the deployment's file that gives it."""
     entries = [(index, entry) for index, entry in enumerate(deployment.instances) if role in (None, entry.role)]
     if len({(entry.role, entry.tensor, entry.expert, entry.token_budget) for _, entry in entries}) != 1:
         roles = {entry.role for _, entry in entries}
@@ -248,7 +248,7 @@ def _context_rule(document: YamlDocument, workload: Mapping[str, Any]) -> Iterat
 
 
 def _context(document: YamlDocument) -> int | None:
-    """The context of the model in tokens, if the file gives it.
+    """Return the context of the model in tokens, if the file gives it.
 
     A prompt must be shorter, because the server adds at least one token.
     """
@@ -273,7 +273,7 @@ def _long_prompts(document: YamlDocument, path: KeyPath, lengths: Sequence[int])
 
 
 def _trace_mistakes(document: YamlDocument) -> list[Mistake]:
-    """The first mistake in the trace. If the trace cannot be read, the mistake is at the key that names it."""
+    """Return the first mistake in the trace. If the trace cannot be read, the mistake is at the key that names it."""
     path = (*_WORKLOAD, "trace")
     name = document.get(path)
     if not isinstance(name, str) or name == "none":

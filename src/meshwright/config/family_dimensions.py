@@ -17,13 +17,13 @@ _FFN_MULTIPLE = 256
 
 
 def required_dimensions(model: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys that a `model` section must have, once the preset or the folder of weights has been applied."""
+    """Return the keys that a `model` section must have, once the preset or the folder of weights has been applied."""
     family = FAMILIES.get(str(model.get("family")))
     return DIMENSIONS if family is None else (*DIMENSIONS, *family.required)
 
 
 def ffn_width(hidden: int, mlp: object) -> tuple[int, str]:
-    """The conventional `ffn_hidden` of a model, and its formula as text. `mlp` is the value of `model.mlp`.
+    """Return the conventional `ffn_hidden` of a model, and its formula as text. `mlp` is the value of `model.mlp`.
 
     GELU has 4 × hidden (Radford et al. 2019). SwiGLU has three matrices in place of two. So Llama takes 2/3 of that, to
     keep the number of parameters, and rounds up to a multiple of 256 (Touvron et al. 2023). Example: hidden 4096 gives

@@ -135,7 +135,7 @@ def _parameters(run: RunValues) -> Iterator[Mistake]:
 
 
 def _model_values(run: RunValues) -> dict[str, Any] | None:
-    """The given fields of the run's ModelSpec. None if some are invalid or not yet known."""
+    """Return the given fields of the run's ModelSpec. None if some are invalid or not yet known."""
     if run.document.partial or any(path[:1] == ("model",) for path in run.unusable):
         return None
     given = {f.name: run(f"model.{f.name}") for f in dataclasses.fields(ModelSpec)}
@@ -311,12 +311,12 @@ _MODEL_AXES = ("pipeline", "tensor", "context_ring", "context_ulysses")
 
 
 def _pipeline_ranks(run: RunValues) -> int:
-    """The given number of pipeline ranks, or the number of rows of `plan.stages`, or 1."""
+    """Return the given number of pipeline ranks, or the number of rows of `plan.stages`, or 1."""
     return run("plan.pipeline") or len(run("plan.stages") or ()) or 1
 
 
 def _model_ranks(run: RunValues) -> dict[str, int]:
-    """The given sizes of the axes that divide the model, by key. Sizes of 1 are left out."""
+    """Return the given sizes of the axes that divide the model, by key. Sizes of 1 are left out."""
     pinned = {f"plan.{axis}": run(f"plan.{axis}") or 1 for axis in _MODEL_AXES}
     if run("plan.pipeline") is None:
         pinned["plan.stages"] = _pipeline_ranks(run)

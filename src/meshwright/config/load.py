@@ -144,14 +144,14 @@ def load_resolved(path: Path) -> RunSpec:
 
 
 def load_resolved_model(path: Path) -> ModelSection:
-    """The model in a file that `load_resolved` reads. The other sections are not checked, unless this section has mistakes."""
+    """Return the model in a file that `load_resolved` reads. The other sections are not checked, unless this section has mistakes."""
     document = read_yaml(path)
     values, mistakes = validate(ModelSection, document.get(("model",)) or {})
     return load_resolved(path).model if mistakes or document.mistakes else from_plain(ModelSection, values)
 
 
 def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: Detect | None = None) -> ClusterSpec:
-    """The cluster of the run that `load_run` would load.
+    """Return the cluster of the run that `load_run` would load.
 
     The file `cluster.profile` is not read, because it may not exist yet.
 
@@ -184,13 +184,13 @@ def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
 
 
 def resolved_yaml(run: RunSpec) -> str:
-    """The run with every value, as YAML that `load_run` reads back to an equal RunSpec."""
+    """Return the run with every value, as YAML that `load_run` reads back to an equal RunSpec."""
     header = "# A resolved run: every value, defaults included. Loading this file gives the same run again.\n"
     return header + dump_yaml(_without_derived(run))
 
 
 def plan_yaml(plan: Plan) -> str:
-    """The plan as a YAML file that a person can read, edit and pass back with `plan: FILE`."""
+    """Return the plan as a YAML file that a person can read, edit and pass back with `plan: FILE`."""
     header = (
         "# The plan of this run. Edit a copy and pass it back with `plan: FILE`; `predicted` and `why` bind nothing.\n"
     )
@@ -198,7 +198,7 @@ def plan_yaml(plan: Plan) -> str:
 
 
 def differences(a: RunSpec, b: RunSpec) -> list[tuple[str, Any, Any]]:
-    """(dotted key, value in a, value in b) for every key whose difference makes the two runs train differently.
+    """Return (dotted key, value in a, value in b) for every key whose difference makes the two runs train differently.
 
     Other keys are ignored: cluster, plan, checkpoint, observe, validation and time limits. The order of entries in
     `data.mix` is compared, because the order of samples may depend on it. If only one of the runs has a section, the
@@ -218,7 +218,7 @@ def differences(a: RunSpec, b: RunSpec) -> list[tuple[str, Any, Any]]:
 
 
 def mistakes_as_json(mistakes: Iterable[Mistake] = ()) -> dict[str, Any]:
-    """What `meshwright check --json` prints for these mistakes."""
+    """Return what `meshwright check --json` prints for these mistakes."""
     report = BadConfig(mistakes)
     more = {"more": report.unlisted} if report.unlisted else {}
     return {"ok": not report.mistakes, "errors": report.as_plain(), **more}
@@ -236,7 +236,7 @@ def _complete(
 
 
 def _embedded_values(document: YamlDocument) -> Iterator[tuple[KeyPath, str]]:
-    """(path, value as text) of each key whose value comes from the quick start, its preset or a chip."""
+    """Yield (path, value as text) of each key whose value comes from the quick start, its preset or a chip."""
     for section, value in document.data.items():
         for key, inner in value.items() if isinstance(value, dict) else ((None, value),):
             path: KeyPath = (section,) if key is None else (section, key)
@@ -246,12 +246,15 @@ def _embedded_values(document: YamlDocument) -> Iterator[tuple[KeyPath, str]]:
 
 
 def one_cpu_rank() -> dict[str, Any]:
-    """The cluster of a file without one: one rank on a CPU. Used if nothing detects this machine's devices."""
+    """Return the cluster of a file without one: one rank on a CPU. Used if nothing detects this machine's devices."""
     return {"gpu": "cpu", "nodes": 1, "gpus_per_node": 1}
 
 
 def _plan_file(document: YamlDocument, unusable: set[KeyPath]) -> tuple[Values | None, list[Mistake]]:
-    """The values of the plan file that a run names, and the mistakes in that file alone. The values are None if no file is named."""
+    """Return the values of the plan file that a run names, and the mistakes in that file alone.
+
+    The values are None if no file is named.
+    """
     file = document.data.get("plan")
     if not isinstance(file, str) or file == "auto" or ("plan",) in unusable:
         return None, []
@@ -346,7 +349,7 @@ def _flat(run: RunSpec) -> dict[str, Any]:
 
 
 def _keys_of(section: str, inner: Any) -> dict[str, Any]:
-    """The values in a section by dotted key. For a section that may be absent, one more entry says that it is there."""
+    """Return the values in a section by dotted key. For a section that may be absent, one more entry says that it is there."""
     if not isinstance(inner, dict):
         return {section: inner}
     keys = {f"{section}.{key}": value for key, value in inner.items()}
@@ -358,7 +361,7 @@ def _keys_of(section: str, inner: Any) -> dict[str, Any]:
 
 
 def _without_derived(run: RunSpec) -> dict[str, Any]:
-    """The run as plain data. `train.global_batch` is left out if it follows from `train.global_batch_tokens`."""
+    """Return the run as plain data. `train.global_batch` is left out if it follows from `train.global_batch_tokens`."""
     plain = to_plain(run)
     if run.train.global_batch_tokens is not None:
         del plain["train"]["global_batch"]

@@ -69,7 +69,7 @@ _SHORTHANDS: dict[KeyPath, str] = {
 
 
 def schema_mistakes(cls: type, document: YamlDocument) -> tuple[dict[str, Any], list[Mistake], set[KeyPath]]:
-    """The validated keys of `document`, its mistakes, and the paths that have no usable value."""
+    """Return the validated keys of `document`, its mistakes, and the paths that have no usable value."""
     values, errors = validate(cls, document.data)
     errors = [error for error in errors if not _is_rejected(document, error.path)]
     unknown = [error for error in errors if error.problem == "unknown"]
@@ -96,7 +96,7 @@ def _missing_dimensions(cls: type, document: YamlDocument) -> list[KeyPath]:
 
 
 def _shorthands(cls: type, path: KeyPath) -> str:
-    """The words that the section at `path` may be instead, as the beginning of a sentence. Empty if there are none."""
+    """Return the words that the section at `path` may be instead, as the beginning of a sentence. Empty if there are none."""
     if path == ("quantisation",):  # The section `quantisation` of a deployment.
         path = ("serve", *path)
     elif not _has_model(cls):
@@ -105,19 +105,19 @@ def _shorthands(cls: type, path: KeyPath) -> str:
 
 
 def _has_model(cls: type) -> bool:
-    """Whether a file of the class `cls` has the section `model` of a run file."""
+    """Return whether a file of the class `cls` has the section `model` of a run file."""
     return hints_of(cls).get("model") is ModelSection
 
 
 def _foreign_word(cls: type, word: Any) -> Meaning:
-    """What a key of another program means here, in a run file or in the settings of `serve`."""
+    """Return what a key of another program means here, in a run file or in the settings of `serve`."""
     serving = SERVING if cls is ServeSpec else {}
     table = TRAINING if _has_model(cls) else serving
     return table.get(normalized(str(word)), Meaning())
 
 
 def meant_key(cls: type, path: KeyPath, document: YamlDocument) -> KeyPath | None:
-    """The path of the key that was probably meant by the unknown key at `path`. None if there is no guess.
+    """Return the path of the key that was probably meant by the unknown key at `path`. None if there is no guess.
 
     The candidates, in this order: the same name in the section; the same name in another section; a name of another
     program; a similar name in the section; a similar name anywhere.
@@ -148,7 +148,7 @@ def meant_key(cls: type, path: KeyPath, document: YamlDocument) -> KeyPath | Non
 
 
 def _is_written(document: YamlDocument, key: KeyPath, file: str) -> bool:
-    """Whether `file` itself contains the key.
+    """Return whether `file` itself contains the key.
 
     Keys that come from a preset do not count. Such a key and its value both have the position of the preset's name.
     """
@@ -160,12 +160,12 @@ def _is_written(document: YamlDocument, key: KeyPath, file: str) -> bool:
 
 @cache
 def _key_of_name(cls: type) -> dict[str, KeyPath]:
-    """The paths of all keys by their last name. If several paths end with the same name, the first one counts."""
+    """Return the paths of all keys by their last name. If several paths end with the same name, the first one counts."""
     return {str(key[-1]): key for key in reversed(list(all_keys(cls)))}
 
 
 def _unknown_key_mistake(cls: type, document: YamlDocument, path: KeyPath, meant: KeyPath | None) -> Mistake:
-    """The mistake of an unknown key. `meant` is the key that was probably meant.
+    """Return the mistake of an unknown key. `meant` is the key that was probably meant.
 
     Keys that do not exist for a known reason, or that another program has, get a sentence about that instead.
     """
@@ -191,7 +191,7 @@ def _unknown_key_mistake(cls: type, document: YamlDocument, path: KeyPath, meant
 
 
 def _refusal(path: KeyPath) -> str | None:
-    """Why a key that other trainers have does not exist here. None if there is no special reason."""
+    """Return why a key that other trainers have does not exist here. None if there is no special reason."""
     section = path[0]
     name = str(path[-1])
     if len(path) == 1 and name in KEYS_OF_OTHER_FILES:
@@ -208,7 +208,7 @@ def _refusal(path: KeyPath) -> str | None:
 
 
 def _missing_key_mistakes(cls: type, document: YamlDocument, paths: list[KeyPath]) -> list[Mistake]:
-    """The mistakes of missing keys. All missing dimensions of the model together are one mistake."""
+    """Return the mistakes of missing keys. All missing dimensions of the model together are one mistake."""
     model_keys = [str(path[1]) for path in paths if path[0] == "model" and len(path) == 2] if _has_model(cls) else []
     mistakes = [
         _mistake(document.key_position(path[:-1]), path, expected_text(annotation_at(cls, path)), "nothing")
@@ -225,7 +225,7 @@ def _missing_key_mistakes(cls: type, document: YamlDocument, paths: list[KeyPath
 
 
 def _value_mistake(cls: type, document: YamlDocument, path: KeyPath) -> Mistake:
-    """The mistake of an invalid value. The value of a secret is not shown."""
+    """Return the mistake of an invalid value. The value of a secret is not shown."""
     annotation = annotation_at(cls, path)
     value = document.get(path)
     expected = _shorthands(cls, path) + expected_text(annotation)
@@ -240,7 +240,7 @@ def _value_mistake(cls: type, document: YamlDocument, path: KeyPath) -> Mistake:
 
 
 def _near_value(annotation: Any, value: Any) -> str | None:
-    """The valid spelling of a value whose only fault is its type, for example 8 for "8". None if there is none."""
+    """Return the valid spelling of a value whose only fault is its type, for example 8 for "8". None if there is none."""
     options = literal_options(annotation)
     if isinstance(value, str) and accepts(annotation, bool):
         return {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}.get(

@@ -13,12 +13,12 @@ from meshwright.spec.plan_keys import PlanKeys
 
 
 def checked_keys(plan: YamlDocument) -> tuple[dict[str, Any], list[Mistake], Values]:
-    """The keys of a plan file as plain data, the mistakes in them, and the values for rules that involve the run as well."""
+    """Return the keys of a plan file as plain data, the mistakes in them, and the values for rules that involve the run as well."""
     keys, mistakes, unusable = schema_mistakes(PlanKeys, plan)
     return keys, [*mistakes, *plan.mistakes], Values(plan, unusable)
 
 
 def plan_file_mistakes(plan: YamlDocument) -> tuple[dict[str, Any], list[Mistake]]:
-    """The keys of a plan file as plain data, and all mistakes that can be found without a run."""
+    """Return the keys of a plan file as plain data, and all mistakes that can be found without a run."""
     keys, mistakes, values = checked_keys(plan)
     return keys, mistakes + cross_checks(YamlDocument({}, plan.top, partial=True), set(), values)

@@ -14,12 +14,12 @@ CLUSTER_PRESETS = Path(__file__).with_name("clusters")
 
 
 def run_preset(name: str) -> dict[str, Any]:
-    """The run-file keys that `extends: NAME` means: the preset's model and training settings."""
+    """Return the run-file keys that `extends: NAME` means: the preset's model and training settings."""
     preset = PRESETS[name]
     train = {"seq_len": preset.seq_len, "learning_rate": preset.learning_rate, **preset.train}
     return {"model": {"preset": name}, "train": train}
 
 
 def cluster_names() -> list[str]:
-    """Names of the built-in example clusters, for `cluster: NAME`."""
+    """Return the names of the built-in example clusters, for `cluster: NAME`."""
     return sorted(file.stem for file in CLUSTER_PRESETS.glob("*.yaml"))

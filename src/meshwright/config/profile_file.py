@@ -27,7 +27,7 @@ def load_profile(path: Path | str) -> MachineProfile:
 
 
 def to_json(profile: MachineProfile) -> str:
-    """The content of a profile's file. Each measurement is one line."""
+    """Return the content of a profile's file. Each measurement is one line."""
     lines = []
     for key, value in to_plain(profile).items():
         if isinstance(value, list) and value:
@@ -66,7 +66,7 @@ def _loaded(path: str, stamp: int) -> MachineProfile:
 
 
 def _message(path: KeyPath, problem: str, data: dict[str, Any]) -> str:
-    """The message for one mistake at `path`. `problem` is "unknown", "missing" or "value"."""
+    """Return the message for one mistake at `path`. `problem` is "unknown", "missing" or "value"."""
     if problem == "unknown":
         section = section_of(annotation_at(MachineProfile, path[:-1])) if path[:-1] else MachineProfile
         keys = ", ".join(hints_of(section) if section else ())

@@ -40,7 +40,7 @@ class RunReading:
         return from_plain(RunSpec, validate(RunSpec, self.document.data)[0])
 
     def is_sound(self, *keys: str) -> bool:
-        """Whether there is no mistake at these dotted keys, in the sections around them, and in the keys below them."""
+        """Return whether there is no mistake at these dotted keys, in the sections around them, and in the keys below them."""
         wrong = {*self.unusable, *(tuple(mistake.key.split(".")) for mistake in self.mistakes)}
         paths = [tuple(key.split(".")) for key in keys]
         return not self.document.partial and not any(
@@ -48,7 +48,7 @@ class RunReading:
         )
 
     def sound_part(self) -> RunSpec | None:
-        """The run with an arbitrary valid value in place of each unusable one, so that the valid keys can be checked.
+        """Return the run with an arbitrary valid value in place of each unusable one, so that the valid keys can be checked.
 
         None if no such run exists, or if a part of the file could not be read.
         """
@@ -131,7 +131,10 @@ def _at_key(document: YamlDocument, cls: type, error: MeshwrightError, *, alone:
 
 
 def in_reading_order(mistakes: Iterable[Mistake], first: str) -> list[Mistake]:
-    """Each mistake once, in the order in which a person reads: the file `first`, other files, the command line, each from the top."""
+    """Return each mistake once, in the order in which a person reads.
+
+    The order is: the file `first`, other files, the command line, each from the top.
+    """
 
     def order(mistake: Mistake) -> tuple[int, str, int, int]:
         rank = {first: 0, COMMAND_LINE: 2}.get(mistake.file, 1)
@@ -141,7 +144,7 @@ def in_reading_order(mistakes: Iterable[Mistake], first: str) -> list[Mistake]:
 
 
 def _path_in(document: YamlDocument, key: str) -> KeyPath:
-    """The path of a dotted key in `document`. The name of a data source may itself contain dots."""
+    """Return the path of a dotted key in `document`. The name of a data source may itself contain dots."""
     if key.startswith("data.mix."):
         return ("data", "mix", key.removeprefix("data.mix."))
     path: KeyPath = tuple(key.split("."))
@@ -162,7 +165,7 @@ def _put(data: Any, path: KeyPath, value: Any) -> None:
 
 
 def _any_value(annotation: Any) -> Any:
-    """An arbitrary valid value of a required key."""
+    """Return an arbitrary valid value of a required key."""
     options = literal_options(annotation)
     if options:
         return options[0]

@@ -19,7 +19,7 @@ class LengthRange(NamedTuple):
 
 
 def read_lengths(path: Path, option: str) -> list[LengthRange]:
-    """The ranges of the file that contain samples, in the order of the file. `last` is never above the longest sample.
+    """Return the ranges of the file that contain samples, in the order of the file. `last` is never above the longest sample.
 
     Raises BadInput that names `option` if the file cannot be read or has no such ranges.
     """

@@ -1,4 +1,4 @@
-"""Reads recorded loads of experts: a CSV with columns `layer`, `step`, `expert_0`, `expert_1` and so on, or a run's `metrics.jsonl`.
+"""Reads recorded loads of experts: from a CSV with columns `layer`, `step`, `expert_0`, …, or from a run's `metrics.jsonl`.
 
 The load of an expert is the number of tokens that were routed to it.
 """
@@ -50,7 +50,7 @@ def read_loads(path: Path, spec: ModelSpec, option: str = "--replay-routing") ->
 
 
 def _from_metrics(text: str) -> dict[int, list[list[int]]]:
-    """The loads by step. Lines without loads are skipped, and so is an incomplete last line, which a crash may leave."""
+    """Return the loads by step. Lines without loads are skipped, and so is an incomplete last line, which a crash may leave."""
     lines = (json.loads(line) for line in text.splitlines() if '"expert_loads"' in line and line.endswith("}"))
     return {line["step"]: line["expert_loads"] for line in lines if "expert_loads" in line}
 

@@ -79,7 +79,7 @@ def _reward(run: RunValues) -> Iterator[Mistake]:
 
 
 def _without_effect(run: RunValues) -> Iterator[tuple[str, str]]:
-    """(key, reason) of each key of `rl` that nothing reads because of another key."""
+    """Yield (key, reason) of each key of `rl` that nothing reads because of another key."""
     correction = run("rl.correction")
     if run("rl.policy") == "cispo":
         yield "rl.clip_below", "rl.policy is cispo, which has an upper clip only"

@@ -31,7 +31,7 @@ class Values:
         return path not in self.above_unusable and not any(bad)
 
     def get(self, cls: type, path: KeyPath) -> Any:
-        """The value at `path` of a file of class `cls`. The word `none` becomes None, unless it is one of the key's choices."""
+        """Return the value at `path` of a file of class `cls`. The word `none` becomes None, unless it is one of the key's choices."""
         value = self.document.get(path)
         return None if value == "none" and "none" not in literal_options(annotation_at(cls, path)) else value
 
@@ -55,7 +55,7 @@ class RunValues:
         return self.at(tuple(key.split(".")))
 
     def at(self, path: KeyPath) -> Any:
-        """The value at `path`."""
+        """Return the value at `path`."""
         if path[0] == "plan" and len(path) > 1 and self.plan_file is not None:
             inside = path[1:]
             if not self.plan_file.usable(inside):
@@ -66,18 +66,18 @@ class RunValues:
         return self._run.get(RunSpec, path) if self._run.has(path) else self._default(path)
 
     def rule_value(self, key: str) -> Any:
-        """The value of a key in the notation of the rules of plans: a key without a dot is one of the section `plan`."""
+        """Return the value of a key in the notation of the rules of plans: a key without a dot is one of the section `plan`."""
         if key == "in a plan file":
             return self.plan_file is not None
         return self(key if "." in key else f"plan.{key}")
 
     def given(self, key: str) -> bool:
-        """Whether the file that should contain the key does."""
+        """Return whether the file that should contain the key does."""
         values, path = self._of(tuple(key.split(".")))
         return values.has(path)
 
     def _of(self, path: KeyPath) -> tuple[Values, KeyPath]:
-        """The file that has the key at `path`, and the path inside that file."""
+        """Return the file that has the key at `path`, and the path inside that file."""
         in_plan_file = path[0] == "plan" and self.plan_file is not None
         return (self.plan_file, path[1:]) if in_plan_file and self.plan_file else (self._run, path)
 
@@ -91,7 +91,10 @@ class RunValues:
         return None if self.document.partial else _default_of(RunSpec, path)
 
     def mistake(self, key: str, expected: str, near: str | None = None, got: str | None = None) -> Mistake:
-        """A mistake at the value of `key`, in the file that contains it. `got` describes the value; None shows the value itself."""
+        """Return a mistake at the value of `key`, in the file that contains it.
+
+        `got` describes the value; None shows the value itself.
+        """
         return self.mistake_at(tuple(key.split(".")), expected, near, got)
 
     def mistake_at(self, path: KeyPath, expected: str, near: str | None = None, got: str | None = None) -> Mistake:
@@ -101,7 +104,7 @@ class RunValues:
 
 
 def _default_of(cls: type, path: KeyPath) -> Any:
-    """The default of the key at `path` in a file of class `cls`. None if it has none."""
+    """Return the default of the key at `path` in a file of class `cls`. None if it has none."""
     section = section_of(annotation_at(cls, path[:-1])) if len(path) > 1 else cls
     defaults = {f.name: f.default for f in dataclasses.fields(section)} if section else {}
     value = defaults.get(str(path[-1]), dataclasses.MISSING)

@@ -60,7 +60,7 @@ NAMES: dict[str, tuple[str, ...]] = {"family": tuple(FAMILIES)}
 
 @cache
 def keys_of(cls: type) -> dict[str, Any]:
-    """The annotations of the fields of a spec class. A field that refers to a registry gets a Literal of its names."""
+    """Return the annotations of the fields of a spec class. A field that refers to a registry gets a Literal of its names."""
     return {name: _with_choices(annotation) for name, annotation in hints_of(cls).items()}
 
 
@@ -72,7 +72,7 @@ def _with_choices(annotation: Any) -> Any:
 
 @cache
 def pydantic_model(cls: type) -> type[BaseModel]:
-    """The pydantic model of a spec dataclass."""
+    """Return the pydantic model of a spec dataclass."""
     fields: dict[str, Any] = {
         f.name: (_pydantic_type(keys_of(cls)[f.name]), _default(f)) for f in dataclasses.fields(cls)
     }
@@ -81,7 +81,7 @@ def pydantic_model(cls: type) -> type[BaseModel]:
 
 
 def section_of(annotation: Any) -> type | None:
-    """The spec dataclass inside an annotation, such as of a list or a union. None if the annotation has plain values only."""
+    """Return the spec dataclass inside an annotation, such as of a list or a union. None if the annotation has plain values only."""
     if _is_section(annotation):
         return annotation
     inner = typing.get_args(annotation) if typing.get_origin(annotation) is not Literal else ()
@@ -89,7 +89,7 @@ def section_of(annotation: Any) -> type | None:
 
 
 def sections_of(annotation: Any) -> tuple[type, ...]:
-    """The spec dataclasses inside an annotation. A union of sections, of which the key `name` selects one, gives several."""
+    """Return the spec dataclasses inside an annotation. A union of sections, of which the key `name` selects one, gives several."""
     several = variants(typing.get_args(annotation))
     first = section_of(annotation)
     if len(several) > 1:
@@ -98,7 +98,7 @@ def sections_of(annotation: Any) -> tuple[type, ...]:
 
 
 def section_at(cls: type, path: KeyPath, data: Any) -> type | None:
-    """The spec dataclass of the section at `path`, None if there is none.
+    """Return the spec dataclass of the section at `path`, None if there is none.
 
     If there are several, `data`, the section's value, selects one.
     """
@@ -109,7 +109,7 @@ def section_at(cls: type, path: KeyPath, data: Any) -> type | None:
 
 
 def annotation_at(cls: type, path: KeyPath) -> Any:
-    """The annotation of the field, list item or mapping value at `path`. None if the schema has nothing there."""
+    """Return the annotation of the field, list item or mapping value at `path`. None if the schema has nothing there."""
     annotation: Any = cls
     for step in path:
         several = variants(typing.get_args(annotation))
@@ -128,12 +128,12 @@ def annotation_at(cls: type, path: KeyPath) -> Any:
 
 
 def _joined_names(sections: Sequence[type]) -> Any:
-    """The Literal of the names of several sections."""
+    """Return the Literal of the names of several sections."""
     return _LITERAL[tuple(typing.get_args(hints_of(section)["name"])[0] for section in sections)]
 
 
 def all_keys(cls: type, under: KeyPath = ()) -> Iterator[KeyPath]:
-    """The path of every key of `cls` and of its sections. Keys inside of lists are left out."""
+    """Yield the path of every key of `cls` and of its sections. Keys inside of lists are left out."""
     for name, annotation in hints_of(cls).items():
         yield (*under, name)
         if typing.get_origin(_container(annotation)) is not tuple:
@@ -142,7 +142,7 @@ def all_keys(cls: type, under: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def expected_text(annotation: Any) -> str:
-    """The values that a field accepts, in words."""
+    """Return the values that a field accepts, in words."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if annotation == hints_of(RunSpec)["plan"]:
@@ -163,20 +163,20 @@ def expected_text(annotation: Any) -> str:
 
 
 def literal_options(annotation: Any) -> tuple[str, ...]:
-    """The words that a field accepts. Empty if it is not a choice of words."""
+    """Return the words that a field accepts. Empty if it is not a choice of words."""
     if typing.get_origin(annotation) is Literal:
         return tuple(map(str, typing.get_args(annotation)))
     return tuple(word for part in typing.get_args(annotation) for word in literal_options(part))
 
 
 def accepts(annotation: Any, plain_type: type) -> bool:
-    """Whether a field accepts plain values of the type `plain_type`."""
+    """Return whether a field accepts plain values of the type `plain_type`."""
     inner = typing.get_args(annotation) if typing.get_origin(annotation) in (Annotated, Union, types.UnionType) else ()
     return annotation is plain_type or any(accepts(part, plain_type) for part in inner)
 
 
 def json_schema(cls: type = RunSpec) -> dict[str, Any]:
-    """The JSON schema (2020-12) of a run file, or of the file that asks for a deployment, for use in editors.
+    """Return the JSON schema (2020-12) of a run file, or of the file that asks for a deployment, for use in editors.
 
     No key is required in the schema, because `extends` or an override may give it.
     """
@@ -211,7 +211,7 @@ _SHORTHANDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def _sections(cls: type) -> list[type]:
-    """The spec dataclasses of all sections of `cls` and of their sections, each once."""
+    """Return the spec dataclasses of all sections of `cls` and of their sections, each once."""
     sections: dict[type, None] = {}
     for annotation in hints_of(cls).values():
         for section in sections_of(annotation):
@@ -237,7 +237,7 @@ def _allow(prop: dict[str, Any], shorthand: dict[str, Any]) -> None:
 
 
 def _pydantic_type(annotation: Any) -> Any:
-    """The type that pydantic receives for the annotation of a spec field."""
+    """Return the type that pydantic receives for the annotation of a spec field."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is Annotated:
@@ -255,7 +255,7 @@ def _pydantic_type(annotation: Any) -> Any:
 
 
 def _pydantic_union(annotation: Any, arguments: tuple[Any, ...]) -> Any:
-    """The type of `X | None`, of a union of sections, or of a section or number as an alternative to text."""
+    """Return the type of `X | None`, of a union of sections, or of a section or number as an alternative to text."""
     options = [part for part in arguments if part is not type(None)]
     if len(variants(options)) > 1:
         branches = [_ANNOTATED[pydantic_model(part), Tag(f"|{part.__name__}|")] for part in options]
@@ -271,14 +271,14 @@ def _pydantic_union(annotation: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _branch_of_value(value: Any) -> str:
-    """The tag of a union's member for a value: section, number or text."""
+    """Return the tag of a union's member for a value: section, number or text."""
     if isinstance(value, (dict, BaseModel)):
         return _SECTION
     return _NUMBER if isinstance(value, (int, float)) else _TEXT
 
 
 def _variant_tag(sections: Sequence[type], value: Any) -> str:
-    """The tag of the section that a value selects by its key `name`."""
+    """Return the tag of the section that a value selects by its key `name`."""
     return f"|{variant_of(sections, value.model_dump() if isinstance(value, BaseModel) else value).__name__}|"
 
 
@@ -302,7 +302,7 @@ def _limits(bound: Bound) -> Any:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """The default of a spec field as plain data. `...` if the field is required."""
+    """Return the default of a spec field as plain data. `...` if the field is required."""
     if field.default is not dataclasses.MISSING:
         return to_plain(field.default)
     if field.default_factory is dataclasses.MISSING:
@@ -318,7 +318,7 @@ def _is_section(annotation: Any) -> TypeGuard[type]:
 
 
 def _container(annotation: Any) -> Any:
-    """The part of an annotation that has keys or items. Limits, None and plain text are left out."""
+    """Return the part of an annotation that has keys or items. Limits, None and plain text are left out."""
     if typing.get_origin(annotation) is Annotated:
         return _container(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (Union, types.UnionType):

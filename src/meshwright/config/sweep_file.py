@@ -31,7 +31,7 @@ class SweptRun:
     """The values of the keys in which runs of the sweep differ, by dotted key."""
 
     def overrides(self, spec: SweepSpec) -> list[str]:
-        """The arguments `KEY=VALUE` for `meshwright train`. Those that all runs share come first."""
+        """Return the arguments `KEY=VALUE` for `meshwright train`. Those that all runs share come first."""
         return [f"{key}={json.dumps(value)}" for key, value in {**spec.set, **self.values}.items()]
 
 
@@ -57,7 +57,7 @@ def load_sweep(path: Path) -> SweepSpec:
 
 
 def swept_runs(spec: SweepSpec) -> list[SweptRun]:
-    """The runs of a sweep.
+    """Return the runs of a sweep.
 
     Each entry of `list` is combined with all combinations of `grid`, in which the last key changes fastest.
 
@@ -75,7 +75,7 @@ def swept_runs(spec: SweepSpec) -> list[SweptRun]:
 
 
 def _name(values: dict[str, Any], keys: list[str]) -> str:
-    """The name of a run, such as `learning_rate-0.001_seed-1`. A key is written in full if another key has the same last name."""
+    """Return the name of a run, such as `learning_rate-0.001_seed-1`. A key is written in full if another key has the same last name."""
     parts = []
     for key, value in values.items():
         last = key.rpartition(".")[2]
@@ -89,11 +89,11 @@ def _name(values: dict[str, Any], keys: list[str]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value as a part of a folder's name."""
+    """Return a value as a part of a folder's name."""
     return re.sub(r"[^A-Za-z0-9.-]+", "-", str(value)).strip("-.") or "none"
 
 
 def describe(runs: list[SweptRun]) -> Iterator[str]:
-    """One line for each run: its name, and its values in the notation of a run file."""
+    """Yield one line for each run: its name, and its values in the notation of a run file."""
     for run in runs:
         yield f"{run.name}: {' '.join(f'{key}={json.dumps(value)}' for key, value in run.values.items())}"

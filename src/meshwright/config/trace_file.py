@@ -25,7 +25,7 @@ SYNTHETIC_REQUESTS = 3000
 
 
 def workload_requests(workload: Workload, seed: int = 0) -> tuple[TimedRequest, ...]:
-    """The requests of a workload, ordered by time of arrival. Raises BadConfig if its trace has a mistake."""
+    """Return the requests of a workload, ordered by time of arrival. Raises BadConfig if its trace has a mistake."""
     return read_trace(Path(workload.trace)) if workload.trace is not None else _equal_requests(workload, seed)
 
 
@@ -56,7 +56,7 @@ class _TraceReader:
         self._shown = shown
 
     def text(self, path: Path) -> str:
-        """The content of the file, decompressed."""
+        """Return the content of the file, decompressed."""
         expected = f"a CSV file of at most {MOST_BYTES >> 20} MiB with columns {', '.join(REQUIRED)}"
         try:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
@@ -75,7 +75,7 @@ class _TraceReader:
     def mistake(
         self, line: int | None, column: int | None, key: str, expected: str, got: str, close: str | None = None
     ) -> BadConfig:
-        """A BadConfig with one mistake. `line` and `column` count from 1."""
+        """Return a BadConfig with one mistake. `line` and `column` count from 1."""
         return BadConfig([Mistake(self._shown, line, column, key, expected, got, close)])
 
     def requests(self, lines: Iterator[list[str]]) -> Iterator[TimedRequest]:
@@ -96,7 +96,7 @@ class _TraceReader:
             before = arrival
 
     def _columns(self, header: list[str]) -> list[str]:
-        """The names of the columns in the first line. Raises BadConfig for an unknown, repeated or missing column."""
+        """Return the names of the columns in the first line. Raises BadConfig for an unknown, repeated or missing column."""
         names = [name.strip() for name in header]
         expected = f"the columns {','.join(REQUIRED)}[,{PREFIXES}]"
         for index, name in enumerate(names):
@@ -109,7 +109,7 @@ class _TraceReader:
         return names
 
     def _seconds(self, text: str, before: float, line: int, column: int) -> float:
-        """The arrival time in a cell. Raises BadConfig if it is no number, or is less than `before`, the arrival before it."""
+        """Return the arrival time in a cell. Raises BadConfig if it is no number, or is less than `before`, the arrival before it."""
         try:
             value = float(text)
         except ValueError:
@@ -122,14 +122,17 @@ class _TraceReader:
         return value
 
     def _count(self, text: str, name: str, line: int, column: int) -> int:
-        """The number of tokens in a cell. Raises BadConfig if it is no positive integer."""
+        """Return the number of tokens in a cell. Raises BadConfig if it is no positive integer."""
         digits = text.strip()
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 10 and 1 <= int(digits) <= LARGEST_COUNT):
             raise self.mistake(line, column, name, "an integer (≥ 1)", f"'{text[:60]}'")
         return int(digits)
 
     def _blocks(self, text: str, tokens: int, line: int, column: int) -> tuple[int, ...]:
-        """The ids of a prompt's blocks in a cell. Raises BadConfig if there are more ids than the prompt's `tokens` have blocks."""
+        """Return the ids of a prompt's blocks in a cell.
+
+        Raises BadConfig if there are more ids than the prompt's `tokens` have blocks.
+        """
         ids = text.split()
         most = -(-tokens // PREFIX_BLOCK)
         if any(not (each.isascii() and each.isdigit() and len(each) <= 18) for each in ids) or len(ids) > most:

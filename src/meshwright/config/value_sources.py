@@ -40,7 +40,7 @@ _SECTIONS = ("model", "data", "train", "cluster", "plan", "checkpoint", "observe
 
 
 def shown_name(path: Path | None) -> str:
-    """The name of a run's file in messages."""
+    """Return the name of a run's file in messages."""
     return EMBEDDED if path in (None, QUICKSTART) else str(path)
 
 
@@ -95,7 +95,7 @@ def merge(base: YamlDocument, over: YamlDocument) -> YamlDocument:
 
 
 def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
-    """The merge of plain data, by the rules of `merge`. `path` is the path of the data in the file."""
+    """Return the merge of plain data, by the rules of `merge`. `path` is the path of the data in the file."""
     if not isinstance(base, dict) or not isinstance(over, dict) or path == ("data", "mix"):
         return over
     if path == ("model",) and over.get("preset") not in (None, base.get("preset")):
@@ -110,7 +110,7 @@ def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
 
 
 def _without_dropped_streams(data: dict[str, Any], mix: dict[str, Any]) -> dict[str, Any]:
-    """The section `data` without the streams that its own mix names but the new `mix` does not."""
+    """Return the section `data` without the streams that its own mix names but the new `mix` does not."""
     streams = data.get("streams")
     earlier = data.get("mix")
     if not isinstance(streams, dict) or not isinstance(earlier, dict):
@@ -181,7 +181,7 @@ def _overridden(document: YamlDocument, text: str, detect: Detect) -> YamlDocume
 
 
 def _changed(document: YamlDocument, steps: list[str]) -> KeyPath:
-    """The path that an override sets.
+    """Return the path that an override sets.
 
     Steps into a list become numbers. The path ends where there is no section or list to step into.
     """
@@ -204,7 +204,7 @@ class _CannotOverride(Exception):
 
 
 def _nested(current: Any, steps: list[str], value: Any, path: KeyPath) -> Any:
-    """The data that, merged over `current`, sets `value` at the path `steps`. `path` is the path of `current`."""
+    """Return the data that, merged over `current`, sets `value` at the path `steps`. `path` is the path of `current`."""
     if not steps:
         return value
     step = steps[0]

@@ -34,7 +34,10 @@ MAX_BYTES = 512 << 10
 MAX_DEPTH = 32
 """Deepest nesting."""
 MAX_VALUES = 5_000
-"""Maximum number of values in a file. With these limits, parsing in Python takes at most about a second; a run file needs a hundredth of that."""
+"""Maximum number of values in a file.
+
+With these three limits, parsing in Python takes at most about a second. A run file needs a hundredth of that.
+"""
 _CORE = "tag:yaml.org,2002:"
 """Beginning of the tags of the core schema."""
 
@@ -67,7 +70,7 @@ class YamlDocument:
     """Paths of the mistakes that were reported with `reject`. Later checks skip them."""
 
     def get(self, path: KeyPath) -> Any:
-        """The value at `path`; None if there is none."""
+        """Return the value at `path`; None if there is none."""
         value: Any = self.data
         for step in path:
             if isinstance(value, dict):
@@ -77,7 +80,7 @@ class YamlDocument:
         return value
 
     def has(self, path: KeyPath) -> bool:
-        """Whether the file has a value at `path`."""
+        """Return whether the file has a value at `path`."""
         parent = self.get(path[:-1]) if path else None
         if isinstance(parent, list):
             return isinstance(path[-1], int) and path[-1] < len(parent)
@@ -195,7 +198,7 @@ def dump_yaml(data: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value as messages show it: numbers as in YAML, text in quotes, and only the type of a list or section."""
+    """Return a value as messages show it: numbers as in YAML, text in quotes, and only the type of a list or section."""
     if isinstance(value, dict):
         return "a section" if value else "an empty section"
     if isinstance(value, list):
@@ -293,7 +296,7 @@ class _TreeBuilder:
         self.file = document.top.file
 
     def value(self, node: Node, path: KeyPath) -> Any:
-        """The plain data of a node at `path`. Stores its position. Stops at the limits on values and depth."""
+        """Return the plain data of a node at `path`. Stores its position. Stops at the limits on values and depth."""
         position = _node_position(self.file, node)
         self.document.values[path] = position
         self.values_built += 1
@@ -310,7 +313,7 @@ class _TreeBuilder:
         return self._scalar(node, path)
 
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
-        """The mapping of a node. A key that occurs twice, or is not a scalar, becomes a mistake."""
+        """Return the mapping of a node. A key that occurs twice, or is not a scalar, becomes a mistake."""
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             position = _node_position(self.file, key_node)
@@ -338,7 +341,7 @@ class _TreeBuilder:
         return items
 
     def _scalar(self, node: Node, path: KeyPath) -> Any:
-        """The value of a scalar node. A tag becomes a mistake."""
+        """Return the value of a scalar node. A tag becomes a mistake."""
         tag = node.tag.removeprefix(_CORE)
         if isinstance(node, ScalarNode) and tag == "str":
             return node.value
@@ -367,7 +370,7 @@ _CONSTRUCT = {
 
 
 def dotted(path: KeyPath) -> str:
-    """A path in the notation of messages and overrides."""
+    """Return a path in the notation of messages and overrides."""
     return ".".join(map(str, path)) or "yaml"
 
 

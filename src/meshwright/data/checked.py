@@ -35,7 +35,7 @@ class CheckedFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, offset: int, count: int) -> bytes:
-        """Bytes [offset, offset + count). Raises Damaged with file and offset if the file is shorter or cannot be read."""
+        """Return bytes [offset, offset + count). Raises Damaged with file and offset if the file is shorter or cannot be read."""
         pieces: list[bytes] = []
         end = offset + count
         while offset < end:

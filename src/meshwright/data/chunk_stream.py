@@ -36,9 +36,9 @@ from meshwright.spec.errors import Damaged
 from meshwright.spec.folder_files import parse_json
 
 EXACT_DUPLICATE = "exact duplicate"
-"""Reason under which a removed document is counted whose text equals the text of an earlier document."""
+"""Reason of a removal: the text equals the text of an earlier document."""
 NEAR_DUPLICATE = "near-duplicate"
-"""Reason under which a removed document is counted that is only similar to an earlier document."""
+"""Reason of a removal: the text is similar to the text of an earlier document."""
 
 
 class UnitPlace(NamedTuple):
@@ -215,26 +215,26 @@ class ChunkStream:
 
 
 def totals(records: Iterable[ChunkRecord]) -> tuple[int, int, int]:
-    """Sums over units: bytes of input read, documents, and tokens."""
+    """Return sums over units: bytes of input read, documents, and tokens."""
     counts = [(record.size, record.documents, record.tokens) for record in records]
     size, documents, tokens = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0)
     return size, documents, tokens
 
 
 def _without(documents: Iterator[EncodedDocument], numbers: np.ndarray) -> Iterator[EncodedDocument]:
-    """The documents except those at the positions `numbers`, which count from 0."""
+    """Return the documents except those at the positions `numbers`, which count from 0."""
     left_out = set(numbers.tolist())
     return (each for number, each in enumerate(documents) if number not in left_out)
 
 
 def _only(documents: Iterator[EncodedDocument], numbers: np.ndarray) -> Iterator[EncodedDocument]:
-    """The documents at the positions `numbers` only, which count from 0."""
+    """Return the documents at the positions `numbers` only, which count from 0."""
     wanted = set(numbers.tolist())
     return (each for number, each in enumerate(documents) if number in wanted)
 
 
 def _done(writers: Mapping[str, SplitWriter]) -> int:
-    """The number of a document such that this document and all before it are in finished shards.
+    """Return the number of a document such that this document and all before it are in finished shards.
 
     Each split has its own number, so this is the least one. -1 means that no shard is finished.
     """

@@ -1,4 +1,4 @@
-"""Removes documents from a corpus that could be used: by the user's filters, and because they contain text of an evaluation.
+"""Removes usable documents from a corpus: those that a filter of the user rejects, and those with text of an evaluation.
 
 Duplicates are removed later, because they can be found only among all documents (`data.duplicates`).
 """
@@ -74,7 +74,7 @@ class Cleaning:
             list_inputs(self.evaluations)
 
     def describe(self) -> dict[str, Any]:
-        """The options as they are stored in the request of a corpus, with digests of the files that they name."""
+        """Return the options as they are stored in the request of a corpus, with digests of the files that they name."""
         files = list_inputs(self.evaluations).files if self.evaluations else []
         return {
             "filters": [[name, digest_file(_filter_file(name))] for name in self.filters] or None,
@@ -104,7 +104,7 @@ class Cleaner:
         return reason is not None
 
     def _reason(self, document: CorpusDocument) -> tuple[str | None, str]:
-        """Why a document is removed, as (reason, what was found). (None, "") if it is not. Raises BadInput if a filter fails."""
+        """Return why a document is removed, as (reason, what was found). (None, "") if it is not. Raises BadInput if a filter fails."""
         for name, keeps in self._filters:
             try:
                 verdict = keeps(document.text)
@@ -143,7 +143,7 @@ def load_filter(name: str) -> Callable[[str], Any]:
 
 
 def _filter_file(name: str) -> Path:
-    """The file of a filter `FILE.py:FUNCTION`. Raises BadInput if the name has another form or the file does not exist."""
+    """Return the file of a filter `FILE.py:FUNCTION`. Raises BadInput if the name has another form or the file does not exist."""
     path, _, function = name.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():
         raise BadInput(f"--filter {name}: expected FILE.py:FUNCTION, for example filters.py:keep")

@@ -1,7 +1,7 @@
 """Finds documents that contain text of evaluations.
 
-A document does if it has 13 words in a row that an evaluation also has. This is the method of GPT-3 (Brown et al. 2020,
-appendix C).
+A document counts as such if it shares 13 words in a row with an evaluation. This is the method of GPT-3 (Brown et al.
+2020, appendix C).
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _read_text(file: InputFile) -> Iterator[FromFile]:
 
 
 def _text_document(file: InputFile, content: bytes) -> CorpusDocument | BadDocument | NotRead:
-    """The document of a text file with these bytes. A NotRead if the file was found in a directory and is empty or binary."""
+    """Return the document of a text file with these bytes. A NotRead if the file was found in a directory and is empty or binary."""
     if file.from_search and not content:
         return NotRead(file.name, "empty")
     if content.startswith(UTF16):

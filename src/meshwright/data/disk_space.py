@@ -20,7 +20,7 @@ LEAST_BYTES_PER_TOKEN = 2
 
 
 def prepared_bytes(files: Sequence[InputFile], vocab_size: int) -> int:
-    """An upper estimate of the bytes that the tokens of these files will take."""
+    """Return an upper estimate of the bytes that the tokens of these files will take."""
     tokens = sum(map(text_bytes, files)) // LEAST_BYTES_PER_TOKEN
     return tokens * np.dtype(token_dtype(vocab_size)).itemsize
 

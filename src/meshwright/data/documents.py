@@ -39,7 +39,7 @@ class DocumentSamples:
         return int(self._inputs.sum())
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Number of inputs of each sample, int64. `samples` `(n,)` are numbers of samples; the result is `(n,)`."""
+        """Return the number of inputs of each sample, int64. `samples` `(n,)` are numbers of samples; the result is `(n,)`."""
         document, begin = self._origins(samples)
         return np.minimum(self._inputs[document] - begin, self._seq_len)
 
@@ -55,25 +55,25 @@ class DocumentSamples:
         return self._stream.read(offset + start, offset + stop)
 
     def parts(self, sample: int) -> list[DocumentPart]:
-        """The document from which a sample comes, and which of its tokens are the sample's inputs."""
+        """Return the document from which a sample comes, and which of its tokens are the sample's inputs."""
         offset, (length,) = self._offset(sample), self.lengths(np.array([sample])).tolist()
         return self._stream.parts(offset, offset + length)
 
     def files_of(self, samples: np.ndarray) -> set[int]:
-        """Numbers of the files that contain these samples. A document is never divided between files."""
+        """Return the numbers of the files that contain these samples. A document is never divided between files."""
         document, _ = self._origins(samples)
         return self._stream.files_at(self._starts[document])
 
     def locate(self, sample: int, at: int) -> tuple[IndexedFile, int]:
-        """Where token number `at` of a sample is stored: the file, and the token's number in that file."""
+        """Return where token number `at` of a sample is stored: the file, and the token's number in that file."""
         return self._stream.locate(self._offset(sample) + at)
 
     def _origins(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The number of each sample's document, and the number of the document's input at which the sample begins; `(n,)` each."""
+        """Return the number of each sample's document, and the number of the document's input at which the sample begins; `(n,)` each."""
         document = np.searchsorted(self._first_samples, samples, side="right") - 1
         return document, (samples - self._first_samples[document]) * self._seq_len
 
     def _offset(self, sample: int) -> int:
-        """The position of a sample's first token in the stream."""
+        """Return the position of a sample's first token in the stream."""
         document, begin = self._origins(np.array([sample]))
         return int(self._starts[document[0]] + begin[0])

@@ -1,8 +1,9 @@
 """Decides from the ending of a file's name in which format it is read, and decompresses files.
 
     posts.jsonl.gz      lines of JSON, compressed with gzip
-    notes.TXT           text, as upper and lower case mean the same; so is a file with an unknown ending or none
-    photos.zip          not read; the user is told so
+    notes.TXT           text; upper and lower case mean the same
+    README              text, because its ending is unknown or missing
+    photos.zip          not read; an error tells the user what to do
 
 The standard library, `zstandard` and `lz4` decompress. If a file ends in the middle of its compressed data, or if other
 bytes follow the data, an error is raised: no byte of a file is silently ignored.
@@ -90,7 +91,7 @@ COMPRESSIONS = {
 
 
 def _refusals() -> dict[str, str]:
-    """The table `REFUSED`: endings of files that are not read, each with what the user should do."""
+    """Return the table `REFUSED`: endings of files that are not read, each with what the user should do."""
     archive = "an archive; unpack it"
     packed = "a compression that is not read; decompress it"
     table = "convert it"
@@ -129,14 +130,14 @@ class FileFormat:
 
 
 def format_of(name: str) -> FileFormat:
-    """The format that the ending of a file's name means."""
+    """Return the format that the ending of a file's name means."""
     stem, ending = _split(name)
     return _format_of_ending(_split(stem)[1], ending) if ending in COMPRESSIONS else _format_of_ending(ending)
 
 
 @lru_cache(maxsize=1024)
 def _format_of_ending(ending: str, compressed: str | None = None) -> FileFormat:
-    """The format of names with this ending. `compressed` is the ending of a compression that follows it, such as `.gz`."""
+    """Return the format of names with this ending. `compressed` is the ending of a compression that follows it, such as `.gz`."""
     compression = None if compressed is None else COMPRESSIONS[compressed]
     layout = LAYOUTS.get(ending, "text")
     if layout == "parquet" and compression is not None:

@@ -21,7 +21,7 @@ TIME_STEP_NS = 2 * 10**9
 
 
 def input_record(files: Sequence[InputFile], digests: Mapping[str, str]) -> bytes:
-    """The content of `inputs.jsonl`. `digests` maps the name of each file that was read to its digest."""
+    """Return the content of `inputs.jsonl`. `digests` maps the name of each file that was read to its digest."""
     rows = ([file.name, file.size, file.modified_ns, file.changed_ns, digests.get(file.name)] for file in files)
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 

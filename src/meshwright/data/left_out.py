@@ -81,7 +81,7 @@ class LeftOut:
 
 
 def not_read_words(not_read: Mapping[str, Mapping[str, Any]]) -> str:
-    """The numbers of the files that are not read, in one line. Empty if there are none."""
+    """Return the numbers of the files that are not read, in one line. Empty if there are none."""
     return "; ".join(f"{reason}: {_amount(figures)}" for reason, figures in sorted(not_read.items()))
 
 

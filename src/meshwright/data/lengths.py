@@ -15,7 +15,7 @@ SHORTEST_RANGE = 64
 
 
 def length_histogram(directory: Path) -> dict[str, Any]:
-    """`{documents, tokens, longest, ranges: [{first, last, documents, tokens}]}` of the data in `directory`.
+    """Return `{documents, tokens, longest, ranges: [{first, last, documents, tokens}]}` of the data in `directory`.
 
     A range contains the documents whose length in tokens is at least `first` and at most `last`. The token that ends a
     document counts. Raises BadInput and Damaged as training does.
@@ -43,7 +43,7 @@ def length_histogram(directory: Path) -> dict[str, Any]:
 
 
 def histogram_lines(histogram: dict[str, Any]) -> list[str]:
-    """The histogram as a table for people.
+    """Return the histogram as a table for people.
 
     For each range it shows the fraction of documents and of tokens up to its end, and a bar for the fraction of tokens
     in the range.

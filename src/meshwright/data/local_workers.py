@@ -122,7 +122,7 @@ class _Process:
             yield answer["unit"]
 
     def code(self) -> int:
-        """The exit code of the process, once it has ended. Negative: minus the number of the signal."""
+        """Return the exit code of the process, once it has ended. Negative: minus the number of the signal."""
         return self._process.wait()
 
     def end(self) -> None:

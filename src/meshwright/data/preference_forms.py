@@ -71,7 +71,10 @@ class PreferenceForm:
 
 
 def _scores(record: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The scores of the chosen and the rejected answer; None if the record has none. Raises BadChat if they contradict the order."""
+    """Return the scores of the chosen and the rejected answer; None if the record has none.
+
+    Raises BadChat if they contradict the order.
+    """
     for better, worse in SCORES:
         scores = [record.get(better), record.get(worse)]
         if None in scores:
@@ -86,7 +89,7 @@ def _scores(record: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def _answer(value: Any, key: str) -> Messages:
-    """The messages of an answer, which is a text, one message, or a list of messages."""
+    """Return the messages of an answer, which is a text, one message, or a list of messages."""
     if isinstance(value, str):
         return [message("assistant", value)]
     if isinstance(value, dict) and ("role" in value or "from" in value):
@@ -131,7 +134,7 @@ def _whole(record: Mapping[str, Any]) -> Preference:
 
 
 def _turns(text: str, key: str) -> Messages:
-    """The messages of a text in which `Human:` and `Assistant:` begin the turns."""
+    """Return the messages of a text in which `Human:` and `Assistant:` begin the turns."""
     parts = _TURN.split(text)
     if parts[0].strip() or len(parts) < 3:
         raise BadChat(f"{key}: a text without a prompt: expected the key prompt, or turns of Human: and Assistant:")
@@ -265,12 +268,12 @@ FORMS = (
 
 
 def preference_form_of(names: Collection[str]) -> PreferenceForm | None:
-    """The form of records with the keys `names`; None if it is not known."""
+    """Return the form of records with the keys `names`; None if it is not known."""
     return next((form for form in FORMS if set(form.keys) <= set(names)), None)
 
 
 def no_preference_form(record: Mapping[str, Any]) -> str:
-    """A sentence for people: which keys the record has, and which forms are known."""
+    """Return a sentence for people: which keys the record has, and which forms are known."""
     known: Sequence[str] = [key for form in FORMS for key in form.keys]
     pairs = ((nearest(key, record, 0.8), key) for key in known if key not in record)
     near = next((f" ({found!r} is near {key!r})" for found, key in pairs if found), "")

@@ -37,12 +37,12 @@ class PreferenceReader(ChatReader):
     """What the records read so far have: pairs of answers, or labelled answers."""
 
     def form_of(self, names: Collection[str], key: str | None) -> PreferenceForm | None:
-        """The form of records with the keys `names`; None if it is not known."""
+        """Return the form of records with the keys `names`; None if it is not known."""
         del key
         return preference_form_of(names)
 
     def no_form(self, record: Mapping[str, Any], key: str | None) -> str:
-        """A sentence for people: why the record has no known form."""
+        """Return a sentence for people: why the record has no known form."""
         del key
         return no_preference_form(record)
 

@@ -83,7 +83,7 @@ def _bar(title: str, total_bytes: int) -> Iterator[Report]:
 
 
 def _lines(title: str, total_bytes: int) -> Report:
-    """A report that writes a line of text every few seconds."""
+    """Return a report that writes a line of text every few seconds."""
     last = time.monotonic()
     meter = _Meter(total_bytes)
 

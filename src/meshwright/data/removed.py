@@ -34,7 +34,7 @@ class Removed:
             figures["examples"].append(example)
 
     def shows(self, reason: str) -> bool:
-        """Whether the next document that is removed for this reason will be shown as an example."""
+        """Return whether the next document that is removed for this reason will be shown as an example."""
         return len(self.reasons.get(reason, {}).get("examples", ())) < EXAMPLES
 
     def merge(self, later: Removed) -> None:
@@ -46,7 +46,7 @@ class Removed:
             figures["examples"] += more["examples"][: EXAMPLES - len(figures["examples"])]
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Number of documents and bytes of text by reason."""
+        """Return the number of documents and bytes of text by reason."""
         return {
             reason: {"documents": figures["documents"], "text_bytes": figures["text_bytes"]}
             for reason, figures in sorted(self.reasons.items())
@@ -59,7 +59,7 @@ class Removed:
 
 
 def removed_words(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """The counts in one line. Empty if nothing was removed."""
+    """Return the counts in one line. Empty if nothing was removed."""
     return "; ".join(
         f"{reason}: {figures['documents']:,} documents, {figures['text_bytes']:,} bytes"
         for reason, figures in sorted(counts.items())

@@ -25,15 +25,15 @@ def show_step(
     global_batch_tokens: int | None = None,
     batch_ramp: Sequence[BatchStage] = (),
 ) -> dict[str, Any]:
-    """`{step, samples: [{global_index, source, documents: [{file, id, start, end}], tokens}]}` of one training step.
+    """Return `{step, samples: [{global_index, source, documents: [{file, id, start, end}], tokens}]}` of one training step.
 
     Steps count from 1, as in metrics.jsonl. Without further settings, step N reads the samples (N - 1) * `global_batch`
-    to N * `global_batch` - 1. The arguments that change this:
+    to N * `global_batch` - 1. These arguments change that:
 
     - `skipped`: ranges of samples that the run left out. Later samples take their place.
     - `batch_ramp`: stages with smaller batches at the start of the run.
-    - `global_batch_tokens`: a step then has as many samples as have this many tokens, so the lengths of all samples
-      before it are needed.
+    - `global_batch_tokens`: a step then has as many samples as have at most this many tokens together. To find its
+      samples, the lengths of all earlier samples are looked up.
 
     In the result, `start` and `end` are token numbers in the document (`end` exclusive), and `tokens` is the number of
     tokens of the sample. A sample of chats also has `trained`, the ranges [start, stop) of its tokens on which the

@@ -20,7 +20,7 @@ class SampleLengths(Protocol):
 
 
 def lengths_of_step(source: SampleLengths, sample: int, tokens: int, skipped: Sequence[SampleRange] = ()) -> np.ndarray:
-    """Numbers of inputs of the samples in the step that begins with sample `sample`, int64.
+    """Return the numbers of inputs of the samples in the step that begins with sample `sample`, int64.
 
     The step has as many of the next samples as have at most `tokens` inputs together. It ends before a skipped sample.
     It is never empty, because `tokens` is at least the length of the longest sample.
@@ -38,7 +38,7 @@ def lengths_of_step(source: SampleLengths, sample: int, tokens: int, skipped: Se
 def samples_of_token_step(
     source: SampleLengths, step: int, tokens: int, skipped: Sequence[SampleRange] = ()
 ) -> SampleRange:
-    """The range [first, stop) of samples that optimizer step `step` reads. Steps count from 1.
+    """Return the range [first, stop) of samples that optimizer step `step` reads. Steps count from 1.
 
     To find it, the lengths of the samples of all earlier steps are looked up.
     """

@@ -178,7 +178,7 @@ def _documents(files: Sequence[InputFile], tokenizer: LoadedTokenizer, preparati
 
 
 def _text_bytes(tokenizer: LoadedTokenizer) -> np.ndarray:
-    """The number of bytes of text that each token stands for, `(vocabulary,)` int64."""
+    """Return the number of bytes of text that each token stands for, `(vocabulary,)` int64."""
     plain = TokenBytes(tokenizer.tokenizer).plain
     return np.array([len(plain[token]) for token in range(tokenizer.record.vocab_size)], dtype=np.int64)
 
@@ -205,7 +205,7 @@ def _read(path: Path) -> Iterator[np.ndarray]:
 
 
 def _input_files(inputs: Sequence[Path]) -> list[InputFile]:
-    """The token files that `inputs` name, those of a folder sorted by name. Raises BadInput if an input has none."""
+    """Return the token files that `inputs` name, those of a folder sorted by name. Raises BadInput if an input has none."""
     paths: list[Path] = []
     for path in inputs:
         if path.is_dir():

@@ -101,7 +101,7 @@ def load_tokenizer(path: Path, eos: str | None = None, *, template: str | None =
 
 
 def tokenizer_file(path: Path) -> Path:
-    """`path`, or the `tokenizer.json` in it if `path` is a folder. Raises BadInput if there is no such file."""
+    """Return `path`, or the `tokenizer.json` in it if `path` is a folder. Raises BadInput if there is no such file."""
     file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
         raise BadInput(f"{file}: no such tokenizer; expected a tokenizer.json, a folder with one, or `train:SIZE`")
@@ -109,7 +109,7 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def tokenizer_folder(path: Path) -> Path:
-    """The folder with the files that belong to a tokenizer.json, such as its configuration and chat template.
+    """Return the folder with the files that belong to a tokenizer.json, such as its configuration and chat template.
 
     It is the folder of the file. If that has no such files and the file is a symbolic link, the folder of the link's
     target is tried.

@@ -14,7 +14,7 @@ from meshwright.spec.job import MOST_VALIDATION_TOKENS
 
 
 def validation_samples(source: DataSource, tokens: int | None = None) -> dict[str, np.ndarray]:
-    """Global indices of the samples to read, by source, `(samples,)` int64 and ascending.
+    """Return the global indices of the samples to read, by source, `(samples,)` int64 and ascending.
 
     They have about `tokens` inputs together. Each source gives at least one sample.
     """

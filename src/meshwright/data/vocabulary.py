@@ -43,7 +43,7 @@ class Vocabulary:
         return digest(json.dumps([sorted(self.tokens.items()), self.rules]).encode())
 
     def difference(self, other: Vocabulary) -> str:
-        """The first token or rule that differs from `other`, in words. Empty if there is none."""
+        """Return the first token or rule that differs from `other`, in words. Empty if there is none."""
         for number in sorted(self.tokens.keys() | other.tokens.keys()):
             ours = self.tokens.get(number)
             theirs = other.tokens.get(number)

@@ -11,7 +11,10 @@ from meshwright.spec.model import ModelSpec, adapter_targets
 
 
 def folder_names(spec: ModelSpec) -> dict[str, str]:
-    """The linear layers in one layer of the model's folder: their name in the folder, such as `self_attn.q_proj` → this project's name."""
+    """Return the linear layers in one layer of the model's folder.
+
+    Keys are names in the folder, such as `self_attn.q_proj`; values are this project's names.
+    """
     modules = FAMILIES[spec.family].modules
     names = {}
     targets = adapter_targets(spec)
@@ -23,7 +26,7 @@ def folder_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def resolved_targets(spec: ModelSpec, targets: Iterable[str]) -> tuple[str, ...]:
-    """The linear layers that `targets` select, by this project's names and in its order.
+    """Return the linear layers that `targets` select, by this project's names and in its order.
 
     A target is a name in the folder, in full or only its last part, a name of this project, or `all-linear`. Raises
     BadInput if a target matches no layer, and if there are no targets.

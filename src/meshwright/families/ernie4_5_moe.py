@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts (Baidu 2025): experts are chosen by a softmax plus a bias, and weighted by the softmax alone.
+"""ERNIE 4.5 with experts (Baidu 2025): experts are chosen by softmax plus a bias, and weighted without the bias.
 
 Released folders have a module that predicts a further token. It has a form of its own, and is not read.
 """

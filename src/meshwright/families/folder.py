@@ -92,7 +92,7 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def to_hf_config(
     spec: ModelSpec, *, dtype: str = "bf16", special_ids: Mapping[str, int | list[int] | None] | None = None
 ) -> dict[str, Any]:
-    """The config.json of a model, with the keys of transformers 4 and of transformers 5.
+    """Return the config.json of a model, with the keys of transformers 4 and of transformers 5.
 
     `special_ids` maps keys of special tokens to ids. Raises BadInput if the architecture of the family cannot express a
     field.
@@ -152,7 +152,7 @@ def to_whole_config(
 
 
 def export_obstacle(spec: ModelSpec) -> str | None:
-    """Why a folder of the model's family cannot hold the model, and which families could. None if it can."""
+    """Return why a folder of the model's family cannot hold the model, and which families could. None if it can."""
     spec = without_adapter(spec)  # Adapters are merged into the weights of a folder.
     if (obstacle := _obstacle(FAMILIES[spec.family], spec)) is None:
         return None
@@ -161,7 +161,7 @@ def export_obstacle(spec: ModelSpec) -> str | None:
 
 
 def _obstacle(family: Family, spec: ModelSpec) -> str | None:
-    """Why the config.json that the family writes for this model would describe another model. None if it describes this model."""
+    """Return why the config.json that the family writes for this model would describe another model. None if it describes this model."""
     spec = replace(spec, vocab_size=spec.vocab_size or 1)  # The vocabulary is 0 until the tokenizer is known.
     try:
         written = {
@@ -183,7 +183,7 @@ def _obstacle(family: Family, spec: ModelSpec) -> str | None:
 
 
 def _different_key(spec: ModelSpec, other: ModelSpec) -> str | None:
-    """The first key by which `spec` is another model than `other`. None if both are the same model."""
+    """Return the first key by which `spec` is another model than `other`. None if both are the same model."""
     equal_layers = LAYER_KEYS if _blocks(other) == _blocks(spec) else ()
     for field in fields(ModelSpec):
         value = getattr(other, field.name)
@@ -207,7 +207,7 @@ KEYS_OF_SOME_BLOCKS = ("ffn_hidden", "rope_theta", "normalised_routing", "expert
 
 
 def _has_effect(spec: ModelSpec, name: str, value: Any) -> bool:
-    """Whether the model would be another one with `value` under this key."""
+    """Return whether the model would be another one with `value` under this key."""
     other = replace(spec, **{name: value})
     return name not in KEYS_OF_SOME_BLOCKS or _blocks(other) != _blocks(spec)
 
@@ -217,7 +217,7 @@ def _blocks(spec: ModelSpec) -> tuple[Any, ...]:
 
 
 def _fields(family: Family, config: HFConfig) -> dict[str, Any]:
-    """The plain ModelSpec fields of a config.json. Raises BadInput for a key or value that the family does not support."""
+    """Return the plain ModelSpec fields of a config.json. Raises BadInput for a key or value that the family does not support."""
     found = family.from_config(config)
     tied = config.flag("tie_word_embeddings", family.values.get("tied", False))
     config.expect("is_encoder_decoder", False)
@@ -232,7 +232,7 @@ def _fields(family: Family, config: HFConfig) -> dict[str, Any]:
 
 
 def _architecture(family: Family, spec: ModelSpec) -> str:
-    """The class of transformers for the model. Raises BadInput if the model gives a score and transformers has no such class."""
+    """Return the class of transformers for the model. Raises BadInput if the model gives a score and transformers has no such class."""
     if spec.head != "score":
         return family.architecture
     if family.scorer is None:
@@ -241,12 +241,12 @@ def _architecture(family: Family, spec: ModelSpec) -> str:
 
 
 def _scores(family: Family, config: Mapping[str, Any]) -> bool:
-    """Whether config.json describes a model with a head for scores."""
+    """Return whether config.json describes a model with a head for scores."""
     return family.scorer is not None and config.get("architectures") == [family.scorer]
 
 
 def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The plain ModelSpec fields of a config.json, or of its text part, and notes on keys that are not used.
+    """Return the plain ModelSpec fields of a config.json, or of its text part, and notes on keys that are not used.
 
     Raises BadInput, with file, key and value, for a feature that the decoder lacks.
     """
@@ -261,12 +261,12 @@ def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tup
 
 
 def folder_spec(folder: Path) -> dict[str, Any]:
-    """The plain ModelSpec fields of a Hugging Face folder. Raises the errors of `folder_fields`."""
+    """Return the plain ModelSpec fields of a Hugging Face folder. Raises the errors of `folder_fields`."""
     return folder_fields(folder)[0]
 
 
 def folder_fields(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The plain ModelSpec fields of a Hugging Face folder, and notes.
+    """Return the plain ModelSpec fields of a Hugging Face folder, and notes.
 
     They come from config.json and from the names of the tensors.
 
@@ -299,7 +299,10 @@ def folder_fields(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def folder_nesting(folder: Path) -> Nesting | None:
-    """Where a folder has the tensors of its text part. None if it is a folder of a text model. Raises BadInput if there are none."""
+    """Return where a folder has the tensors of its text part.
+
+    None if it is a folder of a text model. Raises BadInput if there are none.
+    """
     config = read_json(folder / "config.json")
     where = str(folder / "config.json")
     if (found := text_config(config, where)) is None:
@@ -308,7 +311,7 @@ def folder_nesting(folder: Path) -> Nesting | None:
 
 
 def _nesting(folder: Path, family: Family, files: Mapping[str, str]) -> Nesting:
-    """Where a folder has the tensors of its text part. `files` maps the name of each tensor to its file."""
+    """Return where a folder has the tensors of its text part. `files` maps the name of each tensor to its file."""
 
     def shape(name: str) -> tuple[int, ...]:
         try:
@@ -324,7 +327,7 @@ MODELOPT = "hf_quant_config.json"
 
 
 def folder_quantization(folder: Path) -> Quantization | None:
-    """What a folder says about quantized weights, in config.json or in ModelOpt's own file. None if it says nothing.
+    """Return what a folder says about quantized weights, in config.json or in ModelOpt's own file. None if it says nothing.
 
     Raises BadInput as `read_quantization` does.
     """
@@ -339,7 +342,10 @@ def folder_quantization(folder: Path) -> Quantization | None:
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
-    """The file of each tensor in the folder's safetensors files. Empty if the index, or the header of the only file, cannot be read."""
+    """Return the file of each tensor in the folder's safetensors files.
+
+    Empty if the index, or the header of the only file, cannot be read.
+    """
     try:
         if (index := folder / "model.safetensors.index.json").is_file():
             return dict(read_json(index)["weight_map"])
@@ -349,14 +355,14 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The table of contents of a safetensors file, and the byte at which its first tensor begins."""
+    """Return the table of contents of a safetensors file, and the byte at which its first tensor begins."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         return json.loads(opened.read(length)), 8 + length
 
 
 def _beginning(folder: Path, files: Mapping[str, str], name: str) -> bytes | None:
-    """The first bytes of a tensor, to compare two weights. None if they cannot be read; opening the weights will report that."""
+    """Return the first bytes of a tensor, to compare two weights. None if they cannot be read; opening the weights will report that."""
     try:
         table, start = _header(folder / files[name])
         first, last = table[name]["data_offsets"]
@@ -391,7 +397,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _family_of(config: Mapping[str, Any], where: str) -> Family:
-    """The family of a config.json. Raises BadInput if the model type or the architecture is not supported."""
+    """Return the family of a config.json. Raises BadInput if the model type or the architecture is not supported."""
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -408,7 +414,7 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> list[HFTensor]:
-    """The tensors of a folder that contain `parameter`, in the order of their rows."""
+    """Return the tensors of a folder that contain `parameter`, in the order of their rows."""
     if parameter.expert:
         return _experts_of(family, spec, parameter)
     if parameter.name == SCORE:
@@ -439,13 +445,16 @@ def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
 
 
 def _prefix_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> str:
-    """The prefix of the names of a block's tensors. Prediction modules are numbered after the layers."""
+    """Return the prefix of the names of a block's tensors. Prediction modules are numbered after the layers."""
     number = int(parameter.name.split(".")[1])
     return family.layer.format(layer=number + spec.layers * parameter.predicts)
 
 
 def _experts_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> list[HFTensor]:
-    """The tensors of a layer's experts in a folder. Usually there are two for each expert's first matrix: gate and up projection."""
+    """Return the tensors of a layer's experts in a folder.
+
+    Usually there are two for each expert's first matrix: gate and up projection.
+    """
     attribute = parameter.name.rpartition(".")[2]
     prefix = _prefix_of(family, spec, parameter)
     names = family.modules[f"moe.experts.{attribute}"]
@@ -461,7 +470,7 @@ def _experts_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
 
 
 def _stacked_experts(family: Family, parameter: ParameterSpec, attribute: str, name: str) -> HFTensor:
-    """The tensor of a folder that stacks the experts of a layer: `(experts, out, in)`, or `(experts, out)` for a bias."""
+    """Return the tensor of a folder that stacks the experts of a layer: `(experts, out, in)`, or `(experts, out)` for a bias."""
     module = f"moe.experts.{attribute.removesuffix('_bias')}"
     transposed = module in family.transposed and len(parameter.shape) == 3
     shape = parameter.shape

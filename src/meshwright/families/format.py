@@ -112,7 +112,7 @@ class Preset:
 def size(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn_hidden: int, learning_rate: float, **other: Any
 ) -> dict[str, Any]:
-    """The ModelSpec fields in which a released model differs from others of its family, and its learning rate.
+    """Return the ModelSpec fields in which a released model differs from others of its family, and its learning rate.
 
     `other` has further fields.
     """
@@ -123,7 +123,7 @@ def size(
 def presets(
     sizes: Mapping[str, Mapping[str, Any]], *, seq_len: int, train: Mapping[str, Any] | None = None, **shared: Any
 ) -> dict[str, Preset]:
-    """The presets of a family, by name.
+    """Return the presets of a family, by name.
 
     `sizes` has the own fields of each preset, from `size`. `shared` has ModelSpec fields that apply to all presets
     without their own value. The other arguments are fields of Preset.
@@ -223,7 +223,7 @@ class HFConfig:
     """Keys that were read."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value under `key`, without any check. `default` if the key is absent."""
+        """Return the value under `key`, without any check. `default` if the key is absent."""
         self.read.add(key)
         return self.values.get(key, default)
 
@@ -240,11 +240,11 @@ class HFConfig:
                 )
 
     def without(self, *keys: str) -> HFConfig:
-        """A reader without these keys, which the caller reads itself. Keys that one of the two readers reads count for both."""
+        """Return a reader without these keys, which the caller reads itself. Keys that one of the two readers reads count for both."""
         return replace(self, values={key: value for key, value in self.values.items() if key not in keys})
 
     def integer(self, *keys: str, default: int | None = None, least: int = 1) -> int:
-        """The integer under the first of `keys` that is present, otherwise `default`.
+        """Return the integer under the first of `keys` that is present, otherwise `default`.
 
         It must be from `least` to `LARGEST_COUNT`.
 
@@ -257,14 +257,14 @@ class HFConfig:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """The positive, finite number under `key`, otherwise `default`. Raises BadInput as `integer` does."""
+        """Return the positive, finite number under `key`, otherwise `default`. Raises BadInput as `integer` does."""
         key, value = self._first((key,), default)
         if not is_positive(value):
             raise self.error(key, value, "a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """The boolean under `key`, otherwise `default`. Raises BadInput if the value is not a boolean."""
+        """Return the boolean under `key`, otherwise `default`. Raises BadInput if the value is not a boolean."""
         key, value = self._first((key,), default)
         if not isinstance(value, bool):
             raise self.error(key, value, "true or false")
@@ -286,11 +286,11 @@ class HFConfig:
         )
 
     def error(self, key: str, value: Any, expected: str) -> BadInput:
-        """The error for a value of `key` that is not as expected."""
+        """Return the error for a value of `key` that is not as expected."""
         return BadInput(f"{self.where}: {key}: expected {expected}, got {shorten(repr(value))}")
 
     def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
-        """The first of `keys` that is present, with its value; otherwise the first key with `default`.
+        """Return the first of `keys` that is present, with its value; otherwise the first key with `default`.
 
         Raises BadInput if none is present and there is no default.
         """
@@ -306,7 +306,7 @@ class HFConfig:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a value is a number above 0 and at most `LARGEST_NUMBER`."""
+    """Return whether a value is a number above 0 and at most `LARGEST_NUMBER`."""
     return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value <= LARGEST_NUMBER
 
 
@@ -332,13 +332,13 @@ class ConfigKeys:
     """Keys that have the same value in all models of the family. A folder with another value is refused."""
 
     def read(self, config: HFConfig) -> dict[str, Any]:
-        """The ModelSpec fields. Raises BadInput for an invalid value, and for another value than the fixed one."""
+        """Return the ModelSpec fields. Raises BadInput for an invalid value, and for another value than the fixed one."""
         for key, value in self.fixed.items():
             config.expect(key, value)
         return {name: _read_key(config, key) for name, key in self.fields.items()}
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """The keys with their values."""
+        """Return the keys with their values."""
         return {**{key.name: getattr(spec, name) for name, key in self.fields.items()}, **self.fixed}
 
 

@@ -61,7 +61,7 @@ FAMILY = GEMMA3 = replace(
 
 
 def _layers(window: int, scaling: dict[str, Any] | None) -> dict[str, Any]:
-    """The ModelSpec fields of one period of layers, which the model repeats.
+    """Return the ModelSpec fields of one period of layers, which the model repeats.
 
     `window` is in tokens, `scaling` is that of global layers.
     """

@@ -98,7 +98,7 @@ FAMILY = Family(
 
 
 def _of_kind(layers: int, hidden: int, heads: int, learning_rate: float, **other: Any) -> dict[str, Any]:
-    """The own fields of a preset in which all heads are key/value heads and the feed-forward network is 4 · hidden wide."""
+    """Return the own fields of a preset in which all heads are key/value heads and the feed-forward network is 4 · hidden wide."""
     return size(layers, hidden, heads, heads, 4 * hidden, learning_rate, head_dim=hidden // heads, **other)
 
 

@@ -34,5 +34,5 @@ LACKS: Mapping[str, str] = {name: what for what, names in _TYPES.items() for nam
 
 
 def lacks(model_type: str) -> str | None:
-    """What the decoder lacks for a model type, or for a text part of this type. None if the type is not listed."""
+    """Return what the decoder lacks for a model type, or for a text part of this type. None if the type is not listed."""
     return LACKS.get(model_type.removesuffix("_text"))

@@ -18,7 +18,7 @@ from meshwright.spec.model import ModelSpec
 
 
 def routed(experts_of_class: int, per_token: int) -> ConfigKeys:
-    """The keys of a model with experts in all layers. `experts_of_class` and `per_token` are defaults of the class."""
+    """Return the keys of a model with experts in all layers. `experts_of_class` and `per_token` are defaults of the class."""
     number = Key("num_experts", experts_of_class, "num_local_experts")
     return experts.keys(number, per_token, Key("intermediate_size"), normalised_routing=Key("norm_topk_prob", False))
 

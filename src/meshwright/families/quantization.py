@@ -56,7 +56,7 @@ class Quantization:
     """Whether the folder declares scales of cached keys and values."""
 
     def ignores(self, module: str) -> str | None:
-        """The entry of `ignored` that names this module, or a module that contains it. None if there is none.
+        """Return the entry of `ignored` that names this module, or a module that contains it. None if there is none.
 
         Two kinds of entries are not compared: single words such as `gate`, unless they are the whole name, and patterns
         that could be slow.
@@ -76,7 +76,7 @@ class Quantization:
 
 
 def _pattern(entry: str) -> re.Pattern[str] | None:
-    """The regular expression of an entry with `re:` or wildcards. None for a plain name, and for a pattern that could be slow."""
+    """Return the regular expression of an entry with `re:` or wildcards. None for a plain name, and for a pattern that could be slow."""
     if entry.startswith("re:"):
         text = entry.removeprefix("re:")
         if not _SIMPLE.fullmatch(text) or _UNSAFE.search(text) or len(text) > LONGEST_PATTERN:
@@ -159,7 +159,7 @@ LISTS = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert"
 
 
 def _ignored(section: HFConfig) -> tuple[str, ...]:
-    """The modules that are not quantized, from all keys in LISTS."""
+    """Return the modules that are not quantized, from all keys in LISTS."""
     entries: list[str] = []
     for key in LISTS:
         value = section.get(key)
@@ -172,7 +172,7 @@ def _ignored(section: HFConfig) -> tuple[str, ...]:
 
 
 def _cache_scales(section: HFConfig, *keys: str) -> bool:
-    """Whether one of these keys declares a cache in fp8. Raises BadInput for another format."""
+    """Return whether one of these keys declares a cache in fp8. Raises BadInput for another format."""
     for key in keys:
         value = section.get(key)
         if isinstance(value, Mapping):
@@ -215,7 +215,7 @@ def _tensor_or_output(name: str, **usual: Any) -> list[WeightScheme]:
 
 
 def _pair(section: HFConfig, key: str, value: Any) -> tuple[int, int]:
-    """A pair of positive integers: rows and columns of a block. Raises BadInput for another value."""
+    """Return a pair of positive integers: rows and columns of a block. Raises BadInput for another value."""
     numbers = value if isinstance(value, list) else []
     valid = [
         number
@@ -372,7 +372,7 @@ def _compressed(section: HFConfig) -> Quantization:
 
 
 def _compressed_group(group: HFConfig, form: Any) -> WeightScheme:
-    """The scheme of one group of compressed-tensors. `form` is the group's format."""
+    """Return the scheme of one group of compressed-tensors. `form` is the group's format."""
     for key in ("targets", "output_activations"):
         group.get(key)
     if group.get("output_activations"):
@@ -428,7 +428,7 @@ def _compressed_block(args: HFConfig, strategy: Any) -> tuple[int, int]:
 
 
 def _activations(group: HFConfig) -> WeightFormat | None:
-    """The 8-bit format of activations. None if they have none, or if their rounding is not symmetric."""
+    """Return the 8-bit format of activations. None if they have none, or if their rounding is not symmetric."""
     activations = group.get("input_activations")
     if activations is None:
         return None

@@ -69,20 +69,20 @@ class Nesting:
     """
 
     def layout(self, family: Family) -> Family:
-        """The family with the names and shapes that this folder has for the text model, except for the prefixes."""
+        """Return the family with the names and shapes that this folder has for the text model, except for the prefixes."""
         if self.experts == "single":
             return family
         transposed = frozenset(STACKED_MODULES if self.experts == "in_out" else ())
         return replace(family, modules={**family.modules, **STACKED_MODULES}, transposed=family.transposed | transposed)
 
     def name(self, family: Family, name: str) -> str:
-        """The name in this folder of the tensor that is called `name` in a folder of the text model alone."""
+        """Return the name in this folder of the tensor that is called `name` in a folder of the text model alone."""
         if name.startswith(family.base):
             return self.base + name.removeprefix(family.base)
         return self.head + name
 
     def contains(self, family: Family, name: str) -> bool:
-        """Whether the tensor `name` of this folder belongs to the text model."""
+        """Return whether the tensor `name` of this folder belongs to the text model."""
         return name.startswith((self.base, f"{self.head}{family.ends['head']}."))
 
 
@@ -97,7 +97,7 @@ HEADS = ("", "language_model.")
 
 
 def text_config(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str] | None:
-    """The config.json of the text part alone, and its name in messages. None for a folder of a text model.
+    """Return the config.json of the text part alone, and its name in messages. None for a folder of a text model.
 
     Raises BadInput if `architectures` does not name one class with the ending `CLASS`.
     """

@@ -74,7 +74,7 @@ def _rows(
 
 @lru_cache(maxsize=KEPT_FOOTERS)
 def _metadata(store: Store, file: StoredFile) -> Any:
-    """The footer of a parquet file, which describes its row groups and columns."""
+    """Return the footer of a parquet file, which describes its row groups and columns."""
     import pyarrow.parquet
 
     with ObjectFile(store, file) as content:

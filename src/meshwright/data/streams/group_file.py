@@ -87,7 +87,7 @@ class Cache:
         """Bytes written since the cache was last compared with its limit. The initial value makes the first write compare."""
 
     def path(self, name: str) -> Path:
-        """The path of the file of the group `name`, which need not exist."""
+        """Return the path of the file of the group `name`, which need not exist."""
         return self.folder / name[:2] / f"{name}{SUFFIX}"
 
     @contextmanager
@@ -134,7 +134,7 @@ def texts_digest(tokenizer: LoadedTokenizer) -> str:
 
 
 def group_name(file: StoredFile, number: int, text: str, texts: str) -> str:
-    """The name of group `number` of a file in the cache. `text` is the key of the text, `texts` the result of `texts_digest`."""
+    """Return the name of group `number` of a file in the cache. `text` is the key of the text, `texts` the result of `texts_digest`."""
     named = [FORMAT, file.name, file.size, file.tag, number, text, texts]
     return digest(json.dumps(named).encode("utf-8", "surrogateescape"))
 
@@ -217,7 +217,7 @@ class VerifiedGroups:
 
 
 def _description(descriptor: int) -> tuple[GroupRecord, int]:
-    """The record of an open group file, and the number of bytes before the record. Raises ValueError if it is no group file."""
+    """Return the record of an open group file, and the number of bytes before the record. Raises ValueError if it is no group file."""
     size = os.fstat(descriptor).st_size
     end = os.pread(descriptor, 8 + len(MARK), max(size - 8 - len(MARK), 0))
     length = int.from_bytes(end[:8], "little")
@@ -249,11 +249,14 @@ class GroupFile:
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the group, int64."""
+        """Return tokens [start, stop) of the group, int64."""
         return self._array(start * self._dtype.itemsize, stop - start, self._dtype).astype(np.int64)
 
     def place(self, document: int) -> int:
-        """Where a document is in its input file: its row in the row group of parquet, or the offset in bytes at which its line begins."""
+        """Return where a document is in its input file.
+
+        This is its row in the row group of parquet, or the offset in bytes at which its line begins.
+        """
         start = self.record.tokens * self._dtype.itemsize + self.record.documents * 4
         return int(self._array(start + 8 * document, 1, np.dtype(np.int64))[0])
 

@@ -19,7 +19,7 @@ from meshwright.spec.errors import BadInput, attach_key
 from meshwright.spec.job import DataSpec, StreamSpec
 
 MOST_TOKENS = 1 << 21
-"""Tokens to prepare if `data.validation_tokens` is not set. It is twice the number that a validation then reads at most."""
+"""Number of tokens to prepare, unless twice `data.validation_tokens` is more. A validation reads at most half of it by default."""
 TEXTS = "texts.jsonl"
 """File in the folder with the chosen texts, one JSON object a line."""
 DATA = "data"
@@ -34,9 +34,9 @@ def validation_directory(spec: DataSpec, stream: StreamSpec, tokenizer: StreamTo
     A directory that was prepared before is used again.
 
     The text consists of whole groups of the source in a fixed random order. Groups are added until they have about
-    twice `data.validation_tokens` tokens, or until the source has no more. Any number of processes may call this at the
-    same time. Raises the errors of `data.streams.open.open_streams`, and BadInput if the chosen groups have no usable
-    document.
+    twice as many tokens as a validation reads, or until the source has no more. Any number of processes may call this
+    at the same time. Raises the errors of `data.streams.open.open_streams`, and BadInput if the chosen groups have no
+    usable document.
     """
     settings = settings_of(spec, tokenizer)
     tokens = max(MOST_TOKENS, 2 * (spec.validation_tokens or 0))
@@ -59,7 +59,10 @@ def validation_directory(spec: DataSpec, stream: StreamSpec, tokenizer: StreamTo
 
 
 def _chosen(index: SourceIndex, tokens: int) -> list[int]:
-    """Numbers of the first groups in a fixed random order that have about `tokens` tokens together; all groups if they have fewer."""
+    """Return the numbers of the first groups, in a fixed random order, that have at least about `tokens` tokens together.
+
+    If all groups together have fewer, all are returned.
+    """
     order = permute(np.arange(index.groups), index.groups, f"validation/{index.digest}")
     totals = np.cumsum(index.group_bytes[order]) * index.tokens_per_byte
     return order[: int(np.searchsorted(totals, tokens)) + 1].tolist()

@@ -82,7 +82,7 @@ class SourceIndex:
         return digest(json.dumps([self.layout, rows]).encode("utf-8", "surrogateescape") + self.group_bytes.tobytes())
 
     def describe(self) -> str:
-        """The size of the source in one line, for people."""
+        """Return the size of the source in one line, for people."""
         kinds = {"parquet": "row groups", "lines": "groups of lines"}
         return (
             f"{len(self.files):,} files, {self.groups:,} {kinds[self.layout]}, {size_text(self.text_bytes)} of text, "
@@ -90,7 +90,7 @@ class SourceIndex:
         )
 
     def to_bytes(self) -> bytes:
-        """The content of an index file, which `read` loads."""
+        """Return the content of an index file, which `read` loads."""
         header = {
             "format": FORMAT,
             "root": self.root,
@@ -105,7 +105,7 @@ class SourceIndex:
 
     @classmethod
     def read(cls, path: Path) -> SourceIndex | None:
-        """Read an index from the cache. None if there is none, or if its format has another version."""
+        """Return the index in a file of the cache. None if the file is missing or damaged, or has another version of the format."""
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 header = json.loads(arrays["header"].tobytes())
@@ -123,7 +123,7 @@ class SourceIndex:
 
 
 def size_text(count: int) -> str:
-    """A number of bytes as text, in GB or MB."""
+    """Return a number of bytes as text, in GB or MB."""
     return f"{count / 1e9:,.3g} GB" if count >= 1e9 else f"{count / 1e6:,.3g} MB"
 
 
@@ -160,27 +160,27 @@ def build_index(store: Store, files: str, text: str, kept: SourceIndex | None = 
 
 
 def parquet_column(names: Sequence[str], text: str, where: str) -> int:
-    """The number of the column named `text`. If there is none, raises BadInput that names the nearest column."""
+    """Return the number of the column named `text`. If there is none, raises BadInput that names the nearest column."""
     if text not in names:
         raise BadInput(f"{where}: {no_text('column', text, names)}")
     return list(names).index(text)
 
 
 def no_text(word: str, text: str, names: Sequence[str]) -> str:
-    """A sentence for the user: the column or key `text` does not exist; which names exist. `word` is "column" or "key"."""
+    """Return a sentence for the user: the column or key `text` does not exist; which names exist. `word` is "column" or "key"."""
     near = nearest(text, names)
     shown = ", ".join(map(repr, list(names)[:20]))
     return f"no {word} {text!r}{f' (nearest: {near!r})' if near else ''}; {word}s: {shown}; `text` names another"
 
 
 def _groups_by_file(index: SourceIndex) -> dict[StoredFile, np.ndarray]:
-    """Bytes of text of each group, by file."""
+    """Return the bytes of text of each group, by file."""
     counts = np.bincount(index.group_file, minlength=len(index.files))
     return dict(zip(index.files, np.split(index.group_bytes, np.cumsum(counts)[:-1]), strict=True))
 
 
 def _groups_of(store: Store, file: StoredFile, layout: str, text: str) -> np.ndarray:
-    """Bytes of text of each group of a file, `(groups of the file,)` int64."""
+    """Return the bytes of text of each group of a file, `(groups of the file,)` int64."""
     if layout == "parquet":
         return _row_groups(store, file, text)
     if format_of(file.name).compression is not None:
@@ -190,7 +190,7 @@ def _groups_of(store: Store, file: StoredFile, layout: str, text: str) -> np.nda
 
 
 def _row_groups(store: Store, file: StoredFile, text: str) -> np.ndarray:
-    """Bytes of text of each row group of a parquet file, int64. Raises Damaged if the file cannot be read."""
+    """Return the bytes of text of each row group of a parquet file, int64. Raises Damaged if the file cannot be read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -244,7 +244,7 @@ def _chosen(files: str, listed: Sequence[StoredFile]) -> list[StoredFile]:
 
 
 def _split_of(name: str) -> str:
-    """The split that a word in a file's name or folders tells, as in Hugging Face data sets. Empty if there is no such word."""
+    """Return the split that a word in a file's name or folders tells, as in Hugging Face data sets. Empty if there is no such word."""
     words = re.findall("[a-z]+", name.lower())
     return next((word for word in words if word in (TRAIN_SPLIT, *OTHER_SPLITS)), "")
 
@@ -255,7 +255,7 @@ def _is_read(name: str) -> bool:
 
 
 def _only_format(files: str, listed: Sequence[StoredFile]) -> FileFormat:
-    """The format of all files. Raises BadInput if a file is not readable, or if files have different formats."""
+    """Return the format of all files. Raises BadInput if a file is not readable, or if files have different formats."""
     first = None
     for file in listed:
         form = format_of(file.name)
@@ -274,6 +274,6 @@ def _only_format(files: str, listed: Sequence[StoredFile]) -> FileFormat:
 
 
 def index_path(cache: Path, files: str, text: str) -> Path:
-    """The path of the index of a source in the cache."""
+    """Return the path of the index of a source in the cache."""
     name = files if is_url(files) else str(Path(files).absolute())
     return cache / f"index-{digest(json.dumps([name, text]).encode('utf-8', 'surrogateescape'))}.npz"

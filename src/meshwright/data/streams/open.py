@@ -31,7 +31,7 @@ INDEXES_AT_ONCE = 8
 
 
 def lanes_for(global_batch: int) -> int:
-    """The default of `data.lanes`: the least multiple of `global_batch` that is at least FEWEST_LANES."""
+    """Return the default of `data.lanes`: the least multiple of `global_batch` that is at least FEWEST_LANES."""
     return -(-FEWEST_LANES // global_batch) * global_batch
 
 
@@ -45,9 +45,10 @@ class StreamTokenizer:
     """Path of its `tokenizer.json`."""
 
     def difference(self, prepared: PreparedDirectory) -> str | None:
-        """The first difference between the text formats of the streams and of a prepared directory, in words; None if there is none.
+        """Return the first difference between the text formats of the streams and of a prepared directory, in words.
 
-        It compares like `PreparedDirectory.format_difference`. It is None also if the directory records no text format.
+        It compares like `PreparedDirectory.format_difference`. None if there is no difference, or if the directory
+        records no text format.
         """
         manifest = prepared.manifest
         theirs = prepared.text_format
@@ -61,7 +62,7 @@ def stream_tokenizer(spec: DataSpec, prepared: Iterable[PreparedDirectory]) -> S
     """Load the tokenizer of the streams of `spec`.
 
     It is `data.tokenizer` if set, otherwise the tokenizer of the first directory in `prepared` that was written by this
-    program. Raises BadInput if there is neither.
+    program. Raises BadInput if there is no tokenizer.
     """
     directory = next((each for each in prepared if each.manifest), None)
     end = None
@@ -110,7 +111,7 @@ def open_streams(spec: DataSpec, tokenizer: StreamTokenizer, *, seq_len: int, se
 
 
 def settings_of(spec: DataSpec, tokenizer: StreamTokenizer) -> Settings:
-    """The settings of the loader processes of a run."""
+    """Return the settings of the loader processes of a run."""
     cache = Path(spec.cache) if spec.cache is not None else user_cache() / FOLDER
     document_end = tokenizer.loaded.text.document_end
     end = None if document_end is None else document_end.text
@@ -118,7 +119,7 @@ def settings_of(spec: DataSpec, tokenizer: StreamTokenizer) -> Settings:
 
 
 def read_index(settings: Settings, stream: StreamSpec) -> SourceIndex:
-    """The index of a source. A loader process of its own makes it, or updates the one in the cache."""
+    """Return the index of a source. A loader process of its own makes it, or updates the one in the cache."""
     if is_url(stream.files):
         check_url(stream.files)
         return _index(settings, stream, ())

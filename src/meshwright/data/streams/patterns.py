@@ -15,7 +15,7 @@ SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
 
 def is_url(files: str) -> bool:
-    """Whether `files` is a URL, not a path."""
+    """Return whether `files` is a URL, not a path."""
     return "://" in files
 
 
@@ -53,7 +53,7 @@ def split_pattern(files: str) -> tuple[str, str]:
 
 
 def matcher(pattern: str) -> re.Pattern[str]:
-    """A regular expression that matches the names that `pattern` matches. Names are relative to the folder."""
+    """Return a regular expression that matches the names that `pattern` matches. Names are relative to the folder."""
     parts = []
     at = 0
     while at < len(pattern):

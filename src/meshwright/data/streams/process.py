@@ -146,7 +146,10 @@ class Worker:
         return write_group(path, encode_documents(documents, self._tokenizer, dtype, 1, fast), dtype, bad)
 
     def _tokens_per_byte(self, index: SourceIndex, files: str, text: str) -> float:
-        """Tokens per byte of text, measured on the first documents of the source. Raises BadInput if none of them is usable."""
+        """Return the tokens per byte of text, measured on the first documents of the source.
+
+        Raises BadInput if none of them is usable.
+        """
         bad: list[str] = []
         first = index.files[int(index.group_file[0])]
         documents = _usable(group_documents(self._store(files), first, int(index.group_number[0]), text), bad)
@@ -161,7 +164,7 @@ class Worker:
         return sum(tokens for tokens, _ in encoded) / max(sum(size for _, size in encoded), 1)
 
     def _store(self, files: str) -> Store:
-        """The store of a path or URL. URLs of the same bucket share one store object."""
+        """Return the store of a path or URL. URLs of the same bucket share one store object."""
         key = "/".join(files.split("/", 3)[:3]) if "://" in files else ""
         if key not in self._stores:
             self._stores[key] = open_store(files, self._settings.patience)

@@ -47,7 +47,7 @@ FIRST_AHEAD = 4
 REOPENED = 3
 """Maximum number of times that a group is made again because the cache deleted it before this process opened it."""
 EMPTY_WINDOWS = 10_000
-"""Maximum number of windows in a row without a document. If a lane meets more, it raises BadInput."""
+"""Maximum number of windows in a row without a document. More of them raise BadInput."""
 REMEMBERED = 64
 """Recent positions that are kept for each lane. They are needed because samples are read ahead of the step that a checkpoint stores."""
 NAMED_GROUPS = 20
@@ -149,7 +149,7 @@ class StreamSource:
         self.drawn: Callable[[int, int, int], int] = lambda lane, first, last: len(range(first, last, lanes))
 
     def describe_size(self) -> str:
-        """The source and how much of it is read at a time, in one line for people."""
+        """Return the source and how much of it is read at a time, in one line for people."""
         at_once = self.lanes * WINDOW_PARTS
         size = min(self.index.text_bytes * at_once // int(self.parts.sum()), self.index.text_bytes)
         return f"{self.index.describe()}; {self.lanes:,} lanes read {size_text(size)} of it at a time, on all hosts together"
@@ -165,7 +165,7 @@ class StreamSource:
         return self.index.tokens
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint stores about the source, so that a resumed run can check that the order of samples is still the same."""
+        """Return what a checkpoint stores about the source, so that a resumed run can check that the order of samples is still the same."""
         return {
             "content": self.index.digest,
             "tokenizer": self.tokenizer.digest,
@@ -184,7 +184,7 @@ class StreamSource:
         return WindowTokens(tokens, begins, None)
 
     def describe(self, sample: int) -> list[DocumentPlace]:
-        """The documents from which the inputs of a sample come, without reading the sample's tokens."""
+        """Return the documents from which the inputs of a sample come, without reading the sample's tokens."""
         lane = sample % self.lanes
         cursor = self._cursor_for(lane, sample)
         places = []
@@ -206,7 +206,7 @@ class StreamSource:
                 self._ask(lane, int(self._base[lane, 1]))
 
     def cursors(self, sample: int) -> np.ndarray:
-        """The position of each lane before global sample `sample`, as `Cursor`: `(lanes, 3)` int64.
+        """Return the position of each lane before global sample `sample`, as `Cursor`: `(lanes, 3)` int64.
 
         Lanes that this process has not read keep the position that they had at the start or at `restore`.
         """
@@ -227,7 +227,12 @@ class StreamSource:
         self._asked.clear()
 
     def _cursor_for(self, lane: int, sample: int) -> Cursor:
-        """The position of a lane at `sample`. Samples between the last one that was read and this one are skipped."""
+        """Return the position of a lane at `sample`.
+
+        Samples between the last one that was read and this one are skipped.
+
+        Raises BadInput if the lane is already past `sample`, and no position before it is remembered.
+        """
         positions = self._positions.get(lane)
         cursor = positions[-1] if positions else Cursor(*map(int, self._base[lane]))
         if sample < cursor.sample and positions:
@@ -246,7 +251,7 @@ class StreamSource:
         return Cursor(sample, window, token)
 
     def _take(self, lane: int, cursor: Cursor) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
-        """The tokens of a sample, `(seq_len + 1,)`; the indices at which documents begin; and (window, token) after its inputs."""
+        """Return the tokens of a sample, `(seq_len + 1,)`; the indices at which documents begin; and (window, token) after its inputs."""
         pieces = []
         begins = [0]
         count = 0

@@ -62,7 +62,7 @@ class Store(Protocol):
         ...
 
     def read(self, file: StoredFile, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a file."""
+        """Return bytes [start, stop) of a file."""
         ...
 
     def check(self, file: StoredFile) -> None:
@@ -71,7 +71,7 @@ class Store(Protocol):
 
 
 def open_store(files: str, patience: float = PATIENCE) -> Store:
-    """The store of a path or URL. Raises BadInput if the URL is not that of a store, or if the client library is not installed."""
+    """Return the store of a path or URL. Raises BadInput if the URL is not that of a store, or if the client library is not installed."""
     return ObjectStore(files, patience) if is_url(files) else LocalFiles()
 
 
@@ -123,7 +123,7 @@ class LocalFiles:
 
 
 def _below(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The files below a folder that are not hidden: (name relative to the folder, path)."""
+    """Yield the files below a folder that are not hidden: (name relative to the folder, path)."""
     for parent, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in names:
@@ -220,11 +220,11 @@ class ObjectStore:
         return self._try(file.name, request) if stop > start else b""
 
     def _key(self, url: str) -> str:
-        """The name of an object in its bucket."""
+        """Return the name of an object in its bucket."""
         return url[len(self._root) :].strip("/")
 
     def _file(self, meta: Any) -> StoredFile:
-        """The file of an object's metadata. Without an ETag, the time of its last change is the tag."""
+        """Return the file of an object's metadata. Without an ETag, the time of its last change is the tag."""
         tag = meta["e_tag"] or meta["last_modified"].isoformat()
         return StoredFile(f"{self._root}/{meta['path']}", meta["size"], tag)
 
@@ -258,6 +258,6 @@ class ObjectStore:
 
 
 def _words(error: Exception) -> str:
-    """An error in one line. The queries of URLs are removed because they may contain signatures."""
+    """Return an error in one line. The queries of URLs are removed because they may contain signatures."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {_QUERY.sub('?…', lines[0] if lines else '')[:300]}"

@@ -30,7 +30,7 @@ _KEYS = ConfigKeys(
 def read(
     config: HFConfig, *, head_dim: int = 0, norm_eps: float = 1e-6, share: float | None = None, **options: Any
 ) -> dict[str, Any]:
-    """The ModelSpec fields of these keys.
+    """Return the ModelSpec fields of these keys.
 
     - `head_dim`: default of the class. 0: hidden divided by heads.
     - `norm_eps`: default of the class.
@@ -55,7 +55,7 @@ def read(
 
 
 def write(spec: ModelSpec, *, share: bool = False) -> dict[str, Any]:
-    """The keys with their values. With `share`, also the rotated fraction of each head."""
+    """Return the keys with their values. With `share`, also the rotated fraction of each head."""
     keys: dict[str, Any] = {
         **_KEYS.write(spec),
         "num_key_value_heads": spec.kv_heads,
@@ -72,6 +72,6 @@ def write(spec: ModelSpec, *, share: bool = False) -> dict[str, Any]:
 
 
 def shortened(keys: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """`keys` without `head_dim` if readers compute the same value, as in released folders of some families."""
+    """Return `keys` without `head_dim` if readers compute the same value, as in released folders of some families."""
     implied = spec.head_dim * spec.heads == spec.hidden
     return {key: value for key, value in keys.items() if key != "head_dim" or not implied}

@@ -28,12 +28,12 @@ SHARED_MODULES = {
 
 
 def without_dense(modules: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Names of a layer's modules without those of a dense feed-forward network."""
+    """Return the names of a layer's modules without those of a dense feed-forward network."""
     return {ours: theirs for ours, theirs in modules.items() if not ours.startswith("mlp.")}
 
 
 def keys(experts: Key, per_token: int | None, width: Key, **further: Key) -> ConfigKeys:
-    """The keys of a class with experts.
+    """Return the keys of a class with experts.
 
     - `experts`: the key for the number of experts.
     - `per_token`: default number of experts of a token.
@@ -45,13 +45,13 @@ def keys(experts: Key, per_token: int | None, width: Key, **further: Key) -> Con
 
 
 def read(config: HFConfig, keys: ConfigKeys, balance: str = "router_aux_loss_coef") -> dict[str, Any]:
-    """The ModelSpec fields of these keys. `balance` is the key for the weight of the balance loss, which is not used."""
+    """Return the ModelSpec fields of these keys. `balance` is the key for the weight of the balance loss, which is not used."""
     config.note_unused("Meshwright weighs the experts' balance loss by train.balance_loss", balance)
     return keys.read(config)
 
 
 def write(spec: ModelSpec, keys: ConfigKeys, folder: str) -> dict[str, Any]:
-    """The keys with their values. Raises BadInput for a model without experts, which a folder of this kind cannot hold.
+    """Return the keys with their values. Raises BadInput for a model without experts, which a folder of this kind cannot hold.
 
     `folder` is the kind of folder in messages, such as "Mixtral".
     """
@@ -78,7 +78,7 @@ def one_for_all_layers(config: HFConfig, layers: int, *names: str) -> HFConfig:
 def read_shared(
     config: HFConfig, width: int, count: int = 1, key: str = "n_shared_experts", least: int = 1
 ) -> dict[str, Any]:
-    """`shared_expert_hidden`: a layer has one shared expert, as wide as all shared experts of the folder together.
+    """Return `shared_expert_hidden`: a layer has one shared expert, as wide as all shared experts of the folder together.
 
     `width` is the hidden size of one expert, `count` the default number of the class.
     """
@@ -86,7 +86,7 @@ def read_shared(
 
 
 def write_shared(spec: ModelSpec, folder: str, key: str = "n_shared_experts", least: int = 1) -> dict[str, Any]:
-    """The number of shared experts. Raises BadInput if the width is not a multiple of an expert's, or if there are too few."""
+    """Return the number of shared experts. Raises BadInput if the width is not a multiple of an expert's, or if there are too few."""
     width = max(1, spec.expert_hidden)
     if spec.shared_expert_hidden < least or spec.shared_expert_hidden % width:
         raise BadInput(
@@ -97,7 +97,7 @@ def write_shared(spec: ModelSpec, folder: str, key: str = "n_shared_experts", le
 
 
 def read_dense_layers(config: HFConfig, layers: int) -> int:
-    """The number of first layers that have no experts. Raises BadInput if layers after them have none either."""
+    """Return the number of first layers that have no experts. Raises BadInput if layers after them have none either."""
     step = config.integer("decoder_sparse_step", default=1)
     only = config.get("mlp_only_layers") or []
     dense = [layer for layer in range(layers) if layer in only or (layer + 1) % step]
@@ -109,7 +109,7 @@ def read_dense_layers(config: HFConfig, layers: int) -> int:
 
 
 def write_dense_layers(spec: ModelSpec) -> dict[str, Any]:
-    """The keys that `read_dense_layers` reads."""
+    """Return the keys that `read_dense_layers` reads."""
     return {"decoder_sparse_step": 1, "mlp_only_layers": list(range(spec.first_dense_layers))}
 
 
@@ -125,7 +125,7 @@ ROUTING = {
 
 
 def routed(*, normalised: bool, dense: int) -> ConfigKeys:
-    """The keys of DeepSeek-V3's experts in a model with ordinary attention.
+    """Return the keys of DeepSeek-V3's experts in a model with ordinary attention.
 
     `normalised` and `dense` are defaults of the class: whether the weights of a token's experts are normalised, and the
     number of dense layers.
@@ -140,11 +140,11 @@ def routed(*, normalised: bool, dense: int) -> ConfigKeys:
 
 
 def read_routed(config: HFConfig, keys: ConfigKeys) -> dict[str, Any]:
-    """The ModelSpec fields of the keys of `routed`."""
+    """Return the ModelSpec fields of the keys of `routed`."""
     fields = read(config, keys)
     return {**fields, **read_shared(config, fields["expert_hidden"])}
 
 
 def write_routed(spec: ModelSpec, keys: ConfigKeys, folder: str) -> dict[str, Any]:
-    """The keys of `routed` with their values. Raises BadInput if a folder of this kind cannot hold the model's experts."""
+    """Return the keys of `routed` with their values. Raises BadInput if a folder of this kind cannot hold the model's experts."""
     return {**write(spec, keys, folder), **write_shared(spec, folder)}

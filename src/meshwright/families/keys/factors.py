@@ -13,7 +13,7 @@ _KEYS = ConfigKeys(
 
 
 def read(config: HFConfig, head_dim: int) -> dict[str, Any]:
-    """The ModelSpec fields of these keys."""
+    """Return the ModelSpec fields of these keys."""
     scale = config.number("attention_multiplier", 1.0)
     logit_factor = 1.0 / config.number("logits_scaling", 1.0)
     score_scale = None if scale == head_dim**-0.5 else scale
@@ -21,7 +21,7 @@ def read(config: HFConfig, head_dim: int) -> dict[str, Any]:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """The keys with their values."""
+    """Return the keys with their values."""
     divisor = 1.0 / spec.logit_factor
     rounded = float(f"{divisor:.15g}")  # If its inverse is exactly our factor, this is the divisor that was read.
     return {

@@ -25,7 +25,7 @@ _KEYS = ConfigKeys(
 
 
 def read(config: HFConfig, *, vocab_size: int, max_seq_len: int) -> dict[str, Any]:
-    """The ModelSpec fields of these keys. `vocab_size` and `max_seq_len` are defaults of the class."""
+    """Return the ModelSpec fields of these keys. `vocab_size` and `max_seq_len` are defaults of the class."""
     config.expect("use_bidirectional_attention", False)
     config.note_unused(NO_DROPOUT, "attention_dropout")
     fields = _KEYS.read(config)
@@ -40,12 +40,12 @@ def read(config: HFConfig, *, vocab_size: int, max_seq_len: int) -> dict[str, An
 
 
 def by_width(hidden: int) -> dict[str, float]:
-    """The factor by which embeddings are multiplied."""
+    """Return the factor by which embeddings are multiplied."""
     return {"embedding_scale": math.sqrt(hidden)}
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """The keys with their values."""
+    """Return the keys with their values."""
     return {
         **_KEYS.write(spec),
         "max_position_embeddings": spec.max_seq_len,

@@ -35,7 +35,7 @@ _EXPERTS = experts.keys(
 
 
 def read(config: HFConfig, *, norm_eps: float = 1e-6) -> dict[str, Any]:
-    """The ModelSpec fields of these keys, except those of routing. `norm_eps` is the default of the class."""
+    """Return the ModelSpec fields of these keys, except those of routing. `norm_eps` is the default of the class."""
     config.expect("hidden_act", "silu", "swish")
     config.expect("mlp_bias", False)
     config.note_unused(NO_DROPOUT, "attention_dropout")
@@ -52,7 +52,7 @@ def read(config: HFConfig, *, norm_eps: float = 1e-6) -> dict[str, Any]:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """The keys with their values, including those of routing."""
+    """Return the keys with their values, including those of routing."""
     routed = {**experts.write(spec, _EXPERTS, "DeepSeek"), **ConfigKeys(experts.ROUTING).write(spec)}
     if not spec.kv_rank:
         raise BadInput("model.kv_rank: a DeepSeek folder needs latent attention, got 0")
@@ -71,7 +71,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _read_yarn(config: HFConfig) -> dict[str, Any]:
-    """`rope_theta` and `yarn`. transformers 5 has both in `rope_parameters`; version 4 has `rope_theta` and `rope_scaling`."""
+    """Return `rope_theta` and `yarn`. transformers 5 has both in `rope_parameters`; version 4 has `rope_theta` and `rope_scaling`."""
     key, section = section_of(config)
     inside = HFConfig({"rope_theta": config.get("rope_theta"), **section}, f"{config.where}: {key}")
     fields: dict[str, Any] = {"rope_theta": inside.number("rope_theta", 10000.0), "yarn": None}
@@ -97,7 +97,7 @@ def _read_yarn(config: HFConfig) -> dict[str, Any]:
 
 
 def _write_yarn(spec: ModelSpec) -> dict[str, Any]:
-    """The keys of `_read_yarn`, for both versions of transformers."""
+    """Return the keys of `_read_yarn`, for both versions of transformers."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if (yarn := spec.yarn) is not None:
         rope = {

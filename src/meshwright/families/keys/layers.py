@@ -24,7 +24,7 @@ NAMES = {SLIDING: "local", FULL: "global"}
 
 
 def periodic(layers: int, period: int) -> list[str]:
-    """The types of `layers` layers, where each `period`-th layer has no window.
+    """Return the types of `layers` layers, where each `period`-th layer has no window.
 
     Example: 4 layers, period 2: sliding, full, sliding, full.
     """
@@ -32,7 +32,7 @@ def periodic(layers: int, period: int) -> list[str]:
 
 
 def read_types(config: HFConfig, default: list[str]) -> list[str]:
-    """The type of each layer from `layer_types`. If the key is absent, `default`, which must have one entry for each layer."""
+    """Return the type of each layer from `layer_types`. If the key is absent, `default`, which must have one entry for each layer."""
     types = config.get("layer_types")
     if types is None:
         return default
@@ -42,12 +42,12 @@ def read_types(config: HFConfig, default: list[str]) -> list[str]:
 
 
 def read_window(config: HFConfig, default: int | None = None) -> int | None:
-    """The value of `sliding_window`; None for null. If the key is absent, `default`, which is that of the class."""
+    """Return the value of `sliding_window`; None for null. If the key is absent, `default`, which is that of the class."""
     return None if config.get("sliding_window", default) is None else config.integer("sliding_window", default=default)
 
 
 def windowed(types: list[str], window: int | None, **full: Any) -> dict[str, Any]:
-    """The ModelSpec fields of layers of these types.
+    """Return the ModelSpec fields of layers of these types.
 
     If the model has both types, the layers without a window have the fields `full` in addition; otherwise all layers
     are alike.
@@ -62,7 +62,7 @@ def windowed(types: list[str], window: int | None, **full: Any) -> dict[str, Any
 
 
 def of_kinds(names: list[str], kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The ModelSpec fields of layers with these kinds, by name. `kinds` has the fields of each kind.
+    """Return the ModelSpec fields of layers with these kinds, by name. `kinds` has the fields of each kind.
 
     The result is empty if all layers are of one kind without fields.
     """
@@ -71,7 +71,7 @@ def of_kinds(names: list[str], kinds: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def read_rotated_layers(config: HFConfig, layers: int, interval: int) -> list[bool]:
-    """Whether each layer has rotary positions. By default all have except every `interval`-th."""
+    """Return whether each layer has rotary positions. By default all have except every `interval`-th."""
     interval = config.integer("no_rope_layer_interval", default=interval)
     rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(layers)]
     if not isinstance(rotated, list) or len(rotated) < layers or not {0, 1}.issuperset(rotated):
@@ -80,12 +80,12 @@ def read_rotated_layers(config: HFConfig, layers: int, interval: int) -> list[bo
 
 
 def write_rotated_layers(spec: ModelSpec) -> dict[str, Any]:
-    """The key that `read_rotated_layers` reads, with one entry for each layer."""
+    """Return the key that `read_rotated_layers` reads, with one entry for each layer."""
     return {"no_rope_layers": [int(spec.block(layer).mixer.rotary is not None) for layer in range(spec.layers)]}
 
 
 def write_windowed(spec: ModelSpec) -> dict[str, Any]:
-    """The keys that `windowed` needs: the type of each layer, and the window."""
+    """Return the keys that `windowed` needs: the type of each layer, and the window."""
     windows = [spec.block(layer).mixer.window for layer in range(spec.layers)]
     return {
         "layer_types": [FULL if window is None else SLIDING for window in windows],
@@ -100,7 +100,7 @@ def ropes_by_kind(
     *,
     longest: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """`rope_theta` and the scaling of each kind of layer.
+    """Return `rope_theta` and the scaling of each kind of layer.
 
     - `outside`: for each kind, the keys for its base and its scaling in transformers 4. Version 5 has a section for
       each kind in `rope_parameters`. If a folder has both, they must agree.
@@ -135,7 +135,7 @@ def ropes_by_kind(
 
 
 def rotated(types: list[str], window: int, ropes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The ModelSpec fields of layers whose types have different rotations. If all layers are of one type, no kinds are needed."""
+    """Return the ModelSpec fields of layers whose types have different rotations. If all layers are of one type, no kinds are needed."""
     windows = {SLIDING: window, FULL: 0}  # In a kind, 0 switches off the window that the model has.
     if len(set(types)) == 1:
         return {"sliding_window": windows[types[0]] or None, **ropes[types[0]]}
@@ -151,7 +151,7 @@ def rotated(types: list[str], window: int, ropes: Mapping[str, Mapping[str, Any]
 
 
 def write_rotated(spec: ModelSpec, folder: str, window: int, bases: Mapping[str, float]) -> dict[str, Any]:
-    """The keys for windows and rotations of both kinds of layers.
+    """Return the keys for windows and rotations of both kinds of layers.
 
     `folder` is the kind of folder in messages. `window` and `bases` are defaults of the class, for a kind without
     layers. Raises BadInput if the layers do not form these two kinds.
@@ -179,7 +179,7 @@ def write_rotated(spec: ModelSpec, folder: str, window: int, bases: Mapping[str,
 
 
 def _rope(rotary: RotarySpec | None, base: float, folder: str) -> dict[str, Any]:
-    """The section of a kind of layer in `rope_parameters`. If no layer is of the kind, `base` is used."""
+    """Return the section of a kind of layer in `rope_parameters`. If no layer is of the kind, `base` is used."""
     if rotary is None:
         return {"rope_type": "default", "rope_theta": base}
     scaling = rotary.scaling
@@ -189,7 +189,7 @@ def _rope(rotary: RotarySpec | None, base: float, folder: str) -> dict[str, Any]
 
 
 def read_common_window(config: HFConfig, layers: int) -> int | None:
-    """The sliding window of all layers; None if there is none. Raises BadInput if only some layers have a window."""
+    """Return the sliding window of all layers; None if there is none. Raises BadInput if only some layers have a window."""
     first = config.get("max_window_layers", 28)
     listed = config.get("layer_types")
     types = listed or [FULL if layer < first else SLIDING for layer in range(layers)]
@@ -204,7 +204,7 @@ def read_common_window(config: HFConfig, layers: int) -> int | None:
 
 
 def write_common_window(spec: ModelSpec) -> dict[str, Any]:
-    """The keys that `read_common_window` reads."""
+    """Return the keys that `read_common_window` reads."""
     sliding = spec.sliding_window is not None
     return {
         "use_sliding_window": sliding,
@@ -215,7 +215,7 @@ def write_common_window(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read_alternating(config: HFConfig, layers: int) -> dict[str, Any]:
-    """The ModelSpec fields for the windows of Qwen2-MoE.
+    """Return the ModelSpec fields for the windows of Qwen2-MoE.
 
     Without `layer_types`, every second layer before layer `max_window_layers` has a window. This differs from Qwen2,
     where the layers from that number on have one.
@@ -230,6 +230,6 @@ def read_alternating(config: HFConfig, layers: int) -> dict[str, Any]:
 
 
 def write_alternating(spec: ModelSpec) -> dict[str, Any]:
-    """The keys that `read_alternating` reads."""
+    """Return the keys that `read_alternating` reads."""
     keys = write_windowed(spec)
     return {**keys, "use_sliding_window": keys["sliding_window"] is not None, "max_window_layers": spec.layers}

@@ -17,7 +17,7 @@ SECTION_KEYS = frozenset({"rope_theta", "rope_type", "type"})
 def read(
     config: HFConfig, *, base: float = 10000.0, original: int = 0, without_effect: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """`rope_theta` and the scaling, from any format that a version of transformers has written.
+    """Return `rope_theta` and the scaling, from any format that a version of transformers has written.
 
     Version 5 writes a section `rope_parameters`, which contains `rope_theta`. Version 4 wrote `rope_theta` itself, and
     a section `rope_scaling` if positions are scaled.
@@ -43,7 +43,7 @@ def read(
 def scaling_fields(
     section: HFConfig, max_positions: int, without_effect: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """The field `rope_scaling` or `yarn` of a RoPE section. `max_positions` is as in `read_scaling`."""
+    """Return the field `rope_scaling` or `yarn` of a RoPE section. `max_positions` is as in `read_scaling`."""
     if (section.get("rope_type") or section.get("type")) == "yarn":
         return {"yarn": read_yarn(section, max_positions, without_effect)}
     return {"rope_scaling": read_scaling(section, max_positions, without_effect)}
@@ -56,7 +56,7 @@ LONGROPE = ("longrope", "su", "yarn")
 def read_longrope(
     section: HFConfig, max_positions: int, original: int, without_effect: frozenset[str]
 ) -> dict[str, Any]:
-    """The fields of a LongRopeScaling. If the section has no factor, it is `max_positions` divided by `original`."""
+    """Return the fields of a LongRopeScaling. If the section has no factor, it is `max_positions` divided by `original`."""
     section.expect("original_max_position_embeddings", original)
     fields: dict[str, Any] = {
         "original_max_seq_len": original,
@@ -74,7 +74,7 @@ def read_longrope(
 
 
 def write_longrope(scaling: LongRopeScaling, max_positions: int, section: dict[str, Any]) -> dict[str, Any]:
-    """The keys for LongRoPE of both versions of transformers. `section` has further keys of the section in version 5."""
+    """Return the keys for LongRoPE of both versions of transformers. `section` has further keys of the section in version 5."""
     # Older versions of transformers allow no other keys here.
     longrope: dict[str, Any] = {
         "type": "longrope",
@@ -89,7 +89,7 @@ def write_longrope(scaling: LongRopeScaling, max_positions: int, section: dict[s
 
 
 def read_share(config: HFConfig, head_dim: int, default: float) -> dict[str, Any]:
-    """`rope_width`, computed from the rotated fraction of each head. The key is in the RoPE section or next to it.
+    """Return `rope_width`, computed from the rotated fraction of each head. The key is in the RoPE section or next to it.
 
     `default` is that of the class. 0 means the whole head.
     """
@@ -103,7 +103,7 @@ def read_share(config: HFConfig, head_dim: int, default: float) -> dict[str, Any
 
 
 def read_yarn(section: HFConfig, max_positions: int, without_effect: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The fields of a YarnScaling. `max_positions` is as in `read_scaling`."""
+    """Return the fields of a YarnScaling. `max_positions` is as in `read_scaling`."""
     whole = section.get("mscale_all_dim") or 0.0
     growth = section.get("mscale") or 0.0
     yarn = {
@@ -125,7 +125,10 @@ def read_yarn(section: HFConfig, max_positions: int, without_effect: frozenset[s
 def read_scaling(
     section: HFConfig, max_positions: int, without_effect: frozenset[str] = frozenset()
 ) -> dict[str, Any] | None:
-    """The fields of a RopeScaling; None without scaling. `max_positions` is the original context if the section does not give it."""
+    """Return the fields of a RopeScaling; None without scaling.
+
+    `max_positions` is the original context if the section does not give it.
+    """
     rope = section.values
     type_key = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
     section.expect(type_key, "default", "linear", "llama3")
@@ -145,12 +148,12 @@ def read_scaling(
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """The keys for transformers 4 and 5. With only those of version 5, version 4 would silently use its default `rope_theta`."""
+    """Return the keys for transformers 4 and 5. With only those of version 5, version 4 would silently use its default `rope_theta`."""
     return in_both_versions(spec, write_scaling(spec.yarn or spec.rope_scaling))
 
 
 def in_both_versions(spec: ModelSpec, section: dict[str, Any]) -> dict[str, Any]:
-    """The keys of both versions. `section` is the RoPE section without its base."""
+    """Return the keys of both versions. `section` is the RoPE section without its base."""
     return {
         "rope_theta": spec.rope_theta,
         "rope_scaling": None if section["rope_type"] == "default" else section,
@@ -159,7 +162,7 @@ def in_both_versions(spec: ModelSpec, section: dict[str, Any]) -> dict[str, Any]
 
 
 def write_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
-    """The keys of a RoPE section, without its base."""
+    """Return the keys of a RoPE section, without its base."""
     if scaling is None:
         return {"rope_type": "default"}
     if isinstance(scaling, YarnScaling):
@@ -185,7 +188,7 @@ def write_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
 
 
 def section_of(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
-    """The key and the values of the RoPE section: `rope_parameters` (transformers 5) or `rope_scaling` (before).
+    """Return the key and the values of the RoPE section: `rope_parameters` (transformers 5) or `rope_scaling` (before).
 
     `rope_theta` next to the section counts as a value in it. Raises BadInput if two of these places have different
     values.
@@ -209,12 +212,15 @@ def section_of(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
 
 
 def stretched_base(base: float, alpha: float, head_dim: int) -> float:
-    """The base that results from stretching `base` by `alpha`. It lowers the lowest frequency to about 1 / `alpha` of its value."""
+    """Return the base that results from stretching `base` by `alpha`.
+
+    It lowers the lowest frequency to about 1 / `alpha` of its value.
+    """
     return base * alpha ** (head_dim / (head_dim - 2))
 
 
 def stretched(config: HFConfig, head_dim: int) -> HFConfig:
-    """The config.json with the resulting base in place of a section of type `dynamic`, which has `alpha` in folders of Hunyuan."""
+    """Return the config.json with the resulting base in place of a section of type `dynamic`, which has `alpha` in folders of Hunyuan."""
     key, section = section_of(config)
     if (section.get("rope_type") or section.get("type")) != "dynamic":
         return config
