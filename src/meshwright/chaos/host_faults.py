@@ -79,11 +79,14 @@ def lose_host(stage: Stage) -> None:
 
 
 def lose_coordinator(stage: Stage) -> None:
-    """Play: end all processes of the coordinator's host at once, which trains, and cut its link where there is one."""
+    """A play that ends all processes of the first host at once; the first host trains and has the coordinator.
+
+    Its link is cut too, if it has one.
+    """
     job = stage.start(hosts=2)
     assert stage.hosts is not None
     job.until(lambda: bool(job.states), "the first attempt")
-    stage.launch(2)  # a spare host, as the others train
+    stage.launch(2)  # the other two hosts train already, so this one is a spare
     job.until_step(middle(stage))
     agent = job.processes[0]
     coordinator = coordinator_of(stage)
@@ -98,14 +101,15 @@ def lose_coordinator(stage: Stage) -> None:
 
 
 def coordinator_of(stage: Stage) -> int:
-    """The process that coordinates the job, on the first host."""
+    """Return the process id of the coordinator, which is on the first host."""
     found = [pid for pid in children(stage.job.processes[0].pid) if "coordinate" in command(pid)]
     stage.require(len(found) == 1, f"there are {len(found)} coordinators")
     return found[0]
 
 
 def lose_host_and_checkpoints(stage: Stage) -> None:
-    """Lose a host, and all checkpoints before the run resumes: only the memory of hosts has its state."""
+    """Lose a host, and remove all checkpoints before the run resumes. Its state is then only in the memory of hosts.
+    """
     lose_host(stage)
     stage.job.until_printed("has not answered", seconds=60)
     for checkpoint in (stage.run / "checkpoints").glob("step-*"):
@@ -114,15 +118,16 @@ def lose_host_and_checkpoints(stage: Stage) -> None:
 
 
 def lose_store(stage: Stage) -> None:
-    """Kill rank 0, which holds the store of the attempt; the ranks of the other host lose it."""
+    """Kill rank 0, whose process holds the store of the attempt. The ranks of the other host lose their store."""
     stage.expect_incident("killed", 0, host_name(0))
     stage.signal(stage.job.ranks(0)[0], signal.SIGKILL)
 
 
 def cut_link(seconds: float | None, *, silently: bool = False) -> Callable[[Stage], None]:
-    """Disturb by cutting a host's link, for some seconds or, with None, until the others have finished.
+    """Return a disturbance that cuts the link of a host for some seconds; with None, until the other hosts have
+    finished.
 
-    `silently` leaves the link up, and the switch drops all that the host sends or gets.
+    `silently`: the link stays up, but the switch drops everything that the host sends or should receive.
     """
 
     def disturb(stage: Stage) -> None:
