@@ -85,7 +85,9 @@ class Links:
 
 
 class Hosts:
-    """Emulated hosts, numbered from 0. Without root they share the loopback interface, and their links cannot be cut.
+    """Emulated hosts, numbered from 0.
+
+    Without root they share the loopback interface, and their links cannot be cut.
     """
 
     def __init__(self, count: int, folder: Path, links: Links = Links(), shared: Sequence[Path] | None = None) -> None:
@@ -142,8 +144,9 @@ class Hosts:
                 self.set_rate(host, links.rate)
 
     def _relay(self, count: int, links: Links) -> None:
-        """Start the process that connects the two devices of each link. A link delays frames by half of the time
-        between two hosts.
+        """Start the process that connects the two devices of each link.
+
+        A link delays frames by half of the time between two hosts.
         """
         ends = [f"{self._prefix}{host}/{INTERFACE}-{self._prefix}s/port{host}" for host in range(count)]
         command = [sys.executable, "-m", "meshwright.chaos.relay", str(links.seconds / 2), str(links.loss), *ends]
@@ -215,7 +218,9 @@ class Hosts:
                 _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *QUEUE)
 
     def set_reachable(self, host: int, reachable: bool) -> None:
-        """Let the switch drop everything that a host sends or should receive, or forward it again. The link stays up.
+        """Let the switch drop everything that a host sends or should receive, or forward it again.
+
+        The link stays up.
         """
         state = "3" if reachable else "0"  # states of a bridge port: 3 is forwarding, 0 is disabled
         _run("bridge", "-n", f"{self._prefix}s", "link", "set", "dev", f"port{host}", "state", state)

@@ -23,8 +23,9 @@ RECENT_STEPS = 10
 """Number of steps over which the duration of a step is averaged."""
 LONGEST_SECONDS = 180.0
 LONGEST_GPU_SECONDS = 600.0
-"""Seconds that a job may take until an awaited point or its end. On a GPU it takes longer, because kernels are
-compiled.
+"""Seconds that a job may take until an awaited point or its end.
+
+On a GPU it takes longer, because kernels are compiled.
 """
 
 
@@ -44,8 +45,9 @@ class Tail:
         self._seen: set[str] = set()
 
     def read(self) -> list[str]:
-        """Return the complete lines that no earlier call has returned. A line with the same text as an earlier one is
-        skipped.
+        """Return the complete lines that no earlier call has returned.
+
+        A line with the same text as an earlier one is skipped.
         """
         try:
             status = self._path.stat()
@@ -67,7 +69,9 @@ class Tail:
 
 
 class ChaosJob:
-    """A running command, on one or several hosts, and what was observed of it. Times are seconds of `time.monotonic`.
+    """A running command, on one or several hosts, and what was observed of it.
+
+    Times are seconds of `time.monotonic`.
     """
 
     def __init__(
@@ -128,8 +132,7 @@ class ChaosJob:
         self.processes.append(process)
 
     def forget(self, process: subprocess.Popen[bytes]) -> None:
-        """Ignore a process that the scenario has killed or cut off: do not wait for it, and do not use its exit code.
-        """
+        """Ignore a process that the scenario has killed or cut off: do not wait for it, and do not use its exit code."""
         self._forgotten.add(process.pid)
 
     @property
@@ -139,8 +142,7 @@ class ChaosJob:
 
     @property
     def code(self) -> int | None:
-        """The exit code of the command: the largest of all hosts. None while the command still runs on one of them.
-        """
+        """The exit code of the command: the largest of all hosts. None while the command still runs on one of them."""
         codes = [process.poll() for process in self.processes if process.pid not in self._forgotten]
         exit_codes = [code for code in codes if code is not None]
         return max(exit_codes, key=abs) if len(exit_codes) == len(codes) and exit_codes else None

@@ -149,8 +149,9 @@ def start_twice(stage: Stage) -> None:
 
 
 def kill_launcher(stage: Stage) -> None:
-    """Kill the launcher, which is agent and coordinator. No rank may survive, and starting the command again must
-    continue the run.
+    """Kill the launcher, which is agent and coordinator.
+
+    No rank may survive, and starting the command again must continue the run.
     """
     job = stage.start()
     job.until_step(middle(stage))

@@ -28,15 +28,13 @@ def processes_with(token: str) -> list[int]:
 
 
 def state(pid: int) -> str:
-    """Return the kernel's letter for the state of a process, such as R for running; empty if the process has ended.
-    """
+    """Return the kernel's letter for the state of a process, such as R for running; empty if the process has ended."""
     fields = _status(pid)
     return fields[0] if fields else ""
 
 
 def start_ticks(pid: int) -> int:
-    """Return the clock ticks between the boot of the machine and the start of a process; 0 if the process has ended.
-    """
+    """Return the clock ticks between the boot of the machine and the start of a process; 0 if the process has ended."""
     fields = _status(pid)
     return int(fields[19]) if fields else 0
 

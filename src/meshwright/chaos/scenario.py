@@ -36,8 +36,7 @@ SLOW_RANK_CAUSES = ("compute", "host")
 Such a rank computes longer, or launches its work late.
 """
 CALM_STEPS = 12
-"""The straggler analysis reads this many steps before the disturbance. Earlier steps may be slow for other reasons.
-"""
+"""The straggler analysis reads this many steps before the disturbance. Earlier steps may be slow for other reasons."""
 COMPUTE_SHARE = 0.5
 """Before the disturbance, the rank must have computed for this share of the step time; otherwise it need not be
 named.
@@ -75,8 +74,9 @@ class ExpectedCulprit:
     host: str | None
 
     def is_named_by(self, incident: Mapping[str, Any] | None) -> bool:
-        """Whether an incident (a result of `Stage.first_incident`) names this cause, rank and host. Agents are named
-        HOST/PID.
+        """Whether an incident (a result of `Stage.first_incident`) names this cause, rank and host.
+
+        Agents are named HOST/PID.
         """
         if incident is None or incident["cause"] != self.cause:
             return False
@@ -136,8 +136,7 @@ class Stage:
         self._last_calm_step = 0
 
     def start(self, env: Mapping[str, str] = MappingProxyType({}), hosts: int | None = None) -> ChaosJob:
-        """Start the training command with further environment variables, on all hosts or on the first `hosts` ones.
-        """
+        """Start the training command with further environment variables, on all hosts or on the first `hosts` ones."""
         arguments = ["train", *self.template.arguments, *self._overrides, "--runs", str(self.folder)]
         if self._host_count > 1:
             arguments.append("--agent")
@@ -176,8 +175,9 @@ class Stage:
         self._show(f"the disturbance begins after step {job.last_step}")
 
     def signal(self, pid: int, number: int) -> None:
-        """Disturb the job by sending a signal to one of its processes. After SIGKILL, wait until the process has
-        ended.
+        """Disturb the job by sending a signal to one of its processes.
+
+        After SIGKILL, wait until the process has ended.
         """
         self.mark()
         send(pid, number)
@@ -233,8 +233,9 @@ class Stage:
         return float(seconds[ranks == self.slow_rank][:, calm].sum()) / total if total else 0.0
 
     def waits_inside_compute(self) -> bool:
-        """Whether tensor or context ranks wait for each other inside their computation. A slow rank then slows the
-        others equally.
+        """Whether tensor or context ranks wait for each other inside their computation.
+
+        A slow rank then slows the others equally.
         """
         starts = starts_with_spans(self.run)
         ranks = read_spans(starts[-1])[0] if starts else []
@@ -253,8 +254,7 @@ class Stage:
             raise NotReached(violation)
 
     def on_close(self, action: Callable[[], object]) -> None:
-        """Add an action that `close` calls, to undo a change of this machine. The last action added is called first.
-        """
+        """Add an action that `close` calls, to undo a change of this machine. The last action added is called first."""
         self._closing.append(action)
 
     @property
@@ -375,8 +375,7 @@ class Scenario:
     code: int = 0
     """Exit code that the last job must have."""
     detected_by: str | None = None
-    """Text of the printed line that counts as detection. None: the coordinator's decision to end the attempt counts.
-    """
+    """Text of the printed line that counts as detection. None: the coordinator's decision to end the attempt counts."""
     detect_within: float | None = None
     """Most seconds between the disturbance and its detection; None for no limit."""
     recover_within: float | None = None
@@ -468,8 +467,9 @@ def _violations(
 
 
 def _straggler_violations(stage: Stage) -> list[str]:
-    """Return a sentence if the slow rank is not named. If that is not required, the reason is added to the stage's
-    notes.
+    """Return a sentence if the slow rank is not named.
+
+    If that is not required, the reason is added to the stage's notes.
     """
     if stage.waits_inside_compute():
         stage.notes.append("the straggler is not checked: the ranks wait for each other inside compute")

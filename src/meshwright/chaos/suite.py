@@ -82,8 +82,9 @@ class Suite:
             return PromiseVerdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
 
     def undisturbed(self, overrides: tuple[str, ...], hosts: int) -> Losses:
-        """Return the losses of an undisturbed run with `overrides` on `hosts` hosts. The run is made at the first
-        call.
+        """Return the losses of an undisturbed run with `overrides` on `hosts` hosts.
+
+        The run is made at the first call.
         """
         key = overrides, hosts
         if key not in self._undisturbed:

@@ -1,5 +1,6 @@
-"""Accepts connections without blocking. If the process has too many open files, it neither fails nor retries in a
-tight loop.
+"""Accepts connections without blocking.
+
+If the process has too many open files, it neither fails nor retries in a tight loop.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ PAUSE_SECONDS = 0.05
 
 
 def listen_at(address: tuple[str, int], backlog: int = BACKLOG) -> socket.socket:
-    """Return a listening socket at (host, port), for IPv4 or IPv6. Raises OSError, for example if the port is in use.
+    """Return a listening socket at (host, port), for IPv4 or IPv6.
+
+    Raises OSError, for example if the port is in use.
     """
     host, port = address
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]

@@ -20,8 +20,9 @@ class ListenerLimits:
     head_bytes: int = 64 << 10
     """Most bytes of the head of a request, or of a first message."""
     head_seconds: float = 30.0
-    """Seconds from the beginning of a head or body to its end. For a client that must show a key: until it has shown
-    the key.
+    """Seconds from the beginning of a head or body to its end.
+
+    For a client that must show a key: until it has shown the key.
     """
     idle_seconds: float = 75.0
     """Seconds without a request, and seconds for which a client may leave an answer unread."""
@@ -37,15 +38,17 @@ class ListenerLimits:
 SERVE = ListenerLimits(connections=1 << 14, files=1 / 2)
 ADMIN = ListenerLimits(connections=64, files=1 / 16)
 ROUTE = ListenerLimits(connections=1 << 14, files=1 / 4)
-"""A client of a router needs two files: its own connection, and a connection to a server. So the share is half of
-SERVE's.
+"""A client of a router needs two files: its own connection, and a connection to a server.
+
+So the share is half of SERVE's.
 """
 COORDINATOR = ListenerLimits(connections=8192, files=1 / 2, head_bytes=8 << 10, head_seconds=10.0, idle_seconds=60.0)
 METRICS = ListenerLimits(connections=16, files=1 / 8, head_bytes=8 << 10, head_seconds=10.0, idle_seconds=10.0)
 SNAPSHOTS = ListenerLimits(connections=512, files=1 / 4, head_bytes=8 << 10, head_seconds=10.0, idle_seconds=120.0)
 TRANSFERS = ListenerLimits(connections=256, files=1 / 4, head_bytes=4 << 10, head_seconds=5.0, idle_seconds=30.0)
-"""For engines that exchange blocks, and for `meshwright cache`. A client that has shown the key may be silent for
-longer.
+"""For engines that exchange blocks, and for `meshwright cache`.
+
+A client that has shown the key may be silent for longer.
 """
 
 

@@ -27,8 +27,7 @@ class WrongProof(ConnectionError):
 
 
 class ProofSession:
-    """Proofs of the messages of one connection: `sign` for messages that are sent, `accepts` for those that arrive.
-    """
+    """Proofs of the messages of one connection: `sign` for messages that are sent, `accepts` for those that arrive."""
 
     def __init__(self, key: bytes, own: bytes, other: bytes) -> None:
         self._key = key
@@ -57,8 +56,9 @@ class Challenge:
         self.nonce = secrets.token_hex(NONCE_BYTES)
 
     def session(self, nonce: object, proof: object) -> ProofSession:
-        """Return the session with a listener that answered with `nonce` and `proof`. Raises WrongProof if it does not
-        know the key.
+        """Return the session with a listener that answered with `nonce` and `proof`.
+
+        Raises WrongProof if it does not know the key.
         """
         if not is_nonce(nonce) or not isinstance(proof, str) or not proof.isascii():
             raise WrongProof("it does not prove that it knows the key")

@@ -72,8 +72,7 @@ class ConnectionTable(Generic[Connection]):
             self._deadlines[connection] = self._clock() + seconds
 
     def limit(self, connection: Connection, seconds: float) -> None:
-        """Set the seconds after which a connection is late. Whether it may be closed for a new one does not change.
-        """
+        """Set the seconds after which a connection is late. Whether it may be closed for a new one does not change."""
         if connection in self._deadlines:
             self._deadlines[connection] = self._clock() + seconds
 

@@ -79,8 +79,9 @@ class CollectivesRequest:
 
 @dataclass(frozen=True)
 class StepMessage:
-    """Rank to launcher: optimizer step `step` is complete. Rank 0 adds `figures`, a part of the step's line in
-    metrics.jsonl.
+    """Rank to launcher: optimizer step `step` is complete.
+
+    Rank 0 adds `figures`, a part of the step's line in metrics.jsonl.
     """
 
     step: int
@@ -88,8 +89,7 @@ class StepMessage:
 
 
 Phase = Literal["start", "compile", "train", "validate", "save", "end"]
-"""Phase of a rank: `start` is before its first step, `compile` is its first step, and `end` is after its last step.
-"""
+"""Phase of a rank: `start` is before its first step, `compile` is its first step, and `end` is after its last step."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SkippedSamplesMessage:
-    """Rank 0 to launcher: from now on, the run skips the global samples from `first` up to, but not including, `end`.
-    """
+    """Rank 0 to launcher: from now on, the run skips the global samples from `first` up to, but not including, `end`."""
 
     first: int
     end: int
@@ -142,8 +141,9 @@ class Corruption:
 
 @dataclass(frozen=True)
 class FailureMessage:
-    """Rank to launcher: the rank ends with `exit_code` (`spec.errors`) because of `message`. The file `log` has the
-    traceback.
+    """Rank to launcher: the rank ends with `exit_code` (`spec.errors`) because of `message`.
+
+    The file `log` has the traceback.
     """
 
     exit_code: int
@@ -238,8 +238,9 @@ class MessageChannel:
         return self._descriptor is not None
 
     def send(self, message: Message) -> None:
-        """Write a message if the pipe has space, else drop it. Only a FailureMessage waits for space, up to
-        `SEND_SECONDS`.
+        """Write a message if the pipe has space, else drop it.
+
+        Only a FailureMessage waits for space, up to `SEND_SECONDS`.
         """
         if self._descriptor is None:
             return

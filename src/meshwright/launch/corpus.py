@@ -1,5 +1,4 @@
-"""Compares a run's corpus with the tokenizer of its initial weights, and with the corpus that its checkpoints record.
-"""
+"""Compares a run's corpus with the tokenizer of its initial weights, and with the corpus that its checkpoints record."""
 
 from __future__ import annotations
 

@@ -23,8 +23,9 @@ Record = dict[str, object]
 
 
 class DefectReporter:
-    """Reports excluded hosts as `supervision.report_command` and `report_label` ask. It works in threads: supervision
-    never waits.
+    """Reports excluded hosts as `supervision.report_command` and `report_label` ask.
+
+    It works in threads: supervision never waits.
     """
 
     def __init__(self, run: RunSpec) -> None:
@@ -62,7 +63,9 @@ class DefectReporter:
 
 
 def _run_command(command: str, record: Record) -> str:
-    """Run the site's command with the record as JSON on its standard input. Return what went wrong; empty on success.
+    """Run the site's command with the record as JSON on its standard input.
+
+    Return what went wrong; empty on success.
     """
     try:
         ended = subprocess.run(

@@ -53,8 +53,9 @@ def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) ->
 
 
 def checkpoints_line(run: RunSpec) -> str | None:
-    """Return the line about checkpoints that a start prints: when, how large, how many are kept. None if the run
-    writes none.
+    """Return the line about checkpoints that a start prints: when, how large, how many are kept.
+
+    None if the run writes none.
     """
     spec = run.checkpoint
     times = []

@@ -14,8 +14,9 @@ DECAYS = {"cosine": "a cosine", "linear": "a line", "wsd": "a line at the end", 
 
 
 def fine_tuning_lines(run: RunSpec, source: DataSource) -> list[str]:
-    """Return the lines for a run whose data have chats; none for other runs. `prepare.data_line` prints the rest
-    about data.
+    """Return the lines for a run whose data have chats; none for other runs.
+
+    `prepare.data_line` prints the rest about data.
     """
     if not source.has_chats:
         return []

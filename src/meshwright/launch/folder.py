@@ -30,8 +30,7 @@ _ALTERNATIVE = "give this run another name (name=…, or --fresh)"
 _SCHEDULE = "it would change the learning rate of steps that are done"
 _POSITION = "the position in the data follows from it"
 _BATCH = ("train.global_batch", "train.batch_ramp")
-"""Keys of the batch size. They may change for later steps, if all steps that are done keep the batch that they had.
-"""
+"""Keys of the batch size. They may change for later steps, if all steps that are done keep the batch that they had."""
 _WHY_FIXED = {
     "seed": "the initial weights and the order of samples follow from it",
     "model": "the checkpoints hold this model's weights",
@@ -134,7 +133,8 @@ def continues(run: RunSpec, folder: Path) -> bool:
         f"  {key}: {earlier!r} there, {now!r} now ({_why_fixed(key)})"
         for key, earlier, now in differences(before, run)
         if key not in _BATCH
-        and not (key == "data.document_mask" and now is None)  # it is derived from the data, which could not be opened now
+        # It is derived from the data, which could not be opened now.
+        and not (key == "data.document_mask" and now is None)
         and not (key == "train.steps" and now >= earlier)
         and not (key == "data.mix" and _may_be_moved(earlier, now, folder))
     ]
@@ -195,8 +195,9 @@ def _may_be_moved(before: dict[str, float], now: dict[str, float], folder: Path)
 
 
 def _earlier_config(folder: Path) -> Path | None:
-    """Return the configuration file of the run's last start: in its folder, or else in its newest checkpoint. None if
-    missing.
+    """Return the configuration file of the run's last start: in its folder, or else in its newest checkpoint.
+
+    None if missing.
     """
     config_files = (path / "config.yaml" for path in reversed(steps_in(folder / "checkpoints")))
     return next((path for path in (folder / "config.yaml", *config_files) if path.exists()), None)

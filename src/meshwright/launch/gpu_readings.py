@@ -42,13 +42,13 @@ s later.
 WARNINGS_EVERY = 10
 """Quantities that lead to warnings only are read at every tenth reading of the host."""
 SHORTEST_WAIT = 0.5
-"""Shortest time between two readings, in seconds. Without it, a GPU that reports hundreds of events a second would be
-read each time.
+"""Shortest time between two readings, in seconds.
+
+Without it, a GPU that reports hundreds of events a second would be read each time.
 """
 PROC = Path("/proc")
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""The member of a field value's union that holds the value, by its type: the index is a value of NVML_VALUE_TYPE_*.
-"""
+"""The member of a field value's union that holds the value, by its type: the index is a value of NVML_VALUE_TYPE_*."""
 
 
 class NoGpus(Exception):
@@ -149,7 +149,8 @@ class GpuReader:
             event = nvml.nvmlEventSetWait_v2(self._events, max(1, round(seconds * 1000)))
             return nvml.nvmlDeviceGetIndex(event.device), int(event.eventData)
         except nvml.NVMLError as error:
-            if error.value != nvml.NVML_ERROR_TIMEOUT:  # a broken GPU also fails here; its other readings say what is wrong
+            if error.value != nvml.NVML_ERROR_TIMEOUT:
+                # A broken GPU also fails here; its other readings say what is wrong.
                 time.sleep(min(seconds, SHORTEST_WAIT))
             return None
 
@@ -316,8 +317,9 @@ class _Gpu:
                 yield found.fieldId, float(getattr(found.value, _MEMBERS[found.valueType]))
 
     def _memory_of_others(self, own_pid: int) -> dict[str, float]:
-        """Return the bytes used by processes that are not `own_pid` or its descendants. A container hides processes
-        outside of it.
+        """Return the bytes used by processes that are not `own_pid` or its descendants.
+
+        A container hides processes outside of it.
         """
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self.handle)
         used = sum(each.usedGpuMemory or 0 for each in processes if _is_foreign(each.pid, own_pid))

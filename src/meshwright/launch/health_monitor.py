@@ -1,5 +1,4 @@
-"""The agent's side of health monitoring: starts the process that reads this host, and applies `policies.host_health`.
-"""
+"""The agent's side of health monitoring: starts the process that reads this host, and applies `policies.host_health`."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ FIRST_SECONDS = 10.0
 
 @contextmanager
 def health_monitor(run: RunSpec) -> Iterator[HealthMonitor | None]:
-    """Provide the monitor of this host within a `with` block; None if the run reads no health (`supervision.health`).
-    """
+    """Provide the monitor of this host within a `with` block; None if the run reads no health (`supervision.health`)."""
     computes_on_gpus = not run.cluster.is_cpu
     if not (computes_on_gpus if run.supervision.health is None else run.supervision.health):
         yield None

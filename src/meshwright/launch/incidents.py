@@ -39,7 +39,9 @@ LISTED_RANKS = 1024
 
 @dataclass(frozen=True)
 class JobSchedule:
-    """Schedule and layout of an attempt. `hosts_wait`: whether collectives block the host thread, as they do on CPUs.
+    """Schedule and layout of an attempt.
+
+    `hosts_wait`: whether collectives block the host thread, as they do on CPUs.
     """
 
     schedule: Schedule
@@ -58,8 +60,7 @@ class JobSchedule:
         return cls(schedule, Layout.of(job.plan, cluster.gpus_per_node), cluster.is_cpu)
 
     def label(self, state: RankState) -> str:
-        """Return the label of the action that a rank last began. A rank that is not training has its phase as label.
-        """
+        """Return the label of the action that a rank last began. A rank that is not training has its phase as label."""
         progress = state.progress
         if progress is None or progress.phase not in TRAINING or state.rank >= self.layout.ranks:
             return progress.phase if progress else "start"
@@ -131,8 +132,9 @@ class IncidentWriter:
         assignment: Path,
         culprit: Culprit | None,
     ) -> Path:
-        """Start writing an incident, and return its folder. The arguments are those of `write_incident`; `assignment`
-        is a file.
+        """Start writing an incident, and return its folder.
+
+        The arguments are those of `write_incident`; `assignment` is a file.
         """
         folder = new_folder(self._run, incident.step)
 
@@ -168,8 +170,9 @@ class IncidentWriter:
 
 
 def new_folder(run: Path, step: int | None) -> Path:
-    """Create and return the folder of the next incident. Its number follows the newest one; the oldest folders are
-    removed.
+    """Create and return the folder of the next incident.
+
+    Its number follows the newest one; the oldest folders are removed.
     """
     existing: list[Path] = []
     with suppress(OSError):  # an error is reported when the incident is written

@@ -95,8 +95,9 @@ class Queue:
 
 
 def jobset_yaml(job: SchedulerJob, container: Container, queue: Queue | None = None) -> str:
-    """Return the JobSet, its run file and its network policy as YAML documents. Raises BadInput if the run file is
-    too large.
+    """Return the JobSet, its run file and its network policy as YAML documents.
+
+    Raises BadInput if the run file is too large.
     """
     name = object_name(job)
     jobset = {
@@ -109,8 +110,9 @@ def jobset_yaml(job: SchedulerJob, container: Container, queue: Queue | None = N
 
 
 def trainjob_yaml(job: SchedulerJob, container: Container, queue: Queue | None = None) -> str:
-    """Return the TrainJob, its TrainingRuntime, run file and network policy as YAML documents. Raises BadInput like
-    `jobset_yaml`.
+    """Return the TrainJob, its TrainingRuntime, run file and network policy as YAML documents.
+
+    Raises BadInput like `jobset_yaml`.
     """
     name = object_name(job)
     spec = _jobset_spec(job, container, name, queue, labels={"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
@@ -134,8 +136,9 @@ def trainjob_yaml(job: SchedulerJob, container: Container, queue: Queue | None =
 
 
 def object_name(job: SchedulerJob) -> str:
-    """Return the run's name as a DNS label. It is short enough that the names of the pods fit into `LONGEST_NAME`
-    characters.
+    """Return the run's name as a DNS label.
+
+    It is short enough that the names of the pods fit into `LONGEST_NAME` characters.
     """
     longest = LONGEST_NAME - len(f"-{REPLICATED_JOB}-0-{job.hosts - 1}-abcde")
     label = re.sub(r"[^a-z0-9]+", "-", job.run.name.lower()).strip("-")
@@ -274,8 +277,7 @@ def _container(job: SchedulerJob, container: Container, name: str) -> Object:
 
 
 def command_arguments(*arguments: str) -> list[str]:
-    """Return the arguments of a container's command. `$` is doubled, because Kubernetes replaces `$(NAME)` in them.
-    """
+    """Return the arguments of a container's command. `$` is doubled, because Kubernetes replaces `$(NAME)` in them."""
     return [word.replace("$", "$$") for word in arguments]
 
 

@@ -55,8 +55,9 @@ class ServingJob:
     queue: Queue | None = None
     """Kueue's queue that admits the servers; None without Kueue."""
     leader_worker_set: bool = False
-    """Whether servers are LeaderWorkerSets. Kueue then admits each server separately; it admits a StatefulSet as a
-    whole.
+    """Whether servers are LeaderWorkerSets.
+
+    Kueue then admits each server separately; it admits a StatefulSet as a whole.
     """
 
     def __post_init__(self) -> None:

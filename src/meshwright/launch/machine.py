@@ -56,8 +56,7 @@ def is_here(cluster: ClusterSpec, here: Mapping[str, Any] | None = None) -> bool
 
 
 def check_devices(cluster: ClusterSpec) -> None:
-    """Raise BadInput if this host lacks the GPUs of a local run. For GPUs unknown to nvidia-smi, torch checks later.
-    """
+    """Raise BadInput if this host lacks the GPUs of a local run. For GPUs unknown to nvidia-smi, torch checks later."""
     if cluster.is_cpu:
         return
     count = visible_gpus()

@@ -158,8 +158,7 @@ def with_steps(run: RunSpec, source: DataSource) -> RunSpec:
 
 
 def steps_of_epochs(run: RunSpec, source: DataSource, epochs: float) -> int:
-    """Return the number of steps that read `epochs` times as many samples as all sources together have, rounded up.
-    """
+    """Return the number of steps that read `epochs` times as many samples as all sources together have, rounded up."""
     samples = max(math.ceil(epochs * source.windows), 1)
     tokens = run.train.global_batch_tokens
     if tokens is None:
@@ -344,8 +343,7 @@ def given_plan(run: RunSpec) -> Plan:
 
 
 def device_memory(run: RunSpec) -> int | None:
-    """Return the bytes of this host's memory for each CPU rank; None on GPUs, whose memory the cluster section gives.
-    """
+    """Return the bytes of this host's memory for each CPU rank; None on GPUs, whose memory the cluster section gives."""
     return host_memory_bytes() // run.cluster.gpus_per_node if run.cluster.is_cpu else None
 
 
@@ -544,7 +542,8 @@ def _check_data(run: RunSpec, attempt: CheckedWork, note: Note, *, build_stdlib:
 
 def _check_source(run: RunSpec, name: str) -> bool:
     """Open one source of a mixture alone, so that the error names this source. The built-in corpus may be missing."""
-    if name in run.data.streamed:  # its tokenizer may come from another source, so `resolve_data` opens all of them together
+    if name in run.data.streamed:
+        # Its tokenizer may come from another source, so `resolve_data` opens all of them together.
         return True
     if not (name == STDLIB and lacks_stdlib(run)):
         _check_exists(name)

@@ -90,8 +90,7 @@ class ProgressFile:
         self._thread.start()
 
     def update(self) -> None:
-        """Give the current progress to the writing thread if a new version is due. Call this several times a second.
-        """
+        """Give the current progress to the writing thread if a new version is due. Call this several times a second."""
         if self._clock() >= self._due:
             self._due = self._clock() + SECONDS
             self._hand_over()

@@ -50,8 +50,9 @@ class RankView:
         ]
 
     def culprit(self, progress: JobProgress) -> Culprit | None:
-        """Return the rank that the others wait for. None unless some rank has stalled and others wait for it in
-        training steps.
+        """Return the rank that the others wait for.
+
+        None unless some rank has stalled and others wait for it in training steps.
         """
         ranks = progress.ranks
         stalled = any(rank.seconds >= STALLED_SECONDS and rank.code is None for rank in ranks)

@@ -100,8 +100,9 @@ class Agents:
         return found
 
     def ended(self, bundle: int, code: int, now: float) -> None:
-        """Note that an agent has ended. If a signal or its own failure ended it, it will start again, up to
-        `AGENT_STARTS` times.
+        """Note that an agent has ended.
+
+        If a signal or its own failure ended it, it will start again, up to `AGENT_STARTS` times.
         """
         self.running.discard(bundle)
         self.codes[bundle] = code
@@ -115,8 +116,9 @@ class Agents:
         self._starts[bundle] = 0
 
     def is_over(self, now: float) -> bool:
-        """Whether the job is over: agents have ended, none runs, and none starts right now. `now` is a monotonic time
-        in seconds.
+        """Whether the job is over: agents have ended, none runs, and none starts right now.
+
+        `now` is a monotonic time in seconds.
         """
         return bool(self.codes) and not self.running and not any(at <= now for at in self.again.values())
 
@@ -132,16 +134,16 @@ class Agents:
 
 
 class NodeAgent:
-    """The actor of a bundle. It runs the agent in a child process. It is asynchronous, so that `stop` works while
-    `run` waits.
+    """The actor of a bundle.
+
+    It runs the agent in a child process. It is asynchronous, so that `stop` works while `run` waits.
     """
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
     async def place(self, folder: str) -> tuple[str, int, str]:
-        """Return this node's address, a free port, and why an agent cannot run in `folder`; an empty text if it can.
-        """
+        """Return this node's address, a free port, and why an agent cannot run in `folder`; an empty text if it can."""
         import ray
 
         with socket.socket() as free:
@@ -251,8 +253,9 @@ class _Stop:
 
 @contextmanager
 def _token_file(folder: Path) -> Iterator[str]:
-    """Create a file with a random token for the job that only this user can read, and remove it at the end. Yields
-    its path.
+    """Create a file with a random token for the job that only this user can read, and remove it at the end.
+
+    Yields its path.
     """
     path = folder / f".meshwright-token.{secrets.token_hex(8)}"
     with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:

@@ -55,7 +55,8 @@ class Refusals:
         if reading.is_sound("cluster"):
             try:
                 check_devices(run.cluster)
-            except BadInput as error:  # only a note: a run may be checked on another machine than the one that trains it
+            except BadInput as error:
+                # Only a note: a run may be checked on another machine than the one that trains it.
                 note(f"on this machine `train` would stop: {error}")
 
     def _attempt(self, key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T | None:

@@ -76,8 +76,9 @@ class Report:
 
     @property
     def urgency(self) -> tuple[object, ...]:
-        """The values whose change an agent reports at once. A change of the ranks' progress waits for the next
-        regular report.
+        """The values whose change an agent reports at once.
+
+        A change of the ranks' progress waits for the next regular report.
         """
         ends = tuple((rank.code, rank.failure) for rank in self.ranks)
         progress = self.checkpoints, self.skipped, self.corruptions
@@ -115,16 +116,16 @@ class Directive:
     cause: str = ""
     """Why the ranks must end, or why this host is idle."""
     evidence: Evidence = Evidence()
-    """The last failure. Every answer has it, because an agent whose ranks have all ended gets no order to end them.
-    """
+    """The last failure. Every answer has it, because an agent whose ranks have all ended gets no order to end them."""
     grace: float = 0.0
     """Seconds that ranks may take to end before they are killed; in a self-test, seconds that it may take."""
     code: int = 0
     stop: int = 0
     """Stop signal for the ranks; 0 for none."""
     drain: bool = False
-    """Whether the ranks must save a checkpoint and end after the current step. The next attempt begins without one of
-    the hosts.
+    """Whether the ranks must save a checkpoint and end after the current step.
+
+    The next attempt begins without one of the hosts.
     """
     heartbeat: float = 3.0
     """Seconds until the next report, unless something happens earlier."""

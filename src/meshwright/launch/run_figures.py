@@ -1,5 +1,6 @@
-"""Reads the figures of a run from the files in its folder: progress, speed, goodput, restarts. It works during the
-run and after.
+"""Reads the figures of a run from the files in its folder: progress, speed, goodput, restarts.
+
+It works during the run and after.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from meshwright.observe.wall_time import FILE as WALL_TIME
 from meshwright.spec.batch_sizes import BatchSizes, BatchStage
 
 FRESH_SECONDS = 15.0
-"""A job counts as running while its `progress.json` is younger than this; without supervision, its `metrics.jsonl`.
-"""
+"""A job counts as running while its `progress.json` is younger than this; without supervision, its `metrics.jsonl`."""
 
 
 @dataclass(frozen=True)

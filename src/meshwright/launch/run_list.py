@@ -67,8 +67,9 @@ class ListedRun:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the folders of runs in `folder` and one level below it, sorted by name. Runs of a sweep are one level
-    below.
+    """Return the folders of runs in `folder` and one level below it, sorted by name.
+
+    Runs of a sweep are one level below.
     """
 
     def below(parent: Path) -> Iterator[Path]:
@@ -142,8 +143,9 @@ def request_stop(folder: Path) -> tuple[int, Lease]:
 
 
 def _coordinator_here(folder: Path) -> int | None:
-    """Return the process id of the run's present coordinator, if it is on this host. Coordination moves when a host
-    is lost.
+    """Return the process id of the run's present coordinator, if it is on this host.
+
+    Coordination moves when a host is lost.
     """
     lease = _coordinator_lease(folder)
     if lease is None or lease.process != this_process(lease.pid) or not Path(f"/proc/{lease.pid}").exists():
@@ -255,8 +257,7 @@ def _key_that_names(run: Path, folder: Path) -> str | None:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield every text of a configuration, with its key. The keys of `data.mix` are paths, so they are yielded too.
-    """
+    """Yield every text of a configuration, with its key. The keys of `data.mix` are paths, so they are yielded too."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             if key == "data.mix":

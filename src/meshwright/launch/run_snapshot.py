@@ -19,8 +19,9 @@ from meshwright.launch.run_figures import RunFigureReader, RunFigures
 from meshwright.observe.expert_load_table import ExpertLoadTable
 
 READ_BYTES = 24 << 20
-"""Most bytes of spans that one refresh reads. The spans of a large job need several refreshes; the newest are read
-first.
+"""Most bytes of spans that one refresh reads.
+
+The spans of a large job need several refreshes; the newest are read first.
 """
 
 
@@ -96,8 +97,9 @@ def _modified_ns(path: Path) -> int:
 
 
 def snapshot_as_plain(snapshot: RunSnapshot, lines: int, columns: int) -> dict[str, Any]:
-    """Return a snapshot as JSON values. The heat map has at most `lines` × `columns` cells, with null where no time
-    is known.
+    """Return a snapshot as JSON values.
+
+    The heat map has at most `lines` × `columns` cells, with null where no time is known.
     """
     figures = snapshot.figures
     heat = snapshot.heat_map(lines, columns)

@@ -30,8 +30,9 @@ STOP_CODES = (EXIT_BAD_INPUT, EXIT_NO_RESOURCES, EXIT_DAMAGED, EXIT_NUMERICAL, E
 the run.
 """
 REQUEUE_CODES = (EXIT_PREEMPTED,)
-"""Exit codes after which the scheduler always starts the job again. After other codes, the number of starts is
-limited.
+"""Exit codes after which the scheduler always starts the job again.
+
+After other codes, the number of starts is limited.
 """
 AGENT_STARTS = 4
 """How often an agent is started within one start of the job, if signals end it."""
@@ -85,8 +86,9 @@ class SchedulerJob:
         return ceil(step + self.run.checkpoint.grace_seconds + STOP_SECONDS + STOP_MARGIN_SECONDS)
 
     def agent_arguments(self, arguments: Sequence[str]) -> list[str]:
-        """Return the arguments of the command `meshwright` that start an agent. `arguments` are the run file and
-        overrides.
+        """Return the arguments of the command `meshwright` that start an agent.
+
+        `arguments` are the run file and overrides.
         """
         return ["train", *arguments, "--runs", str(self.runs), "--agent"]
 
@@ -132,8 +134,9 @@ def scheduler_job(run: RunSpec, plan: Plan, arguments: Sequence[str], runs: Path
 
 
 def check_text(text: str, name: str) -> None:
-    """Raise BadInput if `text` is not UTF-8, because a scheduler's file could not contain it. `name` is the option in
-    the error.
+    """Raise BadInput if `text` is not UTF-8, because a scheduler's file could not contain it.
+
+    `name` is the option in the error.
     """
     try:
         text.encode("utf-8")
@@ -142,8 +145,9 @@ def check_text(text: str, name: str) -> None:
 
 
 def comment(text: str) -> str:
-    """Return a comment line for a shell script or YAML. Line breaks and other characters that do not print are
-    escaped.
+    """Return a comment line for a shell script or YAML.
+
+    Line breaks and other characters that do not print are escaped.
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return f"# {shown}"

@@ -33,8 +33,9 @@ def snapshot_server(run: RunSpec, address: str, buffers: Sequence[str]) -> Itera
 
 
 class SnapshotServerProcess:
-    """The snapshot server's process. It listens on a free port of `address` and serves `buffers`, the files of this
-    host's ranks.
+    """The snapshot server's process.
+
+    It listens on a free port of `address` and serves `buffers`, the files of this host's ranks.
     """
 
     def __init__(self, address: str, buffers: Sequence[str]) -> None:

@@ -24,8 +24,9 @@ STATE_FILE = "supervision.jsonl"
 RETRY_SECONDS = 1.0
 """Seconds until another attempt to write a state that could not be written."""
 AGAIN_SECONDS = 10.0
-"""If an event's state could not be written, the event is expected again within this many seconds. Longer than any
-heartbeat.
+"""If an event's state could not be written, the event is expected again within this many seconds.
+
+Longer than any heartbeat.
 """
 UNWRITABLE_SECONDS = 300.0
 """Seconds for which a job waits for a disk that rejects its state, if it cannot continue without; then it ends."""
@@ -36,8 +37,7 @@ LATE_LINES = 8
 
 
 class StateFile:
-    """Appends states to the file. While that fails, it tracks whether and how long the job has been waiting for it.
-    """
+    """Appends states to the file. While that fails, it tracks whether and how long the job has been waiting for it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -51,8 +51,9 @@ class StateFile:
         """The term of this process; None before it has written a line."""
 
     def append(self, state: State, now: float) -> bool:
-        """Append a state, and return whether that succeeded. `now` is a time of any monotonic clock in seconds, also
-        below.
+        """Append a state, and return whether that succeeded.
+
+        `now` is a time of any monotonic clock in seconds, also below.
         """
         if self._error is not None and now < self._retry_at:
             return False
@@ -73,8 +74,7 @@ class StateFile:
         return True
 
     def hold(self, now: float) -> None:
-        """Note that the job waits until an event is recorded. The waiting is over if the event does not come again.
-        """
+        """Note that the job waits until an event is recorded. The waiting is over if the event does not come again."""
         since, last = self._held or (now, now)
         self._held = since if now - last <= AGAIN_SECONDS else now, now
 
@@ -148,4 +148,5 @@ def _newest_record(file: Path, *, say_damage: bool = False) -> tuple[int, State]
     if damaged and say_damage:
         then = "an earlier record counts" if records else "it has no other, so attempts are counted anew"
         write_line(f"meshwright: {file}:{damaged}: this record is damaged; {then}")
-    return max(records, key=lambda record: record[0], default=None)  # `records` has the last line first, and max takes the first of equals
+    # `records` has the last line first, and max takes the first of equals.
+    return max(records, key=lambda record: record[0], default=None)

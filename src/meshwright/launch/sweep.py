@@ -169,7 +169,8 @@ class Sweep:
         most = len(self.runs) if self.spec.parallel == "auto" else self.spec.parallel
         used = {device for other in going for device in other.devices}
         free = [device for device in self._pool if device not in used]
-        needed = min(run.spec.cluster.gpus_per_node, len(self._pool))  # CPU ranks may be more than the cores, and share them
+        # CPU ranks may be more than the cores, and share them.
+        needed = min(run.spec.cluster.gpus_per_node, len(self._pool))
         return free[:needed] if len(going) < most and len(free) >= needed else None
 
     def _start(self, run: SweepRun, devices: list[str]) -> None:

@@ -47,8 +47,9 @@ def write_text_files(run: RunSpec, source: DataSource, folder: Path) -> TextForm
 
 
 def initial_folder(init: str) -> Path | None:
-    """Return the folder of the initial weights; for a run, its newest checkpoint. None if the model starts from
-    scratch.
+    """Return the folder of the initial weights; for a run, its newest checkpoint.
+
+    None if the model starts from scratch.
     """
     source, _, folder = init.partition(":")
     if not folder:

@@ -1,5 +1,6 @@
-"""Charts of how many requests meet their latency limits (attainment), predicted and measured. Their legends show no
-values.
+"""Charts of how many requests meet their latency limits (attainment), predicted and measured.
+
+Their legends show no values.
 """
 
 from __future__ import annotations

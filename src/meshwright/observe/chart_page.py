@@ -51,8 +51,7 @@ def chart_document(title: str, parts: Iterable[str], charts: Sheet) -> str:
 
 
 def charts_head(charts: Sheet, title: str = "Training") -> str:
-    """Return the heading of the charts. It has a choice of the x axis, which stays hidden until the script shows it.
-    """
+    """Return the heading of the charts. It has a choice of the x axis, which stays hidden until the script shows it."""
     first = charts.axes[0].key
     choices = "".join(
         f'<label><input type="radio" name="x" value="{axis.key}"{" checked" if axis.key == first else ""}>{axis.label}</label>'
@@ -63,8 +62,9 @@ def charts_head(charts: Sheet, title: str = "Training") -> str:
 
 
 def figures_json(charts: Sheet) -> str:
-    """Return the numbers of the charts as JSON. `<` is escaped, so that no text can close the script element around
-    it.
+    """Return the numbers of the charts as JSON.
+
+    `<` is escaped, so that no text can close the script element around it.
     """
     data = {
         "axes": {

@@ -50,8 +50,7 @@ LONG_VALUE = 60
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run with its name in the comparison, its state, and its figures by the keys of `_FIGURES`; None if unknown.
-"""
+    """A run with its name in the comparison, its state, and its figures by the keys of `_FIGURES`; None if unknown."""
 
     name: str
     folder: RunFolder
@@ -77,8 +76,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def differing_keys(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """Return (key, [value in each run]) for the configuration keys whose values differ between runs, in their order.
-    """
+    """Return (key, [value in each run]) for the configuration keys whose values differ between runs, in their order."""
     flat = [dict(_flat(run.folder.config, "")) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values if key != "name")
     rows = [(key, [_text(values.get(key)) for values in flat]) for key in keys]
@@ -86,8 +84,7 @@ def differing_keys(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
 
 
 def table_rows(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """Return (label, [text for each run]) for the state, each figure that at least one run has, benchmarks and plans.
-    """
+    """Return (label, [text for each run]) for the state, each figure that at least one run has, benchmarks and plans."""
     plans = [run.folder.plan for run in runs]
     rows: list[tuple[str, list[str]]] = [("state", [run.state for run in runs])]
     for key, label, text in _FIGURES:
@@ -152,8 +149,9 @@ def _dot(index: int) -> str:
 
 
 def ranking_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with one row for each run, with the colour of its curve. The caller sorts the rows, the best
-    first.
+    """Return a table with one row for each run, with the colour of its curve.
+
+    The caller sorts the rows, the best first.
     """
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     lines = "".join(
@@ -165,8 +163,9 @@ def ranking_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def comparison_sheet(runs: Sequence[ComparedRun]) -> Sheet:
-    """Return the charts with one curve for each run. Their x axis can be steps, tokens, training time or training
-    FLOPs.
+    """Return the charts with one curve for each run.
+
+    Their x axis can be steps, tokens, training time or training FLOPs.
     """
     positions = {index: _positions(run.folder) for index, run in enumerate(runs) if run.folder.steps}
     if not positions:

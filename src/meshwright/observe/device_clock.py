@@ -1,5 +1,4 @@
-"""Clocks of a device: time stamps on the current stream, and their time on the host's clock, without synchronisation.
-"""
+"""Clocks of a device: time stamps on the current stream, and their time on the host's clock, without synchronisation."""
 
 from __future__ import annotations
 
@@ -38,8 +37,9 @@ class DeviceClock(Protocol):
         """Release a stamp that is no longer needed, so that it can be used again."""
 
     def reference(self) -> ClockReference:
-        """Return a stamp that the device reaches at once, however much work it has. It relates the device's clock to
-        the host's.
+        """Return a stamp that the device reaches at once, however much work it has.
+
+        It relates the device's clock to the host's.
         """
         ...
 
@@ -63,8 +63,7 @@ class ClockReference:
 
 
 class HostTime:
-    """Unix time that never jumps: the monotonic clock, plus its difference from the wall clock when this was created.
-    """
+    """Unix time that never jumps: the monotonic clock, plus its difference from the wall clock when this was created."""
 
     def __init__(self) -> None:
         self.offset_ns = time.time_ns() - time.perf_counter_ns()
@@ -99,7 +98,8 @@ class DeviceTime:
             elapsed = self._clock.seconds(self._last, reference.stamp) * 1e9
             slack = abs(elapsed) * DRIFT
             before = self._bounds[0] + elapsed - slack, self._bounds[1] + elapsed + slack
-            if max(low, before[0]) <= min(high, before[1]):  # otherwise one of the clocks was changed, and the past says nothing
+            if max(low, before[0]) <= min(high, before[1]):
+                # Otherwise one of the clocks was changed, and the past says nothing.
                 low = max(low, before[0])
                 high = min(high, before[1])
             self._clock.recycle(self._last)

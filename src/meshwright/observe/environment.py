@@ -19,8 +19,7 @@ GIT_SECONDS = 10.0
 
 
 def environment() -> dict[str, Any]:
-    """Return facts about software and hardware as JSON values. Facts that are unknown or do not apply are left out.
-    """
+    """Return facts about software and hardware as JSON values. Facts that are unknown or do not apply are left out."""
     facts: dict[str, Any] = {
         "meshwright": meshwright.__version__,
         "commit": _commit(),
@@ -67,8 +66,7 @@ def _memory_bytes() -> int | None:
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's kernel driver, from a file of the driver that is quick to read; None without it.
-    """
+    """Return the version of NVIDIA's kernel driver, from a file of the driver that is quick to read; None without it."""
     path = Path("/proc/driver/nvidia/version")
     words = path.read_text(encoding="utf-8").split() if path.is_file() else []
     return next((word for word in words if word[:1].isdigit() and word.count(".") >= 1), None)
@@ -86,7 +84,8 @@ def _commit() -> str | None:
     try:
         commit = _git(top, "rev-parse", "HEAD")
         changed = _git(top, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.TimeoutExpired):  # e.g. sources on a busy network file system: the run starts without the commit
+    except (OSError, subprocess.TimeoutExpired):
+        # E.g. sources on a busy network file system: the run starts without the commit.
         return None
     return f"{commit}+changes" if commit and changed else commit
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
-"""Function of `torch._C._distributed_c10d` that returns the records, by backend. A build without NCCL has no "nccl"
-function.
+"""Function of `torch._C._distributed_c10d` that returns the records, by backend.
+
+A build without NCCL has no "nccl" function.
 """
 KEPT_OPERATIONS = 200
 """Number of collectives of each backend, the newest, that are kept even if they have finished."""

@@ -1,5 +1,6 @@
-"""Blocks of one measured pipeline step, from the recorded spans of its ranks. The picture is shown next to the
-prediction.
+"""Blocks of one measured pipeline step, from the recorded spans of its ranks.
+
+The picture is shown next to the prediction.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def _stage(rank: RankSpans) -> int:
 
 
 def _lengths(rank: RankSpans) -> tuple[list[int], list[int]]:
-    """Return the steps of a rank and their durations in ns. If a step ran twice, the last one wins in `typical_step`.
+    """Return the steps of a rank and their durations in ns.
+
+    If a step ran twice, the last one wins in `typical_step`.
     """
     steps = rank.of_phase("step")
     return steps["step"].tolist(), steps["duration_ns"].tolist()

@@ -147,8 +147,7 @@ def _messages(schedule: Schedule, ranks: Sequence[StepSpans]) -> list[Record]:
 
 
 def _barrier_arrival(compute: Sequence[Record], collectives: Sequence[Record]) -> float:
-    """Return the time at which a rank had finished its own gradient reductions, after which it waits in norm_barrier.
-    """
+    """Return the time at which a rank had finished its own gradient reductions, after which it waits in norm_barrier."""
     _, _, _, start, end = next(record for record in compute if record[2].op == "norm_barrier")
     last = max((record[4] for record in collectives if record[2].op == "reduce_grad"), default=start)
     return min(max(start, last), end)
@@ -168,7 +167,9 @@ class _RankSeconds:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A transfer that an action waits for. It moves bytes between `start` and `end`, whenever one of `lanes` is busy.
+    """A transfer that an action waits for.
+
+    It moves bytes between `start` and `end`, whenever one of `lanes` is busy.
     """
 
     axis: str
@@ -233,8 +234,9 @@ class _WaitCounter:
         return _latest_first(transfers)
 
     def _wait(self, until: float, transfers: Iterable[_Transfer]) -> None:
-        """Count as exposed the idle time before `until` in which a lane of `transfers` was busy. Each moment counts
-        once.
+        """Count as exposed the idle time before `until` in which a lane of `transfers` was busy.
+
+        Each moment counts once.
         """
         idle = [(self._clock, until)] if until > self._clock else []
         for transfer in transfers:
@@ -252,7 +254,8 @@ class _WaitCounter:
         intervals = self._lanes[lane]
         remaining = []
         position = gap[0]
-        low = bisect_right(intervals, first, key=lambda interval: interval[1])  # works because intervals of a lane do not overlap
+        # Works because intervals of a lane do not overlap.
+        low = bisect_right(intervals, first, key=lambda interval: interval[1])
         high = bisect_left(intervals, last, key=lambda interval: interval[0])
         for start, end in intervals[low:high]:
             if max(start, first) > position:

@@ -132,8 +132,9 @@ class MetricsWriter:
         self._append({"kind": "step", **record})
 
     def write_validation(self, step: int, loss: float, **details: Any) -> None:
-        """Write the mean validation loss after `step`, in nats per token. For a mixture, `by_source` has the loss of
-        each source.
+        """Write the mean validation loss after `step`, in nats per token.
+
+        For a mixture, `by_source` has the loss of each source.
         """
         self._append({"kind": "validation", "step": step, "loss": loss, **details})
 
@@ -159,8 +160,9 @@ class MetricsWriter:
         self._append({"kind": "answers", "step": step, **details})
 
     def sync(self, *, waits: bool = False) -> None:
-        """Flush all lines to the disk, so that a resume from this step's checkpoint has them. With `waits` it is done
-        at return.
+        """Flush all lines to the disk, so that a resume from this step's checkpoint has them.
+
+        With `waits` it is done at return.
         """
         descriptor = os.dup(self._file.fileno())
         if waits:
@@ -216,8 +218,9 @@ class MetricsWriter:
             log.warning("%s can be written again, with the %d lines that were kept", self._path, unwritten)
 
     def _write_kept(self) -> None:
-        """Write the kept lines, the oldest first. If that raises OSError, the file ends with the last line that
-        fitted completely.
+        """Write the kept lines, the oldest first.
+
+        If that raises OSError, the file ends with the last line that fitted completely.
         """
         while self._unwritten:
             end = os.fstat(self._file.fileno()).st_size
@@ -269,8 +272,9 @@ def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """Return a record as a line of valid JSON. Numbers that are not finite become null and are listed under
-    `nonfinite`.
+    """Return a record as a line of valid JSON.
+
+    Numbers that are not finite become null and are listed under `nonfinite`.
     """
     nonfinite: dict[str, str] = {}
     finite = _finite(record, "", nonfinite)

@@ -16,8 +16,9 @@ RECENT_STEPS = 50
 
 
 class LineTail:
-    """Reads the objects that are added to a file of JSON lines. Incomplete lines, and lines that are no objects, are
-    left out.
+    """Reads the objects that are added to a file of JSON lines.
+
+    Incomplete lines, and lines that are no objects, are left out.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,8 +59,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 class MetricsTail:
-    """Keeps the newest step of `metrics.jsonl`, the mean duration of the newest steps, and the last validation loss.
-    """
+    """Keeps the newest step of `metrics.jsonl`, the mean duration of the newest steps, and the last validation loss."""
 
     def __init__(self, path: Path) -> None:
         self._lines = LineTail(path)

@@ -94,8 +94,9 @@ class OpenSpan:
 
 @dataclass(slots=True)
 class PostedMessage(OpenSpan):
-    """A message between ranks. `first` is stamped when it was issued, and `transfer` knows how long the transfer
-    takes.
+    """A message between ranks.
+
+    `first` is stamped when it was issued, and `transfer` knows how long the transfer takes.
     """
 
     transfer: MessageTransfer | None = None
@@ -147,8 +148,7 @@ class OpenWindow:
     spans: list[OpenSpan] = field(default_factory=list)
 
     def read(self, clock: DeviceClock) -> list[tuple[float, float]] | None:
-        """Return (start, end) of each span in seconds after the window's begin; None if some span cannot be read yet.
-        """
+        """Return (start, end) of each span in seconds after the window's begin; None if some span cannot be read yet."""
         if not clock.ready(self.last) or not (self.reference is None or clock.ready(self.reference.stamp)):
             return None
         free: dict[str, float] = {}

@@ -155,8 +155,9 @@ class StepRecorder:
 
     @property
     def detail(self) -> bool:
-        """Whether actions are recorded separately, and all communication is recorded. It can be set between steps
-        only.
+        """Whether actions are recorded separately, and all communication is recorded.
+
+        It can be set between steps only.
         """
         return self._detail
 
@@ -167,8 +168,9 @@ class StepRecorder:
         self._detail = wanted
 
     def take(self) -> list[StepSpans]:
-        """Return the steps recorded with `detail` since the last call, in order. Call `wait` first to get all of
-        them.
+        """Return the steps recorded with `detail` since the last call, in order.
+
+        Call `wait` first to get all of them.
         """
         self._collect()
         taken = self._detailed
@@ -336,8 +338,9 @@ class StepRecorder:
         self._window.spans.append(span)
 
     def _begin_stamp(self) -> Any:
-        """Return the stamp for a span that begins now. A span of earlier actions that is still open ends at the same
-        stamp.
+        """Return the stamp for a span that begins now.
+
+        A span of earlier actions that is still open ends at the same stamp.
         """
         if self._window is None:
             self._open_window(counted=False)
@@ -463,7 +466,9 @@ class StepRecorder:
 
 
 class DetailRecorder(StepRecorder):
-    """Measures only steps with `detail`. It is for a run that records no phases and spans, but may record a timeline.
+    """Measures only steps with `detail`.
+
+    It is for a run that records no phases and spans, but may record a timeline.
     """
 
     def begin_step(self, step: int, tokens: int = 0) -> None:

@@ -1,5 +1,6 @@
-"""The charts of a report, made from the lines of metrics.jsonl. Long curves are reduced to as many points as a page
-can show.
+"""The charts of a report, made from the lines of metrics.jsonl.
+
+Long curves are reduced to as many points as a page can show.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def _rewards(run: RunFolder, indices: Sequence[int]) -> Iterator[Chart | None]:
     yield _curve(run, indices, "entropy", "Entropy", "mean of −log p of the sampled tokens, nat", "short", noisy=True)
     unit = "divergence of their probabilities, nat per token"
     divergence = _curve(run, indices, "engine_kl", "Engine beside trainer", unit, "scientific")
-    if divergence is not None and None in column(run.steps, "engine_kl"):  # of several updates per rollout, only the first has it
+    if divergence is not None and None in column(run.steps, "engine_kl"):
+        # Of several updates per rollout, only the first has it.
         points = replace(divergence.series[0], shape="points")
         divergence = replace(divergence, series=(points,))
     yield divergence
@@ -150,8 +152,7 @@ def loss_unit(run: RunFolder) -> str:
 
 
 def steady_median(values: Values) -> float | None:
-    """Return the median without the first tenth of the values, in which compilation and empty caches slow steps down.
-    """
+    """Return the median without the first tenth of the values, in which compilation and empty caches slow steps down."""
     numbers = [value for value in values[len(values) // 10 :] if value is not None]
     return median(numbers) if numbers else None
 
@@ -292,8 +293,9 @@ def axis_between(key: str, label: str, first: float, high: float) -> Axis:
 
 
 def at_steps(positions: Table, records: Sequence[Record]) -> Table:
-    """Return the positions of records on every axis. A record is at the newest step line with the same or a lower
-    step.
+    """Return the positions of records on every axis.
+
+    A record is at the newest step line with the same or a lower step.
     """
     indices = [bisect_right(positions["step"], record["step"]) - 1 for record in records]
     table = {key: [values[index] if index >= 0 else 0.0 for index in indices] for key, values in positions.items()}
@@ -301,8 +303,9 @@ def at_steps(positions: Table, records: Sequence[Record]) -> Table:
 
 
 def _window_edges(positions: Table, windows: int) -> Table:
-    """Return the x values at the edges of `windows` windows of steps. Each window begins where the step before it
-    ended.
+    """Return the x values at the edges of `windows` windows of steps.
+
+    Each window begins where the step before it ended.
     """
     length = len(positions["step"])
     last_indices = [(window + 1) * length // windows - 1 for window in range(windows)]

@@ -30,8 +30,7 @@ COLOURS = {
     "exposed shard": "k3",
     "exposed replicate": "c-checkpoint",
 }
-"""CSS class of each component of a step's part. Predicted and measured components of the same meaning share a class.
-"""
+"""CSS class of each component of a step's part. Predicted and measured components of the same meaning share a class."""
 OTHER_COLOUR = "c-validate"
 
 Text = Callable[[float], str]

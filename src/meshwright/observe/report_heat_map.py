@@ -83,8 +83,9 @@ def heat_map_sentence(excess: Mapping[int, float]) -> str:
 
 
 def _runs(ratios: Sequence[float | None]) -> list[tuple[str, int, int]]:
-    """Return (level, first column, column after the last) of neighbouring cells of one level. Cells without a value
-    are skipped.
+    """Return (level, first column, column after the last) of neighbouring cells of one level.
+
+    Cells without a value are skipped.
     """
     runs: list[tuple[str, int, int]] = []
     for column, ratio in enumerate(ratios):

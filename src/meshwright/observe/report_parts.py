@@ -199,8 +199,7 @@ def _comparable_bytes(predicted: Sequence[tuple[str, float]], *, allocated: bool
 
 
 def _measured_bar(reserved: float, allocated: float | None, expected: float, top: float, line: str) -> str:
-    """Return the bar of the measured peak. On a GPU it has two parts: allocated memory, and further reserved memory.
-    """
+    """Return the bar of the measured peak. On a GPU it has two parts: allocated memory, and further reserved memory."""
     compared = reserved if allocated is None else allocated
     error_text = f" ({100 * (compared / expected - 1):+.1f}%)" if expected else ""
     inside = f'<i class="measured" style="width:{100 * compared / top:.2f}%"></i>'
@@ -450,8 +449,7 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[st
 
 
 def config(run: RunFolder) -> str:
-    """Return the resolved configuration as a collapsed element with highlighted keys; empty without a configuration.
-    """
+    """Return the resolved configuration as a collapsed element with highlighted keys; empty without a configuration."""
     if not run.config_text:
         return ""
     text = run.config_text[:CONFIG_CHARACTERS]

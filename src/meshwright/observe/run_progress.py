@@ -34,8 +34,9 @@ JUDGED = (
 )
 """(key, name on screen) of the figures of a preference run."""
 DROPPED_FIRST = ("tok/s/rank", "mem", "lr", "MFU", "grad", "val", "tok/s")
-"""Figures that a step line leaves out, in this order, until the line fits on the terminal. The live display still
-shows them.
+"""Figures that a step line leaves out, in this order, until the line fits on the terminal.
+
+The live display still shows them.
 """
 RARER_LINES = (
     "from here on not every step has a line: (+N) counts the steps since the line before; metrics.jsonl has them all"
@@ -79,8 +80,9 @@ class RunProgress:
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._step_printed = start_step
         self._dropped = 0
-        """How many of `DROPPED_FIRST` step lines leave out. It never decreases, so that later lines have the same
-        figures.
+        """How many of `DROPPED_FIRST` step lines leave out.
+
+        It never decreases, so that later lines have the same figures.
         """
         self._validation: tuple[int, float | None] | None = None
         """Step and loss of the last validation; None before the first."""
@@ -201,8 +203,9 @@ class RunProgress:
         return grid
 
     def _state(self, seconds_left: float | None) -> str:
-        """Return the last word of the progress bar. After the last step, a run is still "finishing": it validates and
-        saves.
+        """Return the last word of the progress bar.
+
+        After the last step, a run is still "finishing": it validates and saves.
         """
         if self._step >= self._total:
             return "finishing"

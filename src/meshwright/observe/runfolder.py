@@ -109,7 +109,8 @@ def read_run(folder: Path) -> RunFolder:
 def number(value: Any) -> float | None:
     """Return `value` as float if it is a finite number that is small enough to draw, else None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < 1e30 else None  # NaN is left out, since no comparison with it is true
+    # NaN is left out, since no comparison with it is true.
+    return float(value) if is_number and abs(value) < 1e30 else None
 
 
 def column(records: Sequence[Record], key: str, *inner: str) -> list[float | None]:

@@ -66,8 +66,7 @@ class SinkThread:
                 self._warn("metrics sinks are too slow: some steps will be missing there (metrics.jsonl has them all)")
 
     def close(self, timeout: float = 15.0) -> None:
-        """Deliver the queued records and close the sinks. Sinks that need more than `timeout` seconds are abandoned.
-        """
+        """Deliver the queued records and close the sinks. Sinks that need more than `timeout` seconds are abandoned."""
         if not self._thread.is_alive():
             return
         deadline = time.monotonic() + timeout
@@ -155,8 +154,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Creates a W&B run for each attempt. The runs are grouped under the name of the run. `WANDB_MODE=offline` keeps
-    them on disk.
+    """Creates a W&B run for each attempt.
+
+    The runs are grouped under the name of the run. `WANDB_MODE=offline` keeps them on disk.
     """
 
     name = "Weights & Biases"
@@ -191,8 +191,9 @@ class WandbSink:
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """Yield (`kind/key`, value) for each number of a line. Nested keys are joined with `/`. `step` and texts are left
-    out.
+    """Yield (`kind/key`, value) for each number of a line.
+
+    Nested keys are joined with `/`. `step` and texts are left out.
     """
     section = {"step": "train"}.get(record.get("kind", "step"), record.get("kind"))
     for key, value in record.items():
@@ -204,8 +205,9 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 
 def hyperparameters(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | str | bool]]:
-    """Yield (dotted key, value) for each key of a configuration with a number, text or boolean. Other keys are left
-    out.
+    """Yield (dotted key, value) for each key of a configuration with a number, text or boolean.
+
+    Other keys are left out.
     """
     for key, value in config.items():
         name = f"{prefix}{key}"

@@ -41,8 +41,9 @@ class Axis:
     ticks: tuple[tuple[float, str], ...]
 
     def position(self, value: float) -> float:
-        """Return the relative position of `value`, from 0 to 1. A value outside of the limits is put at the nearer
-        limit.
+        """Return the relative position of `value`, from 0 to 1.
+
+        A value outside of the limits is put at the nearer limit.
         """
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 

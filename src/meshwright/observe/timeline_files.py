@@ -34,8 +34,9 @@ class Recording:
 
     @classmethod
     def of(cls, recorded: Iterable[StepSpans]) -> Recording:
-        """Return the recording of what `StepRecorder.take` returned. Of spans between steps (step 0), only marks are
-        kept.
+        """Return the recording of what `StepRecorder.take` returned.
+
+        Of spans between steps (step 0), only marks are kept.
         """
         recorded = tuple(recorded)
         marks = (span.start for step in recorded for span in step.spans if span.lane == "mark" and span.name == ALIGNED)
@@ -98,8 +99,9 @@ class RecordedSteps:
 
     @classmethod
     def of(cls, schedule: Schedule, layout: Layout, recordings: Sequence[Recording]) -> RecordedSteps:
-        """Make the timelines from the recordings of all ranks. Raises ValueError if a rank did not follow the
-        schedule.
+        """Make the timelines from the recordings of all ranks.
+
+        Raises ValueError if a rank did not follow the schedule.
         """
         aligned, error = on_one_clock(recordings)
         numbers = tuple(step.step for step in aligned[0].steps)
@@ -114,8 +116,7 @@ class RecordedSteps:
 
 
 def pipeline_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks that differ only in their pipeline coordinate, each in the order of that coordinate.
-    """
+    """Return the groups of ranks that differ only in their pipeline coordinate, each in the order of that coordinate."""
     return layout.groups("pipeline") if layout.size("pipeline") > 1 else tuple((rank,) for rank in range(layout.ranks))
 
 
@@ -168,8 +169,7 @@ def summary(measured: RecordedSteps, predicted: Timeline | None, not_predicted_b
 
 
 def figures(timeline: Timeline) -> dict[str, float]:
-    """Return the figures of a measured or predicted timeline. `closing` is the time of gradient norm and optimizer.
-    """
+    """Return the figures of a measured or predicted timeline. `closing` is the time of gradient norm and optimizer."""
     exposed = {f"exposed_{axis}": seconds for axis, seconds in timeline.exposed.items()}
     parts = {name: timeline.breakdown[name] for name in ("compute", "closing", "idle")}
     return {"step_seconds": timeline.step_seconds, "bubble": timeline.bubble, **parts, **exposed}

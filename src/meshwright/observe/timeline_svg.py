@@ -1,5 +1,6 @@
-"""Draws timelines of a step as inline SVG. Each pipeline rank has a lane for compute, and below it a lane for
-transfers.
+"""Draws timelines of a step as inline SVG.
+
+Each pipeline rank has a lane for compute, and below it a lane for transfers.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ NAMES = {
 
 
 class TimelineBlock(NamedTuple):
-    """A period of one pipeline rank, in seconds. `computes` selects the lane; `colour` is one of the report's colour
-    classes.
+    """A period of one pipeline rank, in seconds.
+
+    `computes` selects the lane; `colour` is one of the report's colour classes.
     """
 
     rank: int
@@ -81,8 +83,9 @@ def timeline_blocks(timeline: Timeline) -> list[TimelineBlock]:
 
 
 def draw_timeline(timeline: Timeline, title: str, note: str = "") -> str:
-    """Return the timeline as an HTML figure in the report's style. Of many ranks, only the first and the last are
-    drawn.
+    """Return the timeline as an HTML figure in the report's style.
+
+    Of many ranks, only the first and the last are drawn.
     """
     end = max(record[4] for record in timeline.records)
     frame = _frame(timeline_blocks(timeline), timeline.schedule.ranks, end, title, "rank")

@@ -12,9 +12,9 @@ from meshwright.spec.errors import BadInput
 
 Notation = Literal["json_schema", "regex", "lark"]
 LIMITS: Mapping[str, Any] = {
-        "max_items_in_row": 5000,  # an object needs about two items for each optional key, an enum one for each object
-        "step_lexer_fuel": 50_000,  # with this, a mask of a difficult pattern takes about 10 ms
-        "max_lexer_states": 50_000,  # up to 2 kB for each state
+    "max_items_in_row": 5000,  # an object needs about two items for each optional key, an enum one for each object
+    "step_lexer_fuel": 50_000,  # with this, a mask of a difficult pattern takes about 10 ms
+    "max_lexer_states": 50_000,  # up to 2 kB for each state
     "verbose_errors": False,
 }
 """Limits of llguidance's parser."""
@@ -38,8 +38,9 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """Return the grammar of JSON that is valid for a schema (an object, or its JSON). An empty schema allows any
-        JSON.
+        """Return the grammar of JSON that is valid for a schema (an object, or its JSON).
+
+        An empty schema allows any JSON.
         """
         return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 

@@ -63,8 +63,9 @@ class GrammarTokens:
         self._lock = threading.Lock()
 
     def matcher(self, grammar: Grammar, end_tokens: Collection[int]) -> GrammarMatcher:
-        """Return a matcher for a new text, which ends with one of `end_tokens`. Raises BadGrammar for a wrong
-        grammar.
+        """Return a matcher for a new text, which ends with one of `end_tokens`.
+
+        Raises BadGrammar for a wrong grammar.
         """
         if not end_tokens:
             raise BadGrammar("grammar: a text that follows a grammar ends with an end token; give at least one stop id")
@@ -80,8 +81,9 @@ class GrammarTokens:
         self._keep(grammar, BadGrammar(reason))
 
     def compile(self, grammar: Grammar) -> Any:
-        """Return the library's matcher of a grammar before the first token. The caller must not change it. Raises
-        BadGrammar.
+        """Return the library's matcher of a grammar before the first token.
+
+        The caller must not change it. Raises BadGrammar.
         """
         with self._lock:
             if (known := self._compiled.get(grammar)) is not None:
@@ -164,14 +166,12 @@ class GrammarMatcher:
             raise BadGrammar("grammar: no token can follow the text so far")
 
     def advance(self, token: int) -> None:
-        """Advance by the next token. Raises BadGrammar if the grammar does not allow it, or if a limit is exceeded.
-        """
+        """Advance by the next token. Raises BadGrammar if the grammar does not allow it, or if a limit is exceeded."""
         if not self._matcher.consume_token(token):
             raise BadGrammar(exceeded(self._matcher))
 
     def accepted(self, drafts: Sequence[int]) -> int:
-        """Return how many of the draft tokens, from the first on, the grammar allows. The matcher does not advance.
-        """
+        """Return how many of the draft tokens, from the first on, the grammar allows. The matcher does not advance."""
         return self._matcher.validate_tokens(list(drafts))
 
 

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 def prompt_ids(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the token ids of a prompt, given as text or as ids. Raises BadInput for text if there is no tokenizer.
-    """
+    """Return the token ids of a prompt, given as text or as ids. Raises BadInput for text if there is no tokenizer."""
     if not isinstance(prompt, str):
         return tuple(prompt)
     if tokenizer is None:

@@ -45,8 +45,9 @@ class RankSlices(PrefixBlocks):
         self.own_blocks = None
 
     def gather(self, tables: Sequence[Sequence[int]]) -> Tensor | None:
-        """Return whole blocks as uint8 `(blocks, bytes)` on rank 0; None on other ranks. `tables` has the block ids
-        of each group.
+        """Return whole blocks as uint8 `(blocks, bytes)` on rank 0; None on other ranks.
+
+        `tables` has the block ids of each group.
         """
         own = self._empty(len(tables))
         for part, content, blocks in self._parts(own, tables):

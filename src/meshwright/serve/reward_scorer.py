@@ -1,5 +1,6 @@
-"""Scores of sequences by a reward model on one device. Sequences of similar length share a forward pass, padded at
-the end.
+"""Scores of sequences by a reward model on one device.
+
+Sequences of similar length share a forward pass, padded at the end.
 """
 
 from __future__ import annotations
@@ -112,8 +113,7 @@ def open_scorer(
 
 
 def _after_answer(home: Path, tokenizer: Tokenizer, stops: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens that the chat template writes after the end token of a final answer; none without a template.
-    """
+    """Return the tokens that the chat template writes after the end token of a final answer; none without a template."""
     source = folder_template(home, read_object(home / TOKENIZER_CONFIG))
     if source is None:
         return ()

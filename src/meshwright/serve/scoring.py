@@ -53,8 +53,9 @@ def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) 
 
 
 def _batches(lengths: Sequence[int], vocabulary: int) -> Iterator[list[int]]:
-    """Yield the indices of sequences that share a forward pass, the longest first. `vocabulary` is the logits per
-    token.
+    """Yield the indices of sequences that share a forward pass, the longest first.
+
+    `vocabulary` is the logits per token.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

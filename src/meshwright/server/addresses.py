@@ -74,8 +74,9 @@ def check_host(host: str, api_key: str | None) -> None:
 
 
 def check_transfer(key: str, address: str, transfer_key: str | None) -> None:
-    """Raise BadInput if `address` is not a valid HOST:PORT, or if there is no `transfer_key`. `key` names the
-    setting.
+    """Raise BadInput if `address` is not a valid HOST:PORT, or if there is no `transfer_key`.
+
+    `key` names the setting.
     """
     try:
         listen_address(address)

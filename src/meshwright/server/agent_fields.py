@@ -98,8 +98,9 @@ class AgentFields:
 
 
 def objects(value: object, key: str) -> Sequence[tuple[Mapping[str, Any], str]]:
-    """Return each object of a list with its path, for example `input[2]`. Raises RequestError unless it is a list of
-    objects.
+    """Return each object of a list with its path, for example `input[2]`.
+
+    Raises RequestError unless it is a list of objects.
     """
     if not isinstance(value, list):
         raise wrong(key, "a list of objects", value)
@@ -124,8 +125,9 @@ def text_of(values: Mapping[str, Any], name: str, key: str, default: str | None 
 
 
 def reasoning_keys(effort: object, key: str) -> dict[str, Any]:
-    """Return the chat keys that ask for a reasoning effort; no keys if `effort` is None. `key` is its path in the
-    body.
+    """Return the chat keys that ask for a reasoning effort; no keys if `effort` is None.
+
+    `key` is its path in the body.
     """
     if effort is None:
         return {}

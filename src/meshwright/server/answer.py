@@ -235,8 +235,9 @@ class TextAnswer:
         return piece
 
     def _read_some(self, output: TextOutput, reader: OutputReader, news: list[News]) -> TextPiece:
-        """Add news to a sequence and read the new text. While there may be reasoning, the news have at most one
-        token.
+        """Add news to a sequence and read the new text.
+
+        While there may be reasoning, the news have at most one token.
         """
         before = output.tokens
         reasoned = reader.reasoning
@@ -277,8 +278,9 @@ class TextAnswer:
         await send({"type": "http.response.body", "body": content})
 
     async def _send_events(self, send: Send, send_body: Send) -> None:
-        """Send the answer as events. `send` sends the head, and `send_body`, which has fewer wrappers, all that
-        follows.
+        """Send the answer as events.
+
+        `send` sends the head, and `send_body`, which has fewer wrappers, all that follows.
         """
         news = await self._next()  # before the head: a request that the engine refuses is answered with its own status
         while self._prompts:

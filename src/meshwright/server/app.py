@@ -104,7 +104,9 @@ def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[A
 
 
 class KeyCheck:
-    """ASGI wrapper that answers 401 to requests without the server's key. If the server has no key, it lets all pass.
+    """ASGI wrapper that answers 401 to requests without the server's key.
+
+    If the server has no key, it lets all pass.
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class RequestLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
             scope["type"] != "http" or scope["path"] == "/health"
-            ):  # a router asks for the health of its servers each second, which would fill the log
+        ):  # a router asks for the health of its servers each second, which would fill the log
             await self._app(scope, receive, send)
             return
         self._count += 1

@@ -36,8 +36,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _after_line(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text after a line break; none if the tokenizer merges the line break with the text.
-    """
+    """Return the token ids of a text after a line break; none if the tokenizer merges the line break with the text."""
     line = _ids(tokenizer, "\n")
     both = _ids(tokenizer, f"\n{text}")
     return both[len(line) :] if both[: len(line)] == line else []

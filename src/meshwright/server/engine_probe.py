@@ -27,7 +27,9 @@ PROMPT = (0,)
 
 
 class EngineProbe:
-    """Decides whether an engine's model works. It counts requests with logits that are not finite, and starts probes.
+    """Decides whether an engine's model works.
+
+    It counts requests with logits that are not finite, and starts probes.
     """
 
     def __init__(self, client: EngineClient) -> None:

@@ -151,5 +151,6 @@ def _start(setup: EngineSetup, rank: int, engine: socket.socket, store: socket.s
     )
     assert process.stdin is not None, "it is a pipe"
     with suppress(OSError), process.stdin:  # if the process has ended already, its exit code tells why
-        process.stdin.write(json.dumps(to_plain(setup)).encode())  # not an argument: it has the transfer key, and others can read arguments
+        # Not an argument: it has the transfer key, and others can read arguments.
+        process.stdin.write(json.dumps(to_plain(setup)).encode())
     return process

@@ -17,8 +17,9 @@ log = logging.getLogger("meshwright.server")
 
 
 def newest(folder: Path) -> Chosen:
-    """Return the newest committed checkpoint of the run in `folder`. Raises BadInput if there is none, Damaged if it
-    is damaged.
+    """Return the newest committed checkpoint of the run in `folder`.
+
+    Raises BadInput if there is none, Damaged if it is damaged.
     """
     from meshwright.checkpoint.format.inventory import choose_newest
 

@@ -22,8 +22,9 @@ Special = Mapping[str, int]
 special token is written as its id: `<[151657]>`.
 """
 ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "nullable"))
-"""Keys of a JSON schema that do not limit a text. A schema with only these keys, or with alternatives, allows any
-text.
+"""Keys of a JSON schema that do not limit a text.
+
+A schema with only these keys, or with alternatives, allows any text.
 """
 _PLAIN_KEY = re.compile(r"[\w.-]+")
 """Names that can be written without quotes or escapes."""

@@ -19,7 +19,9 @@ CHUNK_BYTES = 1 << 16
 
 @dataclass
 class MeasuredRequest:
-    """A request and the times of its events. Times are seconds since the start of the test, infinite until the event.
+    """A request and the times of its events.
+
+    Times are seconds since the start of the test, infinite until the event.
     """
 
     request: TimedRequest
@@ -121,8 +123,7 @@ class LoadTest:
             await asyncio.sleep(every)
 
     async def _gauges(self, url: str) -> dict[str, float]:
-        """Return gauges of a server: `running` and `waiting` (numbers of requests) and `cache` (used share, 0 to 1).
-        """
+        """Return gauges of a server: `running` and `waiting` (numbers of requests) and `cache` (used share, 0 to 1)."""
         reader, writer = await self._open(url, "GET", "/metrics")
         try:
             text = (await reader.read(-1)).decode()

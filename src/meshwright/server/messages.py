@@ -49,8 +49,9 @@ MOST_BYTES = 256 << 20
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Return a message as bytes. Raises ValueError if it is too long or has NaN or infinity, which JSON does not
-    have.
+    """Return a message as bytes.
+
+    Raises ValueError if it is too long or has NaN or infinity, which JSON does not have.
     """
     content = json.dumps(message, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(content) > MOST_BYTES:
@@ -65,8 +66,9 @@ class ServerMessageReader:
         self._bytes = bytearray()
 
     def add(self, data: bytes) -> list[dict[str, Any]]:
-        """Add received bytes and return the messages that are now complete. Raises ValueError for a length that is
-        too large.
+        """Add received bytes and return the messages that are now complete.
+
+        Raises ValueError for a length that is too large.
         """
         waiting = self._bytes
         start = 0

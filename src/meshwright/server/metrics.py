@@ -1,5 +1,6 @@
-"""The metrics of the HTTP server. Names are vLLM's with the prefix `meshwright:`, so that vLLM's dashboards can be
-reused.
+"""The metrics of the HTTP server.
+
+Names are vLLM's with the prefix `meshwright:`, so that vLLM's dashboards can be reused.
 """
 
 from __future__ import annotations
@@ -75,8 +76,7 @@ class ServerMetrics:
             self._per_token.observe(decoding / (tokens - 1))
 
     def text(self, figures: EngineFigures, transfers: TransferFigures | None = None) -> str:
-        """Return all metrics in Prometheus's text format. Metrics of exchanges with other engines need `transfers`.
-        """
+        """Return all metrics in Prometheus's text format. Metrics of exchanges with other engines need `transfers`."""
         gauges = {
             "num_requests_running": ("Requests in the batch.", figures.running),
             "num_requests_waiting": ("Requests in the queue.", figures.waiting),

@@ -77,8 +77,9 @@ class OwnAnswers:
             self._size -= sum(len(kept.tokens) for kept in self._answers.popitem(last=False)[1])
 
     def replaced(self, prompt: Sequence[int], salt: str) -> Sequence[int]:
-        """Return the prompt's token ids. Where it contains kept answers, their encoded tokens are replaced by the
-        generated ones.
+        """Return the prompt's token ids.
+
+        Where it contains kept answers, their encoded tokens are replaced by the generated ones.
         """
         if not self._answers:
             return prompt

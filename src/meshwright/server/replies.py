@@ -55,8 +55,9 @@ def error_response(error: RequestError, path: str) -> ContentResponse:
 
 
 def kept_request_id(value: bytes) -> str | None:
-    """Return a client's `x-request-id` if it is safe to log: 1 to 128 visible ASCII characters. Return None
-    otherwise.
+    """Return a client's `x-request-id` if it is safe to log: 1 to 128 visible ASCII characters.
+
+    Return None otherwise.
     """
     return value.decode("ascii") if _REQUEST_ID.fullmatch(value) else None
 

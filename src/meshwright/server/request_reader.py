@@ -1,5 +1,6 @@
-"""Turns request bodies into checked requests with token ids, or directly into answers. It needs no torch, HTTP or
-engine.
+"""Turns request bodies into checked requests with token ids, or directly into answers.
+
+It needs no torch, HTTP or engine.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 EFFORT = "reasoning_effort"
 """Chat key for the reasoning effort. Some templates have a variable of this name."""
 SWITCHES = ("enable_thinking", "thinking")
-"""Variables with which other templates switch reasoning on and off. The effort "none" sets them to false, any other
-to true.
+"""Variables with which other templates switch reasoning on and off.
+
+The effort "none" sets them to false, any other to true.
 """
 
 
@@ -276,8 +278,9 @@ class RequestReader:
         )
 
     def _listed(self, value: object) -> list[Any]:
-        """Return the prompts of a body as a list. `value` is a text, a list of texts, token ids, or a list of lists
-        of token ids.
+        """Return the prompts of a body as a list.
+
+        `value` is a text, a list of texts, token ids, or a list of lists of token ids.
         """
         if isinstance(value, str):
             value = [value]
@@ -291,8 +294,9 @@ class RequestReader:
         return value
 
     def _prompt(self, prompt: Any, *, special: bool) -> list[int]:
-        """Return the token ids of one prompt, which is a text or a list of token ids. Raises RequestError if it is
-        too long.
+        """Return the token ids of one prompt, which is a text or a list of token ids.
+
+        Raises RequestError if it is too long.
         """
         if isinstance(prompt, str):
             self._check_length(checked_text(prompt, "prompt"), "prompt")
@@ -322,8 +326,9 @@ class RequestReader:
 
 
 def chat_template(spec: ServeSpec, files: ModelFiles) -> ServedChatTemplate | None:
-    """Return the compiled chat template; None if the model has none. Raises BadInput for a template that cannot be
-    used.
+    """Return the compiled chat template; None if the model has none.
+
+    Raises BadInput for a template that cannot be used.
     """
     if files.chat_template is None:
         return None

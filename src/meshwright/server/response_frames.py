@@ -1,5 +1,4 @@
-"""Finds where an HTTP/1.1 answer ends while its bytes pass through the router. It does not change or keep the bytes.
-"""
+"""Finds where an HTTP/1.1 answer ends while its bytes pass through the router. It does not change or keep the bytes."""
 
 from __future__ import annotations
 

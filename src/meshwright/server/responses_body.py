@@ -42,8 +42,9 @@ class ResponsesBody:
         self._texts: list[str] = []
         """The text of the open item so far, in pieces."""
         self._delta = ("", "")
-        """The constant beginning and end of a delta event of the open item. The text is between them, the event's
-        number after.
+        """The constant beginning and end of a delta event of the open item.
+
+        The text is between them, the event's number after.
         """
         self._reason = ""
         """Finish reason of the answer."""

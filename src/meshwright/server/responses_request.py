@@ -10,8 +10,9 @@ from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields
 
 CUSTOM = "input"
-"""Parameter name for `custom` tools, whose input is free text. The model sees such a tool as a function with this
-parameter.
+"""Parameter name for `custom` tools, whose input is free text.
+
+The model sees such a tool as a function with this parameter.
 """
 SEPARATOR = "__"
 """Separates namespace and name in a tool name that the model sees: `files__read`."""
@@ -114,8 +115,9 @@ def _text(content: object, key: str) -> str:
 
 
 def _reasoning(item: Mapping[str, Any], key: str) -> str:
-    """Return the text of a reasoning item. Encrypted reasoning is left out: only the server that wrote it can read
-    it.
+    """Return the text of a reasoning item.
+
+    Encrypted reasoning is left out: only the server that wrote it can read it.
     """
     return _text(item.get("content") or [], f"{key}.content")
 

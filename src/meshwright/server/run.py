@@ -73,7 +73,8 @@ def run_server(
     spec = with_keys(spec)
     hide_arguments(given)
     check_addresses(spec)
-    chosen = newest(folder) if spec.follow else None  # without follow, the engine chooses the checkpoint and verifies every byte
+    # Without follow, the engine chooses the checkpoint and verifies every byte.
+    chosen = newest(folder) if spec.follow else None
     served = folder if chosen is None else chosen.path
     if tokenizer_file(folder) is None:
         raise no_tokenizer(folder)
@@ -96,7 +97,8 @@ def run_server(
             sockets.append(opened.enter_context(listening_socket(spec.host, spec.admin_port, "admin_port")))
         process = EngineProcess(setup)
         opened.callback(process.close)
-        from meshwright.server.endpoints import Api  # imported late, so that the engine's process imports torch at the same time
+        # Imported late, so that the engine's process imports torch at the same time.
+        from meshwright.server.endpoints import Api
 
         template = None if spec.chat_template is None else Path(spec.chat_template)
         files = read_model_files(folder, template, defaults=spec.generation_config == "auto")
@@ -122,6 +124,7 @@ class _Server:
     the
     checkpoint that the engine loads. With `follow`, `chosen` describes that checkpoint.
     """
+
     def __init__(
         self,
         api: Api,
@@ -213,8 +216,7 @@ class _Server:
         stop.cancel()
 
     async def _drain(self) -> None:
-        """Refuse new requests, and wait until the running ones end, `drain_seconds` pass, or a second signal comes.
-        """
+        """Refuse new requests, and wait until the running ones end, `drain_seconds` pass, or a second signal comes."""
         self._api.draining = True
         now = asyncio.ensure_future(self._stop_now.wait())
         with suppress(TimeoutError):

@@ -31,8 +31,9 @@ in a sequence.
 
 
 def has_score(folder: Path) -> bool:
-    """Whether the model in a folder is a reward model. Raises BadInput if there is no model, Damaged if it is
-    damaged.
+    """Whether the model in a folder is a reward model.
+
+    Raises BadInput if there is no model, Damaged if it is damaged.
     """
     from meshwright.checkpoint.models.stored_model import open_model
 
@@ -66,8 +67,9 @@ def open_setup(setup: EngineSetup, weights: Chosen | None) -> RewardScorer:
 
 
 class ScoreLoop:
-    """Computes scores until the HTTP process closes the socket. A forward pass that fails ends only its own
-    sequences.
+    """Computes scores until the HTTP process closes the socket.
+
+    A forward pass that fails ends only its own sequences.
     """
 
     def __init__(self, scorer: RewardScorer, connection: EngineConnection, options: dict[str, Any]) -> None:

@@ -53,7 +53,9 @@ RENDERS: Sequence[Work] = [
 LEAST_LIMIT_BYTES = 4 << 30
 """Smallest memory limit, in bytes."""
 LIMIT_PER_BODY_BYTE = 400
-"""The memory limit has this many bytes for each byte of the longest allowed body. Tokenizing takes about 200 of them.
+"""The memory limit has this many bytes for each byte of the longest allowed body.
+
+Tokenizing takes about 200 of them.
 """
 _RECEIVE_BYTES = 1 << 20
 

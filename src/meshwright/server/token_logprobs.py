@@ -1,5 +1,4 @@
-"""Log probabilities of tokens as JSON, in the formats of OpenAI's two APIs, written while the tokens are generated.
-"""
+"""Log probabilities of tokens as JSON, in the formats of OpenAI's two APIs, written while the tokens are generated."""
 
 from __future__ import annotations
 

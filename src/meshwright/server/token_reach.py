@@ -34,8 +34,7 @@ _PRE_TOKENIZERS = {_BYTE_LEVEL, "Metaspace", "Digits", "Punctuation", "Split", "
 
 
 class TokenReach(NamedTuple):
-    """Upper limits of the text that one token stands for, in characters, or in bytes of UTF-8 if `in_bytes` is true.
-    """
+    """Upper limits of the text that one token stands for, in characters, or in bytes of UTF-8 if `in_bytes` is true."""
 
     in_bytes: bool
     """Whether `other` counts bytes of UTF-8."""
@@ -83,8 +82,9 @@ def token_reach(tokenizer: Tokenizer) -> TokenReach | None:
 
 
 def _steps(part: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, Any]]:
-    """Yield the normalizers or pre-tokenizers of a part of tokenizer.json. Those in a sequence are yielded one by
-    one.
+    """Yield the normalizers or pre-tokenizers of a part of tokenizer.json.
+
+    Those in a sequence are yielded one by one.
     """
     if part is None:
         return
@@ -96,8 +96,7 @@ def _steps(part: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, An
 
 
 def _shrinks(step: Mapping[str, Any], in_bytes: bool) -> float:
-    """Return how much a normalizer can shrink a text: most characters (or bytes) that become one. Raises _Unlimited.
-    """
+    """Return how much a normalizer can shrink a text: most characters (or bytes) that become one. Raises _Unlimited."""
     name = step["type"]
     if name in (_BYTE_LEVEL, "Prepend"):
         return 1

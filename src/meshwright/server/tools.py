@@ -117,8 +117,7 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, l
 
 
 def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> list[str]:
-    """Return the JSON types that a schema allows. References are looked up in `root`, and alternatives are followed.
-    """
+    """Return the JSON types that a schema allows. References are looked up in `root`, and alternatives are followed."""
     if not isinstance(schema, dict) or depth > MOST_REFERENCES:
         return []
     types = schema.get("type")
@@ -138,8 +137,9 @@ def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> lis
 
 
 def _type_of(value: object) -> str:
-    """Return the JSON type of a value. Lists and objects count as numbers too: the caller only asks whether it is
-    text.
+    """Return the JSON type of a value.
+
+    Lists and objects count as numbers too: the caller only asks whether it is text.
     """
     if isinstance(value, str):
         return "string"
