@@ -26,8 +26,7 @@ time.sleep(60)
 uses.
 
 Until the memory of a killed process is free, the kernel may kill a second process. The victim has the highest score,
-1000;
-this program has the next one, so it would be that second process.
+1000; this program has the next one, so it would be that second process.
 """
 
 

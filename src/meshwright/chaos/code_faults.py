@@ -2,8 +2,7 @@
 clock.
 
 Nothing outside of a process could cause these at a chosen step. Therefore the job's module path begins with a folder
-that
-has a file `sitecustomize.py`, which Python runs when it starts. The product itself has no code for these faults.
+that has a file `sitecustomize.py`, which Python runs when it starts. The product itself has no code for these faults.
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ VARIABLE = "MESHWRIGHT_CHAOS_CODE"
 """Environment variable that tells the injected code which faults to cause, separated by semicolons.
 
 `FAULT:RANK:STEP` or `FAULT:RANK:STEP:ATTEMPTS` disturbs a rank in one step, once in each of the first ATTEMPTS
-attempts
-(by default only in the first attempt):
+attempts (by default only in the first attempt):
 
 - `nan`, `spike` and `bit` change a weight: to NaN, to a huge value, by one bit
 - `gradient` sets a reduced gradient to NaN
 - `crash` kills the rank
 
 Two other forms are `clock:FILE`, which changes the wall clock by the seconds in the file, and `matmul:FILE`, which
-makes the
-matmuls of the self-test wrong on the host that the file names.
+makes the matmuls of the self-test wrong on the host that the file names.
 """
 JUMP_SECONDS = 86400
 """Seconds by which the wall clock is wrong: first one day ahead, then one day behind."""

@@ -31,8 +31,7 @@ FLAP_HANG_SECONDS = 10.0
 """Limit of a hang, in seconds, in the scenario with a short interruption.
 
 TCP doubles its wait after each retransmission, so ranks may exchange nothing for up to 6.4 s. That is longer than the
-usual
-limit on a CPU.
+usual limit on a CPU.
 """
 EXCHANGES = 100
 """Most exchanges between hosts, one after the other, until a restarted run has trained a step."""

@@ -1,10 +1,8 @@
 """Emulates several hosts on one machine. Without root, hosts are only processes on the loopback interface.
 
 Each emulated host has a network namespace with a link to a switch, a hostname, a /dev/shm, and an /etc/hosts that
-names all
-hosts. It can also have a /tmp of its own. Links can be slow, delayed or lossy. They can be down, or stay up while the
-switch
-drops everything.
+names all hosts. It can also have a /tmp of its own. Links can be slow, delayed or lossy. They can be down, or stay up
+while the switch drops everything.
 """
 
 from __future__ import annotations
@@ -163,8 +161,7 @@ class Hosts:
         its /tmp.
 
         `own` is the folder of its own /tmp; None for the usual one. Its own /tmp also contains the working directory
-        and the
-        program, if these are in the usual /tmp.
+        and the program, if these are in the usual /tmp.
         """
         needed = (*shared, Path.cwd(), Path(meshwright.__file__).parents[1], Path(sys.prefix))
         folders = [str(path.resolve()) for path in needed if path.resolve().is_relative_to("/tmp")]

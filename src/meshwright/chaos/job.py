@@ -88,8 +88,7 @@ class ChaosJob:
         command.
 
         `arguments` are those of `meshwright`, and `token` is the value of `processes.TOKEN`. Waiting for a point of
-        the job ends after
-        `longest_seconds`. `show` receives each line of progress.
+        the job ends after `longest_seconds`. `show` receives each line of progress.
         """
         self._longest_seconds = longest_seconds
         self._show = show

@@ -25,8 +25,7 @@ SLOW_STEPS = 8
 LONGEST_TURN = 0.1
 STOPPED_TURNS = 3
 """How a slow rank is slowed: it runs for the duration of a step, at most `LONGEST_TURN` seconds. Then it is stopped
-for
-`STOPPED_TURNS` times as long.
+for `STOPPED_TURNS` times as long.
 """
 
 

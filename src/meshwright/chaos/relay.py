@@ -6,9 +6,8 @@ It needs Linux and root.
     python -m meshwright.chaos.relay SECONDS LOSS NAMESPACE/DEVICE-NAMESPACE/DEVICE…
 
 Each NAMESPACE/DEVICE is an existing TAP device, and each pair of them is a link. A frame arrives after SECONDS. The
-share LOSS of
-the frames from the first device to the second is lost. The program prints `ready`, and ends when its standard input
-ends.
+share LOSS of the frames from the first device to the second is lost. The program prints `ready`, and ends when its
+standard input ends.
 """
 
 from __future__ import annotations

@@ -199,8 +199,7 @@ class Stage:
         """Require that the straggler analysis of the following steps names this rank, with one of `SLOW_RANK_CAUSES`.
 
         This is not required if the rank computed for less than `COMPUTE_SHARE` of the steps before, or if ranks wait
-        for each other
-        inside their computation.
+        for each other inside their computation.
         """
         self.slow_rank = rank
         self._last_calm_step = self.job.last_step
@@ -294,8 +293,7 @@ class Stage:
         """Return the seconds until the disturbance was detected; None if it was not.
 
         Detection is a printed line that contains `text` or, without `text`, the coordinator's decision to end the
-        attempt. The time
-        counts from the disturbance, or from the end of the process that it has killed.
+        attempt. The time counts from the disturbance, or from the end of the process that it has killed.
         """
         if self.injected is None:
             return None
@@ -402,10 +400,8 @@ def run_scenario(
     """Run a scenario in `folder`, which is emptied first, and return the verdict.
 
     `undisturbed` returns the losses of an undisturbed run. It is not called for a run on GPUs: there, the losses of
-    steps that
-    were trained twice are compared with each other. All limits in seconds are multiplied by `patience`. `show`
-    receives lines of
-    progress. `links` connect the hosts, unless the scenario has links of its own.
+    steps that were trained twice are compared with each other. All limits in seconds are multiplied by `patience`.
+    `show` receives lines of progress. `links` connect the hosts, unless the scenario has links of its own.
     """
     stage = Stage(template, folder, scenario.overrides, scenario.hosts, show, scenario.links or links)
     shutil.rmtree(folder, ignore_errors=True)

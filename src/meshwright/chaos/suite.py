@@ -44,8 +44,7 @@ class Suite:
         checkpoints.
 
         Keys about checkpoints in `arguments` are kept. Limits in seconds are multiplied by `patience`, for machines
-        that do other
-        work at the same time. `show` receives lines of progress. `links` connect the hosts.
+        that do other work at the same time. `show` receives lines of progress. `links` connect the hosts.
         """
         keys_given = {override.partition("=")[0] for override in arguments}
         every = max(1, steps // CHECKPOINTS)

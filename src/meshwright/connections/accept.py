@@ -35,8 +35,8 @@ class Acceptor:
     """Accepts connections at a listening socket.
 
     It keeps one spare file descriptor. If the process can open no further file, a waiting connection would make every
-    call of
-    `select` return at once. The acceptor then closes the spare descriptor, accepts the connection, and closes it.
+    call of `select` return at once. The acceptor then closes the spare descriptor, accepts the connection, and closes
+    it.
     """
 
     def __init__(self, listener: socket.socket) -> None:

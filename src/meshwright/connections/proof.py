@@ -4,8 +4,7 @@
 2. The listener answers with its own nonce and a proof, the HMAC of both nonces under the key.
 3. The client checks the proof before it sends anything else.
 4. From then on, each message has an HMAC under a key of this connection only. It covers the direction, the number of
-the
-   message and its content. A message from another connection, a repeated one, or one of the other direction is
+   the message and its content. A message from another connection, a repeated one, or one of the other direction is
    refused.
 
 A scope, for example the name of a run, is part of every HMAC. So processes of different runs never accept each other.

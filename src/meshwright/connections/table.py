@@ -19,8 +19,7 @@ class ConnectionTable(Generic[Connection]):
     must close.
 
     A connection is waiting if it has no request, or has not shown the key. If the table is full, the connection that
-    has waited
-    longest is closed for a new one. So idle connections of strangers cannot keep others out.
+    has waited longest is closed for a new one. So idle connections of strangers cannot keep others out.
     """
 
     def __init__(self, limits: ListenerLimits, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,9 +1,8 @@
 """Messages between the launcher of a host and the ranks that it has started. A message is a line with a JSON object.
 
 The launcher writes to a rank's standard input. A rank writes to a pipe, whose file descriptor is in the environment
-variable
-`CHANNEL`. Ranks that another launcher has started (torchrun, Slurm) have no pipe; they drop their messages. It needs
-no torch.
+variable `CHANNEL`. Ranks that another launcher has started (torchrun, Slurm) have no pipe; they drop their messages.
+It needs no torch.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class BeginMessage:
     """Launcher to rank: train the run whose assignment is in the file `assignment`.
 
     `environment` has variables that the process sets before it reads its rank (`spec.rank_environment`). They tell a
-    process that
-    waited as a warm spare its rank, the number of ranks, and the address of the store.
+    process that waited as a warm spare its rank, the number of ranks, and the address of the store.
     """
 
     assignment: str
@@ -52,8 +50,7 @@ class SelfTestResult:
     """Waiting process to launcher: the errors that the self-test has found, as empty texts if there were none.
 
     `failure` is an error of the device. `exchange` is an error in communication with other ranks. `exchanged` is
-    false if the
-    communication did not complete.
+    false if the communication did not complete.
     """
 
     failure: str
@@ -97,8 +94,7 @@ class ProgressMessage:
     """Rank to launcher: the rank works on step `step` in `phase`.
 
     `action` is the index of its last action in its schedule; -1 if unknown. A rank sends this message when its phase
-    changes and,
-    if `action` has changed, at most once a second.
+    changes and, if `action` has changed, at most once a second.
     """
 
     phase: Phase

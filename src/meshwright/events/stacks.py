@@ -1,8 +1,8 @@
 """The stacks of a rank's threads. A signal makes the rank write them into memory that its launcher reads.
 
 The signal handler is `faulthandler`'s: it runs in C and needs no lock of the interpreter, so it also works while the
-main
-thread waits in a collective. Fatal signals write the stacks too. A stopped process writes nothing until it continues.
+main thread waits in a collective. Fatal signals write the stacks too. A stopped process writes nothing until it
+continues.
 """
 
 from __future__ import annotations

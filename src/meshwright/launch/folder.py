@@ -52,12 +52,10 @@ def folder_lock(folder: Path) -> Iterator[None]:
     stays empty.
 
     The process that prepares a job takes the lock: the launcher, or rank 0 if another launcher has started the ranks.
-    The
-    lock is released when that process ends, even if it crashes.
+    The lock is released when that process ends, even if it crashes.
 
     Raises BadInput if another process holds the lock. On a file system without locks it raises BadInput if the
-    folder's
-    lease belongs to a living process of this host.
+    folder's lease belongs to a living process of this host.
     """
     with locked(folder, wait=False, alternative=_ALTERNATIVE) as exclusive:
         if exclusive:
@@ -103,8 +101,8 @@ def check_state(run: RunSpec, folder: Path) -> None:
     """Raise Damaged if the run has written checkpoints, but none can be loaded.
 
     Only names, sizes and manifests are checked here; the ranks check the contents. A checkpoint in the mirror is
-    enough,
-    because the start copies it. Raises NewerFormat if the newest checkpoint is of a newer release than this one.
+    enough, because the start copies it. Raises NewerFormat if the newest checkpoint is of a newer release than this
+    one.
     """
     inventory = take_inventory(folder)
     mirror = run.checkpoint.mirror

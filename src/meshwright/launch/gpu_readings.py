@@ -6,19 +6,15 @@ One call for the state of an NVLink takes 75 µs of processor time, and a GPU ha
 all quantities:
 
 - Every reading: memory errors, remapped rows and the reasons for low clocks of all GPUs (4 calls for each GPU,
-  together
-  0.15 ms).
+  together 0.15 ms).
 - Every second reading of a GPU: the states of its NVLinks, the driver's recovery action and PCIe replays (19 calls,
   1.7 ms). GPUs take turns. A GPU is also read when it has reported an XID event, and at every reading while it misses
-  a
-  link.
+  a link.
 - Every tenth reading of a GPU: quantities that lead to warnings only (PCIe width, memory of other processes, errors
-  of
-  NVLinks), and the temperature.
+  of NVLinks), and the temperature.
 
 Example: a reading of two GPUs makes 8 calls for both, 19 for one of them, and on average 0.8 of the last kind. That
-is
-28 calls and 2.1 ms every 3 s, 0.07% of a core. A reading of eight GPUs takes 8.2 ms, 0.27% of a core.
+is 28 calls and 2.1 ms every 3 s, 0.07% of a core. A reading of eight GPUs takes 8.2 ms, 0.27% of a core.
 """
 
 from __future__ import annotations
@@ -101,8 +97,7 @@ class GpuReader:
         """Return the values that are due for each GPU. The first reading has all of them.
 
         `xids` are the XIDs of each GPU's NVML index since the last reading. Memory of `own_pid` and its descendants
-        does not
-        count as memory of other processes.
+        does not count as memory of other processes.
         """
         found = []
         for place, gpu in enumerate(self._gpus):
@@ -330,8 +325,7 @@ def visible_indices(identities: Sequence[str], visible: str | None) -> list[int]
     """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES allows, in its order.
 
     `identities` are the UUIDs of all GPUs. `visible` is the variable's value: indices or beginnings of UUIDs,
-    separated by
-    commas. None allows all.
+    separated by commas. None allows all.
     """
     if visible is None:
         return list(range(len(identities)))

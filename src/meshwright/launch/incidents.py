@@ -152,8 +152,7 @@ class IncidentWriter:
         """Let the newest incident blame a host that is now known to be lost.
 
         The peers of a lost host fail before the loss of the host is noticed. So the incident may name a rank that
-        only reported
-        a lost peer.
+        only reported a lost peer.
         """
         if self._newest is None:
             return
@@ -200,8 +199,7 @@ def write_incident(
     """Write `incident.json` into `folder`.
 
     `attempt` is the number of the failed attempt, and `answer` says what follows. `ranks` are the states of all
-    ranks, and
-    `hosts` their hosts. For a hang, `culprit` is the rank that holds up the job.
+    ranks, and `hosts` their hosts. For a hang, `culprit` is the rank that holds up the job.
     """
     incident = blamed(incident, ranks, hosts)
     state = next((rank for rank in ranks if rank.rank == incident.rank), None)

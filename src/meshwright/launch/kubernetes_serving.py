@@ -1,10 +1,8 @@
 """Kubernetes objects of a serving deployment: servers of each role, a router and a block cache.
 
 The servers of a role are a StatefulSet, or a LeaderWorkerSet with groups of one pod. Both keep the names of their
-pods,
-which is necessary because decode servers know the prefill servers by name. The router knows each role by the name of
-its
-headless service, and looks up the addresses of the pods repeatedly.
+pods, which is necessary because decode servers know the prefill servers by name. The router knows each role by the
+name of its headless service, and looks up the addresses of the pods repeatedly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Ends ranks of an earlier start on this host whose agent is dead, because they would still occupy devices.
 
 The kernel ends most such ranks. A rank's environment names its run, and its agent's process id. The rank is an orphan
-if
-its parent process is no longer that agent.
+if its parent process is no longer that agent.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ class RankState:
     """What the launcher knows about one rank.
 
     `code` is the exit code of its process: None while it runs, and negative if a signal killed it. `last_step` is the
-    last
-    step that it has finished.
+    last step that it has finished.
     """
 
     rank: int

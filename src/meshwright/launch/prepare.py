@@ -2,8 +2,7 @@
 resume.
 
 A run's folder contains config.yaml (resolved), plan.yaml, environment.json, lease.json, assignment.json,
-metrics.jsonl,
-checkpoints/, logs/ and report.html.
+metrics.jsonl, checkpoints/, logs/ and report.html.
 """
 
 from __future__ import annotations
@@ -100,8 +99,7 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
     """Return the run with what follows from its data: lanes, steps, document mask and vocabulary size.
 
     The built-in corpus is prepared if the run uses it. Raises BadInput if the data cannot be read or the vocabulary
-    size is
-    unknown, and Damaged for damaged data (see `data.damaged`).
+    size is unknown, and Damaged for damaged data (see `data.damaged`).
     """
     if run.rl is not None:
         run.rl.reward.check_path()
@@ -174,8 +172,7 @@ def planned_epochs(run: RunSpec, source: DataSource) -> dict[str, float]:
     """Return how often the run reads each source, by the source's name.
 
     With `train.global_batch_tokens`, a step's number of samples varies. It is then estimated from the mean length of
-    the first
-    `MEASURED_SAMPLES` samples.
+    the first `MEASURED_SAMPLES` samples.
     """
     samples = run.train.batches.samples_before(run.train.steps)
     tokens = run.train.global_batch_tokens
@@ -225,8 +222,7 @@ def check_validation(run: RunSpec, note: Note) -> None:
     """Check the validation data of a run.
 
     Raises BadInput or Damaged if it cannot be read, BadInput if it is also trained on, and BadInput if its texts have
-    another
-    format than the training data.
+    another format than the training data.
     """
     if not has_validation(run.data, run.train.seq_len):
         if has_validation(run.data, 0):
@@ -275,8 +271,7 @@ def with_vocabulary(run: RunSpec) -> RunSpec:
     """Return the run with a vocabulary size and steps, for planning.
 
     The vocabulary size comes from the data or, if the data is not prepared, from the built-in tokenizer.
-    `train.epochs`
-    becomes `train.steps` if the data is prepared.
+    `train.epochs` becomes `train.steps` if the data is prepared.
     """
     if run.train.epochs is not None and not lacks_stdlib(run):
         with suppress(BadInput, Damaged):  # `resolve_data` reports errors of the data
@@ -320,8 +315,7 @@ def plan_for(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
     """Return the run's plan, and all candidates with the chosen one first.
 
     A run with a plan file gets that plan, and no candidates. Otherwise the planner searches, within the fields that
-    the run
-    file fixes, for a plan that uses all devices and that this release can train.
+    the run file fixes, for a plan that uses all devices and that this release can train.
     """
     if isinstance(run.plan, str) and run.plan != "auto":
         return given_plan(run), ()
@@ -375,10 +369,8 @@ def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
     (`planner.devices`).
 
     `note` receives a sentence about devices that stay idle. All devices are kept for runs on several hosts, with a
-    plan file,
-    or with ranks that a launcher has started. A run without a possible plan is returned unchanged; its preparation
-    reports
-    the error.
+    plan file, or with ranks that a launcher has started. A run without a possible plan is returned unchanged; its
+    preparation reports the error.
     """
     fixed = isinstance(run.plan, str) and run.plan != "auto"
     divides = run.train.global_batch_tokens is not None or not run.train.global_batch % run.cluster.ranks
@@ -436,8 +428,8 @@ class CheckedWork(Protocol):
     """Runs one check: calls `work` and returns its result.
 
     If `work` raises an error, the error is raised, or it is recorded and None is returned. `key` is the run-file key
-    of the
-    error, and `expected` says what the key should have. The check is skipped unless the keys `needs` are valid.
+    of the error, and `expected` says what the key should have. The check is skipped unless the keys `needs` are
+    valid.
     """
 
     def __call__(self, key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T | None: ...
@@ -474,8 +466,8 @@ def check_start(
     """Make every check between a loaded run and its start. `check` and `train` both use this.
 
     `attempt` runs each check. `build_stdlib`: prepare the built-in corpus if it is missing; if false, checks that
-    need it are
-    skipped. `fresh`: do not compare with an existing run of this name, because the caller will choose another name.
+    need it are skipped. `fresh`: do not compare with an existing run of this name, because the caller will choose
+    another name.
 
     Before `train` calls this, it locks the run's folder.
     """
@@ -584,12 +576,10 @@ def prepare_run(
     """Create or reopen the run's folder, and write what its ranks need. Return None if the run is finished.
 
     `profile` and `timeline` are ranges (first, last) of steps that are recorded. `replay` is a record of expert
-    routing that
-    the run repeats.
+    routing that the run repeats.
 
     Raises the first error of `check_start`. BadInput: a run of this name has another configuration, data or weights
-    are
-    missing, or a package is not installed. OutOfResources: devices, disk or host memory are too small.
+    are missing, or a package is not installed. OutOfResources: devices, disk or host memory are too small.
     """
     if run.checkpoint.mirror is not None:
         fetch_newest(run.checkpoint.mirror, runs / run.name, note)
@@ -628,8 +618,7 @@ def check_init(run: RunSpec, note: Note) -> None:
     """Raise BadInput if the weights that the run starts from cannot be used.
 
     The initial weights, and those of the reference of preference training, must exist, fit the model and have the
-    corpus's
-    tokenizer. `rl.reward.model` must be a reward model.
+    corpus's tokenizer. `rl.reward.model` must be a reward model.
     """
     if run.rl is not None and run.rl.reward.model is not None:
         from meshwright.checkpoint.models.stored_model import check_head, open_model  # needs torch

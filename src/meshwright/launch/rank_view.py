@@ -14,8 +14,7 @@ STALLED_SECONDS = 4.0
 """Waits are analysed if some rank has made no progress for this many seconds.
 
 Hosts report at most every 3 s. Before that, the positions of ranks that still make progress are from different times,
-and
-would not fit together.
+and would not fit together.
 """
 
 

@@ -1,13 +1,11 @@
 """Runs a job on a Ray cluster: one agent on each node, in one placement group.
 
 The program that `meshwright launch --to ray` writes calls `run_on_ray`. Each bundle of the placement group has the
-devices
-of one node, and an actor whose only child process is the agent. The coordinator is in the agent on the node that Ray
-placed first. If that node is lost, the coordinator moves to another node.
+devices of one node, and an actor whose only child process is the agent. The coordinator is in the agent on the node
+that Ray placed first. If that node is lost, the coordinator moves to another node.
 
 When a node is lost, Ray places its bundle on another node as soon as one is free, and an agent joins the run from
-there.
-After a failure that ends all agents, all of them are started again.
+there. After a failure that ends all agents, all of them are started again.
 
 Agents find the token and the run in a folder that all nodes share. Nothing of the run is in Ray's object store.
 """

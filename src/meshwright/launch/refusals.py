@@ -20,10 +20,8 @@ class Refusals:
     """Makes every check of a start whose keys are valid. Every error is in `refusals`, with the position of its key.
 
     `reading` is the run file as far as it could be read. `runs` is the folder of all runs. `note` receives lines for
-    the user.
-    `known` is an error of this run that has already occurred, so that a failed search for a plan is not repeated. A
-    `fresh` run
-    gets another name if its own is in use.
+    the user. `known` is an error of this run that has already occurred, so that a failed search for a plan is not
+    repeated. A `fresh` run gets another name if its own is in use.
     """
 
     def __init__(

@@ -33,8 +33,7 @@ class RunFigures:
     """Figures of a run; None if they are unknown, or not known yet.
 
     Those without a description are values of the last step: `loss` in nats per token, `grad_norm` before clipping,
-    `mfu` with
-    causal attention. `tokens` counts since the run began.
+    `mfu` with causal attention. `tokens` counts since the run began.
     """
 
     name: str

@@ -120,8 +120,7 @@ def request_stop(folder: Path) -> tuple[int, Lease]:
     """Ask the job that writes to a run's folder to save a checkpoint and end after the current step.
 
     Sends SIGTERM to the process that holds the lease, or to the present coordinator, and returns its process id and
-    the lease.
-    Raises BadInput if no job runs, or if it runs on another host.
+    the lease. Raises BadInput if no job runs, or if it runs on another host.
     """
     lease = read_lease(folder)
     figures = RunFigureReader(folder).read()
@@ -178,8 +177,8 @@ def check_deletable(folder: Path, others: Collection[Path]) -> None:
     """Raise BadInput unless `folder` is a run's folder that may be deleted.
 
     It may not be deleted if the run is running, if the folder contains other runs or a git repository, or if a run in
-    `others`
-    needs it: if that run's configuration names this folder, or a part of it, as initial weights, data or plan.
+    `others` needs it: if that run's configuration names this folder, or a part of it, as initial weights, data or
+    plan.
     """
     if folder.is_symlink():
         raise BadInput(f"{folder} is a link to {folder.resolve()}; name that folder")
@@ -208,8 +207,7 @@ def delete_run(folder: Path) -> None:
     """Delete the folder of a run that `check_deletable` has accepted.
 
     The folder is renamed first, so that an interrupted deletion does not leave a part of it under the run's name.
-    Raises
-    BadInput if a job has begun in the folder.
+    Raises BadInput if a job has begun in the folder.
     """
     gone = folder.with_name(f"{DELETED}{folder.name}-{os.getpid()}")
     with folder_lock(folder):

@@ -1,10 +1,8 @@
 """`RUN/supervision.jsonl`: the states of a supervised job, one line for each change.
 
 Several processes may coordinate a job one after the other. Each writes its lines with a term, a number one higher
-than
-the term of its predecessor. If a predecessor whose lease has ended writes a line late, for example after its file
-system
-hung, that line has a lower term and is ignored.
+than the term of its predecessor. If a predecessor whose lease has ended writes a line late, for example after its
+file system hung, that line has a lower term and is ignored.
 """
 
 from __future__ import annotations
@@ -115,8 +113,7 @@ def read_state(folder: Path) -> State | None:
     """Return the last undamaged state in a run's folder; None if there is none.
 
     A last line that a crash has cut off is ignored; other damage is reported in one line. Raises OSError if the file
-    cannot be
-    read.
+    cannot be read.
     """
     newest = _newest_record(folder / STATE_FILE, say_damage=True)
     return None if newest is None else newest[1]

@@ -136,9 +136,8 @@ class Sweep:
         """Train the runs that have not ended, and return the exit code.
 
         `note` receives a sentence for each start and end of a run. `changed` is called when a run has ended. Ctrl-C
-        or SIGTERM
-        lets the runs save checkpoints and end; a second Ctrl-C kills them. A run that fails does not affect the
-        others.
+        or SIGTERM lets the runs save checkpoints and end; a second Ctrl-C kills them. A run that fails does not
+        affect the others.
         """
         waiting = [run for run in self.runs if run.outcome in ("not started", "stopped")]
         ended = len(self.runs) - len(waiting)
@@ -283,8 +282,7 @@ def _stop_signals(going: Sequence[SweepRun]) -> Iterator[list[int]]:
     received so far.
 
     The runs get SIGTERM, so that they save checkpoints; after a second SIGINT they are killed. If the block raises an
-    exception,
-    the runs get SIGTERM, and their end is awaited.
+    exception, the runs get SIGTERM, and their end is awaited.
     """
     received: list[int] = []
 

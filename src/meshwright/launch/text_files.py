@@ -24,10 +24,8 @@ def write_text_files(run: RunSpec, source: DataSource, folder: Path) -> TextForm
     tokenizer.
 
     The corpus determines which tokens begin and end a text. The folder of the initial weights adds further end
-    tokens, its
-    special tokens and its sampling values. The chat template comes from the corpus if the corpus has chats, else from
-    the
-    weights.
+    tokens, its special tokens and its sampling values. The chat template comes from the corpus if the corpus has
+    chats, else from the weights.
     """
     corpus = source.tokenizer_file
     text = source.text_format
@@ -82,10 +80,8 @@ def _continued(text: TextFormat, initial: TextFormat, corpus: Path, weights: Pat
     format.
 
     `text` is the format of `corpus`, `initial` that of the folder `weights`. The weights add their end tokens and pad
-    token.
-    Their notes, and the difference between both formats, become notes. If the tokenizers differ, nothing is added;
-    the check of
-    the data reports that difference.
+    token. Their notes, and the difference between both formats, become notes. If the tokenizers differ, nothing is
+    added; the check of the data reports that difference.
     """
     if text.tokenizer != initial.tokenizer:
         return text

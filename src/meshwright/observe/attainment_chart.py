@@ -70,8 +70,7 @@ def division_chart(points: Sequence[tuple[float, float]]) -> str:
     """Return the chart of goodput by how the devices are divided; empty without points.
 
     `points` are (share of devices that compute only prompts, goodput in requests/s per device). A share of 0 means
-    that
-    every device computes both prompts and new tokens.
+    that every device computes both prompts and new tokens.
     """
     if not points:
         return ""

@@ -15,8 +15,7 @@ def closing_lines(folder: Path, code: int) -> list[str]:
     """Return lines about the run in `folder`, which has ended with exit code `code`.
 
     After a finished run, the next commands sample from it and evaluate it. After a stopped run, the command continues
-    it. After
-    a failed run, the line names its logs; the error message has already said what to change.
+    it. After a failed run, the line names its logs; the error message has already said what to change.
 
     The last line has the command that completes the report: the analysis of spans takes seconds, so ranks leave it
     out.

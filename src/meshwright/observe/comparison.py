@@ -103,8 +103,7 @@ def comparison_page(title: str, runs: Sequence[ComparedRun], *, above: Sequence[
     """Return the HTML of the page.
 
     `above` are HTML parts before the table. `note` is the line below the title. Curves are drawn for the first
-    `MOST_CURVES`
-    runs.
+    `MOST_CURVES` runs.
     """
     drawn = runs[:MOST_CURVES]
     charts = comparison_sheet(drawn)

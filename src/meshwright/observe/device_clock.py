@@ -76,8 +76,7 @@ class DeviceTime:
     """Computes the Unix time of references with an error bound.
 
     A reference has been reached between its `earliest_ns` and `latest_ns`. The device's clock gives its distance from
-    the
-    last reference, and this narrows the interval, with an allowance of `DRIFT`.
+    the last reference, and this narrows the interval, with an allowance of `DRIFT`.
     """
 
     def __init__(self, clock: DeviceClock) -> None:

@@ -1,8 +1,7 @@
 """The collectives that torch's flight recorder has recorded in this process, as JSON.
 
 torch keeps the newest 2,000 collectives of NCCL and of Gloo in memory (`TORCH_FR_BUFFER_SIZE`). Its dump files are
-pickles,
-which this project never reads. Therefore each rank asks torch for the JSON form, which has no stack traces.
+pickles, which this project never reads. Therefore each rank asks torch for the JSON form, which has no stack traces.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ def recorded_collectives() -> dict[str, Any]:
     """Return the recorder's records by backend; empty before torch is imported.
 
     The entries are the newest `KEPT_OPERATIONS` collectives and all older ones that have not finished. Raises
-    ValueError if
-    torch's answer is not JSON.
+    ValueError if torch's answer is not JSON.
     """
     module = sys.modules.get("torch._C._distributed_c10d")
     found: dict[str, Any] = {}

@@ -19,8 +19,8 @@ class Traffic:
     """Counts the bytes that `interface` sends from now on.
 
     On loopback, these are all bytes that processes of this host send each other over sockets, each byte once. They
-    include
-    NCCL's messages between emulated nodes, all other use of loopback (Gloo, stores, other programs) and TCP headers.
+    include NCCL's messages between emulated nodes, all other use of loopback (Gloo, stores, other programs) and TCP
+    headers.
     """
 
     interface: str

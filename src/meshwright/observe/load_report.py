@@ -23,8 +23,7 @@ class LatencyFigures:
     """Figures of the requests at one rate, predicted or measured.
 
     `attainment` is the share of requests that meet both latency limits, 0 to 1. The others are the median (p50) and
-    the 90th
-    percentile (p90) of the time to first token (TTFT) and the time per output token (TPOT), in seconds.
+    the 90th percentile (p90) of the time to first token (TTFT) and the time per output token (TPOT), in seconds.
     """
 
     attainment: float

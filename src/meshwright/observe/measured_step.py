@@ -39,8 +39,7 @@ def typical_step(ranks: Sequence[RankSpans]) -> MeasuredStep | None:
     """Return the step of median duration among the newest steps that all ranks of the first pipeline have recorded.
 
     `ranks` are recordings whose times are on one clock. The first pipeline has the ranks whose coordinates on all
-    other axes
-    are 0. None if there is no such step.
+    other axes are 0. None if there is no such step.
     """
     column = sorted(
         (rank for rank in ranks if not any(i for axis, i in rank.header["coordinates"].items() if axis != "pipeline")),

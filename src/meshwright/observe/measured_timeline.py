@@ -2,8 +2,7 @@
 times.
 
 The recording of each rank is compared with its actions in the schedule. An action that did not run, or ran out of
-order,
-is an error.
+order, is an error.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def measured_timeline(schedule: Schedule, ranks: Sequence[StepSpans]) -> tuple[T
     - A message is in transfer from the time at which both ranks have issued it and the channel is free, as in a
       simulated step.
     - Exposed time is the time in which a rank computes nothing before an action that waits for a transfer, while
-      bytes of that
-      transfer are moving.
+      bytes of that transfer are moving.
 
     Raises ValueError if the ranks did not follow the schedule.
     """
@@ -106,8 +104,7 @@ def _collectives(rank: int, actions: Sequence[Action], step: StepSpans) -> list[
     """Return records of the collectives that ran.
 
     Some collectives of the schedule are skipped and have no span, for example a gather over one rank or of weights
-    that are
-    resident.
+    that are resident.
     """
     action_by_label = {action.label: action for action in actions if action.op in ("unshard", "reduce_grad")}
     return [

@@ -1,8 +1,8 @@
 """metrics.jsonl, a file with one JSON object per line. All other views of a run are made from it.
 
 A line has a `kind`: "step", "validation", "event", "prediction_check", "start" or "answers". Steps count from 1. A
-number
-that is not finite is written as null, and its key is listed under `nonfinite`, so that every line is valid JSON.
+number that is not finite is written as null, and its key is listed under `nonfinite`, so that every line is valid
+JSON.
 """
 
 from __future__ import annotations
@@ -105,14 +105,11 @@ class MetricsWriter:
     A power cut loses the lines since the last `sync`. It may leave bytes of 0 in their place, which readers skip.
 
     If the disk rejects a line, it is kept in memory and written as soon as possible; the log says so once. If more
-    than
-    `KEPT_BYTES` are kept, every `write_` method raises the error of `as_meshwright_error`. The methods also raise an
-    error if
-    the file was deleted.
+    than `KEPT_BYTES` are kept, every `write_` method raises the error of `as_meshwright_error`. The methods also
+    raise an error if the file was deleted.
 
     `lease` is the lease of the run's folder. With it, the methods raise BadInput if another start has taken over the
-    folder and
-    replaced the file.
+    folder and replaced the file.
     """
 
     def __init__(self, path: Path, resume_from: int = 0, lease: Lease | None = None) -> None:

@@ -30,8 +30,7 @@ class LineTail:
         """Return (objects since the last call, whether these are all objects of a new file).
 
         The second value is true on the first call and if the file was replaced or became shorter. Returns no objects
-        if the file
-        does not exist.
+        if the file does not exist.
         """
         try:
             with self._path.open("rb") as file:

@@ -21,8 +21,7 @@ class OpenSpan:
     """A span and its stamps `first` and `last`.
 
     `counts` is the phase of the step to whose time the span is added; None for spans that are only drawn or recorded.
-    A span
-    with a `phase` is recorded, with the fields of `events.span.SpanRecord`.
+    A span with a `phase` is recorded, with the fields of `events.span.SpanRecord`.
     """
 
     name: str
@@ -44,8 +43,7 @@ class OpenSpan:
         """Whether the span can include `action`, which follows it.
 
         Both must have the same op and stage. They must also have the same micro-batch (then the span covers several
-        units), or the
-        same unit (then it covers several micro-batches, as in the layered order).
+        units), or the same unit (then it covers several micro-batches, as in the layered order).
         """
         mine = self.action
         if mine is None or mine.op != action.op or mine.stage != action.stage:

@@ -1,12 +1,10 @@
 """Measures the device time of each span of a training step, without synchronising host and device.
 
 On CUDA, a time stamp is an event on the stream; its time is read after the device has reached it. On a CPU, a stamp
-is a
-time of the clock.
+is a time of the clock.
 
 Phases in device time show only time that delays the device. For example, fetching a batch while the device computes
-takes
-no time of the step.
+takes no time of the step.
 """
 
 from __future__ import annotations
@@ -110,15 +108,11 @@ class StepRecorder:
     """Measures the steps of a rank, their phases and their spans. `events.span.Recorder` describes the methods.
 
     - A span inside another span is not added to the step's phases again. A span outside of a step, such as a last
-      checkpoint,
-      is recorded under the step before it.
+      checkpoint, is recorded under the step before it.
     - A step of a large model has thousands of unit actions that take a few milliseconds each. Two events for each of
-      them would
-      slow down a step that is bound by the host. Therefore neighbouring units of one action share a span. The span
-      ends where
-      another action begins, or where a wait for another rank begins (`gap`). Of the many waits between units, only
-      some are
-      measured.
+      them would slow down a step that is bound by the host. Therefore neighbouring units of one action share a span.
+      The span ends where another action begins, or where a wait for another rank begins (`gap`). Of the many waits
+      between units, only some are measured.
     - `sink` receives the records of a step when the device has finished the step.
     - With `detail`, no spans are joined, communication is recorded too, and `take` returns everything.
     """
@@ -312,8 +306,7 @@ class StepRecorder:
         """Return the seconds of each phase of a step; together they are the duration of the step.
 
         `step` is by default the newest finished step. Empty if the device has not finished the step, or if it is too
-        old. This
-        never waits.
+        old. This never waits.
         """
         self._collect()
         wanted = next(reversed(self._times), None) if step is None else step

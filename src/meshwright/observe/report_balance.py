@@ -90,8 +90,7 @@ def _blocks(
     """Yield (level, start, end) of a rank's blocks, in seconds.
 
     In each slot the samples are drawn from the longest to the shortest. Neighbouring samples of the same level are
-    one block.
-    `starts` has the start of each of the rank's slots.
+    one block. `starts` has the start of each of the rank's slots.
     """
     mine = balance.rank == rank
     for slot in range(int(balance.slots[rank])):

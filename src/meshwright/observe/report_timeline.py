@@ -28,9 +28,8 @@ def pipeline_timeline(
     """Return the figure; empty if the run has no pipeline, or no step that all its ranks have recorded.
 
     `ranks` are recordings with times on one clock, and `alignment` says how well the clocks agree. `predicted` is the
-    simulated
-    step. If its rates are only `guessed`, it is drawn as long as the measured step. `remark` says why there is no
-    prediction.
+    simulated step. If its rates are only `guessed`, it is drawn as long as the measured step. `remark` says why there
+    is no prediction.
     """
     measured = typical_step(ranks)
     if measured is None or len(measured.ranks) < 2:

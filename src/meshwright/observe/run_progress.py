@@ -1,8 +1,7 @@
 """Shows the progress of a run on stdout: plain lines and, on a terminal, a live display below them.
 
 Unknown figures are left out: for an unknown chip no MFU is shown, rather than a wrong one. If the terminal closes,
-the
-display ends and the run continues. Warnings and errors go to stderr.
+the display ends and the run continues. Warnings and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -48,10 +47,8 @@ class RunProgress:
     """Shows step lines as they arrive (`observe.metrics.STEP_KEYS`). It is also a context manager.
 
     `start_step` is the number of steps that are already done. `samples_before(n)` gives the samples of the first n
-    steps; by
-    default each step has one. `stream` and `clock` are for tests, and default to stdout and the monotonic clock.
-    `began` is the
-    time on that clock at which the command began; by default it is now.
+    steps; by default each step has one. `stream` and `clock` are for tests, and default to stdout and the monotonic
+    clock. `began` is the time on that clock at which the command began; by default it is now.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Optional receivers of metrics in addition to metrics.jsonl: TensorBoard and Weights & Biases.
 
 One background thread serves all of them from one queue of limited length. A slow receiver misses lines, but never
-delays
-training. A receiver that fails is switched off with one warning. metrics.jsonl is written separately and is complete.
+delays training. A receiver that fails is switched off with one warning. metrics.jsonl is written separately and is
+complete.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class SinkThread:
     """Passes records to sinks in a background thread.
 
     `dropped` counts the records that were lost because the queue was full. `warn` receives warnings. `capacity` is
-    the length
-    of the queue.
+    the length of the queue.
     """
 
     def __init__(self, sinks: Sequence[Sink], warn: Callable[[str], None], capacity: int = 1000) -> None:
@@ -103,8 +102,7 @@ def open_sinks(
     """Open the sinks of a run, and serve them in the background.
 
     `folder` is the run's folder, whose name is the run's name. `config` is the resolved configuration. `resume_from`
-    is the step
-    after which the run continues. Raises BadInput if a package is missing.
+    is the step after which the run continues. Raises BadInput if a package is missing.
     """
     check_sinks(spec)
     sinks: list[Sink] = []
@@ -128,8 +126,7 @@ class TensorBoardSink:
     """Writes TensorBoard's event files in `folder`.
 
     On a resume, TensorBoard hides records of earlier attempts after step `resume_from`. The keys of `config` are
-    shown as
-    hyperparameters on the page HPARAMS, with `HPARAM_METRICS`.
+    shown as hyperparameters on the page HPARAMS, with `HPARAM_METRICS`.
     """
 
     name = "TensorBoard"

@@ -1,9 +1,8 @@
 """Draws line, point and stacked charts as inline SVG, and lists their numbers for the page's script.
 
 A drawing is stretched to the width of the page: x runs from 0 to 1000, y is in CSS pixels, and lines keep their
-width.
-Axis labels are HTML at positions in percent, so text is never stretched. When the reader selects another x axis, the
-page's script (template/report.js) moves the points.
+width. Axis labels are HTML at positions in percent, so text is never stretched. When the reader selects another x
+axis, the page's script (template/report.js) moves the points.
 """
 
 from __future__ import annotations
@@ -63,12 +62,10 @@ class Series:
     value.
 
     Points of the shape `marks` are dots at the x positions of events. Their y values mean nothing, so the legend and
-    the limits of
-    the y axis ignore them.
+    the limits of the y axis ignore them.
 
     Two series with equal values stay visible, also without the script, if the earlier one has `rings` (hollow points)
-    under
-    points, or if the later one has `dashes` over a line.
+    under points, or if the later one has `dashes` over a line.
     """
 
     label: str
@@ -84,8 +81,7 @@ class Chart:
     """A plot with a title and one y axis.
 
     Columns are stacked in the order of the series. `reference` is (label, level) of a horizontal line. `from_zero`:
-    the y axis
-    includes 0. `height` is in pixels.
+    the y axis includes 0. `height` is in pixels.
     """
 
     key: str

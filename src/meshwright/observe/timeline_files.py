@@ -68,9 +68,8 @@ def on_one_clock(recordings: Sequence[Recording]) -> tuple[list[Recording], floa
     seconds).
 
     `recordings` has one entry for each rank. Each rank's clock is shifted, never stretched, so that its marks fit
-    best. The
-    remaining difference has two causes: an all-reduce ends at slightly different times on the ranks, and clocks
-    drift.
+    best. The remaining difference has two causes: an all-reduce ends at slightly different times on the ranks, and
+    clocks drift.
     """
     first_marks = recordings[0].marks
     from_first_mark = [recording.shifted(-recording.marks[0]) for recording in recordings]

@@ -32,8 +32,7 @@ class WallTimeWriter:
     """Appends lines to a run's file. A disk that fails never ends the run.
 
     Lines that the disk rejects are written later, at most `KEPT_LINES`; the log says so once. Times follow the
-    monotonic clock
-    from the writer's creation on, so a change of the wall clock does not affect them.
+    monotonic clock from the writer's creation on, so a change of the wall clock does not affect them.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:

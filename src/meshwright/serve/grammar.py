@@ -34,8 +34,7 @@ class GrammarTokens:
     """A tokenizer's vocabulary, prepared for grammars. Preparing a large vocabulary takes some seconds.
 
     `vocab` is the number of logits. Logits without a token of the tokenizer are never allowed. The last
-    `MOST_COMPILED`
-    grammars in use are kept. `compile` may be called in another thread.
+    `MOST_COMPILED` grammars in use are kept. `compile` may be called in another thread.
 
     Raises BadGrammar if the extra `grammar` is not installed, or for a byte tokenizer, which llguidance cannot use.
     """
@@ -146,8 +145,7 @@ class GrammarMatcher:
         next.
 
         Bit `t % 32` of column `t // 32` is set if token `t` may come. Raises BadGrammar if a limit is exceeded, or if
-        no token
-        may come.
+        no token may come.
         """
         row = bitmask[index].numpy()
         mask = self._tokens.mask

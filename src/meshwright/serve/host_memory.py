@@ -15,8 +15,7 @@ def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> 
     written.
 
     `torch.zeros` would write the whole tensor: for a cache of several gigabytes that takes seconds, and it occupies
-    memory
-    that may never be used.
+    memory that may never be used.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:

@@ -27,8 +27,7 @@ class PromptLogprobs(NamedTuple):
     """Log probabilities of consecutive tokens of a prompt, fp32. The first token of a prompt has none.
 
     They are arrays, because a prompt may have 100,000 tokens: creating an object for each would take as long as an
-    engine
-    step.
+    engine step.
     """
 
     chosen: array[float]

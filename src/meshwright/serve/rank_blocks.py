@@ -2,8 +2,7 @@
 
 Each rank holds a slice of every cache block: its own KV heads. To read whole blocks, rank 0 gathers the slices of all
 ranks; to write them, it scatters slices to all ranks. Rank 0 manages the block pools and records its changes, which
-the
-other ranks repeat.
+the other ranks repeat.
 """
 
 from __future__ import annotations
@@ -90,10 +89,8 @@ class LeadingBlocks(RankSlices):
         record: Callable[[Sequence[Any]], None],
         send: Callable[..., None],
     ) -> None:
-        """
-        `record` is called with each change of the block pools; the other ranks repeat the changes before they handle
-        the
-        next message. `send` sends a message to the other ranks.
+        """`record` is called with each change of the block pools; the other ranks repeat the changes before they
+        handle the next message. `send` sends a message to the other ranks.
         """
         super().__init__(model, spec, policy, cache, world)
         self._cache = recorded_blocks(policy.cache, record)

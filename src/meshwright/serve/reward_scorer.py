@@ -26,10 +26,8 @@ class RewardScorer:
     """A reward model. The score of a sequence is computed at its last token.
 
     A chat template may write more tokens after an answer and its end token, for example a line break. The reward
-    model was
-    trained on scores after those tokens. They are `after_answer`: a caller that has only the tokens of an answer
-    appends
-    them.
+    model was trained on scores after those tokens. They are `after_answer`: a caller that has only the tokens of an
+    answer appends them.
 
     As in transformers, `pad` tokens at the end of a sequence are ignored (`pad_token_id` of a Hugging Face folder).
     """

@@ -25,8 +25,7 @@ def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) 
     """Return the score of each (context, continuation), both given as token ids. A context has at least one token.
 
     If both together are longer than the model's context, the beginning is left out. Sequences of similar length share
-    a
-    forward pass. They are padded at the end, where causal attention keeps the padding from changing the scores.
+    a forward pass. They are padded at the end, where causal attention keeps the padding from changing the scores.
 
     Raises ValueError for an empty context, and for a continuation that alone is longer than the model's context.
     """

@@ -63,8 +63,7 @@ class StepMessages:
         """Wait until every other rank has called `acknowledge` or has ended. Rank 0 calls this before it closes.
 
         If rank 0 closed its connections right after its last message, Gloo could report an error to a rank instead of
-        delivering
-        the message.
+        delivering the message.
         """
         for rank in range(1, dist.get_world_size(self._group)):
             with suppress(RuntimeError):

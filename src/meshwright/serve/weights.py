@@ -22,8 +22,7 @@ def open_newer(
     """Open the model in `folder`: a run (its newest checkpoint), one checkpoint, or a Hugging Face folder.
 
     `predictions` and `device` are passed to `open_model`. If the newest checkpoint of a run is damaged, this raises
-    Damaged;
-    it does not fall back to an older one.
+    Damaged; it does not fall back to an older one.
     """
     return open_model(folder, contents=False, predictions=predictions, device=device)
 

@@ -45,8 +45,7 @@ def check_addresses(spec: ServeSpec) -> None:
     """Raise BadInput if an address can be reached by others and its key is missing.
 
     The API's host needs `api_key` unless it is a loopback address. The admin port always needs `admin_key`. An
-    address
-    HOST:PORT of an exchange with other engines needs `transfer_key`; a Unix socket needs none.
+    address HOST:PORT of an exchange with other engines needs `transfer_key`; a Unix socket needs none.
     """
     addresses = {
         "transfer_address": [spec.transfer_address],

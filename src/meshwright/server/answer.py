@@ -47,12 +47,10 @@ class TextAnswer:
         context: int,
         keep: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """
-        `client`: connection to the engine; `tokens`: the bytes of each token; `request`: the checked request.
+        """`client`: connection to the engine; `tokens`: the bytes of each token; `request`: the checked request.
         `body`: writes the answer in the form of one API; `context`: most tokens of prompt and answer together.
         `keep`: called with all new tokens of an answer when it ends, but not if a stop string ended it. It is given
-        only for
-        requests with one sequence.
+        only for requests with one sequence.
         """
         self._client = client
         self._tokens = tokens
@@ -113,8 +111,7 @@ class TextAnswer:
         try:
             if self._request.stream:
                 # The events are sent by a task of their own. A coroutine that is awaited here would be resumed
-                # through the
-                # frames of all applications around this one, each time.
+                # through the frames of all applications around this one, each time.
                 await asyncio.ensure_future(self._send_events(send, scope.get(DIRECT_SEND, send)))
             else:
                 await self._send_whole(send)

@@ -112,10 +112,8 @@ class KeyCheck:
     def __init__(
         self, app: ASGIApp, key: str | None, *, open_paths: Iterable[str] = (), basic_paths: Iterable[str] = ()
     ) -> None:
-        """
-        `key`: the server's key, or None; `open_paths`: paths that need no key; `basic_paths`: paths where a browser
-        may
-        send the key as the password of HTTP Basic authentication.
+        """`key`: the server's key, or None; `open_paths`: paths that need no key; `basic_paths`: paths where a
+        browser may send the key as the password of HTTP Basic authentication.
         """
         self._app = app
         self._key = None if key is None else key.encode()
@@ -186,8 +184,7 @@ class RequestLog:
     """ASGI wrapper that logs each request and puts a request id into the head of its answer, except for /health.
 
     A line of the log has path, status, tokens and seconds, but no text. The id is the client's `x-request-id`, or
-    else
-    a number.
+    else a number.
     """
 
     def __init__(self, app: ASGIApp, *, logs: bool = True) -> None:

@@ -18,9 +18,7 @@ class Fields:
     """The keys of one JSON object. A key whose value is null counts as absent."""
 
     def __init__(self, values: dict[str, Any], inside: str = "") -> None:
-        """
-        `values`: the object; `inside`: its path within the body, for error messages (empty for the body itself).
-        """
+        """`values`: the object; `inside`: its path within the body, for error messages (empty for the body itself)."""
         self._values = {key: value for key, value in values.items() if value is not None}
         self._inside = f"{inside}." if inside else ""
         self._known: set[str] = set()

@@ -37,13 +37,11 @@ def calls_grammar(
     """Return the grammar of one call of one of `functions`, or of one or more calls with `several`.
 
     Each function is an object with `name` and `parameters` (a JSON schema), as in OpenAI's API. `special` maps
-    special
-    tokens to their ids.
+    special tokens to their ids.
 
     Returns None if the notation cannot be forced: if it has no grammar, if it cannot write a function's name, or if
-    it
-    writes values as unquoted text and a schema limits a text in a way that is not a list of choices.
-    Raises RequestError if the grammar is too long.
+    it writes values as unquoted text and a schema limits a text in a way that is not a list of choices. Raises
+    RequestError if the grammar is too long.
     """
     forced = notation.forced
     if forced is None or not all(
@@ -96,8 +94,7 @@ def _arguments(index: int, function: Mapping[str, Any], parameters: Parameters |
     """Return the grammar rules of a function's arguments.
 
     Without `parameters` (the notation writes all arguments as one JSON object) this is one rule. Otherwise each
-    argument
-    is written between marks of its own, as `parameters` says; None if some argument cannot be written so.
+    argument is written between marks of its own, as `parameters` says; None if some argument cannot be written so.
     """
     schema = {"type": "object", **(function.get("parameters") or {})}
     if parameters is None:
@@ -130,8 +127,7 @@ def _value(
     """Return the rules of one argument's value and its closing mark.
 
     Values that are not text are JSON. A text is written without quotes, so its schema cannot be checked: None unless
-    the
-    schema allows any text or lists the possible texts.
+    the schema allows any text or lists the possible texts.
     """
     closing = _quoted(_LINE_BREAK * parameters.newlines + parameters.closing + _LINE_BREAK)
     types = schema_types(value, schema)

@@ -1,8 +1,7 @@
 """Compiles the grammars of waiting requests in a thread, while the engine goes on with its steps.
 
 The library releases the GIL while it compiles. Before that, a separate process has tried the grammar
-(`grammar_check`),
-so the thread never gets one that takes too long.
+(`grammar_check`), so the thread never gets one that takes too long.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class GrammarJobs:
         """Call `done` when a grammar is compiled or refused.
 
         `grammar` is (notation, text) or None. If there is nothing to wait for, `done` is called at once; otherwise a
-        later
-        call of `run_done` calls it.
+        later call of `run_done` calls it.
         """
         try:
             tokens = None if grammar is None else self._engine.grammars()

@@ -13,13 +13,11 @@ The engine's process sends one of these keys:
 
 - `ready`: context, vocabulary and sizes, once the model is loaded
 - `step`: after a step, `[id, tokens]` or `[id, tokens, details]` for each request with news, and `figures`, the
-  fields of
-  `EngineFigures`. `details` is an object with the keys of `DETAILS` that have a value, and `prompt_logprobs`, packed
-  by `PromptLogprobs.packed`
+  fields of `EngineFigures`. `details` is an object with the keys of `DETAILS` that have a value, and
+  `prompt_logprobs`, packed by `PromptLogprobs.packed`
 - `transfers`: the fields of `TransferFigures`, when they have changed
 - `refused`: ids of requests that could not be queued. `error` is the reason; `code` is a key of `errors.FAILURES`, or
-  none
-  if a value of the request was wrong
+  none if a value of the request was wrong
 - `loaded`: the answer to `load`; `error` is none if loading succeeded
 - `failed`: why the engine cannot continue; `code` is the exit code of the server
 """

@@ -63,8 +63,7 @@ class ServerMetrics:
         """Count a sequence that has ended.
 
         `reason` is its finish reason, `prompt` and `tokens` are its prompt and generated tokens. `decoding` is the
-        time from
-        its first token to its last, `seconds` the time from the request to its end.
+        time from its first token to its last, `seconds` the time from the request to its end.
         """
         self._ended[reason] += 1
         self.prompt_tokens += prompt

@@ -40,10 +40,8 @@ class OwnAnswers:
     """The newest answers, by the digest of their prompts' whole blocks."""
 
     def __init__(self, tokens: TokenBytes) -> None:
-        """
-        `tokens` gives the bytes of each token. If it has no `form`, the bytes of a token depend on its neighbours,
-        and then
-        nothing is kept.
+        """`tokens` gives the bytes of each token. If it has no `form`, the bytes of a token depend on its neighbours,
+        and then nothing is kept.
         """
         self._tokens = tokens
         self._answers: OrderedDict[bytes, list[_Answer]] = OrderedDict()

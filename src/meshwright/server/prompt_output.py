@@ -2,8 +2,7 @@
 (`prompt_logprobs`).
 
 A prompt may have 100,000 tokens. Its entries are written in portions, and the event loop serves other requests
-between
-two portions.
+between two portions.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class PromptOutput:
         """Return the entries of all tokens in OpenAI's format, each with at most `most` alternatives.
 
         `echo` is the prompt's text in the answer. It lacks tokens that the server put before the text, such as `<s>`.
-        The
-        entries of those tokens have offset 0.
+        The entries of those tokens have offset 0.
         """
         stream = text_stream((), self._tokens, special=True)
         name = self._tokens.name

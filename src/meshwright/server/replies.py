@@ -77,9 +77,8 @@ async def read_body(request: Request, most: int) -> bytes:
     """Read the body of a request, at most `most` bytes.
 
     Raises RequestError if it is longer, takes longer than `BODY_SECONDS`, or its content type is not
-    application/json. A
-    browser lets pages of other sites send other content types without asking the server first; that is why they are
-    refused.
+    application/json. A browser lets pages of other sites send other content types without asking the server first;
+    that is why they are refused.
     """
     from starlette.requests import ClientDisconnect
 

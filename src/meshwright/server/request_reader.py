@@ -63,8 +63,7 @@ class RequestReader:
         context: int,
         vocab: int,
     ) -> None:
-        """
-        `model`: the model's name in the API.
+        """`model`: the model's name in the API.
         `template`: result of `chat_template`, compiled once and shared by several readers; None if the model has
         none.
         `context`: most tokens of prompt and answer together.
@@ -113,8 +112,7 @@ class RequestReader:
         """Return the checked request of a chat request.
 
         `of_agent`: the request was translated from another API; a reasoning effort that the template does not know is
-        then
-        ignored instead of refused. `fits`: raise RequestError if the prompt leaves no room for a new token.
+        then ignored instead of refused. `fits`: raise RequestError if the prompt leaves no room for a new token.
         """
         limits = self._limits
         template = self._chat_template()
@@ -219,8 +217,7 @@ class RequestReader:
         """Set the grammar of a request whose answer must be tool calls; nothing happens for other requests.
 
         Returns whether the grammar is in the model's own notation of calls. If false, and calls are forced, the
-        grammar is
-        a JSON array of calls. Raises RequestError if the request also has a grammar of its own.
+        grammar is a JSON array of calls. Raises RequestError if the request also has a grammar of its own.
         """
         if tools.forced is None:
             return False
@@ -248,8 +245,7 @@ class RequestReader:
         content.
 
         If the prompt has already opened the reasoning, this also changes the request's grammar: it then applies to
-        the
-        text after the reasoning.
+        the text after the reasoning.
         """
         forced = tools.forced is not None
         marks = self._reasoning_marks
@@ -311,8 +307,7 @@ class RequestReader:
         """Raise RequestError for a text that is certainly too long, without encoding it.
 
         If `TokenReach` is known, it gives a lower bound for the number of tokens. The text is too long if this bound
-        leaves no
-        room in the context for one new token.
+        leaves no room in the context for one new token.
         """
         reach = self._files.reach
         context = self._limits.context
@@ -344,8 +339,7 @@ def _prompt_writer(
     Rendering is expensive, so the caller checks all other keys before it calls that function.
 
     `limited`: a grammar limits the answer and leaves no room for reasoning. Reasoning is then switched off, unless
-    the
-    request asks for it.
+    the request asks for it.
     """
     messages = read_messages(fields.take("messages"))
     continued = fields.flag("continue_final_message")

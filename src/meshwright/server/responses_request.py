@@ -137,8 +137,7 @@ def _tools(body: AgentFields) -> None:
     """Copy the client's tools into the chat request.
 
     A tool in a namespace is named NAMESPACE__NAME for the model. Kinds of tools other than functions and `custom`
-    ones are
-    ignored.
+    ones are ignored.
     """
     tools: list[dict[str, Any]] = []
     for tool, key in objects(body.fields.take("tools") or [], "tools"):

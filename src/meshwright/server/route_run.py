@@ -52,8 +52,7 @@ async def route(router: Router, end: socket.socket, say: Callable[[str], None]) 
     """Route the requests that arrive at the listening socket `end`, until a signal comes.
 
     After the first signal, requests that are being answered may finish, for at most `drain_seconds`. A second signal
-    ends
-    them at once.
+    ends them at once.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()

@@ -62,8 +62,7 @@ class Router:
         `before`.
 
         `before` is a time of the event loop. Returns whether a client was disconnected. Without this, clients that
-        never read
-        could occupy all places of the servers, each for as long as a connection may be idle.
+        never read could occupy all places of the servers, each for as long as a connection may be idle.
         """
         client = next(
             (each for each, since in self.unread.items() if since <= before and each.server is not None), None

@@ -60,10 +60,9 @@ def run_server(
 ) -> None:
     """Serve the model in `folder` until SIGTERM or Ctrl-C.
 
-    `say` is called with a line that has the server's address, once the server accepts requests.
-    `cluster` is this host with as many devices as the tensor ranks (`spec.tensor`) or the expert ranks
-    (`experts.count`).
-    Without it, the engine runs on one device. `absorb` is the field of `EngineOptions`.
+    `say` is called with a line that has the server's address, once the server accepts requests. `cluster` is this
+    host with as many devices as the tensor ranks (`spec.tensor`) or the expert ranks (`experts.count`). Without it,
+    the engine runs on one device. `absorb` is the field of `EngineOptions`.
 
     Raises BadInput for wrong settings, and the engine's error if the engine cannot continue.
     """
@@ -121,8 +120,7 @@ class _Server:
     """A running server, from the start of its processes to their end.
 
     `sockets` has the socket of the API and, with an admin port, the admin socket. `folder` is the user's; `served` is
-    the
-    checkpoint that the engine loads. With `follow`, `chosen` describes that checkpoint.
+    the checkpoint that the engine loads. With `follow`, `chosen` describes that checkpoint.
     """
 
     def __init__(

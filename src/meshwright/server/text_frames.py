@@ -6,8 +6,7 @@ First the HTTP process sends `{setup, files}`: a `Setup`, and the result of `Mod
 payload. The text process answers with an empty message when it has loaded them.
 
 Then the HTTP process sends jobs `{work, context, vocab}`, each with a request body as payload. The text process
-answers
-them in the same order, with one of:
+answers them in the same order, with one of:
 
 - `{"request": …}`, with token ids as payload: the result of `CheckedTextRequest.pack`
 - `{"error": {status, message, param, code}}`: a `RequestError`

@@ -1,10 +1,8 @@
 """A text process: reads and tokenizes request bodies for the HTTP process, which goes on with its streams meanwhile.
 
 So a long prompt, or a chat template with an endless loop, does not delay other requests. The HTTP process starts a
-text
-process, gives it one job at a time, and kills it if a job takes too long. A text process gets everything over its
-socket:
-it has no keys and opens no files or connections.
+text process, gives it one job at a time, and kills it if a job takes too long. A text process gets everything over
+its socket: it has no keys and opens no files or connections.
 """
 
 from __future__ import annotations

@@ -36,10 +36,8 @@ def completion_entry(
     """Return the entry of one token.
 
     `text` is what the token adds to the text, `logprob` its log probability and `offset` the number of characters
-    before
-    it. `top` has (token id, log probability) of the likeliest tokens. `name` returns the text and bytes of a token
-    id.
-    If two of the likeliest tokens have the same text, the second is shown as `token_id:ID`.
+    before it. `top` has (token id, log probability) of the likeliest tokens. `name` returns the text and bytes of a
+    token id. If two of the likeliest tokens have the same text, the second is shown as `token_id:ID`.
     """
     likeliest: dict[str, float] = {}
     for token, value in top:
@@ -56,8 +54,7 @@ class TextLogprobs(Protocol):
         """Append a token.
 
         `text` and `content` are the characters and bytes that it adds, `logprob` is its log probability, and `top`
-        has
-        (token id, log probability) of the likeliest tokens.
+        has (token id, log probability) of the likeliest tokens.
         """
 
     def take(self) -> str:

@@ -79,8 +79,7 @@ def calls_schema(functions: Sequence[Mapping[str, Any]], *, several: bool) -> di
     """Return the JSON schema of an array of calls `{name, arguments}`: exactly one, or at least one with `several`.
 
     Definitions in the schemas of the parameters move to the root of the new schema, because references such as
-    `#/$defs/X`
-    start there. Raises RequestError if two functions define the same name differently.
+    `#/$defs/X` start there. Raises RequestError if two functions define the same name differently.
     """
     definitions: dict[str, dict[str, Any]] = {}
     forms = []
