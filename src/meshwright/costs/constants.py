@@ -237,8 +237,9 @@ class Constants:
     (benchmarks/results/2026-11-29-attention-windows-H200.json).
     """
     flex: Array = 1.0
-    """Rate of the forward of flex attention, relative to `attention`. Layers with an attention window use flex
-    attention.
+    """Rate of the forward of flex attention, relative to `attention`.
+
+    Layers with an attention window use flex attention.
 
     Own engine: the rate over the keys of a window, where each block of queries costs as much as 350 keys in addition
     (`costs.compute.QUERY_BLOCK_KEYS`). With that, predictions for windows of 128 to 4,096 keys and heads of 64 and 128
@@ -377,8 +378,9 @@ def known_software(stack: str, values: Mapping[str, Any] | None = None) -> Known
 
 
 def is_measured(generation: str, stack: str = OWN) -> bool:
-    """Return whether `stack` was measured on `generation`. If not, its constants are inferred from other stacks and
-    generations.
+    """Return whether `stack` was measured on `generation`.
+
+    If not, its constants are inferred from other stacks and generations.
     """
     return generation in table()["measured"].get(stack, {})
 

@@ -21,8 +21,9 @@ ROWWISE = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Identical devices and their links. Peaks are in FLOP/s; bandwidths are in bytes/s, of one device and in one
-    direction.
+    """Identical devices and their links.
+
+    Peaks are in FLOP/s; bandwidths are in bytes/s, of one device and in one direction.
     """
 
     peak: Array

@@ -257,8 +257,9 @@ def _chip(cluster: ClusterSpec, name: str) -> Chip:
 
 
 def _half_peak(chip: Chip, number_format: str) -> float:
-    """Return the peak in FLOP/s of attention and head. They compute in the format of the matmuls, but not narrower than
-    16 bits.
+    """Return the peak in FLOP/s of attention and head.
+
+    They compute in the format of the matmuls, but not narrower than 16 bits.
     """
     if number_format in ("fp32", "fp64"):
         return chip.peak_flops[number_format]

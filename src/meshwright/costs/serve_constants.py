@@ -39,8 +39,9 @@ ROUNDED_CACHE_SHARE = 0.60
 ATTENTION_SHARE = 0.55
 """Share of the peak that the attention of prompts reaches."""
 TEXT_BYTES_PER_S = 3e10
-"""Bytes/s at which one program of the attention kernel reads keys and values. It counts only if a profile states the
-number of programs.
+"""Bytes/s at which one program of the attention kernel reads keys and values.
+
+It counts only if a profile states the number of programs.
 """
 DECODE_SECONDS = 0.3e-3
 """`StepConstants.decode_seconds` of an H200."""

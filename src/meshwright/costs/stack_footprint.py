@@ -1,5 +1,6 @@
-"""Memory of the fullest rank by category, in closed form, for other training software. Each software has its own
-constants.
+"""Memory of the fullest rank by category, in closed form, for other training software.
+
+Each software has its own constants.
 
 `workload.layout_bytes` instead counts the tensors of this program. Formulas and sources: docs/design/cost-model.md,
 "Memory".

@@ -36,8 +36,9 @@ STAGING_BUFFERS = 6
 others are being copied in.
 """
 TOKEN_SLOTS = 2
-"""Slots of the window through which tensor ranks copy tokens by copy engines. Each slot has the hidden vectors of one
-micro-batch.
+"""Slots of the window through which tensor ranks copy tokens by copy engines.
+
+Each slot has the hidden vectors of one micro-batch.
 
 With two slots, one synchronisation per exchange is enough (`PeerMemory`, parallel/peers.py).
 """

@@ -1,5 +1,4 @@
 """Size of the inference engine's key/value cache: groups of layers, bytes of a block, number of blocks that fit.
-Without torch.
 
 The engine allocates its cache by these formulas (`serve.kv_cache`). The cost model of deployments uses the same
 formulas.
@@ -43,8 +42,9 @@ class LayerGroup:
 
 
 def layer_groups(spec: ModelSpec, predictions: int = 0) -> tuple[LayerGroup, ...]:
-    """Return the groups of the model's layers by kind of attention. `predictions` is the number of prediction modules,
-    each a further layer.
+    """Return the groups of the model's layers by kind of attention.
+
+    `predictions` is the number of prediction modules, each a further layer.
 
     A window that is not shorter than the longest sequence counts as no window.
     """

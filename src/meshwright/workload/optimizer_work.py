@@ -27,8 +27,9 @@ an iteration.
 
 @dataclass(frozen=True)
 class OptimizerWork:
-    """What an optimizer needs for a model. Values per layer are means over the layers; the matrices of prediction
-    modules are spread over them.
+    """What an optimizer needs for a model.
+
+    Values per layer are means over the layers; the matrices of prediction modules are spread over them.
 
     The fields from `flops` on are 0 unless the optimizer is Muon.
     """

@@ -16,8 +16,9 @@ MOST_STAGES = 1 << 16
 
 
 def table_layers(table: StageTable) -> tuple[int, int]:
-    """Return (layers of the fullest rank without the head, layers of the rank with the head). With one rank, both are
-    its layers.
+    """Return (layers of the fullest rank without the head, layers of the rank with the head).
+
+    With one rank, both are its layers.
 
     Layers 9 to 15 and the head are on the second rank:
 

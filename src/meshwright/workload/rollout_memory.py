@@ -27,8 +27,9 @@ MOST_REQUESTS = 256
 
 
 def rollout_options(run: RunSpec, ranks: int) -> EngineOptions:
-    """Return the sizes of the engine on each of `ranks` ranks. By default its cache holds the longest sequences of all
-    its requests.
+    """Return the sizes of the engine on each of `ranks` ranks.
+
+    By default its cache holds the longest sequences of all its requests.
 
     Example: 64 prompts with 8 answers each on 4 ranks are 128 requests per rank. With train.seq_len 1,024 and blocks of
     16 tokens, the cache has 1 + 128 · 65 blocks.
