@@ -180,7 +180,7 @@ class MoESpec:
             bias=expert.bias,
             **sizes,
         )
-        if not place.spread:  # the weights of the experts are multiplied with the activation instead
+        if not place.spread:  # the router's weights are multiplied into the activation instead
             return outputs.name
         returned = rows("returned_rows", width, "sent")
         weighted = rows("weighted_rows", width, "sent")
