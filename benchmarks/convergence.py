@@ -148,7 +148,10 @@ def main() -> int:
     for name, result in results.items():
         if "error" not in result:
             first, last, held_out = result["loss_first"], list(result["losses"].values())[-1], result["held_out_loss"]
-            print(f"{name:20s} {result['steps']} steps, loss {first:.4f} to {last:.4f}, held out {held_out:.4f}")
+            stopped = "" if result["steps"] == options.steps else f" of {options.steps}, stopped by --seconds"
+            print(
+                f"{name:20s} {result['steps']} steps{stopped}, loss {first:.4f} to {last:.4f}, held out {held_out:.4f}"
+            )
     for name, values in compared.items():
         print(f"{name}: " + ", ".join(f"{key} {value:+.3%}" for key, value in values.items()))
     problems = too_different(results)

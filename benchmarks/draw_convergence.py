@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def chart_svg(results: Mapping[str, Any]) -> str:
-    sides = results["sides"]
+    sides = {name: side for name, side in results["sides"].items() if "error" not in side}
     losses = {name: by_step(side["losses"]) for name, side in sides.items()}
     reference = by_step(sides[REFERENCE]["means"])
     differences = {
@@ -100,7 +100,7 @@ def chart_svg(results: Mapping[str, Any]) -> str:
         upper.axes("training loss of every tenth step, nats a token", ".1f"),
         lower.axes(f"mean loss of 50 steps, relative to {REFERENCE}", "+.2%"),
     ]
-    for name, (colour, dashes) in STYLES.items():
+    for name, (colour, dashes) in styles_of(sides):
         body.append(upper.curve(losses[name], colour, dashes))
         if name in differences:
             body.append(lower.curve(differences[name], colour, dashes))
@@ -114,6 +114,11 @@ def chart_svg(results: Mapping[str, Any]) -> str:
     ground = f'<rect width="{WIDTH}" height="{height}" fill="white"/><text x="8" y="18" font-size="14">{escape(title)}</text>'
     x_label = f'<text x="{LEFT}" y="{height - 8}">step</text>'
     return "\n".join([head, ground, *body, legend(sides), x_label, "</svg>", ""])
+
+
+def styles_of(sides: Mapping[str, Any]) -> list[tuple[str, tuple[str, str]]]:
+    """(name, (colour, dashes)) of the sides that were run."""
+    return [(name, style) for name, style in STYLES.items() if name in sides]
 
 
 def by_step(values: Mapping[str, float]) -> dict[int, float]:
@@ -131,7 +136,7 @@ def ticks(low: float, high: float) -> Sequence[float]:
 def legend(sides: Mapping[str, Any]) -> str:
     x = WIDTH - RIGHT + 14
     parts = [f'<text x="{x}" y="{TOP + 8}">held-out loss, all judged alike</text>']
-    for number, (name, (colour, dashes)) in enumerate(STYLES.items(), 1):
+    for number, (name, (colour, dashes)) in enumerate(styles_of(sides), 1):
         y = TOP + 8 + 20 * number
         parts.append(
             f'<line x1="{x}" x2="{x + 30}" y1="{y - 4}" y2="{y - 4}" stroke="{colour}" stroke-width="1.6" '

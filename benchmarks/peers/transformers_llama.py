@@ -169,7 +169,7 @@ class Fp8Linear(nn.Module):
 
 
 class Fp8Product(torch.autograd.Function):
-    """x `(tokens, in)` times a transposed weight `(out, in)`. `torch._scaled_mm` takes a row-major and a column-major matrix."""
+    """x `(tokens, in)` times a transposed weight `(out, in)`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class Fp8Product(torch.autograd.Function):
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        rounded_gradient, gradient_scale = rounded(gradient.contiguous(), E5M2)
+        rounded_gradient, gradient_scale = rounded(gradient, E5M2)
         rounded_weight, weight_scale = rounded(weight, E4M3)
         columns = rounded_weight.t().contiguous().t()
         x_gradient = scaled_product(rounded_gradient, columns, gradient_scale, weight_scale, x.dtype, fast=False)
@@ -193,14 +193,17 @@ class Fp8Product(torch.autograd.Function):
 
 
 def rounded(x: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x in fp8 and the factor `()` that restores its size, fp32."""
+    """x in fp8, row-major, and the factor `()` that restores its size, fp32."""
     largest = x.abs().amax().double().clamp(min=1e-12)
     scale = (torch.finfo(fp8_dtype).max / largest).float()
     limit = torch.finfo(fp8_dtype).max
-    return (x.float() * scale).clamp(-limit, limit).to(fp8_dtype), scale.reciprocal()
+    return (x.float() * scale).clamp(-limit, limit).to(fp8_dtype).contiguous(), scale.reciprocal()
 
 
 def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """The product of a row-major and a column-major matrix in fp8, on a processor in fp32 (where `_scaled_mm` takes seconds)."""
+    if not a.is_cuda:
+        return (a.float() @ b.float() * (a_scale * b_scale)).to(dtype)
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast)
 
 

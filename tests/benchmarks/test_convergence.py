@@ -78,7 +78,9 @@ def test_the_picture_has_a_curve_in_each_panel_and_the_held_out_losses() -> None
     names = [f"{who} {how}" for who in ("transformers", "meshwright") for how in ("bf16", "fp8")]
     sides = {name: side(10.0, [5.0, 4.0 + number / 100], 3.0 + number) for number, name in enumerate(names)}
     configuration = {"model": "tiny", "parameters": 1_000_000, "batch": 4, "seq_len": 64}
-    picture = ElementTree.fromstring(chart_svg(json.loads(json.dumps({"sides": sides, "configuration": configuration}))))
+    picture = ElementTree.fromstring(
+        chart_svg(json.loads(json.dumps({"sides": sides, "configuration": configuration})))
+    )
     assert len(picture.findall("{*}polyline")) == 4 + 3
     texts = [element.text for element in picture.findall("{*}text")]
     assert all(f"{name}: {3 + number}.0000" in texts for number, name in enumerate(names))
@@ -86,7 +88,11 @@ def test_the_picture_has_a_curve_in_each_panel_and_the_held_out_losses() -> None
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
-    [(0, 2000, [0, 500, 1000, 1500, 2000]), (-0.004, 0.004, [-0.004, -0.002, 0, 0.002, 0.004]), (1.9, 3.2, [2, 2.5, 3])],
+    [
+        (0, 2000, [0, 500, 1000, 1500, 2000]),
+        (-0.004, 0.004, [-0.004, -0.002, 0, 0.002, 0.004]),
+        (1.9, 3.2, [2, 2.5, 3]),
+    ],
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
