@@ -58,7 +58,7 @@ class HFTensor:
 
 
 def hf_tensors(spec: ModelSpec, place: Nesting | None = None) -> dict[str, tuple[HFTensor, ...]]:
-    """For each of our parameters, in order: the tensors of the folder that contain it, in the order of their rows.
+    """Return for each of our parameters the tensors of the folder that contain it, in the order of their rows.
 
     `place` is where a folder has the tensors of its text part. The names in the result are always those of a folder of
     the text model alone; `place.name` translates them.
@@ -68,7 +68,7 @@ def hf_tensors(spec: ModelSpec, place: Nesting | None = None) -> dict[str, tuple
 
 
 def prediction_copies(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
-    """Tensors of a folder that are copies of a parameter, by the parameter's name.
+    """Return the tensors of a folder that are copies of a parameter, by the parameter's name.
 
     Each layer that predicts a further token has its own copy of the embedding and of the head.
     """
@@ -374,7 +374,7 @@ def _beginning(folder: Path, files: Mapping[str, str], name: str) -> bytes | Non
 
 
 def gguf_hint(path: Path) -> str:
-    """If `path` is a GGUF file or a folder of them, a hint on what to use instead. Otherwise empty."""
+    """Return a hint on what to use instead if `path` is a GGUF file or a folder of them. Otherwise empty."""
     inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
     found = [path] if path.suffix == ".gguf" else inside
     return f"; {found[0].name} is GGUF, which is not read: take the folder from which it was made" if found else ""
