@@ -144,7 +144,7 @@ def to_whole_config(
     if found["max_seq_len"] != spec.max_seq_len:
         parts[-1]["max_position_embeddings"] = spec.max_seq_len
     for part in parts:
-        part.pop(KEY, None)  # The weights that are written are not quantized.
+        part.pop(KEY, None)  # The weights that are written are not quantised.
         part["tie_word_embeddings"] = spec.tied
         part.update((key, DTYPE_NAMES[dtype]) for key in ("torch_dtype", "dtype") if key in part)
         part.update((key, ids) for key, ids in (special_ids or {}).items() if key in part or part is whole)
@@ -323,11 +323,11 @@ def _nesting(folder: Path, family: Family, files: Mapping[str, str]) -> Nesting:
 
 
 MODELOPT = "hf_quant_config.json"
-"""File with the quantization settings of ModelOpt, in folders whose config.json has none."""
+"""File with the quantisation settings of ModelOpt, in folders whose config.json has none."""
 
 
 def folder_quantization(folder: Path) -> Quantization | None:
-    """Return what a folder says about quantized weights, in config.json or in ModelOpt's own file. None if it says nothing.
+    """Return what a folder says about quantised weights, in config.json or in ModelOpt's own file. None if it says nothing.
 
     Raises BadInput as `read_quantization` does.
     """

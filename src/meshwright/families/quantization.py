@@ -1,7 +1,7 @@
-"""Reads what config.json says about quantized weights. There is one reader for each method. Torch-free.
+"""Reads what config.json says about quantised weights. There is one reader for each method. Torch-free.
 
 A reader returns the schemes that weights of the folder may have. Which scheme a weight has is found from its tensors
-(`checkpoint.models.quantized`). The folder's list of modules that are not quantized only serves as a check, because
+(`checkpoint.models.quantized`). The folder's list of modules that are not quantised only serves as a check, because
 some programs fuse or rename these modules.
 """
 
@@ -44,14 +44,14 @@ MOST_WILDCARDS = 5
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a folder says about its quantized weights."""
+    """What a folder says about its quantised weights."""
 
     method: str
     """Name of the method, for messages."""
     schemes: tuple[WeightScheme, ...]
     """The schemes that its weights may have."""
     ignored: tuple[str, ...] = ()
-    """Modules that are not quantized: names, wildcards, or regular expressions after `re:`."""
+    """Modules that are not quantised: names, wildcards, or regular expressions after `re:`."""
     cache_scales: bool = False
     """Whether the folder declares scales of cached keys and values."""
 
@@ -155,11 +155,11 @@ WITHOUT_EFFECT = frozenset(
 )
 """Keys about how the folder was made, or about how other programs compute. They do not change the meaning of the weights."""
 LISTS = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert", "llm_int8_skip_modules")
-"""Keys for the modules that are not quantized. Each method uses some of them."""
+"""Keys for the modules that are not quantised. Each method uses some of them."""
 
 
 def _ignored(section: HFConfig) -> tuple[str, ...]:
-    """Return the modules that are not quantized, from all keys in LISTS."""
+    """Return the modules that are not quantised, from all keys in LISTS."""
     entries: list[str] = []
     for key in LISTS:
         value = section.get(key)
