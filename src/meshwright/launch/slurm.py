@@ -1,4 +1,4 @@
-"""The batch script of a run for Slurm's `sbatch`."""
+"""The batch script of a run for Slurm's command `sbatch`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from meshwright.spec.job_token import TOKEN_VARIABLE
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
 LEAST_NOTICE = 120
-"""Seconds before the time limit at which the run is asked to stop, at least."""
+"""The run is asked to stop at least this many seconds before the time limit."""
 
 
 def slurm_script(job: SchedulerJob) -> str:
-    """The script, one task per node. `sbatch`'s own arguments take precedence over its options."""
+    """Return the script, which runs one task on each node.
+
+    Options on `sbatch`'s command line override those in the script.
+    """
     return "\n".join([*_options(job), "", *_environment(job), "", *_agents(job), "", *_ending(job), ""])
 
 

@@ -1,4 +1,4 @@
-"""The admin port: newer weights, pause and drain. It has a key of its own."""
+"""The admin port: loads newer weights, pauses, drains, changes the role. It has its own port and its own key."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 MOST_BODY_BYTES = 64 << 10
-"""Longest body of a request to the admin port."""
+"""Most bytes in the body of a request to the admin port."""
 
 
 class Admin:
-    """Handlers of the admin port's requests."""
+    """The handlers of the admin port. Each answers with JSON; see `ADMIN_ROUTES` in app.py for their paths."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
