@@ -369,7 +369,7 @@ class _Test:
         return RateResult(rate, len(entries), failed["failed"], measured, predicted), served
 
     def _figures(self, ttft: np.ndarray, tpot: np.ndarray) -> LatencyFigures:
-        """Attainment and quantiles of latencies.
+        """Return attainment and quantiles of latencies.
 
         `ttft` and `tpot` are in seconds, `(requests,)`, in the order of arrival.
 
@@ -415,7 +415,7 @@ class _Test:
         )
 
     def _timeline(self, index: int, instance: RunningInstance) -> InstanceTimeline:
-        """Running requests and cache use of one instance over the time of the test, measured and predicted."""
+        """Return running requests and cache use of one instance over the time of the test, measured and predicted."""
         from meshwright.observe.load_report import InstanceTimeline
 
         own = [(time, gauges) for time, of, gauges in self._gauges if of == index]

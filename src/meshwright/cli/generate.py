@@ -362,7 +362,7 @@ def engine_options(
     formats: EngineFormats = EngineFormats(),
     drafting: Drafting = Drafting(),
 ) -> EngineOptions:
-    """Options of an engine with room for these prompts, which are lists of token ids."""
+    """Return options of an engine with room for these prompts, which are lists of token ids."""
     from meshwright.spec.engine import EngineOptions, Speculation
 
     longest = max(map(len, prompts)) + how.tokens

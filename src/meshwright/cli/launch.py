@@ -218,7 +218,10 @@ def _queue(name: str | None, topology: str | None) -> Queue | None:
 
 
 def _container(to: str, image: str | None, claim: str | None) -> Container | None:
-    """Image and volume of the containers. None if the target has no containers. Raises BadInput if an option is missing."""
+    """Return image and volume of the containers. None if the target has no containers.
+
+    Raises BadInput if an option is missing.
+    """
     from meshwright.launch.kubernetes import Container
 
     if "--image" not in OPTIONS[to]:

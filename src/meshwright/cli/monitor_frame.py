@@ -247,7 +247,7 @@ def _range_text(numbers: Range) -> str:
 
 
 def _numbers_text(numbers: Sequence[int], most: int = 14) -> str:
-    """Ranks as ranges, such as `0-3,8`. A text longer than `most` characters is cut at a comma."""
+    """Return ranks as ranges, such as `0-3,8`. A text longer than `most` characters is cut at a comma."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

@@ -90,7 +90,7 @@ def deployment_question(arguments: list[str] | None) -> LocatedValues[Deployment
 
 
 def workload_rate(requests: Sequence[TimedRequest]) -> float:
-    """Mean requests per second of a workload. 0 if there is only one request."""
+    """Return the mean requests per second of a workload. 0 if all requests arrive at the same time."""
     seconds = requests[-1].arrival_seconds
     return (len(requests) - 1) / seconds if seconds > 0 else 0.0
 

@@ -83,7 +83,7 @@ def _remark_text(remark: Remark) -> str:
 
 
 def _tiles(answer: PlanAnswer) -> str:
-    """Boxes with the most important figures."""
+    """Return boxes with the most important figures."""
     predicted = answer.plan.predicted
     if predicted is None:
         return ""
@@ -139,7 +139,7 @@ def _with_mark(line: str, mark: str) -> str:
 
 
 def _bars(block: AnswerBars) -> str:
-    """Bars with a legend. The limit is drawn as a dashed line."""
+    """Return bars with a legend as HTML. The limit is drawn as a dashed line."""
     names = list(dict.fromkeys(name for bar in block.bars for name, _ in bar.parts))
     full = 1.04 * block.full if block.limit else block.full
     line = f'<span class="limit" style="left:{100 * block.limit / full:.2f}%"></span>' if block.limit else ""
@@ -180,7 +180,7 @@ def _timeline(answer: PlanAnswer) -> str:
 
 
 def _scaling(answer: PlanAnswer) -> str:
-    """Charts over the numbers of GPUs in --gpus. Empty if no step time is known."""
+    """Return charts over the numbers of GPUs in --gpus. Empty if no step time is known."""
     points = answer.points
     tokens = answer.tokens
     estimated = [point for point in points if point.tokens_per_second]

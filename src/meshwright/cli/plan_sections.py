@@ -207,7 +207,7 @@ def sections_of(answer: PlanAnswer, *, explain: bool = True) -> Iterator[AnswerS
 
 
 def sources_of(answer: PlanAnswer) -> dict[str, str]:
-    """For each predicted number, whether it is measured, fitted or guessed."""
+    """Return for each predicted number whether it is measured, fitted or guessed."""
     matmul_format = matmul_dtype(answer.plan.precision, answer.run.cluster)
     return sources(answer.run.cluster, matmul_format, answer.plan)
 
@@ -270,7 +270,7 @@ def _probes(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _measured_text(probe: Probe) -> str:
-    """Predicted and measured values of a probe, in words."""
+    """Return predicted and measured values of a probe, in words."""
     measured_parts = [f"predicted {seconds_text(probe.predicted_seconds)}"] if probe.predicted_seconds else []
     if probe.measured is not None:
         error_text = f" ({probe.error:+.0%})" if probe.error is not None else ""
@@ -293,7 +293,7 @@ def _plain_probe(probe: Probe) -> dict[str, Any]:
 
 
 def _facts(answer: PlanAnswer) -> AnswerSection:
-    """Batch, schedule, strategies of the layers, and precision."""
+    """Return batch, schedule, strategies of the layers, and precision."""
     return AnswerSection("facts", "plan", (AnswerTable(tuple(facts(answer.run, answer.plan))),))
 
 
@@ -387,7 +387,7 @@ def _effective_time(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _expense(answer: PlanAnswer) -> AnswerSection | None:
-    """Money, energy and days. None if the step time is not known."""
+    """Return money, energy and days. None if the step time is not known."""
     spent = answer.expense
     return (
         None
@@ -553,7 +553,7 @@ def _plain_runner_up(answer: PlanAnswer, other: Candidate) -> dict[str, Any]:
 
 
 def _samples(answer: PlanAnswer) -> AnswerSection | None:
-    """Layouts for samples of unequal lengths. None if all sequences are equally long."""
+    """Return layouts for samples of unequal lengths. None if all sequences are equally long."""
     choice = answer.samples
     if choice is None:
         return None

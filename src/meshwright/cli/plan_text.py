@@ -76,7 +76,7 @@ def _remark_text(remark: Remark) -> str:
 
 
 def _figures(predicted: Predicted, memory: int | None) -> str:
-    """Speed and memory in two lines. Only memory if the step time is not known."""
+    """Return speed and memory in two lines. Only memory if the step time is not known."""
     capacity_text = f" of {memory / 1e9:.0f} GB" if memory else ""
     memory_text = f"{bytes_text(predicted.memory_peak_bytes)}{capacity_text} on the fullest rank"
     if not (predicted.step_seconds and predicted.low_seconds and predicted.high_seconds):

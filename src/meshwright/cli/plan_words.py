@@ -141,7 +141,7 @@ def machines_line(cluster: ClusterSpec) -> str:
 
 
 def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
-    """Facts about the plan other than its mesh, as pairs (label, text)."""
+    """Return facts about the plan other than its mesh, as pairs (label, text)."""
     batch = plan.batch
     precision = plan.precision
     ranks = "ranks" if plan.data_ranks == plan.ranks else "data ranks"
@@ -181,7 +181,7 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
 
 
 def adapter_text(model: ModelSpec, seq_len: int) -> str:
-    """In words: the adapters of the model, which parameters are trained, and the FLOPs compared with full training."""
+    """Describe in words the adapters of the model, which parameters are trained, and the FLOPs compared with full training."""
     adapter = model.adapter
     base = without_adapter(model)
     assert adapter is not None
@@ -195,7 +195,7 @@ def adapter_text(model: ModelSpec, seq_len: int) -> str:
 
 
 def _prediction_text(run: RunSpec, plan: Plan) -> str:
-    """In words: what the modules that predict further tokens cost in parameters, FLOPs, memory and time."""
+    """Describe in words what the modules that predict further tokens cost: parameters, FLOPs, memory and time."""
     model = run.model
     seq = run.train.seq_len
     without = replace(model, prediction_depth=0)
@@ -301,7 +301,7 @@ def expense_sentences(spent: Expense, idle: Idle | None) -> Iterator[str]:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with three digits and a unit, such as 12.0 s, 0.436 s and 38.2 ms."""
+    """Return seconds with three digits and a unit, such as 12.0 s, 0.436 s and 38.2 ms."""
     value, unit = (seconds, "s") if seconds >= 0.1 else (1e3 * seconds, "ms")
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:#.3g} {unit}"
 
@@ -337,6 +337,6 @@ def _span(axis: str, indices: list[int]) -> str:
 
 
 def _stages(stages: tuple[range, ...]) -> str:
-    """Layer ranges as text. Only the first `STAGES_SHOWN` are listed."""
+    """Return layer ranges as text. Only the first `STAGES_SHOWN` are listed."""
     shown = [f"{layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"{layers.start}" for layers in stages]
     return ", ".join(shown[:STAGES_SHOWN]) + (f", … ({len(shown)} stages)" if len(shown) > STAGES_SHOWN else "")

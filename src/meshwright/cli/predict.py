@@ -97,7 +97,7 @@ def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[
 
 
 def _summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors over all rows that have a measured and a predicted step time."""
+    """Return the errors over all rows that have a measured and a predicted step time."""
     compared = [answer for answer in answers if answer["measured_step_seconds"] and answer["predicted_step_seconds"]]
     sources, classes = (_errors_by(compared, key) for key in ("source", "class"))
     medians = [entry["median_error"] for entry in sources]
@@ -122,7 +122,7 @@ def _summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _errors_by(compared: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Errors, and the fraction of rows inside their intervals, for each value of the column `key`."""
+    """Return errors, and the fraction of rows inside their intervals, for each value of the column `key`."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for answer in compared:
         groups[answer[key]].append(answer)
@@ -140,7 +140,7 @@ def _errors_by(compared: list[dict[str, Any]], key: str) -> list[dict[str, Any]]
 
 
 def _error(answer: dict[str, Any]) -> float:
-    """Relative error of the predicted step time."""
+    """Return the relative error of the predicted step time."""
     return float(abs(answer["predicted_step_seconds"] / answer["measured_step_seconds"] - 1))
 
 

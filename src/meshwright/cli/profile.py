@@ -249,7 +249,9 @@ def _correct(folder: Path, out: Path | None) -> None:
 
 
 def _measured_step(folder: Path, first: int) -> float:
-    """Median seconds of the run's steps after step `first`. The steps up to `first` warm up or have a smaller batch.
+    """Return the median seconds of the run's steps after step `first`.
+
+    The steps up to `first` warm up or have a smaller batch.
 
     If the run has a prediction check, its measured value is used. Raises BadInput if there are too few steps.
     """

@@ -37,7 +37,7 @@ def _matmuls(profile: MachineProfile) -> Iterator[tuple[str, str]]:
 
 
 def _rate(entry: MatmulTime, *, burst: bool = False) -> float:
-    """FLOP/s of a matmul. With `burst`, as measured on a device that had rested."""
+    """Return the FLOP/s of a matmul. With `burst`, as measured on a device that had rested."""
     return 2.0 * entry.m * entry.k * entry.n / (entry.burst_seconds if burst else entry.seconds)
 
 

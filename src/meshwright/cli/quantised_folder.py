@@ -1,4 +1,4 @@
-"""Completes the question for a deployment if its model is a folder with quantized weights. No weights are read."""
+"""Completes the question for a deployment if its model is a folder with quantised weights. No weights are read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str |
 
     Returns the question, and a sentence about the bytes of the weights. The format is set only if the question gives
     none and if the engine can multiply all weights of the folder in the stored form. The sentence is None if
-    `model.init` is no folder with quantized weights, and for a reward model, which computes with expanded weights.
+    `model.init` is no folder with quantised weights, and for a reward model, which computes with expanded weights.
     """
     source, _, path = question.model.init.partition(":")
     folder = Path(path)

@@ -112,7 +112,10 @@ def _experts(planned: Mapping[str, Any]) -> ExpertRanks:
 
 
 def _devices(folder: Path, tensor: int, experts: int) -> ClusterSpec | None:
-    """This host as a cluster of the devices that divide the model (`tensor`) or share its experts. None for one device."""
+    """Return this host as a cluster of the devices that divide the model (`tensor`) or share its experts.
+
+    None for one device.
+    """
     if tensor > 1:
         with attach_key("tensor"):
             check_split(model_in(folder)[0], tensor, "tensor")

@@ -140,7 +140,7 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
 
 
 def _breakdown(run: RunSpec, plan: Plan, timeline: Timeline) -> dict[str, float]:
-    """Seconds of a rank's step by part.
+    """Return the seconds of a rank's step by part.
 
     The simulation counts communication of tensor and context axes, and launches by the host, as compute. Here they are
     separate parts.

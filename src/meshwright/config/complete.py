@@ -303,7 +303,7 @@ def _complete_model(document: YamlDocument) -> list[str]:
 
 
 def _complete_ffn(document: YamlDocument) -> str | None:
-    """Set `ffn_hidden` by the convention of `ffn_width`. Returns a text about it, None if it is given."""
+    """Set `ffn_hidden` by the convention of `ffn_width`. Returns a text about it, None if it is given or cannot be computed."""
     model = document.data["model"]
     if model.get("ffn_hidden") is not None or not _is_count(model.get("hidden")):
         return None
@@ -312,7 +312,7 @@ def _complete_ffn(document: YamlDocument) -> str | None:
 
 
 def _complete_kv_heads(document: YamlDocument) -> str | None:
-    """Set `kv_heads` to `heads`. Returns a text about it, None if it is given."""
+    """Set `kv_heads` to `heads`. Returns a text about it, None if it is given or cannot be computed."""
     heads = document.data["model"].get("heads")
     if document.data["model"].get("kv_heads") is not None or heads is None:
         return None
@@ -324,7 +324,10 @@ def _complete_kv_heads(document: YamlDocument) -> str | None:
 
 
 def _complete_head_dim(document: YamlDocument) -> str | None:
-    """Set `head_dim` to `hidden` / `heads`. Returns a text about it, None if it is given. Rejects a remainder."""
+    """Set `head_dim` to `hidden` / `heads`, and reject a remainder.
+
+    Returns a text about it, None if it is given or cannot be computed.
+    """
     model = document.data["model"]
     heads = model.get("heads")
     hidden = model.get("hidden")

@@ -263,7 +263,7 @@ def _plan_file(document: YamlDocument, unusable: set[KeyPath]) -> tuple[Values |
 
 
 def profile_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mistake]:
-    """Mistakes of `cluster.profile`: the file is missing or invalid, or describes another chip than `cluster.gpu`."""
+    """Return the mistakes of `cluster.profile`: the file is missing or invalid, or describes another chip than `cluster.gpu`."""
     path: KeyPath = ("cluster", "profile")
     file = document.get(path)
     if not isinstance(file, str) or file == "none" or path in unusable or ("cluster",) in unusable:
@@ -305,7 +305,7 @@ def profile_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mis
 
 
 def _expert_load_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mistake]:
-    """Mistakes of `train.expert_load`: the file or run has no loads that fit the model."""
+    """Return the mistakes of `train.expert_load`: the file or run has no loads that fit the model."""
     path: KeyPath = ("train", "expert_load")
     source = document.get(path)
     model, wrong = validate(ModelSection, document.data.get("model") or {})
@@ -323,7 +323,7 @@ def _expert_load_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> lis
 
 
 def _lengths_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mistake]:
-    """Mistakes of `data.lengths`: the file is no histogram of lengths."""
+    """Return the mistakes of `data.lengths`: the file is no histogram of lengths."""
     path: KeyPath = ("data", "lengths")
     source = document.get(path)
     if not isinstance(source, str) or source == "none" or path in unusable:

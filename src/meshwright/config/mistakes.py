@@ -87,7 +87,7 @@ def schema_mistakes(cls: type, document: YamlDocument) -> tuple[dict[str, Any], 
 
 
 def _missing_dimensions(cls: type, document: YamlDocument) -> list[KeyPath]:
-    """Paths of required model dimensions that are neither given nor derived."""
+    """Return the paths of required model dimensions that are neither given nor derived."""
     model = document.data.get("model") if _has_model(cls) else None
     if not isinstance(model, dict):
         return []
@@ -179,7 +179,7 @@ def _unknown_key_mistake(cls: type, document: YamlDocument, path: KeyPath, meant
         sentence = refused or f"no such key; {foreign.advice}"
         near = None if refused else foreign.key
         return Refusal(position.file, position.line, position.column, dotted(path), sentence, sentence, near)
-    if meant is None or meant == path:  # In the latter case, `path` is a key of another optimizer.
+    if meant is None or meant == path:  # If they are equal, `path` is a key of another optimizer.
         section = section_at(cls, parent, document.get(parent))
         return _mistake(position, path, f"{expected} ({', '.join(hints_of(section) if section else ())})", got)
     if meant[:-1] == parent:

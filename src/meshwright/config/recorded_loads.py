@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def read_loads(path: Path, spec: ModelSpec, option: str = "--replay-routing") -> np.ndarray:
-    """Recorded loads, `(steps, routed layers, experts)` int, ordered by step and layer.
+    """Read recorded loads, `(steps, routed layers, experts)` int, ordered by step and layer.
 
     `path` is a file, which may be compressed (`.gz`), or the folder of a run. If the file has fewer layers than the
     model has MoE layers, its layers are repeated. Raises BadInput that names `option` for a dense model, and if the

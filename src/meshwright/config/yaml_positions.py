@@ -30,9 +30,9 @@ from meshwright.spec.errors import Mistake, nearest_file
 KeyPath = tuple[str | int, ...]
 """The path of a key: names of sections and indices in lists, from the top of the file."""
 MAX_BYTES = 512 << 10
-"""Largest file that is read."""
+"""Maximum size of a file in bytes."""
 MAX_DEPTH = 32
-"""Deepest nesting."""
+"""Maximum depth of nesting."""
 MAX_VALUES = 5_000
 """Maximum number of values in a file.
 
@@ -87,13 +87,19 @@ class YamlDocument:
         return not path or (isinstance(parent, dict) and path[-1] in parent)
 
     def value_position(self, path: KeyPath) -> Position:
-        """Position of the value at `path`. If it is absent, the position of the key of the innermost section that exists."""
+        """Return the position of the value at `path`.
+
+        If it is absent, return the position of the key of the innermost section that exists.
+        """
         if path in self.values and self.has(path):
             return self.values[path]
         return self.key_position(path)
 
     def key_position(self, path: KeyPath) -> Position:
-        """Position of the last key of `path`. If it is absent, the position of the key of the innermost section that exists."""
+        """Return the position of the last key of `path`.
+
+        If it is absent, return the position of the key of the innermost section that exists.
+        """
         while path:
             if path in self.keys and self.has(path):
                 return self.keys[path]

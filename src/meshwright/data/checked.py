@@ -53,7 +53,7 @@ class CheckedFile:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def digest(self) -> str:
-        """xxh3_128 of all bytes of the file, in hexadecimal."""
+        """Return xxh3_128 of all bytes of the file, in hexadecimal."""
         state = xxhash.xxh3_128()
         for offset in range(0, self.size, DIGEST_PIECE):
             state.update(self.read(offset, min(DIGEST_PIECE, self.size - offset)))
@@ -91,7 +91,7 @@ class Entries:
         return self._block(block)[within]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Entries [start, stop), `(stop - start,)` of the file's type."""
+        """Return entries [start, stop), `(stop - start,)` of the file's type."""
         size = self._dtype.itemsize
         return np.frombuffer(self._file.read(self._offset + start * size, (stop - start) * size), self._dtype)
 

@@ -71,7 +71,7 @@ class LeftOut:
         return {reason: figures for reason, figures in self.not_read.items() if reason not in HARMLESS}
 
     def lines(self) -> list[str]:
-        """Lines for people: the bad documents, and the files that are not read although the user named them."""
+        """Return lines for people: the bad documents, and the files that are not read although the user named them."""
         lines = [f"{self.bad.count:,} bad documents:", *str(self.bad).splitlines()] if self.bad.count else []
         for reason, figures in self.lost.items():
             lines += [f"not read, {reason}: {_amount(figures)}", *figures["first"]]

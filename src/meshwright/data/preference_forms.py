@@ -36,7 +36,7 @@ class Preference(NamedTuple):
 
 @dataclass(frozen=True)
 class PreferenceForm:
-    """A form of records, which is recognized by its keys."""
+    """A form of records, which is recognised by its keys."""
 
     name: str
     """Name for people."""

@@ -42,7 +42,7 @@ class _Meter:
         return self._started is not None
 
     def words(self, done: int, documents: int, tokens: int) -> str:
-        """Text with the totals of documents and tokens. If rates are known, they and the remaining time follow."""
+        """Return a text with the totals of documents and tokens. If rates are known, they and the remaining time follow."""
         now = time.monotonic()
         if self._started is None:
             self._started = now

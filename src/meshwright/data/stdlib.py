@@ -48,5 +48,8 @@ def ensure_stdlib(folder: Path, vocab: int = VOCABULARY, *, shown: bool = False)
 
 
 def stdlib_folder(vocab: int = VOCABULARY) -> Path:
-    """Default folder of the built-in corpus. It is in the user's cache, and its name contains the vocabulary and the Python version."""
+    """Return the default folder of the built-in corpus.
+
+    It is in the user's cache, and its name contains the vocabulary and the Python version.
+    """
     return user_cache() / f"{STDLIB}-{vocab}-py{platform.python_version()}"

@@ -180,7 +180,7 @@ def sample_texts(files: list[InputFile], text_key: str, sample_bytes: int = SAMP
 
 
 def parse_train_request(tokenizer: str) -> int | None:
-    """SIZE if `tokenizer` is `train:SIZE`; None if it names a file. Raises BadInput if SIZE is not a usable number."""
+    """Return SIZE if `tokenizer` is `train:SIZE`, None if it names a file. Raises BadInput if SIZE is not a usable number."""
     if not tokenizer.startswith(TRAIN_PREFIX):
         return None
     size = tokenizer.removeprefix(TRAIN_PREFIX).replace("_", "").replace(",", "")

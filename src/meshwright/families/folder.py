@@ -58,7 +58,7 @@ class HFTensor:
 
 
 def hf_tensors(spec: ModelSpec, place: Nesting | None = None) -> dict[str, tuple[HFTensor, ...]]:
-    """For each of our parameters, in order: the tensors of the folder that contain it, in the order of their rows.
+    """Return for each of our parameters the tensors of the folder that contain it, in the order of their rows.
 
     `place` is where a folder has the tensors of its text part. The names in the result are always those of a folder of
     the text model alone; `place.name` translates them.
@@ -68,7 +68,7 @@ def hf_tensors(spec: ModelSpec, place: Nesting | None = None) -> dict[str, tuple
 
 
 def prediction_copies(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
-    """Tensors of a folder that are copies of a parameter, by the parameter's name.
+    """Return the tensors of a folder that are copies of a parameter, by the parameter's name.
 
     Each layer that predicts a further token has its own copy of the embedding and of the head.
     """
@@ -144,7 +144,7 @@ def to_whole_config(
     if found["max_seq_len"] != spec.max_seq_len:
         parts[-1]["max_position_embeddings"] = spec.max_seq_len
     for part in parts:
-        part.pop(KEY, None)  # The weights that are written are not quantized.
+        part.pop(KEY, None)  # The weights that are written are not quantised.
         part["tie_word_embeddings"] = spec.tied
         part.update((key, DTYPE_NAMES[dtype]) for key in ("torch_dtype", "dtype") if key in part)
         part.update((key, ids) for key, ids in (special_ids or {}).items() if key in part or part is whole)
@@ -323,11 +323,11 @@ def _nesting(folder: Path, family: Family, files: Mapping[str, str]) -> Nesting:
 
 
 MODELOPT = "hf_quant_config.json"
-"""File with the quantization settings of ModelOpt, in folders whose config.json has none."""
+"""File with the quantisation settings of ModelOpt, in folders whose config.json has none."""
 
 
 def folder_quantization(folder: Path) -> Quantization | None:
-    """Return what a folder says about quantized weights, in config.json or in ModelOpt's own file. None if it says nothing.
+    """Return what a folder says about quantised weights, in config.json or in ModelOpt's own file. None if it says nothing.
 
     Raises BadInput as `read_quantization` does.
     """
@@ -374,7 +374,7 @@ def _beginning(folder: Path, files: Mapping[str, str], name: str) -> bytes | Non
 
 
 def gguf_hint(path: Path) -> str:
-    """If `path` is a GGUF file or a folder of them, a hint on what to use instead. Otherwise empty."""
+    """Return a hint on what to use instead if `path` is a GGUF file or a folder of them. Otherwise empty."""
     inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
     found = [path] if path.suffix == ".gguf" else inside
     return f"; {found[0].name} is GGUF, which is not read: take the folder from which it was made" if found else ""

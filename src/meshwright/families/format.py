@@ -89,7 +89,7 @@ WITHOUT_EFFECT = frozenset(
         "typical_p",
     }
 )
-"""Keys of config.json that do not change what a model of any family computes. So do keys that begin with an underscore."""
+"""Keys of config.json that do not change what a model of any family computes. Keys with a leading underscore do not either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +164,8 @@ class Family:
     - One name: the weight is the same in folders. It may be fused in both.
     - Names with `{expert}`: our weight stacks the experts of a layer, and a folder has one tensor for each expert's
       number.
-    - One name for experts without `{expert}`: folders stack the experts too, in a tensor of this name without
-      `.weight`.
+    - One name for experts without `{expert}`: folders stack the experts too. The tensor has exactly this name; no
+      `.weight` is added.
     """
     tensors: Callable[[ModelSpec], Mapping[str, str]] = lambda spec: {}
     """Further names in a layer, which depend on the model or have other endings: our name → the name in folders, both in full."""

@@ -1,7 +1,7 @@
-"""Reads what config.json says about quantized weights. There is one reader for each method. Torch-free.
+"""Reads what config.json says about quantised weights. There is one reader for each method. Torch-free.
 
 A reader returns the schemes that weights of the folder may have. Which scheme a weight has is found from its tensors
-(`checkpoint.models.quantized`). The folder's list of modules that are not quantized only serves as a check, because
+(`checkpoint.models.quantized`). The folder's list of modules that are not quantised only serves as a check, because
 some programs fuse or rename these modules.
 """
 
@@ -44,14 +44,14 @@ MOST_WILDCARDS = 5
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a folder says about its quantized weights."""
+    """What a folder says about its quantised weights."""
 
     method: str
     """Name of the method, for messages."""
     schemes: tuple[WeightScheme, ...]
     """The schemes that its weights may have."""
     ignored: tuple[str, ...] = ()
-    """Modules that are not quantized: names, wildcards, or regular expressions after `re:`."""
+    """Modules that are not quantised: names, wildcards, or regular expressions after `re:`."""
     cache_scales: bool = False
     """Whether the folder declares scales of cached keys and values."""
 
@@ -155,11 +155,11 @@ WITHOUT_EFFECT = frozenset(
 )
 """Keys about how the folder was made, or about how other programs compute. They do not change the meaning of the weights."""
 LISTS = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert", "llm_int8_skip_modules")
-"""Keys for the modules that are not quantized. Each method uses some of them."""
+"""Keys for the modules that are not quantised. Each method uses some of them."""
 
 
 def _ignored(section: HFConfig) -> tuple[str, ...]:
-    """Return the modules that are not quantized, from all keys in LISTS."""
+    """Return the modules that are not quantised, from all keys in LISTS."""
     entries: list[str] = []
     for key in LISTS:
         value = section.get(key)
@@ -187,7 +187,7 @@ def _cache_scales(section: HFConfig, *keys: str) -> bool:
 
 
 def _fp8(section: HFConfig) -> Quantization:
-    """FP8 weights: with a scale for each block (DeepSeek, Qwen), or one for the tensor or for each output (AutoFP8, Mistral)."""
+    """Read FP8: with a scale for each block (DeepSeek, Qwen), or one for the tensor or for each output (AutoFP8, Mistral)."""
     section.expect("fmt", "e4m3")
     section.expect("scale_fmt", "float", "ue8m0")
     section.expect("expert_dtype", "fp8")
@@ -209,7 +209,7 @@ def _fp8(section: HFConfig) -> Quantization:
 
 
 def _tensor_or_output(name: str, **usual: Any) -> list[WeightScheme]:
-    """Two schemes, as a weight may have one scale, or one scale for each output. `usual` has the other fields."""
+    """Return two schemes, as a weight may have one scale, or one scale for each output. `usual` has the other fields."""
     tensor = WeightScheme(name=f"{name} with a scale per tensor", **usual, block=(0, 0))
     return [tensor, replace(tensor, name=f"{name} with a scale per output", block=(1, 0))]
 
@@ -228,7 +228,7 @@ def _pair(section: HFConfig, key: str, value: Any) -> tuple[int, int]:
 
 
 def _fbgemm(section: HFConfig) -> Quantization:
-    """FP8 with a scale for each output, as FBGEMM writes it."""
+    """Read FP8 of FBGEMM, with a scale for each output."""
     section.get("activation_scale_ub")
     scheme = WeightScheme(
         name="fp8 with a scale per output", element="e4m3", activations="fp8", inputs=(".input_scale_ub",)
@@ -237,7 +237,7 @@ def _fbgemm(section: HFConfig) -> Quantization:
 
 
 def _mxfp4(section: HFConfig) -> Quantization:
-    """MXFP4 as in gpt-oss, which has only its experts in this format."""
+    """Read MXFP4 as in gpt-oss, which has only its experts in this format."""
     scheme = WeightScheme(
         name="mxfp4",
         element="e2m1",
@@ -251,7 +251,7 @@ def _mxfp4(section: HFConfig) -> Quantization:
 
 
 def _awq(section: HFConfig) -> Quantization:
-    """AWQ: 4 bits with a scale and a zero point for each group of inputs. Eight values of different outputs share a word."""
+    """Read AWQ: 4 bits, with a scale and a zero point for each group of inputs. Eight values of different outputs share a word."""
     section.expect("bits", 4)
     section.expect("w_bit", 4)
     for key in ("version", "format"):
@@ -272,7 +272,7 @@ def _awq(section: HFConfig) -> Quantization:
 
 
 def _group_size(section: HFConfig, *keys: str) -> int:
-    """Inputs in one group; 0 means all inputs."""
+    """Return the number of inputs in one group; 0 means all inputs."""
     key = next((key for key in keys if section.get(key) is not None), keys[0])
     if section.get(key) in (-1, None):
         return 0
@@ -280,7 +280,7 @@ def _group_size(section: HFConfig, *keys: str) -> int:
 
 
 def _gptq(section: HFConfig) -> Quantization:
-    """GPTQ: 4 or 8 bits with a scale and a zero point for each group of inputs. Values of different inputs share a word."""
+    """Read GPTQ: 4 or 8 bits, with a scale and a zero point for each group of inputs. Values of different inputs share a word."""
     section.expect("bits", 4, 8)
     section.expect("is_marlin_format", False)
     form = section.get("checkpoint_format") or section.get("format") or "gptq"
@@ -307,7 +307,7 @@ def _gptq(section: HFConfig) -> Quantization:
 
 
 def _bitsandbytes(section: HFConfig) -> Quantization:
-    """bitsandbytes with 4 bits: each value is an index into a table of 16 numbers, times a scale for its block."""
+    """Read bitsandbytes with 4 bits: each value is an index into a table of 16 numbers, times a scale for its block."""
     four = section.flag("load_in_4bit", False) or section.flag("_load_in_4bit", False)
     if not four or section.flag("load_in_8bit", False) or section.flag("_load_in_8bit", False):
         raise section.error("load_in_4bit", four, "true: 8-bit folders of bitsandbytes are not read")
@@ -320,7 +320,7 @@ def _bitsandbytes(section: HFConfig) -> Quantization:
 
 
 def _modelopt(section: HFConfig) -> Quantization:
-    """ModelOpt: FP8, or NVFP4 with an FP8 scale for each 16 inputs and one factor for the tensor."""
+    """Read ModelOpt: FP8, or NVFP4 with an FP8 scale for each 16 inputs and one factor for the tensor."""
     algorithm = section.get("quant_algo")
     kinds: dict[Any, Callable[[], list[WeightScheme]]] = {
         "FP8": lambda: _tensor_or_output("fp8", element="e4m3", inputs=(".input_scale",), activations="fp8"),
@@ -346,7 +346,7 @@ def _modelopt(section: HFConfig) -> Quantization:
 
 
 def _compressed(section: HFConfig) -> Quantization:
-    """compressed-tensors: groups of modules, each with a scheme of its own."""
+    """Read compressed-tensors, which has groups of modules, each with a scheme of its own."""
     groups = section.get("config_groups")
     form = section.get("format")
     if not isinstance(groups, Mapping) or not groups:
@@ -414,7 +414,7 @@ def _compressed_group(group: HFConfig, form: Any) -> WeightScheme:
 
 
 def _compressed_block(args: HFConfig, strategy: Any) -> tuple[int, int]:
-    """Outputs and inputs that share a scale. 0 means all of them."""
+    """Return (outputs, inputs) that share a scale. 0 means all of them."""
     whole = {"tensor": (0, 0), "channel": (1, 0)}
     args.get("group_size")
     structure = args.get("block_structure")
@@ -445,7 +445,7 @@ Made = tuple[set[tuple[str, int]], WeightScheme]
 
 
 def _floats(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
-    """FP8."""
+    """Return the scheme of FP8."""
     name = {(0, 0): "fp8 with a scale per tensor", (1, 0): "fp8 with a scale per output"}.get(
         shared["block"], "fp8 in blocks"
     )
@@ -453,18 +453,18 @@ def _floats(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) ->
 
 
 def _integers(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
-    """INT8, one value per byte."""
+    """Return the scheme of INT8, one value per byte."""
     zeros = None if symmetric else ".weight_zero_point"
     return {("int", 8)}, WeightScheme(name="int8", element="int8", zeros=zeros, **shared)
 
 
 def _naive(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
-    """FP8 or INT8, by the type."""
+    """Return the scheme of FP8 or INT8, by the type."""
     return (_floats if kind == "float" else _integers)(kind, bits, symmetric, shared)
 
 
 def _packed(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
-    """INT4 or INT8, several values in a 32-bit word."""
+    """Return the scheme of INT4 or INT8 with several values in a 32-bit word."""
     return {("int", 4), ("int", 8)}, WeightScheme(
         name=f"int{bits} in groups of {shared['block'][1]}" if shared["block"][1] else f"int{bits}, packed",
         element="int4" if bits == 4 else "int8",
@@ -478,7 +478,7 @@ def _packed(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) ->
 
 
 def _nvfp4(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
-    """NVFP4. Unlike ModelOpt, the factor of the tensor divides the scales."""
+    """Return the scheme of NVFP4. Unlike in ModelOpt, the factor of the tensor divides the scales."""
     return {("float", 4)}, WeightScheme(
         name="nvfp4",
         element="e2m1",
@@ -492,14 +492,14 @@ def _nvfp4(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> 
 
 
 def _mxfp4_packed(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
-    """MXFP4, two values in a byte."""
+    """Return the scheme of MXFP4, two values in a byte."""
     return {("float", 4)}, WeightScheme(
         name="mxfp4", element="e2m1", packing="bytes", values=".weight_packed", scale_dtypes=POWERS, **shared
     )
 
 
 def _mxfp8(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
-    """MXFP8."""
+    """Return the scheme of MXFP8."""
     return {("float", 8)}, WeightScheme(name="mxfp8", element="e4m3", scale_dtypes=POWERS, **shared)
 
 

@@ -152,7 +152,7 @@ def nesting(family: Family, names: Collection[str], where: str, shape: Callable[
 def _experts(
     family: Family, base: str, names: Collection[str], shape: Callable[[str], tuple[int, ...]]
 ) -> Literal["single", "in_out", "out_in"]:
-    """How the experts are stored, found from the shapes of two tensors of one layer."""
+    """Return how the experts are stored, found from the shapes of two tensors of one layer."""
     up_name, down_name = (name for names in STACKED_MODULES.values() for name in names)
     found = next((name for name in names if name.startswith(base) and name.endswith(f".{down_name}")), None)
     if found is None or STACKED_MODULES.items() <= family.modules.items():

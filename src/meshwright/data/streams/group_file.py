@@ -124,7 +124,7 @@ class Cache:
 
 
 def texts_digest(tokenizer: LoadedTokenizer) -> str:
-    """Digest of the tokenizer and of the tokens that begin and end each text. The tokens of a text depend on nothing else."""
+    """Return a digest of the tokenizer and of the tokens that begin and end each text. The tokens of a text depend on nothing else."""
     named = [
         tokenizer.record.digest,
         tokenizer.record.eos,

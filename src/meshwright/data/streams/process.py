@@ -1,4 +1,4 @@
-"""The program of a loader process: it reads and tokenizes groups of files for a rank, or makes the index of a source.
+"""The program of a loader process: it reads and tokenises groups of files for a rank, or makes the index of a source.
 
 It is torch-free.
 

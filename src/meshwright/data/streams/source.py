@@ -37,9 +37,9 @@ OPEN_GROUPS = 128
 REMEMBERED_GROUPS = 4096
 """Maximum number of groups that a process remembers as made."""
 AHEAD_BYTES = 2 << 20
-"""Bytes of a lane's text that are tokenized ahead. If AHEAD_SAMPLES samples or half a window are more, that much is."""
+"""Bytes of a lane's text that are tokenised ahead. At least AHEAD_SAMPLES samples and half a window are."""
 AHEAD_SAMPLES = 2
-"""Samples of a lane that are tokenized ahead; see AHEAD_BYTES."""
+"""Samples of a lane that are tokenised ahead; see AHEAD_BYTES."""
 AHEAD_WINDOWS = 32
 """Maximum number of windows of a lane that are requested ahead of the current one."""
 FIRST_AHEAD = 4
