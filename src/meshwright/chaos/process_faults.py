@@ -24,8 +24,9 @@ SLOW_STEPS = 8
 """A rank is slow for at least this many seconds and steps."""
 LONGEST_TURN = 0.1
 STOPPED_TURNS = 3
-"""How a slow rank is slowed: it runs for the duration of a step, at most `LONGEST_TURN` seconds. Then it is stopped
-for `STOPPED_TURNS` times as long.
+"""How a slow rank is slowed: it runs for the duration of a step, at most `LONGEST_TURN` seconds.
+
+Then it is stopped for `STOPPED_TURNS` times as long.
 """
 
 
@@ -69,8 +70,8 @@ def stop_rank(stage: Stage) -> None:
 def slow_rank(stage: Stage) -> None:
     """Stop and continue the last rank alternately, for some steps or until the job ends.
 
-    The rank is stopped while it computes. If a rank stops inside a collective, all ranks wait, as they would for a
-    slow network.
+    The rank is stopped while it computes. If a rank stops inside a collective, all ranks wait, as they would for a slow
+    network.
     """
     job = stage.job
     rank = stage.template.ranks - 1

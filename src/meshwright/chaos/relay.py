@@ -1,5 +1,4 @@
-"""Relays network frames between the two devices of each link, with a delay and with losses. For kernels without
-netem.
+"""Relays network frames between the two devices of each link, with a delay and with losses. For kernels without netem.
 
 It needs Linux and root.
 

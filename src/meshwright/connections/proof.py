@@ -70,8 +70,8 @@ class Challenge:
 def answer_challenge(key: str, client_nonce: object, scope: str = "") -> tuple[dict[str, str], ProofSession]:
     """Return the listener's answer to a client's nonce, and the session.
 
-    The client proves that it knows the key with the proof of its first message. Raises WrongProof if `client_nonce`
-    is no nonce.
+    The client proves that it knows the key with the proof of its first message. Raises WrongProof if `client_nonce` is
+    no nonce.
     """
     if not is_nonce(client_nonce):
         raise WrongProof("expected a nonce")

@@ -1,8 +1,8 @@
 """Messages between the launcher of a host and the ranks that it has started. A message is a line with a JSON object.
 
 The launcher writes to a rank's standard input. A rank writes to a pipe, whose file descriptor is in the environment
-variable `CHANNEL`. Ranks that another launcher has started (torchrun, Slurm) have no pipe; they drop their messages.
-It needs no torch.
+variable `CHANNEL`. Ranks that another launcher has started (torchrun, Slurm) have no pipe; they drop their messages. It
+needs no torch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class SelfTest:
 class SelfTestResult:
     """Waiting process to launcher: the errors that the self-test has found, as empty texts if there were none.
 
-    `failure` is an error of the device. `exchange` is an error in communication with other ranks. `exchanged` is
-    false if the communication did not complete.
+    `failure` is an error of the device. `exchange` is an error in communication with other ranks. `exchanged` is false
+    if the communication did not complete.
     """
 
     failure: str
@@ -67,9 +67,7 @@ class EndMessage:
 
 @dataclass(frozen=True)
 class CollectivesRequest:
-    """Launcher to rank: append the collectives that torch has recorded to the file in memory `path`, as one line of
-    JSON.
-    """
+    """Launcher to rank: append the collectives that torch has recorded to the file in memory `path`, as one line of JSON."""
 
     path: str
 
@@ -234,10 +232,7 @@ class MessageChannel:
         return self._descriptor is not None
 
     def send(self, message: Message) -> None:
-        """Write a message if the pipe has space, else drop it.
-
-        Only a FailureMessage waits for space, up to `SEND_SECONDS`.
-        """
+        """Write a message if the pipe has space, else drop it. Only a FailureMessage waits for space, up to `SEND_SECONDS`."""
         if self._descriptor is None:
             return
         if isinstance(message, FailureMessage):

@@ -1,4 +1,1 @@
-"""Starting a run: this machine's devices, the run's folder and plan, and the processes of its ranks.
-
-It needs no torch.
-"""
+"""Starting a run: this machine's devices, the run's folder and plan, and the processes of its ranks. It needs no torch."""

@@ -14,10 +14,7 @@ DECAYS = {"cosine": "a cosine", "linear": "a line", "wsd": "a line at the end", 
 
 
 def fine_tuning_lines(run: RunSpec, source: DataSource) -> list[str]:
-    """Return the lines for a run whose data have chats; none for other runs.
-
-    `prepare.data_line` prints the rest about data.
-    """
+    """Return the lines for a run whose data have chats; none for other runs. `prepare.data_line` prints the rest about data."""
     if not source.has_chats:
         return []
     if run.preference is not None:
@@ -49,9 +46,7 @@ def _rate_and_validation(run: RunSpec) -> list[str]:
 
 
 def _preference_lines(run: RunSpec, preference: PreferenceSpec, source: DataSource) -> list[str]:
-    """Return lines about preference training: how many pairs or answers a step has, the loss, and the reference
-    model.
-    """
+    """Return lines about preference training: how many pairs or answers a step has, the loss, and the reference model."""
     lines = []
     what = "pairs" if preference.paired else "answers"
     units = 0.0

@@ -59,9 +59,7 @@ class HealthMonitor:
 
     @property
     def known(self) -> bool:
-        """Whether the start of ranks need not wait: the host has been read, or it has not answered for
-        `FIRST_SECONDS`.
-        """
+        """Whether the start of ranks need not wait: the host has been read, or it has not answered for `FIRST_SECONDS`."""
         return self._read or self._ended or self._clock() - self._started > FIRST_SECONDS
 
     def findings(self) -> tuple[HealthFinding, ...]:

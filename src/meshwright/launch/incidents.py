@@ -1,7 +1,6 @@
 """Incidents of a run: the rank that caused a failure, what it was doing, which ranks waited for it, and what follows.
 
-The coordinator writes `RUN/incidents/NNNN-STEP/incident.json` before it ends the ranks. Agents add
-`stacks/rank-R.txt`.
+The coordinator writes `RUN/incidents/NNNN-STEP/incident.json` before it ends the ranks. Agents add `stacks/rank-R.txt`.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ LISTED_RANKS = 1024
 
 @dataclass(frozen=True)
 class JobSchedule:
-    """Schedule and layout of an attempt.
-
-    `hosts_wait`: whether collectives block the host thread, as they do on CPUs.
-    """
+    """Schedule and layout of an attempt. `hosts_wait`: whether collectives block the host thread, as they do on CPUs."""
 
     schedule: Schedule
     layout: Layout
@@ -104,8 +100,8 @@ def is_recorded(incident: Incident, stop_codes: Sequence[int]) -> bool:
 def blamed(incident: Incident, ranks: Sequence[RankState], hosts: Mapping[int, str]) -> Incident:
     """Return the incident with the rank that caused it.
 
-    If the ranks report only that they lost a peer, and exactly one rank has been stopped by a signal, that rank is
-    the cause.
+    If the ranks report only that they lost a peer, and exactly one rank has been stopped by a signal, that rank is the
+    cause.
     """
     stopped = [rank.rank for rank in ranks if rank.stopped and rank.code is None and not rank.failed]
     if incident.hang or incident.corrupt or incident.code not in PEER_LOSS_CODES or len(stopped) != 1:
@@ -151,8 +147,8 @@ class IncidentWriter:
     def blame_host(self, host: str, reason: str) -> None:
         """Let the newest incident blame a host that is now known to be lost.
 
-        The peers of a lost host fail before the loss of the host is noticed. So the incident may name a rank that
-        only reported a lost peer.
+        The peers of a lost host fail before the loss of the host is noticed. So the incident may name a rank that only
+        reported a lost peer.
         """
         if self._newest is None:
             return
@@ -169,10 +165,7 @@ class IncidentWriter:
 
 
 def new_folder(run: Path, step: int | None) -> Path:
-    """Create and return the folder of the next incident.
-
-    Its number follows the newest one; the oldest folders are removed.
-    """
+    """Create and return the folder of the next incident. Its number follows the newest one; the oldest folders are removed."""
     existing: list[Path] = []
     with suppress(OSError):  # an error is reported when the incident is written
         existing = sorted(path for path in (run / FOLDER).glob("[0-9]*-*") if path.is_dir())
@@ -198,8 +191,8 @@ def write_incident(
 ) -> None:
     """Write `incident.json` into `folder`.
 
-    `attempt` is the number of the failed attempt, and `answer` says what follows. `ranks` are the states of all
-    ranks, and `hosts` their hosts. For a hang, `culprit` is the rank that holds up the job.
+    `attempt` is the number of the failed attempt, and `answer` says what follows. `ranks` are the states of all ranks,
+    and `hosts` their hosts. For a hang, `culprit` is the rank that holds up the job.
     """
     incident = blamed(incident, ranks, hosts)
     state = next((rank for rank in ranks if rank.rank == incident.rank), None)

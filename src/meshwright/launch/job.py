@@ -60,8 +60,8 @@ def run_job(
             "--rdzv-endpoint HOST:PORT -m meshwright train …"
         )
     if run.train.global_batch % run.cluster.ranks and run.train.global_batch_tokens is None:
-        # If the batch divides evenly, using fewer devices is never faster (`planner.devices`), and the planner need
-        # not be imported.
+        # If the batch divides evenly, using fewer devices is never faster (`planner.devices`), and the planner need not
+        # be imported.
         from meshwright.launch.prepare import on_used_devices
 
         run = on_used_devices(run, note)

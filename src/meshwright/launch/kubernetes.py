@@ -50,8 +50,7 @@ class Container:
 
     image: str
     claim: str | None
-    """Name of the PersistentVolumeClaim, or of SkyPilot's volume, that all hosts mount. It holds data and run
-    folders.
+    """Name of the PersistentVolumeClaim, or of SkyPilot's volume, that all hosts mount. It holds data and run folders.
 
     Pods need one.
     """

@@ -1,8 +1,8 @@
 """Kubernetes objects of a serving deployment: servers of each role, a router and a block cache.
 
-The servers of a role are a StatefulSet, or a LeaderWorkerSet with groups of one pod. Both keep the names of their
-pods, which is necessary because decode servers know the prefill servers by name. The router knows each role by the
-name of its headless service, and looks up the addresses of the pods repeatedly.
+The servers of a role are a StatefulSet, or a LeaderWorkerSet with groups of one pod. Both keep the names of their pods,
+which is necessary because decode servers know the prefill servers by name. The router knows each role by the name of
+its headless service, and looks up the addresses of the pods repeatedly.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ class ServingJob:
     queue: Queue | None = None
     """Kueue's queue that admits the servers; None without Kueue."""
     leader_worker_set: bool = False
-    """Whether servers are LeaderWorkerSets.
-
-    Kueue then admits each server separately; it admits a StatefulSet as a whole.
-    """
+    """Whether servers are LeaderWorkerSets. Kueue then admits each server separately; it admits a StatefulSet as a whole."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", self.name):

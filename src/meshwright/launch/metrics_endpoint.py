@@ -1,8 +1,8 @@
 """Serves a run's figures in Prometheus's text format, from the process that starts the ranks of a host.
 
-It is off unless `observe.prometheus` names an address. On several hosts, each agent serves the figures of the whole
-run and of its own ranks. A thread answers the requests, with a limited number of connections. Supervision and
-training never wait for that thread.
+It is off unless `observe.prometheus` names an address. On several hosts, each agent serves the figures of the whole run
+and of its own ranks. A thread answers the requests, with a limited number of connections. Supervision and training
+never wait for that thread.
 """
 
 from __future__ import annotations

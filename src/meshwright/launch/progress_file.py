@@ -1,7 +1,6 @@
 """`RUN/progress.json`: the progress of every rank of a supervised job, written once a second while the job runs.
 
-The coordinator's process writes it in a thread, so that a hanging file system delays neither supervision nor
-training.
+The coordinator's process writes it in a thread, so that a hanging file system delays neither supervision nor training.
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ class RankSnapshot:
 
 @dataclass(frozen=True)
 class JobProgress:
-    """The progress of a job: its attempt, the status of supervision (`policies.supervision`), and the ranks that have
-    begun.
-    """
+    """The progress of a job: its attempt, the status of supervision (`policies.supervision`), and the ranks that have begun."""
 
     job: str
     attempt: int

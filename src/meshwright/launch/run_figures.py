@@ -166,9 +166,7 @@ def _steps_left(train: Mapping[str, Any], step: int, recent: int) -> float:
 
 
 class _GoodputReader:
-    """Reads the goodput of a run again when its file has changed, but spends at most about a tenth of the time on
-    reading.
-    """
+    """Reads the goodput of a run again when its file has changed, but spends at most about a tenth of the time on reading."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -221,9 +219,7 @@ def _state(job: _Job | None, running: bool, step: int, steps: int | None) -> str
 
 
 def _newest_incident(folder: Path) -> int:
-    """Return the number of the newest incident, which also counts incidents whose folders were removed; 0 without
-    any.
-    """
+    """Return the number of the newest incident, which also counts incidents whose folders were removed; 0 without any."""
     numbers = (path.name.partition("-")[0] for path in folder.glob("[0-9]*-*"))
     return max((int(number) for number in numbers if number.isdigit()), default=0)
 

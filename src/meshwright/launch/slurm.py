@@ -22,10 +22,7 @@ LEAST_NOTICE = 120
 
 
 def slurm_script(job: SchedulerJob) -> str:
-    """Return the script, which runs one task on each node.
-
-    Options on `sbatch`'s command line override those in the script.
-    """
+    """Return the script, which runs one task on each node. Options on `sbatch`'s command line override those in the script."""
     return "\n".join([*_options(job), "", *_environment(job), "", *_agents(job), "", *_ending(job), ""])
 
 

@@ -1,8 +1,7 @@
 """The snapshot server next to an agent: a process that serves this host's snapshots and stores copies of another
 host's.
 
-The agent owns the listening socket and the memory of the copies. If the server dies, a new server continues with
-both.
+The agent owns the listening socket and the memory of the copies. If the server dies, a new server continues with both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`RUN/supervision.jsonl`: the states of a supervised job, one line for each change.
 
-Several processes may coordinate a job one after the other. Each writes its lines with a term, a number one higher
-than the term of its predecessor. If a predecessor whose lease has ended writes a line late, for example after its
-file system hung, that line has a lower term and is ignored.
+Several processes may coordinate a job one after the other. Each writes its lines with a term, a number one higher than
+the term of its predecessor. If a predecessor whose lease has ended writes a line late, for example after its file
+system hung, that line has a lower term and is ignored.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ STATE_FILE = "supervision.jsonl"
 RETRY_SECONDS = 1.0
 """Seconds until another attempt to write a state that could not be written."""
 AGAIN_SECONDS = 10.0
-"""If an event's state could not be written, the event is expected again within this many seconds.
-
-Longer than any heartbeat.
-"""
+"""If an event's state could not be written, the event is expected again within this many seconds. Longer than any heartbeat."""
 UNWRITABLE_SECONDS = 300.0
 """Seconds for which a job waits for a disk that rejects its state, if it cannot continue without; then it ends."""
 GONE_SECONDS = 10.0
@@ -49,10 +46,7 @@ class StateFile:
         """The term of this process; None before it has written a line."""
 
     def append(self, state: State, now: float) -> bool:
-        """Append a state, and return whether that succeeded.
-
-        `now` is a time of any monotonic clock in seconds, also below.
-        """
+        """Append a state, and return whether that succeeded. `now` is a time of any monotonic clock in seconds, also below."""
         if self._error is not None and now < self._retry_at:
             return False
         try:

@@ -135,9 +135,9 @@ class Sweep:
     def train(self, note: Callable[[str], None], changed: Callable[[], object]) -> int:
         """Train the runs that have not ended, and return the exit code.
 
-        `note` receives a sentence for each start and end of a run. `changed` is called when a run has ended. Ctrl-C
-        or SIGTERM lets the runs save checkpoints and end; a second Ctrl-C kills them. A run that fails does not
-        affect the others.
+        `note` receives a sentence for each start and end of a run. `changed` is called when a run has ended. Ctrl-C or
+        SIGTERM lets the runs save checkpoints and end; a second Ctrl-C kills them. A run that fails does not affect the
+        others.
         """
         waiting = [run for run in self.runs if run.outcome in ("not started", "stopped")]
         ended = len(self.runs) - len(waiting)
@@ -278,8 +278,9 @@ def _write_record(folder: Path, stopped: Mapping[str, str]) -> None:
 
 @contextmanager
 def _stop_signals(going: Sequence[SweepRun]) -> Iterator[list[int]]:
-    """Handle SIGINT and SIGTERM during a `with` block: pass them on to the runs in `going`. Yields the signals
-    received so far.
+    """Handle SIGINT and SIGTERM during a `with` block: pass them on to the runs in `going`.
+
+    Yields the signals received so far.
 
     The runs get SIGTERM, so that they save checkpoints; after a second SIGINT they are killed. If the block raises an
     exception, the runs get SIGTERM, and their end is awaited.

@@ -128,9 +128,7 @@ def comparison_page(title: str, runs: Sequence[ComparedRun], *, above: Sequence[
 
 
 def beside(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return a table with one column for each run, headed by its name and the colour of its curve; empty without
-    rows.
-    """
+    """Return a table with one column for each run, headed by its name and the colour of its curve; empty without rows."""
     if not rows:
         return ""
     heads = "".join(f"<th>{_dot(index)}{escape(name)}</th>" for index, name in enumerate(names))
@@ -148,10 +146,7 @@ def _dot(index: int) -> str:
 
 
 def ranking_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with one row for each run, with the colour of its curve.
-
-    The caller sorts the rows, the best first.
-    """
+    """Return a table with one row for each run, with the colour of its curve. The caller sorts the rows, the best first."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     lines = "".join(
         f"<tr><th>{_dot(index)}{escape(row[0])}</th>{''.join(f'<td>{escape(text)}</td>' for text in row[1:])}</tr>"
@@ -162,10 +157,7 @@ def ranking_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def comparison_sheet(runs: Sequence[ComparedRun]) -> Sheet:
-    """Return the charts with one curve for each run.
-
-    Their x axis can be steps, tokens, training time or training FLOPs.
-    """
+    """Return the charts with one curve for each run. Their x axis can be steps, tokens, training time or training FLOPs."""
     positions = {index: _positions(run.folder) for index, run in enumerate(runs) if run.folder.steps}
     if not positions:
         return Sheet((), {}, ())

@@ -20,9 +20,9 @@ _TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10
 def trend(values: Values, indices: Sequence[int]) -> list[float | None]:
     """Return the smoothed curve at `indices`. Each value is the mean of the middle half of the values in a window.
 
-    Leaving out the highest and lowest quarter removes spikes. The window is centred on the index, so the trend does
-    not lag. Its half-width is 1/20 of the index, because a loss falls fast early and slowly later, and at most 1/40
-    of the curve. A value is None if the window has no number.
+    Leaving out the highest and lowest quarter removes spikes. The window is centred on the index, so the trend does not
+    lag. Its half-width is 1/20 of the index, because a loss falls fast early and slowly later, and at most 1/40 of the
+    curve. A value is None if the window has no number.
     """
     means: list[float | None] = []
     for index in indices:
@@ -34,11 +34,10 @@ def trend(values: Values, indices: Sequence[int]) -> list[float | None]:
 
 
 def indices_of_extremes(length: int, curves: Sequence[Values], limit: int) -> list[int]:
-    """Return at most `limit` ascending indices that keep the lows and highs of each curve, so that spikes stay
-    visible.
+    """Return at most `limit` ascending indices that keep the lows and highs of each curve, so that spikes stay visible.
 
-    The `length` indices are divided into equal buckets. In each bucket, every curve keeps its minimum and its
-    maximum. The first and the last index are kept too.
+    The `length` indices are divided into equal buckets. In each bucket, every curve keeps its minimum and its maximum.
+    The first and the last index are kept too.
     """
     if length <= limit:
         return list(range(length))
@@ -73,8 +72,8 @@ def value_range(values: Values, *, from_zero: bool, outliers: bool = False) -> t
     """Return (low, high) of a y axis with margins.
 
     The axis covers all values, or only the lower 98% if the others are far higher. Otherwise a spike, or a first step
-    that compiles, would flatten the curve. With `outliers` it always covers all values. `from_zero` includes 0. An
-    axis for a single value is centred on it.
+    that compiles, would flatten the curve. With `outliers` it always covers all values. `from_zero` includes 0. An axis
+    for a single value is centred on it.
     """
     numbers = sorted(value for value in values if value is not None)
     if not numbers:

@@ -22,8 +22,8 @@ HEADS = ("requests/s", "requests", "failed", "attainment", "TTFT p50", "TTFT p90
 class LatencyFigures:
     """Figures of the requests at one rate, predicted or measured.
 
-    `attainment` is the share of requests that meet both latency limits, 0 to 1. The others are the median (p50) and
-    the 90th percentile (p90) of the time to first token (TTFT) and the time per output token (TPOT), in seconds.
+    `attainment` is the share of requests that meet both latency limits, 0 to 1. The others are the median (p50) and the
+    90th percentile (p90) of the time to first token (TTFT) and the time per output token (TPOT), in seconds.
     """
 
     attainment: float

@@ -1,7 +1,4 @@
-"""Blocks of one measured pipeline step, from the recorded spans of its ranks.
-
-The picture is shown next to the prediction.
-"""
+"""Blocks of one measured pipeline step, from the recorded spans of its ranks. The picture is shown next to the prediction."""
 
 from __future__ import annotations
 
@@ -38,8 +35,8 @@ class MeasuredStep:
 def typical_step(ranks: Sequence[RankSpans]) -> MeasuredStep | None:
     """Return the step of median duration among the newest steps that all ranks of the first pipeline have recorded.
 
-    `ranks` are recordings whose times are on one clock. The first pipeline has the ranks whose coordinates on all
-    other axes are 0. None if there is no such step.
+    `ranks` are recordings whose times are on one clock. The first pipeline has the ranks whose coordinates on all other
+    axes are 0. None if there is no such step.
     """
     column = sorted(
         (rank for rank in ranks if not any(i for axis, i in rank.header["coordinates"].items() if axis != "pipeline")),
@@ -67,10 +64,7 @@ def _stage(rank: RankSpans) -> int:
 
 
 def _lengths(rank: RankSpans) -> tuple[list[int], list[int]]:
-    """Return the steps of a rank and their durations in ns.
-
-    If a step ran twice, the last one wins in `typical_step`.
-    """
+    """Return the steps of a rank and their durations in ns. If a step ran twice, the last one wins in `typical_step`."""
     steps = rank.of_phase("step")
     return steps["step"].tolist(), steps["duration_ns"].tolist()
 

@@ -33,8 +33,8 @@ def measured_timeline(schedule: Schedule, ranks: Sequence[StepSpans]) -> tuple[T
       count.
     - A message is in transfer from the time at which both ranks have issued it and the channel is free, as in a
       simulated step.
-    - Exposed time is the time in which a rank computes nothing before an action that waits for a transfer, while
-      bytes of that transfer are moving.
+    - Exposed time is the time in which a rank computes nothing before an action that waits for a transfer, while bytes
+      of that transfer are moving.
 
     Raises ValueError if the ranks did not follow the schedule.
     """
@@ -103,8 +103,8 @@ def _compute(rank: int, actions: Sequence[Action], spans: Sequence[Span]) -> lis
 def _collectives(rank: int, actions: Sequence[Action], step: StepSpans) -> list[Record]:
     """Return records of the collectives that ran.
 
-    Some collectives of the schedule are skipped and have no span, for example a gather over one rank or of weights
-    that are resident.
+    Some collectives of the schedule are skipped and have no span, for example a gather over one rank or of weights that
+    are resident.
     """
     action_by_label = {action.label: action for action in actions if action.op in ("unshard", "reduce_grad")}
     return [
@@ -164,10 +164,7 @@ class _RankSeconds:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A transfer that an action waits for.
-
-    It moves bytes between `start` and `end`, whenever one of `lanes` is busy.
-    """
+    """A transfer that an action waits for. It moves bytes between `start` and `end`, whenever one of `lanes` is busy."""
 
     axis: str
     lanes: tuple[str, ...]
@@ -231,10 +228,7 @@ class _WaitCounter:
         return _latest_first(transfers)
 
     def _wait(self, until: float, transfers: Iterable[_Transfer]) -> None:
-        """Count as exposed the idle time before `until` in which a lane of `transfers` was busy.
-
-        Each moment counts once.
-        """
+        """Count as exposed the idle time before `until` in which a lane of `transfers` was busy. Each moment counts once."""
         idle = [(self._clock, until)] if until > self._clock else []
         for transfer in transfers:
             for lane in transfer.lanes:

@@ -57,9 +57,7 @@ def percent(fraction: float) -> str:
 
 
 def rate(value: float) -> str:
-    """Return three significant digits, but all digits before the decimal point: 16.364 becomes "16.4", 1042.3
-    "1,042".
-    """
+    """Return three significant digits, but all digits before the decimal point: 16.364 becomes "16.4", 1042.3 "1,042"."""
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 

@@ -20,8 +20,8 @@ POLL_SECONDS = 1e-4
 class OpenSpan:
     """A span and its stamps `first` and `last`.
 
-    `counts` is the phase of the step to whose time the span is added; None for spans that are only drawn or recorded.
-    A span with a `phase` is recorded, with the fields of `events.span.SpanRecord`.
+    `counts` is the phase of the step to whose time the span is added; None for spans that are only drawn or recorded. A
+    span with a `phase` is recorded, with the fields of `events.span.SpanRecord`.
     """
 
     name: str
@@ -92,10 +92,7 @@ class OpenSpan:
 
 @dataclass(slots=True)
 class PostedMessage(OpenSpan):
-    """A message between ranks.
-
-    `first` is stamped when it was issued, and `transfer` knows how long the transfer takes.
-    """
+    """A message between ranks. `first` is stamped when it was issued, and `transfer` knows how long the transfer takes."""
 
     transfer: MessageTransfer | None = None
     timed_from_posting: bool = False

@@ -1,6 +1,4 @@
-"""Parts of self-contained HTML pages without scripts, in the style of the report: document, headline figures, tables,
-lists.
-"""
+"""Parts of self-contained HTML pages without scripts, in the style of the report: document, headline figures, tables, lists."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Measures the device time of each span of a training step, without synchronising host and device.
 
-On CUDA, a time stamp is an event on the stream; its time is read after the device has reached it. On a CPU, a stamp
-is a time of the clock.
+On CUDA, a time stamp is an event on the stream; its time is read after the device has reached it. On a CPU, a stamp is
+a time of the clock.
 
 Phases in device time show only time that delays the device. For example, fetching a batch while the device computes
 takes no time of the step.
@@ -149,10 +149,7 @@ class StepRecorder:
 
     @property
     def detail(self) -> bool:
-        """Whether actions are recorded separately, and all communication is recorded.
-
-        It can be set between steps only.
-        """
+        """Whether actions are recorded separately, and all communication is recorded. It can be set between steps only."""
         return self._detail
 
     @detail.setter
@@ -162,10 +159,7 @@ class StepRecorder:
         self._detail = wanted
 
     def take(self) -> list[StepSpans]:
-        """Return the steps recorded with `detail` since the last call, in order.
-
-        Call `wait` first to get all of them.
-        """
+        """Return the steps recorded with `detail` since the last call, in order. Call `wait` first to get all of them."""
         self._collect()
         taken = self._detailed
         self._detailed = []
@@ -331,10 +325,7 @@ class StepRecorder:
         self._window.spans.append(span)
 
     def _begin_stamp(self) -> Any:
-        """Return the stamp for a span that begins now.
-
-        A span of earlier actions that is still open ends at the same stamp.
-        """
+        """Return the stamp for a span that begins now. A span of earlier actions that is still open ends at the same stamp."""
         if self._window is None:
             self._open_window(counted=False)
         if self._unseen is not None and self._unseen.look(self._clock, self._host):
@@ -459,10 +450,7 @@ class StepRecorder:
 
 
 class DetailRecorder(StepRecorder):
-    """Measures only steps with `detail`.
-
-    It is for a run that records no phases and spans, but may record a timeline.
-    """
+    """Measures only steps with `detail`. It is for a run that records no phases and spans, but may record a timeline."""
 
     def begin_step(self, step: int, tokens: int = 0) -> None:
         if self.detail:

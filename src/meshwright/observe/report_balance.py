@@ -1,6 +1,4 @@
-"""The report's picture of one step with samples of different lengths: each rank's samples over time, coloured by
-length.
-"""
+"""The report's picture of one step with samples of different lengths: each rank's samples over time, coloured by length."""
 
 from __future__ import annotations
 
@@ -89,8 +87,8 @@ def _blocks(
 ) -> Iterator[tuple[str, float, float]]:
     """Yield (level, start, end) of a rank's blocks, in seconds.
 
-    In each slot the samples are drawn from the longest to the shortest. Neighbouring samples of the same level are
-    one block. `starts` has the start of each of the rank's slots.
+    In each slot the samples are drawn from the longest to the shortest. Neighbouring samples of the same level are one
+    block. `starts` has the start of each of the rank's slots.
     """
     mine = balance.rank == rank
     for slot in range(int(balance.slots[rank])):

@@ -252,9 +252,7 @@ def _steady_line(
 
 
 def positions_of(steps: Sequence[Record]) -> Table:
-    """Return the position of each step on every x axis: its number, all tokens so far, and training seconds at its
-    end.
-    """
+    """Return the position of each step on every x axis: its number, all tokens so far, and training seconds at its end."""
     elapsed = 0.0
     seconds = []
     for value in column(steps, "step_seconds"):
@@ -293,20 +291,14 @@ def axis_between(key: str, label: str, first: float, high: float) -> Axis:
 
 
 def at_steps(positions: Table, records: Sequence[Record]) -> Table:
-    """Return the positions of records on every axis.
-
-    A record is at the newest step line with the same or a lower step.
-    """
+    """Return the positions of records on every axis. A record is at the newest step line with the same or a lower step."""
     indices = [bisect_right(positions["step"], record["step"]) - 1 for record in records]
     table = {key: [values[index] if index >= 0 else 0.0 for index in indices] for key, values in positions.items()}
     return {**table, "step": [float(record["step"]) for record in records]}
 
 
 def _window_edges(positions: Table, windows: int) -> Table:
-    """Return the x values at the edges of `windows` windows of steps.
-
-    Each window begins where the step before it ended.
-    """
+    """Return the x values at the edges of `windows` windows of steps. Each window begins where the step before it ended."""
     length = len(positions["step"])
     last_indices = [(window + 1) * length // windows - 1 for window in range(windows)]
     first_edges = {"step": positions["step"][0] - 1, "tokens": 0.0, "time": 0.0}

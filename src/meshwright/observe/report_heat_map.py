@@ -1,6 +1,4 @@
-"""The report's heat map of ranks and steps: compute time relative to the median rank, and a sentence about the
-slowest rank.
-"""
+"""The report's heat map of ranks and steps: compute time relative to the median rank, and a sentence about the slowest rank."""
 
 from __future__ import annotations
 
@@ -39,8 +37,8 @@ class HeatMapFigures:
     """The cells of the picture, computed by `diagnosis.heat_map`.
 
     `ratio` has one row for each range of `ranks` and one value for each range of `steps`; None if no time is known.
-    `excess` says for each rank by how much its time exceeds the median rank's, as the median over steps: 0.1 means
-    10% longer.
+    `excess` says for each rank by how much its time exceeds the median rank's, as the median over steps: 0.1 means 10%
+    longer.
     """
 
     ranks: Sequence[Range]

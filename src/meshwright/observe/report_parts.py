@@ -192,9 +192,7 @@ def _peaks(run: RunFolder) -> tuple[float | None, float | None]:
 
 
 def _comparable_bytes(predicted: Sequence[tuple[str, float]], *, allocated: bool) -> float:
-    """Return the predicted bytes that can be compared with the measurement. torch does not count the framework's
-    memory.
-    """
+    """Return the predicted bytes that can be compared with the measurement. torch does not count the framework's memory."""
     return sum(size for part, size in predicted if not (allocated and part == "framework"))
 
 

@@ -1,7 +1,7 @@
 """Shows the progress of a run on stdout: plain lines and, on a terminal, a live display below them.
 
-Unknown figures are left out: for an unknown chip no MFU is shown, rather than a wrong one. If the terminal closes,
-the display ends and the run continues. Warnings and errors go to stderr.
+Unknown figures are left out: for an unknown chip no MFU is shown, rather than a wrong one. If the terminal closes, the
+display ends and the run continues. Warnings and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -77,10 +77,7 @@ class RunProgress:
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._step_printed = start_step
         self._dropped = 0
-        """How many of `DROPPED_FIRST` step lines leave out.
-
-        It never decreases, so that later lines have the same figures.
-        """
+        """How many of `DROPPED_FIRST` step lines leave out. It never decreases, so that later lines have the same figures."""
         self._validation: tuple[int, float | None] | None = None
         """Step and loss of the last validation; None before the first."""
         self._record: Mapping[str, Any] = {}
@@ -200,10 +197,7 @@ class RunProgress:
         return grid
 
     def _state(self, seconds_left: float | None) -> str:
-        """Return the last word of the progress bar.
-
-        After the last step, a run is still "finishing": it validates and saves.
-        """
+        """Return the last word of the progress bar. After the last step, a run is still "finishing": it validates and saves."""
         if self._step >= self._total:
             return "finishing"
         return "starting" if seconds_left is None else f"{number_text.clock(seconds_left)} left"

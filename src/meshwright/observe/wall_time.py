@@ -1,5 +1,4 @@
-"""wall_time.jsonl: when steps, starts, saves, validations and rollbacks of a run ended. `observe.goodput` adds them
-up.
+"""wall_time.jsonl: when steps, starts, saves, validations and rollbacks of a run ended. `observe.goodput` adds them up.
 
 Rank 0 appends lines and never removes any. So the file also has steps that a failure or a rollback has undone, while
 metrics.jsonl loses those lines. Every line has `kind`, `step`, and `time`, the Unix time in seconds at which it was

@@ -33,8 +33,8 @@ END = "<|end of a grammar|>"
 class GrammarTokens:
     """A tokenizer's vocabulary, prepared for grammars. Preparing a large vocabulary takes some seconds.
 
-    `vocab` is the number of logits. Logits without a token of the tokenizer are never allowed. The last
-    `MOST_COMPILED` grammars in use are kept. `compile` may be called in another thread.
+    `vocab` is the number of logits. Logits without a token of the tokenizer are never allowed. The last `MOST_COMPILED`
+    grammars in use are kept. `compile` may be called in another thread.
 
     Raises BadGrammar if the extra `grammar` is not installed, or for a byte tokenizer, which llguidance cannot use.
     """
@@ -62,10 +62,7 @@ class GrammarTokens:
         self._lock = threading.Lock()
 
     def matcher(self, grammar: Grammar, end_tokens: Collection[int]) -> GrammarMatcher:
-        """Return a matcher for a new text, which ends with one of `end_tokens`.
-
-        Raises BadGrammar for a wrong grammar.
-        """
+        """Return a matcher for a new text, which ends with one of `end_tokens`. Raises BadGrammar for a wrong grammar."""
         if not end_tokens:
             raise BadGrammar("grammar: a text that follows a grammar ends with an end token; give at least one stop id")
         return GrammarMatcher(self.compile(grammar).deep_copy(), self, end_tokens)

@@ -41,9 +41,7 @@ class PromptLogprobs(NamedTuple):
 
     @classmethod
     def of_bytes(cls, chosen: bytes, ranks: bytes, top_tokens: bytes, top: bytes) -> PromptLogprobs:
-        """Return the log probabilities whose arrays have these bytes: numbers of 4 bytes in this machine's byte
-        order.
-        """
+        """Return the log probabilities whose arrays have these bytes: numbers of 4 bytes in this machine's byte order."""
         return cls(array(_FLOAT, chosen), array(_INTEGER, ranks), array(_INTEGER, top_tokens), array(_FLOAT, top))
 
     @classmethod

@@ -1,8 +1,8 @@
 """The prefix cache of an engine on several tensor ranks. Rank 0 gives other processes access to it.
 
 Each rank holds a slice of every cache block: its own KV heads. To read whole blocks, rank 0 gathers the slices of all
-ranks; to write them, it scatters slices to all ranks. Rank 0 manages the block pools and records its changes, which
-the other ranks repeat.
+ranks; to write them, it scatters slices to all ranks. Rank 0 manages the block pools and records its changes, which the
+other ranks repeat.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class RankSlices(PrefixBlocks):
     def __init__(
         self, model: Decoder, spec: ModelSpec, policy: BatchPolicy[CacheBlocks], cache: KVCache, world: World
     ) -> None:
-        """`spec` has the dimensions of the whole model, `model` and `cache` are this rank's part, `policy` holds the
-        pools.
-        """
+        """`spec` has the dimensions of the whole model, `model` and `cache` are this rank's part, `policy` holds the pools."""
         super().__init__(model, policy, cache)
         self._spec = spec
         self._world = world
@@ -89,8 +87,10 @@ class LeadingBlocks(RankSlices):
         record: Callable[[Sequence[Any]], None],
         send: Callable[..., None],
     ) -> None:
-        """`record` is called with each change of the block pools; the other ranks repeat the changes before they
-        handle the next message. `send` sends a message to the other ranks.
+        """`record` is called with each change of the block pools; the other ranks repeat the changes before they handle
+        the next message.
+
+        `send` sends a message to the other ranks.
         """
         super().__init__(model, spec, policy, cache, world)
         self._cache = recorded_blocks(policy.cache, record)

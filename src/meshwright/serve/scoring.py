@@ -24,8 +24,8 @@ class Score(NamedTuple):
 def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
     """Return the score of each (context, continuation), both given as token ids. A context has at least one token.
 
-    If both together are longer than the model's context, the beginning is left out. Sequences of similar length share
-    a forward pass. They are padded at the end, where causal attention keeps the padding from changing the scores.
+    If both together are longer than the model's context, the beginning is left out. Sequences of similar length share a
+    forward pass. They are padded at the end, where causal attention keeps the padding from changing the scores.
 
     Raises ValueError for an empty context, and for a continuation that alone is longer than the model's context.
     """
@@ -52,10 +52,7 @@ def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) 
 
 
 def _batches(lengths: Sequence[int], vocabulary: int) -> Iterator[list[int]]:
-    """Yield the indices of sequences that share a forward pass, the longest first.
-
-    `vocabulary` is the logits per token.
-    """
+    """Yield the indices of sequences that share a forward pass, the longest first. `vocabulary` is the logits per token."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if batch and (len(batch) + 1) * max(1, lengths[batch[0]]) * vocabulary > MOST_LOGITS:

@@ -1,7 +1,7 @@
 """The loss of long sequences, computed in chunks over the paged KV cache.
 
-This needs memory for the keys and values of one sequence and the activations of one chunk. A normal forward pass
-would need the activations of a whole sequence.
+This needs memory for the keys and values of one sequence and the activations of one chunk. A normal forward pass would
+need the activations of a whole sequence.
 """
 
 from __future__ import annotations

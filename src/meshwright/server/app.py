@@ -42,9 +42,7 @@ API_ROUTES: Sequence[tuple[str, str, Callable[[Api, Request], Awaitable[ASGIApp]
     ("GET", "/version", Api.version),
     ("GET", "/metrics", Api.metrics),
 )
-"""(Method, path, endpoint) of each route of the API. docs/reference/serve.md shows the endpoint's docstring in its
-line.
-"""
+"""(Method, path, endpoint) of each route of the API. docs/reference/serve.md shows the endpoint's docstring in its line."""
 ADMIN_ROUTES: Sequence[tuple[str, str, Callable[[Admin, Request], Awaitable[ASGIApp]]]] = (
     ("GET", "/state", Admin.state),
     ("POST", "/pause", Admin.pause),
@@ -104,16 +102,13 @@ def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[A
 
 
 class KeyCheck:
-    """ASGI wrapper that answers 401 to requests without the server's key.
-
-    If the server has no key, it lets all pass.
-    """
+    """ASGI wrapper that answers 401 to requests without the server's key. If the server has no key, it lets all pass."""
 
     def __init__(
         self, app: ASGIApp, key: str | None, *, open_paths: Iterable[str] = (), basic_paths: Iterable[str] = ()
     ) -> None:
-        """`key`: the server's key, or None; `open_paths`: paths that need no key; `basic_paths`: paths where a
-        browser may send the key as the password of HTTP Basic authentication.
+        """`key`: the server's key, or None; `open_paths`: paths that need no key; `basic_paths`: paths where a browser
+        may send the key as the password of HTTP Basic authentication.
         """
         self._app = app
         self._key = None if key is None else key.encode()
@@ -183,8 +178,8 @@ class DirectSend:
 class RequestLog:
     """ASGI wrapper that logs each request and puts a request id into the head of its answer, except for /health.
 
-    A line of the log has path, status, tokens and seconds, but no text. The id is the client's `x-request-id`, or
-    else a number.
+    A line of the log has path, status, tokens and seconds, but no text. The id is the client's `x-request-id`, or else
+    a number.
     """
 
     def __init__(self, app: ASGIApp, *, logs: bool = True) -> None:

@@ -12,10 +12,7 @@ from meshwright.server.fields import checked_text
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_MESSAGES = 4_096
 _PARTS = ("text", "refusal")
-"""Types of content parts.
-
-The text of a part is in the key that has the name of its type: `{"type": "text", "text": …}`.
-"""
+"""Types of content parts. The text of a part is in the key that has the name of its type: `{"type": "text", "text": …}`."""
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:

@@ -124,10 +124,7 @@ def parse_object(body: bytes) -> Fields:
 
 
 def checked_text(text: str, key: str) -> str:
-    """Return `text` if UTF-8 can encode it.
-
-    Raises RequestError for half of a surrogate pair; `key` is the text's path.
-    """
+    """Return `text` if UTF-8 can encode it. Raises RequestError for half of a surrogate pair; `key` is the text's path."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

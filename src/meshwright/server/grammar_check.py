@@ -81,10 +81,7 @@ class GrammarCheck:
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """Return the next line of the process's output.
-
-    None if no line comes within `seconds`, or the process has ended.
-    """
+    """Return the next line of the process's output. None if no line comes within `seconds`, or the process has ended."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     deadline = time.monotonic() + seconds
@@ -109,10 +106,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def main() -> None:
-    """Read lines `[notation, grammar]` from stdin.
-
-    Answer each with one line: null, or the reason to refuse the grammar.
-    """
+    """Read lines `[notation, grammar]` from stdin. Answer each with one line: null, or the reason to refuse the grammar."""
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     library = llguidance()

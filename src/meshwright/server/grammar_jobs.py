@@ -1,7 +1,7 @@
 """Compiles the grammars of waiting requests in a thread, while the engine goes on with its steps.
 
-The library releases the GIL while it compiles. Before that, a separate process has tried the grammar
-(`grammar_check`), so the thread never gets one that takes too long.
+The library releases the GIL while it compiles. Before that, a separate process has tried the grammar (`grammar_check`),
+so the thread never gets one that takes too long.
 """
 
 from __future__ import annotations

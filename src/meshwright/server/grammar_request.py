@@ -31,10 +31,7 @@ class GrammarRequest(NamedTuple):
 
 
 def read_grammar(fields: Fields) -> GrammarRequest | None:
-    """Return the grammar that a request asks for, or None.
-
-    Raises RequestError for wrong values and for two grammars.
-    """
+    """Return the grammar that a request asks for, or None. Raises RequestError for wrong values and for two grammars."""
     asked = [_response_format(fields), _structured_outputs(fields)]
     asked += [_of_key(fields, f"guided_{form}", f"guided_{form}", read) for form, read in _FORMS.items()]
     found = [grammar for grammar in asked if grammar is not None]
@@ -140,10 +137,7 @@ def _checked(value: object, key: str) -> str:
 
 
 def text_of_length(text: str, key: str) -> str:
-    """Return `text`, a schema, regular expression or grammar from the body's `key`.
-
-    Raises RequestError if it is too long.
-    """
+    """Return `text`, a schema, regular expression or grammar from the body's `key`. Raises RequestError if it is too long."""
     if len(text) > LONGEST_SCHEMA:
         raise wrong(key, f"at most {LONGEST_SCHEMA} characters", text)
     return text

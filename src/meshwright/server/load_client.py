@@ -19,10 +19,7 @@ CHUNK_BYTES = 1 << 16
 
 @dataclass
 class MeasuredRequest:
-    """A request and the times of its events.
-
-    Times are seconds since the start of the test, infinite until the event.
-    """
+    """A request and the times of its events. Times are seconds since the start of the test, infinite until the event."""
 
     request: TimedRequest
     server: int

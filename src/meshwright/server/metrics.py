@@ -1,7 +1,4 @@
-"""The metrics of the HTTP server.
-
-Names are vLLM's with the prefix `meshwright:`, so that vLLM's dashboards can be reused.
-"""
+"""The metrics of the HTTP server. Names are vLLM's with the prefix `meshwright:`, so that vLLM's dashboards can be reused."""
 
 from __future__ import annotations
 
@@ -62,8 +59,8 @@ class ServerMetrics:
     def count_request(self, reason: str, prompt: int, tokens: int, decoding: float, seconds: float) -> None:
         """Count a sequence that has ended.
 
-        `reason` is its finish reason, `prompt` and `tokens` are its prompt and generated tokens. `decoding` is the
-        time from its first token to its last, `seconds` the time from the request to its end.
+        `reason` is its finish reason, `prompt` and `tokens` are its prompt and generated tokens. `decoding` is the time
+        from its first token to its last, `seconds` the time from the request to its end.
         """
         self._ended[reason] += 1
         self.prompt_tokens += prompt

@@ -40,8 +40,9 @@ class OwnAnswers:
     """The newest answers, by the digest of their prompts' whole blocks."""
 
     def __init__(self, tokens: TokenBytes) -> None:
-        """`tokens` gives the bytes of each token. If it has no `form`, the bytes of a token depend on its neighbours,
-        and then nothing is kept.
+        """`tokens` gives the bytes of each token.
+
+        If it has no `form`, the bytes of a token depend on its neighbours, and then nothing is kept.
         """
         self._tokens = tokens
         self._answers: OrderedDict[bytes, list[_Answer]] = OrderedDict()
@@ -49,8 +50,7 @@ class OwnAnswers:
         self.results: Counter[str] = Counter()
         """How often a prompt began with an earlier prompt, by what followed it.
 
-        `same`: the answer, already encoded as its own tokens; `taken`: the answer in other tokens, which were
-        replaced;
+        `same`: the answer, already encoded as its own tokens; `taken`: the answer in other tokens, which were replaced;
         `other_text`: another text.
         """
 
@@ -102,8 +102,7 @@ class OwnAnswers:
             at += BLOCK
 
     def _end(self, ids: array[int], at: int, hasher: Any, kept: _Answer) -> int | None:
-        """Return the index in `ids` where the text of `kept` ends; None if `ids` do not contain its prompt and
-        answer.
+        """Return the index in `ids` where the text of `kept` ends; None if `ids` do not contain its prompt and answer.
 
         `hasher` is the digest of the tokens before index `at`.
         """

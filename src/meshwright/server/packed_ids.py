@@ -1,7 +1,4 @@
-"""Token ids as bytes.
-
-JSON numbers are slow: 128,000 of them block the event loop for 20 ms, as bytes for less than 1 ms.
-"""
+"""Token ids as bytes. JSON numbers are slow: 128,000 of them block the event loop for 20 ms, as bytes for less than 1 ms."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Log probabilities of prompts as JSON: in OpenAI's format (`echo` with `logprobs`) and in vLLM's
-(`prompt_logprobs`).
+"""Log probabilities of prompts as JSON: in OpenAI's format (`echo` with `logprobs`) and in vLLM's (`prompt_logprobs`).
 
-A prompt may have 100,000 tokens. Its entries are written in portions, and the event loop serves other requests
-between two portions.
+A prompt may have 100,000 tokens. Its entries are written in portions, and the event loop serves other requests between
+two portions.
 """
 
 from __future__ import annotations

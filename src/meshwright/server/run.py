@@ -60,9 +60,9 @@ def run_server(
 ) -> None:
     """Serve the model in `folder` until SIGTERM or Ctrl-C.
 
-    `say` is called with a line that has the server's address, once the server accepts requests. `cluster` is this
-    host with as many devices as the tensor ranks (`spec.tensor`) or the expert ranks (`experts.count`). Without it,
-    the engine runs on one device. `absorb` is the field of `EngineOptions`.
+    `say` is called with a line that has the server's address, once the server accepts requests. `cluster` is this host
+    with as many devices as the tensor ranks (`spec.tensor`) or the expert ranks (`experts.count`). Without it, the
+    engine runs on one device. `absorb` is the field of `EngineOptions`.
 
     Raises BadInput for wrong settings, and the engine's error if the engine cannot continue.
     """

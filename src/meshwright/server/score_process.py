@@ -25,16 +25,13 @@ if TYPE_CHECKING:
     from meshwright.server.engine_setup import EngineSetup
 
 USED = ("sequences", "step_tokens", "context")
-"""Settings of `EngineSettings` that a reward model uses: most sequences and most tokens in a batch, and most tokens
-in a sequence.
+"""Settings of `EngineSettings` that a reward model uses: most sequences and most tokens in a batch, and most tokens in
+a sequence.
 """
 
 
 def has_score(folder: Path) -> bool:
-    """Whether the model in a folder is a reward model.
-
-    Raises BadInput if there is no model, Damaged if it is damaged.
-    """
+    """Whether the model in a folder is a reward model. Raises BadInput if there is no model, Damaged if it is damaged."""
     from meshwright.checkpoint.models.stored_model import open_model
 
     with open_model(folder, contents=False) as stored:
@@ -52,8 +49,9 @@ def check_settings(setup: EngineSetup) -> None:
 
 
 def open_setup(setup: EngineSetup, weights: Chosen | None) -> RewardScorer:
-    """Return the scorer, on a GPU if there is one. `weights` is the checkpoint to load; None: the model in
-    `setup.folder`.
+    """Return the scorer, on a GPU if there is one.
+
+    `weights` is the checkpoint to load; None: the model in `setup.folder`.
 
     Raises BadInput for settings that have no effect on a reward model.
     """
@@ -67,10 +65,7 @@ def open_setup(setup: EngineSetup, weights: Chosen | None) -> RewardScorer:
 
 
 class ScoreLoop:
-    """Computes scores until the HTTP process closes the socket.
-
-    A forward pass that fails ends only its own sequences.
-    """
+    """Computes scores until the HTTP process closes the socket. A forward pass that fails ends only its own sequences."""
 
     def __init__(self, scorer: RewardScorer, connection: EngineConnection, options: dict[str, Any]) -> None:
         self._scorer = scorer

@@ -1,8 +1,8 @@
 """A text process: reads and tokenizes request bodies for the HTTP process, which goes on with its streams meanwhile.
 
-So a long prompt, or a chat template with an endless loop, does not delay other requests. The HTTP process starts a
-text process, gives it one job at a time, and kills it if a job takes too long. A text process gets everything over
-its socket: it has no keys and opens no files or connections.
+So a long prompt, or a chat template with an endless loop, does not delay other requests. The HTTP process starts a text
+process, gives it one job at a time, and kills it if a job takes too long. A text process gets everything over its
+socket: it has no keys and opens no files or connections.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ RENDERS: Sequence[Work] = [
 LEAST_LIMIT_BYTES = 4 << 30
 """Smallest memory limit, in bytes."""
 LIMIT_PER_BODY_BYTE = 400
-"""The memory limit has this many bytes for each byte of the longest allowed body.
-
-Tokenizing takes about 200 of them.
-"""
+"""The memory limit has this many bytes for each byte of the longest allowed body. Tokenizing takes about 200 of them."""
 _RECEIVE_BYTES = 1 << 20
 
 

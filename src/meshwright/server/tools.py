@@ -136,10 +136,7 @@ def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> lis
 
 
 def _type_of(value: object) -> str:
-    """Return the JSON type of a value.
-
-    Lists and objects count as numbers too: the caller only asks whether it is text.
-    """
+    """Return the JSON type of a value. Lists and objects count as numbers too: the caller only asks whether it is text."""
     if isinstance(value, str):
         return "string"
     return "null" if value is None else "number"
