@@ -117,6 +117,7 @@ class Hosts:
                 raise
 
     def _make(self, count: int, links: Links) -> None:
+        """Make the network: a namespace with a bridge as switch, and a namespace with a link to the switch for each host."""
         switch = f"{self._prefix}s"
         self._add(switch)
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")

@@ -20,8 +20,9 @@ POLL_SECONDS = 0.01
 RECENT_STEPS = 10
 """Number of steps over which the duration of a step is averaged."""
 LONGEST_SECONDS = 180.0
+"""Seconds that a job on CPUs may take until an awaited point or its end."""
 LONGEST_GPU_SECONDS = 600.0
-"""Seconds that a job may take until an awaited point or its end. On a GPU it takes longer, because kernels are compiled."""
+"""The same on GPUs. It is longer, because kernels are compiled."""
 
 
 class NotReached(MeshwrightError):

@@ -77,6 +77,7 @@ def relay(links: Sequence[tuple[int, int]], seconds: float, loss: float) -> None
 
 
 def main() -> None:
+    """Relay the links that the arguments name."""
     seconds, loss, *names = sys.argv[1:]
     ends = [[open_tap(*end.split("/")) for end in name.split("-")] for name in names]
     sys.stdout.write("ready\n")

@@ -74,6 +74,7 @@ def _preference_lines(run: RunSpec, preference: PreferenceSpec, source: DataSour
 
 
 def _loss_words(preference: PreferenceSpec) -> str:
+    """Return words about the loss and those of its settings that are in use."""
     words = "reward model" if preference.scores else f"{preference.loss}, beta {preference.scale:g}"
     words += f", score_margin {preference.score_margin:g}" if preference.score_margin else ""
     words += f", center {preference.center:g}" if preference.center else ""
@@ -83,6 +84,7 @@ def _loss_words(preference: PreferenceSpec) -> str:
 
 
 def _rollout_words(train: TrainSpec, rl: RlSpec) -> str:
+    """Return the line about an RL step: questions, answers, policy loss and reward."""
     asked = f"{train.global_batch:,} questions with {rl.samples} answers of at most {rl.new_tokens:,} tokens"
     return f"RL: a step has {asked}; {rl.policy}; rewards by {rl.reward}"
 
@@ -95,6 +97,7 @@ def learning_rate_words(train: TrainSpec) -> str:
 
 
 def _validation_words(run: RunSpec) -> str:
+    """Return words about when held-out data is evaluated, or how to have some."""
     judged = run.preference is not None
     if not has_validation(run.data, run.train.seq_len):
         return f"no held-out {'answers' if judged else 'chats'}; `meshwright data prepare --held-out 0.05` keeps some apart"

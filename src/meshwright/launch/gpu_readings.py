@@ -247,6 +247,7 @@ class _Gpu:
         return {"remap_pending": float(pending), "remap_failed": float(failed)}
 
     def _clock_reasons(self) -> dict[str, float]:
+        """Return which reasons for low clocks apply now, each as 0 or 1."""
         nvml = self._nvml
         reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle)
         masks = {

@@ -82,6 +82,7 @@ class HealthMonitor:
         self._process.stdout.close()
 
     def _take_lines(self) -> None:
+        """Read the lines that the process has written since the last call."""
         while not self._ended:
             try:
                 data = os.read(self._pipe, 1 << 16)
@@ -99,6 +100,7 @@ class HealthMonitor:
                     self._take(json.loads(line))
 
     def _take(self, line: dict[str, Any]) -> None:
+        """Handle one line of the process: print its notes, and update the findings."""
         for note in line["notes"]:
             write_line(f"meshwright: {note}")
         readings = [HealthReading(each["part"], each["values"], tuple(each["xids"])) for each in line["readings"]]

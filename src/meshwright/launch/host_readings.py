@@ -97,6 +97,7 @@ class _Port:
 
 
 def _infiniband() -> Iterator[_Port]:
+    """Yield the ports of InfiniBand and RoCE devices."""
     for port in sorted(INFINIBAND.glob("*/ports/*")):
         errors = [port / "counters" / name for name in PORT_ERRORS]
         errors += [port / "hw_counters" / name for name in TRANSPORT_ERRORS]
@@ -131,6 +132,7 @@ def _unsynchronised() -> dict[str, float]:
 
 
 def _disk() -> dict[str, float]:
+    """Return the free bytes of the disk for temporary files, and whether it is read-only or missing."""
     try:
         state = os.statvfs(tempfile.gettempdir())
     except OSError:
@@ -151,6 +153,7 @@ def _memory_pressure() -> dict[str, float]:
 
 
 def _text(file: Path | str) -> str | None:
+    """Return the text of a file; None if it cannot be read."""
     try:
         with open(file, encoding="ascii", errors="replace") as opened:
             return opened.read().strip()

@@ -29,7 +29,9 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.run import Assignment
 
 FOLDER = "incidents"
+"""Folder of all incidents in a run's folder."""
 FILE = "incident.json"
+"""File with the record of an incident, in the incident's own folder."""
 KEPT = 50
 """Incidents that a run keeps. Older ones are removed."""
 LISTED_RANKS = 1024
@@ -218,6 +220,7 @@ def write_incident(
 
 
 def _cause_of(incident: Incident) -> str:
+    """Return the kind of an incident: hang, corruption, killed (by a signal) or failure."""
     if incident.hang:
         return "hang"
     if incident.corrupt:
@@ -235,6 +238,7 @@ def _action_of(incident: Incident, state: RankState | None, job: JobSchedule | N
 
 
 def _rank_record(state: RankState, hosts: Mapping[int, str], job: JobSchedule | None) -> dict[str, Any]:
+    """Return what an incident records about one rank."""
     progress = state.progress
     action = str(progress.action) if progress else ""
     return {

@@ -159,6 +159,7 @@ def _suspended(queue: Queue | None) -> Object:
 def _jobset_spec(
     job: SchedulerJob, container: Container, name: str, queue: Queue | None, labels: dict[str, str] | None = None
 ) -> Object:
+    """Return the specification of the JobSet. Exit codes decide whether it is restarted or fails for good."""
     metadata = {"metadata": {"labels": labels}} if labels else {}
     template = metadata | {"spec": _job_spec(job, container, name, queue)}
     return {
@@ -220,6 +221,7 @@ def _exit_rule(action: str, codes: tuple[int, ...]) -> Object:
 
 
 def _pod_spec(job: SchedulerJob, container: Container, name: str) -> Object:
+    """Return the specification of a pod. No two pods of the run share a host."""
     one_pod_per_host = {
         "labelSelector": {"matchLabels": {JOBSET_NAME_LABEL: name}},
         "topologyKey": "kubernetes.io/hostname",
@@ -248,6 +250,7 @@ def _account(job: SchedulerJob) -> Object:
 
 
 def _container(job: SchedulerJob, container: Container, name: str) -> Object:
+    """Return the container of a pod, which runs one agent."""
     cluster = job.run.cluster
     limits: Object = (
         {f"{job.gpu_vendor}/gpu": cluster.gpus_per_node} if job.gpu_vendor else {"cpu": cluster.gpus_per_node}

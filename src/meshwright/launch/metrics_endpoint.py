@@ -71,6 +71,7 @@ class MetricsEndpoint:
         return Metric("meshwright_host_finding", "gauge", "A rule of health that a part of this host meets.", findings)
 
     def _rank_metrics(self) -> list[Metric]:
+        """Return metrics about the ranks of this host: their steps, and how long they have been in their phases."""
         ranks = self._ranks
         now = self._clock()
         labels = {rank: {"run": self._run, "rank": str(rank)} for rank in ranks}

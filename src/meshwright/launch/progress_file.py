@@ -105,6 +105,7 @@ class ProgressFile:
             self._changed.notify()
 
     def _write_changes(self) -> None:
+        """Run by the thread: write each new version of the progress, until `close` has given it the last one."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._latest is not None)
@@ -155,6 +156,7 @@ def _wait_values(wait: PendingWait | None) -> Sequence[Any] | None:
 
 
 def _from_columns(data: Any) -> JobProgress:
+    """Return the progress that `_to_columns` has written."""
     hosts = data["hosts"]
     names = ("rank", "host", "phase", "step", "action", "seconds", "stopped", "code", "pending")
     ranks = tuple(

@@ -242,6 +242,7 @@ class _Stop:
             signal.signal(number, handler)
 
     def _take(self, number: int, frame: object) -> None:
+        """Handle a stop signal: remember the first one. A second Ctrl-C raises KeyboardInterrupt."""
         if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.number:

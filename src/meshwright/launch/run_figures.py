@@ -126,6 +126,7 @@ class RunFigureReader:
         return expert_load_table(list(self._metrics.with_loads))
 
     def _read_history(self) -> None:
+        """Read the states that supervision has recorded since the last call, by job."""
         records, anew = self._history.read()
         if anew:
             self._jobs.clear()
@@ -198,6 +199,7 @@ class _Job:
         self.attempts: set[int] = set()
 
     def add(self, record: Mapping[str, Any]) -> None:
+        """Update the state from one record."""
         stop = record.get("stop")
         self.attempt = int(record.get("attempt") or 0)
         self.status = str(record.get("status"))
@@ -208,6 +210,7 @@ class _Job:
 
 
 def _state(job: _Job | None, running: bool, step: int, steps: int | None) -> str:
+    """Return the state of a run in words; see `RunFigures.state`."""
     if job is not None and job.code is not None:
         return "finished" if job.code == 0 else f"ended with code {job.code}"
     if running:

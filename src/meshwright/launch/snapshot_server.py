@@ -59,6 +59,7 @@ class SnapshotServerProcess:
         self._listener.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the server's process, which inherits the listening socket."""
         descriptor = self._listener.fileno()
         command = [sys.executable, "-m", "meshwright.checkpoint.memory.server", str(descriptor), self._paths]
         return subprocess.Popen(

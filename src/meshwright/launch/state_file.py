@@ -86,6 +86,7 @@ class StateFile:
         )
 
     def _append(self, state: State) -> None:
+        """Write a state as one line. The first line of this process gets a term one higher than the newest line's."""
         if self._term is None:
             newest = _newest_record(self._folder / STATE_FILE)
             self._term = 1 if newest is None else newest[0] + 1

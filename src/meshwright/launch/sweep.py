@@ -96,6 +96,7 @@ class Sweep:
                 self._take_up(run)
 
     def _checked(self, swept: SweptRun, file: Path) -> SweepRun:
+        """Return a run of the sweep, after reading its configuration. Raises BadInput if it cannot be trained on this host."""
         folder = self.folder / swept.name
         overrides = swept.overrides(self.spec)
         try:
@@ -173,6 +174,7 @@ class Sweep:
         return free[:needed] if len(going) < most and len(free) >= needed else None
 
     def _start(self, run: SweepRun, devices: list[str]) -> None:
+        """Start the process that trains a run on `devices`. Its output goes into the run's log."""
         environment = dict(os.environ)
         if not run.spec.cluster.is_cpu:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -193,6 +195,7 @@ class Sweep:
         run.reader = RunFigureReader(run.folder)
 
     def _has_ended(self, run: SweepRun) -> bool:
+        """Whether the process of a run has ended. If so, the outcome of the run is set."""
         assert run.process is not None, "it was started"
         code = run.process.poll()
         if code is None:

@@ -206,6 +206,10 @@ def _step_chart(
     *,
     smooth: bool = True,
 ) -> Chart | None:
+    """Return a chart of one figure of the steps, with one curve for each run; None if no run has the figure.
+
+    `indices` are the steps that are drawn, by the number of the run.
+    """
     series = [
         Series(
             runs[index].name, f"k{index}", f"steps{index}", trend(values, rows) if smooth else selected(values, rows)
@@ -262,6 +266,7 @@ def _validation_chart(
     values_of: Callable[[Sequence[Any]], list[float | None]],
     unit_and_form: tuple[str, Format] = ("nat per token", "loss"),
 ) -> Chart | None:
+    """Return a chart of one figure of the validations, with one curve for each run; None if no run has the figure."""
     series = [
         Series(run.name, f"k{index}", f"validation{index}", values, "line" if len(values) > 1 else "points")
         for index, run in enumerate(runs)
@@ -282,6 +287,7 @@ def _positions(run: RunFolder) -> Table:
 
 
 def _flops_per_token(run: RunFolder) -> float | None:
+    """Return the training FLOPs for each token, with causal attention; None if the model is unknown."""
     seq_len = run.setting("train", "seq_len")
     try:
         spec = from_plain(ModelSection, run.config["model"])
@@ -344,6 +350,7 @@ def _benchmarks(run: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings, each with its dotted key."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from _flat(item, f"{key}.{name}" if key else str(name))

@@ -135,6 +135,7 @@ def _curves(report: LoadReport) -> list[AttainmentCurve]:
 
 
 def _lines(result: RateResult) -> list[tuple[str, ...]]:
+    """Return the table lines of one rate: measured and, if known, predicted."""
     lines: list[tuple[str, ...]] = [
         (
             "measured",

@@ -12,8 +12,9 @@ from meshwright.events.span_ring import RankSpans
 from meshwright.observe.timeline_svg import TimelineBlock
 
 COMPUTE_COLOURS = {"forward": "k0", "backward": "k4", "weight_gradient": "k1", "gradient_norm": "k6", "optimizer": "k6"}
+"""Colour class of each phase of computation."""
 WAIT_COLOURS = {"collective_wait": "k3", "receive": "k7"}
-"""Colour class of each phase: `COMPUTE_COLOURS` for operations, `WAIT_COLOURS` for waits for communication."""
+"""Colour class of each phase in which a rank waits for communication."""
 LAST_STEPS = 100
 """Number of steps, the newest that all ranks have, among which the typical step is chosen."""
 

@@ -20,6 +20,7 @@ from meshwright.simulator.timeline import AXES, Record, Timeline
 Interval = tuple[float, float]
 """(start, end) in seconds."""
 SHARD_LANES = ("unshard", "reduce")
+"""Names of the lanes for collectives over the shard axis: gathers of weights, and reductions of gradients."""
 COLLECTIVES = (*SHARD_LANES, "replicate")
 """Names of the lanes for collectives."""
 
@@ -196,6 +197,7 @@ class _WaitCounter:
         self._sums = _RankSeconds()
 
     def count(self, compute: Sequence[Record], at_barrier: Sequence[float]) -> _RankSeconds:
+        """Return the seconds of the step. `at_barrier` has the times at which each rank had finished its reductions."""
         sums = self._sums
         for _, _, action, start, end in compute:
             if action.op in COMPUTE:

@@ -192,6 +192,7 @@ class MetricsWriter:
         self.close()
 
     def _append(self, record: Mapping[str, Any]) -> None:
+        """Write a line, after the lines that could not be written before. If the disk rejects it, keep it in memory."""
         unwritten = len(self._unwritten)
         self._keep(to_line(record).encode())
         try:
@@ -277,6 +278,7 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any, key_path: str, nonfinite: dict[str, str]) -> Any:
+    """Return `value` without numbers that are not finite. Their texts are collected in `nonfinite`, by dotted key."""
     if isinstance(value, Mapping):
         return {
             key: _finite(item, f"{key_path}.{key}" if key_path else str(key), nonfinite) for key, item in value.items()
@@ -290,6 +292,7 @@ def _finite(value: Any, key_path: str, nonfinite: dict[str, str]) -> Any:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
+    """Return the record of a line; None unless it is a JSON object with a whole number `step`."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -59,6 +59,7 @@ class OpenSpan:
             self.amount += tokens
 
     def record(self, step: int, start_ns: int, duration_ns: int) -> SpanRecord:
+        """Return the record of this span. Stage and peer are -1 if it belongs to no action."""
         assert self.phase is not None
         stage, peer = (-1, -1) if self.action is None else (self.action.stage, self.action.peer)
         return SpanRecord(

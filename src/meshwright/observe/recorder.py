@@ -335,6 +335,7 @@ class StepRecorder:
         return stamp
 
     def _end_joined(self, stamp: Any) -> None:
+        """End the span of the last action at `stamp`, if it is still open."""
         joined = self._joined
         self._joined = None
         if joined is not None:
@@ -369,6 +370,7 @@ class StepRecorder:
         return OpenSpan(phase, "wait", None, stamp, None, phase, index, action, size, 1, micro_batch, unit)
 
     def _open_window(self, *, counted: bool) -> OpenWindow:
+        """Begin a step (`counted`), or a span outside of steps, and keep its stamps until they can be read."""
         reference = self._clock.reference() if self._sink is not None else None
         if reference is not None and not reference.look(self._clock, self._host):
             self._unseen = reference
@@ -376,6 +378,7 @@ class StepRecorder:
         return self._window
 
     def _close_window(self) -> None:
+        """End the current step or span. It waits in `_pending` until the device has reached its stamps."""
         assert self._window is not None
         self.gap()
         self._window.last = self._clock.stamp()
@@ -387,6 +390,11 @@ class StepRecorder:
             self._take_in(self._pending.popleft(), times)
 
     def _take_in(self, window: OpenWindow, times: list[tuple[float, float]]) -> None:
+        """Use a window whose times are known: send its records, add up its phases, and reuse its stamps.
+
+        `times` has (start, end) of each span, in seconds after the window's begin. Time that no span counts is the
+        phase "host".
+        """
         if self._sink is not None:
             self._send_records(window, times, self._sink)
         start = self._start_of(window)

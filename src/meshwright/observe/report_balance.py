@@ -31,9 +31,11 @@ LABELS = {
 RANKS_DRAWN = 64
 """Most ranks in the picture. If there are more, evenly spaced ranks are drawn."""
 HEIGHT = 384
+"""Most pixels of the picture's height."""
 LEAST_BAR = 5
+"""Least pixels of the height of one rank's bar."""
 MOST_BAR = 26
-"""Pixels: most height of the picture, least and most height of one rank's bar."""
+"""Most pixels of the height of one rank's bar."""
 WIDTH = 1000
 """Width of the picture in units of its view box."""
 

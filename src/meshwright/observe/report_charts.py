@@ -47,9 +47,11 @@ ANSWER_CHARTS: tuple[tuple[str, str, str], ...] = (
 PER_SOURCE = "preferences_by_source"
 """Key whose value has the figures of each source."""
 MOST_POINTS = 1500
+"""Most points of a curve. More cannot be told apart on a page."""
 MOST_COLUMNS = 160
+"""Most columns of a stacked chart."""
 MOST_VALIDATIONS = 500
-"""Most points of a curve, columns of a stacked chart, and validation points. More cannot be told apart on a page."""
+"""Most validation points."""
 RECENT_VALUES = 10
 """Number of values of which `recent_mean` is the mean."""
 SOURCE_COLOURS = ("c-second", "c-optim", "c-checkpoint", "c-backward")
@@ -164,6 +166,7 @@ def recent_mean(values: Values) -> float | None:
 
 
 def _loss(run: RunFolder, indices: Sequence[int], validations: Sequence[Record]) -> Chart | None:
+    """Return the chart of the loss: each step, its trend, validations and events. None if no step has a loss."""
     losses = column(run.steps, "loss")
     series = [
         Series("each step", "c-loss faint", "steps", selected(losses, indices)),
@@ -193,6 +196,7 @@ def _by_source(validations: Sequence[Record]) -> list[Series]:
 
 
 def _throughput(run: RunFolder, indices: Sequence[int]) -> list[Chart | None]:
+    """Return the charts of throughput and of MFU."""
     speed = _curve(run, indices, "tokens_per_second", "Throughput", "tokens per second, all ranks", "short", noisy=True)
     variants = [("mfu", "causal attention", "c-loss thin"), ("mfu_full", "full attention", "c-second thin")]
     series = [
@@ -229,6 +233,7 @@ def _phases(run: RunFolder) -> Chart | None:
 def _curve(
     run: RunFolder, indices: Sequence[int], key: str, title: str, unit: str, form: Format, *, noisy: bool = False
 ) -> Chart | None:
+    """Return a chart of one figure of the steps; None if the run lacks it. A `noisy` figure also gets its trend."""
     values = column(run.steps, key)
     if not has_numbers(values):
         return None
@@ -241,6 +246,7 @@ def _curve(
 def _steady_line(
     values: Values, label: str, colour: str, indices: Sequence[int], text: Callable[[float], str]
 ) -> Series:
+    """Return a curve whose legend shows the median without the first steps."""
     steady_value = steady_median(values)
     return Series(
         label,

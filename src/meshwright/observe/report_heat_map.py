@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from meshwright.observe import number_text
 
 MOST_ROWS = 200
+"""Most rows of the picture, for ranks."""
 MOST_COLUMNS = 400
-"""Most cells of the picture: rows for ranks, columns for steps."""
+"""Most columns of the picture, for steps."""
 LEVELS = ((0.9, "h0"), (0.97, "h1"), (1.03, "h2"), (1.1, "h3"), (1.25, "h4"), (1.5, "h5"), (math.inf, "h6"))
 """(upper limit of the ratio to the median rank, colour class) of each level."""
 LABELS = {
@@ -22,11 +23,13 @@ LABELS = {
     "h5": "25% to 50% longer",
     "h6": "over 50% longer",
 }
+"""Words for each level in the legend."""
 NOTABLE = 0.02
 """A rank is called slow if its median ratio exceeds 1 by at least this."""
 HEIGHT = 320
+"""Most pixels of the picture's height."""
 LEAST_CELL = 4
-"""Pixels: most height of the picture, least height of a row."""
+"""Least pixels of the height of a row."""
 
 Range = tuple[int, int]
 """(first, last) of a range of ranks or steps."""

@@ -214,6 +214,7 @@ def _bar(label: str, value: str, inside: str) -> str:
 
 
 def _predicted_parts(plan: Plan | None) -> list[tuple[str, float]]:
+    """Return (part, bytes) of the plan's predicted memory; one part "all" if only the peak is known."""
     if plan is None or plan.predicted is None:
         return []
     parts = [(part, number(size)) for part, size in plan.predicted.memory_bytes.items()]
@@ -260,6 +261,7 @@ def _label_cell(label: str) -> str:
 
 
 def _mesh(plan: Plan, ranks_per_node: int, limit: int) -> str:
+    """Return the picture of the ranks by node, and its key."""
     layout = Layout.of(plan, ranks_per_node)
     drawn_ranks = min(plan.ranks, max(layout.ranks_per_node, limit // layout.ranks_per_node * layout.ranks_per_node))
     nodes = []

@@ -159,6 +159,7 @@ def _unit(chart: Chart) -> str:
 
 
 def _curves(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
+    """Return the SVG paths of all series. Columns are stacked on the columns of the series before."""
     paths = []
     base: list[float] = []
     for index, series in enumerate(chart.series):
@@ -206,6 +207,7 @@ def _columns(edges: Sequence[float], bases: Sequence[float], tops: Sequence[floa
 
 
 def _legend(chart: Chart) -> str:
+    """Return the legend: each series with its last value, or with its own text."""
     items = []
     for index, series in enumerate(chart.series):
         newest = (
@@ -221,6 +223,7 @@ def _legend(chart: Chart) -> str:
 
 
 def _level_labels(chart: Chart, levels: Sequence[float]) -> list[str]:
+    """Return the labels of the y axis's levels, in the chart's format."""
     if chart.format == "percent":
         return [f"{text}%" for text in tick_labels([100 * level for level in levels])]
     if chart.format == "seconds":

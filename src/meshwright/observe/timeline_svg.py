@@ -13,10 +13,13 @@ from meshwright.schedules.action import COMPUTE
 from meshwright.simulator.timeline import Timeline
 
 WIDTH = 1000
+"""Width of a drawing in units of its view box."""
 LANE_HEIGHT = 20
+"""Pixels of the height of the lane for compute."""
 TRANSFER_HEIGHT = 7
+"""Pixels of the height of the lane for transfers."""
 GAP = 9
-"""`WIDTH` is in units of the view box. The others are pixels: heights of both lanes, and the gap between ranks."""
+"""Pixels between two ranks."""
 PITCH = LANE_HEIGHT + TRANSFER_HEIGHT + GAP
 """Pixels from the top of one rank to the top of the next."""
 RANKS_DRAWN = 16

@@ -57,6 +57,7 @@ class WallTimeWriter:
         self._append("end", step, {})
 
     def _append(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        """Write a line, after the lines that could not be written before. If the disk rejects it, keep it in memory."""
         failed = bool(self._unwritten)
         line = json.dumps({"time": round(self._clock(), 6), "kind": event, "step": step, **values})
         self._unwritten.append(f"{line}\n".encode())

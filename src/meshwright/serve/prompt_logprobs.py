@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _FLOAT = "f"
-"""Type codes of `array`: fp32, and unsigned integers of 4 bytes."""
+"""Type code of `array` for fp32."""
 _INTEGER = "I"
+"""Type code of `array` for unsigned integers of 4 bytes."""
 
 
 class PromptToken(NamedTuple):

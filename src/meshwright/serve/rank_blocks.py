@@ -99,12 +99,17 @@ class LeadingBlocks(RankSlices):
         self.block_bytes = self._heads.block_bytes
 
     def read(self, tables: Sequence[Sequence[int]], out: memoryview) -> None:
+        """Copy whole blocks into the host memory `out`, one after the other."""
         self._send(gather=tables)
         whole = self.gather(tables)
         assert whole is not None
         torch.frombuffer(out, dtype=torch.uint8).view(whole.shape).copy_(whole)
 
     def write(self, tables: Sequence[Sequence[int]], content: memoryview) -> None:
+        """Write whole blocks from host memory into the caches of all ranks.
+
+        On CUDA this waits for the copy, so that the caller may change `content` afterwards.
+        """
         source = torch.frombuffer(content, dtype=torch.uint8).view(len(tables), self.block_bytes)
         self._send(scatter=tables)
         self.scatter(tables, source.to(self._contents[0].device))

@@ -60,6 +60,11 @@ class TextLosses:
         return total
 
     def _chunk_loss(self, tokens: Tensor, targets: Tensor, start: int) -> Tensor:
+        """Return the summed loss of one chunk: `tokens` and `targets` `(count,)`, from position `start` of their
+        sequence.
+
+        The keys and values of the earlier chunks of the sequence are in the cache.
+        """
         count = len(tokens)
         device = tokens.device
         positions = self._positions[start : start + count]

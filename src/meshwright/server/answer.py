@@ -100,6 +100,7 @@ class TextAnswer:
         return usage(self._request.prompt_tokens, self.new_tokens, cached, reasoning)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Submit the request and send its answer. Meanwhile a second task watches whether the client disconnects."""
         self._submit()
         watcher = asyncio.ensure_future(self._watch(receive))
         try:
@@ -118,6 +119,7 @@ class TextAnswer:
                 await watcher
 
     def _submit(self) -> None:
+        """Submit each prompt to the engine. A prompt's new tokens are limited by the room that it leaves in the context."""
         request = self._request
         for index, prompt in enumerate(request.prompts):
             room = self._context - len(prompt)
@@ -237,6 +239,7 @@ class TextAnswer:
         return piece
 
     async def _send_whole(self, send: Send) -> None:
+        """Collect the text and other parts of all sequences, and send them as one JSON body."""
         texts = [[self._echo(index)] for index in range(len(self._outputs))]
         parts: list[list[AnswerPart]] = [[] for _ in self._outputs]
         while self._open:

@@ -86,6 +86,7 @@ def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[A
         return error_response(error, request.url.path)
 
     async def not_routed(request: Request, error: Exception) -> Any:
+        """Answer a request for an unknown path (404), or with a method that the path does not have (405)."""
         assert isinstance(error, HTTPException)
         status = error.status_code if error.status_code in (404, 405) else 400
         text = {404: "there is no such path", 405: "the path has another method"}.get(status, "the request is wrong")
@@ -124,6 +125,7 @@ class KeyCheck:
         await error_response(error, scope["path"])(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
+        """Whether the headers have the key: as Bearer token, as `x-api-key`, or as password of HTTP Basic where allowed."""
         assert self._key is not None
         headers = dict(scope["headers"])
         if b"authorization" not in headers:  # clients of Anthropic's API send x-api-key instead
@@ -212,6 +214,7 @@ class RequestLog:
             self._log(id, scope, status, time.perf_counter() - started)
 
     def _log(self, id: str, scope: Scope, status: int, seconds: float) -> None:
+        """Log one line about a request: id, method, path, status, tokens if it generated any, and seconds."""
         if self._logs:
             work = scope.get("meshwright")
             tokens = "" if work is None else f" prompt={work['prompt_tokens']} new={work['answer'].new_tokens}"

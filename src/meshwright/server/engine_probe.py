@@ -55,6 +55,7 @@ class EngineProbe:
             self._task.cancel()
 
     async def _probe(self) -> None:
+        """Probe every `PROBE_SECONDS`, until a probe succeeds or the engine has failed."""
         while self._client.usable:
             code = await self._client.first_token(PROMPT)
             self.failing = code == NotFinite.code

@@ -12,6 +12,7 @@ from meshwright.spec.errors import nearest
 
 T = TypeVar("T")
 LARGEST_INTEGER = 2**63 - 1
+"""Largest signed integer of 64 bits."""
 
 
 class Fields:

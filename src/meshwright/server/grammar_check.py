@@ -56,6 +56,7 @@ class GrammarCheck:
         return json.loads(answer)
 
     def _started(self) -> subprocess.Popen[bytes] | None:
+        """Return the process, and start it if it does not run. None if it does not start within `START_SECONDS`."""
         if self._process is None:
             environment = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH", "LANG")}
             environment[PARENT] = str(os.getpid())

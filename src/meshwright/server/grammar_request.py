@@ -49,6 +49,7 @@ def schema_grammar(schema: Any, key: str) -> tuple[str, str]:
 
 
 def _response_format(fields: Fields) -> GrammarRequest | None:
+    """Read `response_format`: a JSON schema, or any JSON object."""
     section = fields.section("response_format")
     if section is None:
         return None
@@ -70,6 +71,7 @@ def _response_format(fields: Fields) -> GrammarRequest | None:
 
 
 def _structured_outputs(fields: Fields) -> GrammarRequest | None:
+    """Read `structured_outputs`, an object with exactly one of the forms of a grammar."""
     section = fields.section("structured_outputs")
     if section is None:
         return None
@@ -85,6 +87,7 @@ def _structured_outputs(fields: Fields) -> GrammarRequest | None:
 
 
 def _of_key(fields: Fields, name: str, key: str, read: Callable[[Any, str], tuple[str, str]]) -> GrammarRequest | None:
+    """Read one key whose value is a grammar in one form. `key` is its path in the body, for errors."""
     value = fields.take(name)
     return None if value is None else GrammarRequest(*read(value, key), key)
 

@@ -42,6 +42,7 @@ DETAILS: Mapping[str, type] = {
 Engines also send these to each other, when one engine continues the request of another.
 """
 _LENGTH = struct.Struct("!I")
+"""The length before each message: an unsigned integer of 4 bytes, big-endian."""
 MOST_BYTES = 256 << 20
 """Most bytes of one message."""
 

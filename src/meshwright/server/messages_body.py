@@ -99,6 +99,7 @@ class MessagesBody:
         return _event("content_block_stop", f'"index":{self._index}')
 
     def _call(self, part: AnswerPart) -> str:
+        """Return the events of a tool call, which is a block of its own."""
         assert part.call is not None
         block = {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}}
         delta = json.dumps({"type": "input_json_delta", "partial_json": part.call.arguments})
@@ -111,6 +112,7 @@ def _event(name: str, members: str = "") -> str:
 
 
 def _block(part: AnswerPart) -> dict[str, Any]:
+    """Return a part of the answer as a content block."""
     if part.call is not None:
         called = {"id": part.call.id, "name": part.call.name, "input": json.loads(part.call.arguments)}
         return {"type": "tool_use", **called}

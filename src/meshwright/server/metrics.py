@@ -10,11 +10,15 @@ from meshwright.serve.figures import EngineFigures
 from meshwright.server.transfers import TransferFigures
 
 PREFIX = "meshwright:"
+"""Beginning of the names of all metrics."""
 _SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5, 5)
+"""Bounds of histograms of the time between tokens, in seconds."""
 _LONG = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+"""Bounds of the histogram of the time to the first token, in seconds."""
 _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+"""Bounds of histograms of the time of whole requests, in seconds."""
 _TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
-"""Bounds of histograms: `_SHORT`, `_LONG` and `_REQUEST` in seconds, this one in tokens."""
+"""Bounds of histograms of numbers of tokens: 1, 2, 5, 10, … 500,000."""
 
 
 class ServerMetrics:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 _TYPE = "I"
+"""Type code of `array` for unsigned integers of 4 bytes."""
 ID_BYTES = array(_TYPE).itemsize
 """Bytes of one token id."""
 

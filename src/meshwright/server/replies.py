@@ -24,6 +24,7 @@ BODY_SECONDS = 30.0
 MOST_ID_BYTES = 128
 """Most bytes of a client's request id."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MOST_ID_BYTES)
+"""A request id that is safe to log: visible ASCII characters."""
 
 
 class ContentResponse:

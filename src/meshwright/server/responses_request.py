@@ -92,6 +92,7 @@ def _answer(messages: list[dict[str, Any]], *, begins: bool = False) -> dict[str
 
 
 def _message(item: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a message item as a message of a chat request. `key` is its path in the body, for errors."""
     role = item.get("role")
     content = item.get("content")
     if role not in ("user", "assistant", "system", "developer"):
@@ -116,6 +117,7 @@ def _reasoning(item: Mapping[str, Any], key: str) -> str:
 
 
 def _call(item: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return an item with a call as a tool call of a chat request. A tool in a namespace is named NAMESPACE__NAME."""
     name = text_of(item, "name", key)
     if item.get("namespace") is not None:
         name = text_of(item, "namespace", key) + SEPARATOR + name
@@ -151,6 +153,12 @@ def _add_tool(
     tools: list[dict[str, Any]],
     namespace: str = "",
 ) -> None:
+    """Append one tool to `tools` as a function.
+
+    A `custom` tool becomes a function with one text, the parameter `CUSTOM`.
+
+    The client's name of a `custom` tool, or of a tool in a namespace, is remembered in `body.tool_names`.
+    """
     kind = tool.get("type", "function" if namespace else None)
     if kind not in ("function", "custom"):
         body.ignore("another_tool")

@@ -267,6 +267,8 @@ def uvicorn_server(app: ASGIApp, limits: ListenerLimits = SERVE) -> uvicorn.Serv
     table: ConnectionTable[Any] = ConnectionTable(limits)
 
     class Server(uvicorn.Server):
+        """A uvicorn server that also closes connections which exceed a time limit or are left at shutdown."""
+
         def capture_signals(self) -> Any:
             return nullcontext()
 

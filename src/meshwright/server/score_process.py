@@ -94,6 +94,7 @@ class ScoreLoop:
         return bool(self._waiting) and not self._paused
 
     def _take(self, message: dict[str, Any]) -> None:
+        """Handle one message of the HTTP process."""
         for key, value in message.items():
             if key == "submit":
                 self._waiting.update(dict.fromkeys(value["ids"], ids_of_text(value["tokens"])))
@@ -130,6 +131,7 @@ class ScoreLoop:
         self._connection.send({"step": entries, "figures": EngineFigures(waiting=len(self._waiting))})
 
     def _load(self, folder: str) -> None:
+        """Load newer weights, and tell the HTTP process whether that succeeded."""
         error = None
         try:
             self._scorer.load_weights(Path(folder))

@@ -14,6 +14,7 @@ MOST_TOOLS = 128
 MOST_REFERENCES = 4
 """Most nested references and alternatives of a schema that are followed to find the type of a parameter."""
 _CHOICES = ("none", "auto", "required")
+"""The values of `tool_choice` that are texts."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def _named(choice: object) -> str | None:
 
 
 def _function(tool: object, key: str) -> Mapping[str, Any]:
+    """Return the function of a tool, after checking it. `key` is the tool's path in the body, for errors."""
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(key, '{"type": "function", "function": {"name": …}}', tool)
