@@ -27,7 +27,7 @@ class RankState:
     last_step: int | None = None
     progress: ProgressMessage | None = None
     progress_count: int = 0
-    """How many progress marks the rank has written."""
+    """How often the rank has updated its progress page."""
     stopped: bool = False
     """Whether a signal has stopped (suspended) the rank's process."""
     pending: PendingWait | None = None

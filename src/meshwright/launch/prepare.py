@@ -566,8 +566,8 @@ def prepare_run(
 ) -> PreparedRun | None:
     """Create or reopen the run's folder, and write what its ranks need. Return None if the run is finished.
 
-    `profile` and `timeline` are ranges (first, last) of steps that are recorded. `replay` is a record of expert routing
-    that the run repeats.
+    `profile` is (first, last) step whose profiler trace is written, and `timeline` the same for the timeline. `replay`
+    is a file of recorded expert loads, which replace the routers' choices.
 
     Raises the first error of `check_start`. BadInput: a run of this name has another configuration, data or weights are
     missing, or a package is not installed. OutOfResources: devices, disk or host memory are too small.

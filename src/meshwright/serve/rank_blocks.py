@@ -1,8 +1,8 @@
 """The prefix cache of an engine on several tensor ranks. Rank 0 gives other processes access to it.
 
-Each rank holds a slice of every cache block: its own KV heads. To read whole blocks, rank 0 gathers the slices of all
-ranks; to write them, it scatters slices to all ranks. Rank 0 manages the block pools and records its changes, which the
-other ranks repeat.
+Each rank holds a slice of every cache block: the KV heads that it computes. (Blocks of latents are not divided; every
+rank has them whole.) To read whole blocks, rank 0 gathers the slices of all ranks; to write them, it scatters slices to
+all ranks. Rank 0 manages the block pools and records its changes, which the other ranks repeat.
 """
 
 from __future__ import annotations

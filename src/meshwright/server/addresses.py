@@ -28,9 +28,9 @@ ADDRESSES = (
 
 
 def with_keys(spec: ServeSpec) -> ServeSpec:
-    """Return `spec` with its three keys (API, admin, transfer) filled in from the environment where the file has none.
+    """Return `spec` with its API key, admin key and transfer key; a missing one is taken from the environment.
 
-    Raises BadInput for a key that no client can send, for example one with a line break.
+    Raises BadInput for a key that no client can send, for example one with a line break inside.
     """
     api, admin, transfer = call_all(
         lambda: key_setting("api_key", spec.api_key, API_KEY),

@@ -50,9 +50,9 @@ class EngineSetup:
     adapter: str | None = None
     """Folder of LoRA adapters, which are merged into the weights."""
     speculate: int = 0
-    """Tokens that a draft proposes for each step; 0 without speculative decoding."""
+    """Draft tokens of a request that each step verifies; 0 without speculative decoding."""
     draft_model: str | None = None
-    """Folder of the draft model, or `spec.serve.MTP` for the model's own MTP layer."""
+    """Folder of the draft model, or `spec.serve.MTP` for the model's own MTP modules."""
     cluster: ClusterSpec | None = None
     """This host, with one device for each rank. None: one process."""
     experts: ExpertRanks = ONE_RANK

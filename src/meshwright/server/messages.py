@@ -13,8 +13,8 @@ The engine's process sends one of these keys:
 
 - `ready`: context, vocabulary and sizes, once the model is loaded
 - `step`: after a step, `[id, tokens]` or `[id, tokens, details]` for each request with news, and `figures`, the fields
-  of `EngineFigures`. `details` is an object with the keys of `DETAILS` that have a value, and `prompt_logprobs`, packed
-  by `PromptLogprobs.packed`
+  of `EngineFigures`. `details` is an object with the keys of `DETAILS` that have a value. It may also have
+  `prompt_logprobs`, packed by `PromptLogprobs.packed`, and from a reward model `score`
 - `transfers`: the fields of `TransferFigures`, when they have changed
 - `refused`: ids of requests that could not be queued. `error` is the reason; `code` is a key of `errors.FAILURES`, or
   none if a value of the request was wrong
@@ -39,7 +39,7 @@ DETAILS: Mapping[str, type] = {
 }
 """Details of a step's news, with their JSON types. They are fields of `News`.
 
-Engines also send these to each other, when one engine continues the request of another.
+Engines also exchange these: an engine that computes a prompt for another one sends the first tokens with their details.
 """
 _LENGTH = struct.Struct("!I")
 """The length before each message: an unsigned integer of 4 bytes, big-endian."""

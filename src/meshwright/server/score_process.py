@@ -1,6 +1,6 @@
 """The engine's process of a reward model: computes scores for sequences that the HTTP process sends.
 
-The sequences that wait are scored together in one forward pass, within the limits of a batch.
+Sequences that wait are scored together in one forward pass, within the limits of a batch.
 """
 
 from __future__ import annotations
