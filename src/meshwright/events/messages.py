@@ -187,6 +187,7 @@ def encode(message: Message) -> bytes:
         name = max(
             (name for name, value in fields.items() if isinstance(value, str)), key=lambda name: len(fields[name])
         )
+        # Shorten the longest text in proportion to the excess, and by 8 characters more, so that few rounds are needed.
         fields[name] = fields[name][: len(fields[name]) * LINE_BYTES // len(line) - 8] + "…"
         line = _line(type(message), fields)
     return line

@@ -78,6 +78,7 @@ def process_start_time() -> float:
     """
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+            # The 20th field after the command's name: clock ticks from boot to the start of this process.
             ticks = int(file.read().rpartition(")")[2].split()[19])
         since_boot = ticks / os.sysconf("SC_CLK_TCK")
         # Both clocks are read now, and not before the file: the process may have been delayed while it read the file.

@@ -155,11 +155,13 @@ def _batch_change(before: TrainSpec, now: TrainSpec, folder: Path) -> str | None
     if before.batches == now.batches or before.global_batch_tokens or now.global_batch_tokens:
         return None
     skipped = skipped_samples(folder)
+    # The first sample of the first step that is not done.
     position = samples_of_step(_last_step(folder) + 1, before.batches, skipped)[0]
     position = max(position, *(end for _, end in skipped), 0)  # skipped samples belong to steps that are done, too
     if before.batches.equal_until(now.batches, position):
         return None
     done = before.batches.steps_before(position)
+    # The earlier ramp's stages that are over, and then the batch size of the last done step until now.
     stages = [stage for stage in before.batch_ramp if stage.until < done]
     stages.append(BatchStage(until=done, batch=before.batches.at(before.batches.samples_before(done - 1))))
     ramp = ", ".join(f"{{until: {stage.until}, batch: {stage.batch}}}" for stage in stages)

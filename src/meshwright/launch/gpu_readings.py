@@ -351,5 +351,6 @@ def _is_foreign(pid: int, own_pid: int) -> bool:
             stat = (PROC / str(pid) / "stat").read_text(encoding="ascii", errors="replace")
         except OSError:
             return False
+        # The second field after the command's name is the parent's process id.
         pid = int(stat.rpartition(")")[2].split()[1])
     return True

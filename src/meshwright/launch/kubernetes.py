@@ -138,6 +138,8 @@ def object_name(job: SchedulerJob) -> str:
     """Return the run's name as a DNS label.
 
     It is short enough that the names of the pods fit into `LONGEST_NAME` characters.
+
+    Kubernetes appends a suffix to it for each pod, for example "-node-0-15-abcde".
     """
     longest = LONGEST_NAME - len(f"-{REPLICATED_JOB}-0-{job.hosts - 1}-abcde")
     label = re.sub(r"[^a-z0-9]+", "-", job.run.name.lower()).strip("-")

@@ -52,6 +52,7 @@ def _environment(job: SchedulerJob) -> Iterator[str]:
     """Yield commands that set the coordinator's address and create the job's token, once for all restarts of the job."""
     yield "set -u"
     yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)'
+    # Jobs that share a host get different ports.
     yield f'export {COORDINATOR_VARIABLE}="$head:$((20000 + SLURM_JOB_ID % 10000))"'
     yield f'export {TOKEN_VARIABLE}="$PWD/.meshwright-token.$SLURM_JOB_ID"'
     yield 'retries_file="$PWD/.meshwright-retries.$SLURM_JOB_ID"'

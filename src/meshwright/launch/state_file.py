@@ -134,6 +134,7 @@ def _newest_record(file: Path, *, say_damage: bool = False) -> tuple[int, State]
             term = record.pop("term")
             records.append((term, from_checked_plain(State, record)))
         except (ValueError, TypeError, KeyError):
+            # Damage before the newest good line does not matter, and a crash may have cut off the last line.
             damaged = number if number < len(lines) and not records else damaged
         if len(records) == LATE_LINES:
             break

@@ -172,6 +172,7 @@ def comparison_sheet(runs: Sequence[ComparedRun]) -> Sheet:
         *(_step_chart(runs, indices, *chart) for chart in NOISY),
         _step_chart(runs, indices, "lr", "Learning rate", "", "scientific", smooth=False),
     ]
+    # The charts of the validation loss come after the chart of the training loss.
     charts[1:1] = _validation_charts(runs)
     charts += [
         _step_chart(runs, indices, key, title, f"{unit}, smoothed", form)

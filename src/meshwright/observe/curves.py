@@ -22,7 +22,8 @@ def trend(values: Values, indices: Sequence[int]) -> list[float | None]:
 
     Leaving out the highest and lowest quarter removes spikes. The window is centred on the index, so the trend does not
     lag. Its half-width is 1/20 of the index, because a loss falls fast early and slowly later, and at most 1/40 of the
-    curve. A value is None if the window has no number.
+    curve. Example: on a curve of 1,000 values, the window of index 400 has the values 380 to 420. A value is None if
+    the window has no number.
     """
     means: list[float | None] = []
     for index in indices:
@@ -80,6 +81,7 @@ def value_range(values: Values, *, from_zero: bool, outliers: bool = False) -> t
         return 0.0, 1.0
     low = numbers[0]
     high = numbers[-1]
+    # At most 2% of the values are above `most_high`, and at most 2% are below `floor`.
     most_high = numbers[int(0.98 * (len(numbers) - 1))]
     floor = 0.0 if from_zero else numbers[int(0.02 * len(numbers))]
     if not outliers and len(numbers) >= 20 and high - floor > 3 * (most_high - floor) > 0:
@@ -88,6 +90,7 @@ def value_range(values: Values, *, from_zero: bool, outliers: bool = False) -> t
         low = min(0.0, low)
         high = max(0.0, high)
     margin = 0.06 * (high - low)
+    # All values are equal, or nearly.
     if margin <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(high) / 2 or 0.5
     return (low if from_zero and low == 0.0 else low - margin), high + margin

@@ -94,6 +94,7 @@ class DeviceTime:
         low = float(reference.earliest_ns)
         high = float(reference.latest_ns)
         if self._last is not None:
+            # The interval in which the last reference puts this one.
             elapsed = self._clock.seconds(self._last, reference.stamp) * 1e9
             slack = abs(elapsed) * DRIFT
             before = self._bounds[0] + elapsed - slack, self._bounds[1] + elapsed + slack

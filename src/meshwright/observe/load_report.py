@@ -131,6 +131,7 @@ def page(report: LoadReport) -> str:
 def _curves(report: LoadReport) -> list[AttainmentCurve]:
     predicted = [(r.rate / report.devices, r.predicted.attainment) for r in report.rates if r.predicted is not None]
     measured = [(r.rate / report.devices, r.measured.attainment) for r in report.rates]
+    # Without a prediction, only the measured curve is drawn.
     return [AttainmentCurve("predicted", predicted, "rings"), AttainmentCurve("measured", measured)][not predicted :]
 
 

@@ -44,6 +44,7 @@ def typical_step(ranks: Sequence[RankSpans]) -> MeasuredStep | None:
         key=_stage,
     )
     steps = [dict(zip(*_lengths(rank), strict=True)) for rank in column]
+    # The first common step is left out, because a first step is usually slower.
     common = sorted(set.intersection(*map(set, steps)))[1:][-LAST_STEPS:] if steps else []
     if not common or [_stage(rank) for rank in column] != list(range(len(column))):
         return None

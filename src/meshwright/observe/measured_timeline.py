@@ -239,7 +239,10 @@ class _WaitCounter:
                 self._sums.exposed[transfer.axis] += idle_seconds - sum(end - start for start, end in idle)
 
     def _subtract_busy(self, gap: Interval, lane: str, transfer: _Transfer) -> list[Interval]:
-        """Return the parts of `gap` in which `lane` was not busy with the transfer."""
+        """Return the parts of `gap` in which `lane` was not busy with the transfer.
+
+        Example: the gap (0, 10) without the busy time (2, 4) has the parts (0, 2) and (4, 10).
+        """
         first = max(gap[0], transfer.start)
         last = min(gap[1], transfer.end)
         if first >= last:

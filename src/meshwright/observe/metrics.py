@@ -278,7 +278,11 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any, key_path: str, nonfinite: dict[str, str]) -> Any:
-    """Return `value` without numbers that are not finite. Their texts are collected in `nonfinite`, by dotted key."""
+    """Return `value` with None in place of numbers that are not finite, whose texts are added to `nonfinite` by dotted
+    key.
+
+    Example: {"a": {"b": NaN}} becomes {"a": {"b": None}}, and `nonfinite` gets {"a.b": "nan"}.
+    """
     if isinstance(value, Mapping):
         return {
             key: _finite(item, f"{key_path}.{key}" if key_path else str(key), nonfinite) for key, item in value.items()

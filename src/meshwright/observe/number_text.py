@@ -10,6 +10,7 @@ _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 def short(value: float, digits: int = 3) -> str:
     """Return `digits` significant digits with k, M, B or T: 48213 becomes "48.2k"."""
     for size, suffix in SUFFIXES:
+        # A value that would round up to 1,000 gets the next suffix: 999,600 is "1.00M", not "1000k".
         if abs(value) >= size * (1 - 0.5 * 10**-digits):
             return f"{_significant(value / size, digits)}{suffix}"
     return _significant(value, digits)

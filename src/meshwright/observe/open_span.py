@@ -48,6 +48,7 @@ class OpenSpan:
         mine = self.action
         if mine is None or mine.op != action.op or mine.stage != action.stage:
             return False
+        # The same micro-batch, or the same unit if the action has a unit.
         return action.micro_batch == self.micro_batch or unit_of(action) == self.unit >= 0
 
     def extend(self, action: ScheduledAction, tokens: int) -> None:

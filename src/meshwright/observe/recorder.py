@@ -352,6 +352,7 @@ class StepRecorder:
         if phase != "collective_wait" or action is None:
             return self._recorded_wait(phase, index, action, size, self._begin_stamp())
         needs = span_phase(action.op)
+        # A wait between two units of the same action: only every n-th of these is measured, and counts as n.
         if self._joined is not None and (needs is None or self._joined.extends_to(action)):
             self._waits += 1
             if (self._waits + self._last_step) % self._every:
@@ -359,6 +360,7 @@ class StepRecorder:
             span = self._recorded_wait(phase, index, action, size, self._clock.stamp())
             span.count = self._every
             return span
+        # A wait before another action is time of that action's phase.
         span = self._recorded_wait(phase, index, action, size, self._begin_stamp())
         span.counts = step_phase(needs) if needs else None
         return span

@@ -323,6 +323,7 @@ def selected(values: Values, indices: Sequence[int]) -> list[float | None]:
 
 def evenly_spaced(records: Sequence[Record], limit: int) -> Sequence[Record]:
     """Return at most `limit` records, evenly spaced and including the last one."""
+    # Counted from the end, so that the last record is included.
     stride = max(1, math.ceil(len(records) / limit))
     return records[::-1][::stride][::-1]
 

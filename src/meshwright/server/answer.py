@@ -95,6 +95,7 @@ class TextAnswer:
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage object of the answer. The tokens of a prompt count once, however many sequences it has."""
+        # The first sequence of each prompt says how many tokens of the prompt were cached.
         cached = sum(output.cached_tokens for output in self._outputs[:: self._request.count])
         reasoning = None if self._readers is None else self._reasoning_tokens
         return usage(self._request.prompt_tokens, self.new_tokens, cached, reasoning)
@@ -125,6 +126,7 @@ class TextAnswer:
             room = self._context - len(prompt)
             engine_request = EngineRequest(
                 tokens=prompt,
+                # At least 1, because the engine always generates a token.
                 new_tokens=max(min(request.new_tokens, room), 1),
                 # Without the client's seed, each prompt gets a random seed of its own.
                 sampling={"seed": secrets.randbits(63), **request.sampling},

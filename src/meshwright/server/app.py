@@ -155,6 +155,7 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
+            # Remove the port. An IPv6 address is in brackets, which contain colons.
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
             if not is_loopback(name.lower().removeprefix("[").removesuffix("]")):
                 error = RequestError(400, "host: expected localhost or 127.0.0.1")

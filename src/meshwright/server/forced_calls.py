@@ -1,7 +1,16 @@
-"""Grammars in Lark's notation that force an answer to be tool calls, or to follow a schema after reasoning.
+r"""Grammars in Lark's notation that force an answer to be tool calls, or to follow a schema after reasoning.
 
-Each model family writes tool calls in its own notation, for example `<tool_call>{"name": …}</tool_call>`. The grammar
-of a call has a rule `function_N` for each tool, and rules `arguments_N` and `value_N_M` for its arguments.
+Each model family writes tool calls in its own notation. The grammar of a call has a rule `function_N` for each tool,
+`arguments_N` for its arguments and, if arguments are written one by one, `value_N_M` for each of their values. Example
+for the notation `qwen3_coder` and a function `weather` with a text `city` (required) and an integer `days`:
+
+    start: call ("\n" call)*
+    call: function_0
+    function_0: "<tool_call>\n<function=" "weather" ">\n" arguments_0 "</function>\n</tool_call>"
+    arguments_0: "<parameter=city>\n" value_0_0 ("<parameter=days>\n" value_0_1)?
+    value_0_0[suffix="\n</parameter>\n"]: /(?s:.*)/
+    value_0_1: value_0_1_json "\n</parameter>\n"
+    value_0_1_json: %json {"type": "integer"}
 """
 
 from __future__ import annotations

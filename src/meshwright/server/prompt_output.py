@@ -45,6 +45,7 @@ class PromptOutput:
         name = self._tokens.name
         texts = [stream.add_one(token)[0] for token in self._prompt]
         texts[-1] += stream.finish()
+        # Number of characters at the beginning that the echo does not show.
         hidden = sum(map(len, texts)) - len(echo)
         entries = [NO_ENTRY._replace(text=text_as_json(texts[0]))]
         end = len(texts[0])

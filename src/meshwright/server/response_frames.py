@@ -138,6 +138,7 @@ class ResponseFrames:
             except ValueError:
                 raise BadAnswer("a chunk without its size") from None
             if length:
+                # The chunk, and the line break after it.
                 self._left = length + 2
             else:
                 self._trailer = True

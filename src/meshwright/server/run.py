@@ -150,6 +150,7 @@ class _Server:
 
         spec = self._api.spec
         apps = [api_app(self._api, loopback=is_loopback(spec.host)), admin_app(self._api)]
+        # Without an admin port there is only the server of the API.
         servers = [uvicorn_server(*each) for each in zip(apps, (SERVE, ADMIN), strict=True)][: len(self._sockets)]
         await self._process.connect(self._client)
         if self._api.has_template:

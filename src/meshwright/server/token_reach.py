@@ -43,7 +43,11 @@ class TokenReach(NamedTuple):
     """Limit for other texts."""
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound for the number of tokens of a text."""
+        """Return a lower bound for the number of tokens of a text.
+
+        Example: if a token stands for at most 16 ASCII characters, a text of 100 ASCII characters has at least 7
+        tokens.
+        """
         if text.isascii():
             return -(-len(text) // self.ascii)
         return -(-(len(text.encode("utf-8")) if self.in_bytes else len(text)) // self.other)
