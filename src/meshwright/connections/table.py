@@ -22,6 +22,7 @@ class ConnectionTable(Generic[Connection]):
     """
 
     def __init__(self, limits: ListenerLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns monotonic seconds."""
         self.limits = limits
         self._clock = clock
         self._most = limits.most

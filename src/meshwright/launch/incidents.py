@@ -90,7 +90,7 @@ def statuses(ranks: Sequence[RankState], hosts: Mapping[int, str], seconds: Mapp
 
 
 def culprit_of_hang(job: JobSchedule | None, ranks: Sequence[RankStatus]) -> Culprit | None:
-    """Return the rank that holds up a hanging job; None if the attempt's schedule is unknown."""
+    """Return the rank that holds up a hanging job; None if the attempt's schedule is unknown. `ranks` is from `statuses`."""
     return None if job is None else find_culprit(ranks, job.schedule, job.layout, hosts_wait=job.hosts_wait)
 
 
@@ -132,7 +132,7 @@ class IncidentWriter:
     ) -> Path:
         """Start writing an incident, and return its folder.
 
-        The arguments are those of `write_incident`; `assignment` is a file.
+        The arguments are those of `write_incident`, but `assignment` is the file of the attempt's assignment.
         """
         folder = new_folder(self._run, incident.step)
 

@@ -56,7 +56,7 @@ def cause(rank: RankState) -> str:
 
 
 def outcome_lines(ranks: Sequence[RankState], logs: Path) -> Iterator[str]:
-    """Yield the lines for the terminal; at least one if a rank failed.
+    """Yield the lines for the terminal; at least one if a rank failed. `logs` is the folder of the ranks' logs.
 
     First come ranks that died or did not answer, then each different failure message once.
     """

@@ -76,6 +76,7 @@ class ProgressFile:
     def __init__(
         self, folder: Path, progress: Callable[[], JobProgress], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """`folder` is the run's folder. `progress` returns the present progress, and `clock` monotonic seconds."""
         self._path = folder / FILE
         self._progress = progress
         self._clock = clock

@@ -73,7 +73,10 @@ class RayJob:
 
 @dataclass
 class Agents:
-    """The agents of one start of the job, by the number of their bundle: which run, have ended, or start again."""
+    """The agents of one start of the job, by the number of their bundle: which run, have ended, or start again.
+
+    Times `now` are monotonic seconds.
+    """
 
     # The bundles whose agent runs.
     running: set[int] = field(default_factory=set)

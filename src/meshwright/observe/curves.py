@@ -37,8 +37,8 @@ def trend(values: Values, indices: Sequence[int]) -> list[float | None]:
 def indices_of_extremes(length: int, curves: Sequence[Values], limit: int) -> list[int]:
     """Return at most `limit` ascending indices that keep the lows and highs of each curve, so that spikes stay visible.
 
-    The `length` indices are divided into equal buckets. In each bucket, every curve keeps its minimum and its maximum.
-    The first and the last index are kept too.
+    Every curve has `length` values. Their indices are divided into equal buckets. In each bucket, every curve keeps its
+    minimum and its maximum. The first and the last index are kept too.
     """
     if length <= limit:
         return list(range(length))

@@ -283,7 +283,10 @@ def _axes(positions: Table) -> tuple[Axis, ...]:
 
 
 def axis_between(key: str, label: str, first: float, high: float) -> Axis:
-    """Return an x axis for values from `first` to `high`. It begins at 0, unless the first value is far from 0."""
+    """Return an x axis for values from `first` to `high`. It begins at 0, unless the first value is far from 0.
+
+    `key` is the axis's name in a `Table`: step, tokens, time or flops. `label` is its name for readers.
+    """
     low = 0.0 if first <= 0.2 * high or high <= 1 else first
     if not high > low:
         low = 0.0

@@ -241,7 +241,8 @@ def plan_picture(run: RunFolder) -> str:
 def plan_section(plan: Plan, ranks_per_node: int | None, limit: int = MOST_RANKS_DRAWN) -> str:
     """Return a picture of the plan's ranks by node, and the plan's facts and reasons.
 
-    Ranks have the colour of their copy of the model. About `limit` ranks are drawn, rounded to whole nodes.
+    Ranks have the colour of their copy of the model. About `limit` ranks are drawn, rounded to whole nodes. Without
+    `ranks_per_node`, all ranks are on one node.
     """
     entries = [("Mesh", _mesh_text(plan)), ("Batch", _batch_text(plan)), ("Precision", _precision_text(plan))]
     entries += _strategies(plan)[:MOST_ROWS]

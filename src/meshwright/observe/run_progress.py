@@ -46,9 +46,11 @@ RARER_LINES = (
 class RunProgress:
     """Shows step lines as they arrive (`observe.metrics.STEP_KEYS`). It is also a context manager.
 
-    `start_step` is the number of steps that are already done. `samples_before(n)` gives the samples of the first n
-    steps; by default each step has one. `stream` and `clock` are for tests, and default to stdout and the monotonic
-    clock. `began` is the time on that clock at which the command began; by default it is now.
+    `total_steps` is the number of steps of the run, and `start_step` the number of steps that are already done. `ranks`
+    is the number of ranks, for the throughput of each. `samples_before(n)` gives the samples of the first n steps; by
+    default each step has one. `show_mfu`: whether MFU is shown. `title` is shown before the progress bar. `stream` and
+    `clock` are for tests, and default to stdout and the monotonic clock. `began` is the time on that clock at which the
+    command began; by default it is now.
     """
 
     def __init__(

@@ -140,7 +140,10 @@ def trace_names(layout: Layout, *, predicted: bool) -> dict[int, str]:
 
 
 def summary(measured: RecordedSteps, predicted: Timeline | None, not_predicted_because: str | None) -> dict[str, Any]:
-    """Return the figures of the recorded steps: means over steps and pipeline groups, in seconds per step."""
+    """Return the figures of the recorded steps: means over steps and pipeline groups, in seconds per step.
+
+    `predicted` is the simulated step; if there is none, `not_predicted_because` says why.
+    """
     by_step = [_mean_figures([figures(timeline) for timeline, _ in timelines]) for timelines in measured.timelines]
     all_timelines = [timeline for timelines in measured.timelines for timeline, _ in timelines]
     by_rank = zip(*(timeline.compute_seconds for timeline in all_timelines), strict=True)

@@ -44,7 +44,7 @@ class RankSlices(PrefixBlocks):
     def gather(self, tables: Sequence[Sequence[int]]) -> Tensor | None:
         """Return whole blocks as uint8 `(blocks, bytes)` on rank 0; None on other ranks.
 
-        `tables` has the block ids of each group.
+        `tables` has, for each block, its number in each group of layers: `(blocks, groups)`.
         """
         own = self._empty(len(tables))
         for part, content, blocks in self._parts(own, tables):
@@ -54,7 +54,10 @@ class RankSlices(PrefixBlocks):
         return None if parts is None else self._heads.join(parts)
 
     def scatter(self, tables: Sequence[Sequence[int]], whole: Tensor | None) -> None:
-        """Write whole blocks, uint8 `(blocks, bytes)`, into the caches of all ranks. Only rank 0 passes `whole`."""
+        """Write whole blocks, uint8 `(blocks, bytes)`, into the caches of all ranks. Only rank 0 passes `whole`.
+
+        `tables` has, for each block, its number in each group of layers: `(blocks, groups)`.
+        """
         own = self._empty(len(tables))
         parts = None
         if whole is not None:
@@ -99,14 +102,14 @@ class LeadingBlocks(RankSlices):
         self.block_bytes = self._heads.block_bytes
 
     def read(self, tables: Sequence[Sequence[int]], out: memoryview) -> None:
-        """Copy whole blocks into the host memory `out`, one after the other."""
+        """Copy whole blocks into the host memory `out`, one after the other. `tables` is as in `gather`."""
         self._send(gather=tables)
         whole = self.gather(tables)
         assert whole is not None
         torch.frombuffer(out, dtype=torch.uint8).view(whole.shape).copy_(whole)
 
     def write(self, tables: Sequence[Sequence[int]], content: memoryview) -> None:
-        """Write whole blocks from host memory into the caches of all ranks.
+        """Write whole blocks from host memory into the caches of all ranks. `tables` is as in `gather`.
 
         On CUDA this waits for the copy, so that the caller may change `content` afterwards.
         """

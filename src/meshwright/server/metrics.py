@@ -25,6 +25,7 @@ class ServerMetrics:
     """Counters and histograms of requests and tokens. Times are in seconds and measured in the HTTP process."""
 
     def __init__(self, model: str) -> None:
+        """`model` is the model's name in the API, which every metric has as a label."""
         self._labels = {"model_name": model}
         self.prompt_tokens = self.generation_tokens = self.rejected = self.not_finite = 0
         self._ended: Counter[str] = Counter()

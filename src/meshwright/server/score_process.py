@@ -68,6 +68,7 @@ class ScoreLoop:
     """Computes scores until the HTTP process closes the socket. A forward pass that fails ends only its own sequences."""
 
     def __init__(self, scorer: RewardScorer, connection: EngineConnection, options: dict[str, Any]) -> None:
+        """`options` has the fields of `EngineSettings` that are in `USED`."""
         self._scorer = scorer
         self._connection = connection
         self._most_texts = options["sequences"]

@@ -71,7 +71,7 @@ class Setup:
 
     @classmethod
     def of(cls, spec: ServeSpec, model: str, nice: int) -> Setup:
-        """Return the setup for a server's settings."""
+        """Return the setup for a server's settings. `model` is the model's name in the API, and `nice` the niceness."""
         memory = max(LEAST_LIMIT_BYTES, LIMIT_PER_BODY_BYTE * spec.max_body_bytes)
         return cls(replace(spec, api_key=None, admin_key=None, transfer_key=None), model, nice, memory)
 

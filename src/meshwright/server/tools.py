@@ -118,7 +118,10 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, l
 
 
 def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> list[str]:
-    """Return the JSON types that a schema allows. References are looked up in `root`, and alternatives are followed."""
+    """Return the JSON types that a schema allows. References are looked up in `root`, and alternatives are followed.
+
+    `depth` is the number of references and alternatives that have been followed so far.
+    """
     if not isinstance(schema, dict) or depth > MOST_REFERENCES:
         return []
     types = schema.get("type")
