@@ -1,4 +1,4 @@
-"""The admin port: loads newer weights, pauses, drains, changes the role. It has its own port and its own key."""
+"""The handlers of the admin port: they load newer weights, pause, drain and change the role. The port has its own key."""
 
 from __future__ import annotations
 

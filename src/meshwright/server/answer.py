@@ -31,7 +31,9 @@ EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cach
 class TextAnswer:
     """The answer to one request for text, as an ASGI application.
 
-    If the client disconnects, or sending fails, the engine ends the request's sequences before its next step.
+    A request has `request.count` sequences for each of its prompts: sequence `index` continues prompt `index // count`.
+    The engine's output for a sequence arrives as `News`. If the client disconnects, or sending fails, the engine ends
+    the request's sequences before its next step.
     """
 
     def __init__(
