@@ -332,7 +332,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class PromiseVerdict:
-    """The promise of a scenario, whether it was kept (`ok`), and what was observed."""
+    """The promise of a scenario, whether it was kept (`ok`), and what was observed.
+
+    Times are seconds from the disturbance; None if it was not detected, or training did not continue. `lost_steps` is
+    the number of steps that were trained again.
+    """
 
     scenario: str
     promise: str

@@ -1,1 +1,4 @@
-"""What all listeners share: limits of connections, accepting connections, and mutual proof of a key. It needs no torch."""
+"""What all listeners share: limits of connections, accepting connections, and mutual proof of a key.
+
+This module imports no torch.
+"""

@@ -1,8 +1,8 @@
 """Messages between the launcher of a host and the ranks that it has started. A message is a line with a JSON object.
 
 The launcher writes to a rank's standard input. A rank writes to a pipe, whose file descriptor is in the environment
-variable `CHANNEL`. Ranks that another launcher has started (torchrun, Slurm) have no pipe; they drop their messages. It
-needs no torch.
+variable `CHANNEL`. Ranks that another launcher has started (torchrun, Slurm) have no pipe; they drop their messages.
+This module imports no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ends a process when its parent ends, so that no child process keeps a device in use. It needs no torch."""
+"""Ends a process when its parent ends, so that no child process keeps a device in use. This module imports no torch."""
 
 from __future__ import annotations
 

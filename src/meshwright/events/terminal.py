@@ -1,4 +1,7 @@
-"""Prints lines for people. Printing never fails, because a closed terminal or pipe must not end a run. It needs no torch."""
+"""Prints lines for people.
+
+Printing never fails, because a closed terminal or pipe must not end a run. This module imports no torch.
+"""
 
 from __future__ import annotations
 

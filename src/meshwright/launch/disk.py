@@ -1,4 +1,4 @@
-"""Space on the run's disk for the checkpoints that it will write. It needs no torch."""
+"""Space on the run's disk for the checkpoints that it will write. This module imports no torch."""
 
 from __future__ import annotations
 

@@ -84,7 +84,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that is ready to start. Its folder exists and contains `assignment`."""
+    """A run that is ready to start.
+
+    Its `folder` exists and contains `assignment`. `resumes`: whether it continues from there.
+    """
 
     assignment: Assignment
     folder: Path
@@ -431,7 +434,7 @@ class Readiness:
     """Result of the checks before a start. A `finished` run has nothing left to train."""
 
     run: RunSpec
-    """The run, with the vocabulary size from its data."""
+    """The run, with the vocabulary size from its data. `resumes`: whether it continues from its folder."""
     resumes: bool = False
     finished: bool = False
     plan: Plan | None = None

@@ -1,4 +1,4 @@
-"""Follows files of JSON lines, and the metrics in them, while a run writes them. It needs no torch."""
+"""Follows files of JSON lines, and the metrics in them, while a run writes them. This module imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles a grammar with llguidance (the extra `grammar`), within limits. It needs no torch."""
+"""Compiles a grammar with llguidance (the extra `grammar`), within limits. This module imports no torch."""
 
 from __future__ import annotations
 

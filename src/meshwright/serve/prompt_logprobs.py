@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's tokens, in a compact form for messages between processes. It needs no torch."""
+"""Log probabilities of a prompt's tokens, in a compact form for messages between processes. This module imports no torch."""
 
 from __future__ import annotations
 

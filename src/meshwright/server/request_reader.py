@@ -1,4 +1,7 @@
-"""Turns request bodies into checked requests with token ids, or directly into answers. It needs no torch, HTTP or engine."""
+"""Turns request bodies into checked requests with token ids, or directly into answers.
+
+This module needs no torch, HTTP or engine.
+"""
 
 from __future__ import annotations
 

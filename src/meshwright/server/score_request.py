@@ -1,4 +1,4 @@
-"""Reads the body of POST /score: the sequences that a reward model scores. It needs no HTTP or engine."""
+"""Reads the body of POST /score: the sequences that a reward model scores. This module needs neither HTTP nor an engine."""
 
 from __future__ import annotations
 
