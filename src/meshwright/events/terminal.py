@@ -1,6 +1,6 @@
 """Prints lines for people.
 
-Printing never fails, because a closed terminal or pipe must not end a run. It needs no torch.
+Printing never fails, because a closed terminal or pipe must not end a run. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ def fitted(text: str, stream: TextIO | None = None) -> str:
 
 
 def wrapped(text: str, columns: int) -> str:
-    """Break lines that are longer than `columns` between words, and indent their continuations.
-
-    A longer word stays whole.
-    """
+    """Break lines that are longer than `columns` between words, and indent their continuations. A longer word stays whole."""
     lines = []
     for line in text.split("\n"):
         indent = line[: len(line) - len(line.lstrip())] + HANGING

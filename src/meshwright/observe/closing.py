@@ -17,8 +17,7 @@ def closing_lines(folder: Path, code: int) -> list[str]:
     After a finished run, the next commands sample from it and evaluate it. After a stopped run, the command continues
     it. After a failed run, the line names its logs; the error message has already said what to change.
 
-    The last line has the command that completes the report: the analysis of spans takes seconds, so ranks leave it
-    out.
+    The last line has the command that completes the report: the analysis of spans takes seconds, so ranks leave it out.
     """
     report = folder / "report.html"
     quoted_folder = shlex.quote(str(folder))

@@ -1,6 +1,4 @@
-"""Parts of self-contained HTML pages without scripts, in the style of the report: document, headline figures, tables,
-lists.
-"""
+"""Parts of self-contained HTML pages without scripts, in the style of the report: document, headline figures, tables, lists."""
 
 from __future__ import annotations
 
@@ -76,7 +74,10 @@ def card(title: str, body: str) -> str:
 
 
 def rows(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a table; empty if it has no lines. A line may have fewer cells than there are headings."""
+    """Return a table with the headings `heads`; empty if it has no lines.
+
+    A line may have fewer cells than there are headings.
+    """
     body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in line)}</tr>" for line in lines)
     if not body:
         return ""

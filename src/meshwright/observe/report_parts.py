@@ -192,9 +192,7 @@ def _peaks(run: RunFolder) -> tuple[float | None, float | None]:
 
 
 def _comparable_bytes(predicted: Sequence[tuple[str, float]], *, allocated: bool) -> float:
-    """Return the predicted bytes that can be compared with the measurement. torch does not count the framework's
-    memory.
-    """
+    """Return the predicted bytes that can be compared with the measurement. torch does not count the framework's memory."""
     return sum(size for part, size in predicted if not (allocated and part == "framework"))
 
 
@@ -216,6 +214,7 @@ def _bar(label: str, value: str, inside: str) -> str:
 
 
 def _predicted_parts(plan: Plan | None) -> list[tuple[str, float]]:
+    """Return (part, bytes) of the plan's predicted memory; one part "all" if only the peak is known."""
     if plan is None or plan.predicted is None:
         return []
     parts = [(part, number(size)) for part, size in plan.predicted.memory_bytes.items()]
@@ -242,7 +241,8 @@ def plan_picture(run: RunFolder) -> str:
 def plan_section(plan: Plan, ranks_per_node: int | None, limit: int = MOST_RANKS_DRAWN) -> str:
     """Return a picture of the plan's ranks by node, and the plan's facts and reasons.
 
-    Ranks have the colour of their copy of the model. About `limit` ranks are drawn, rounded to whole nodes.
+    Ranks have the colour of their copy of the model. About `limit` ranks are drawn, rounded to whole nodes. Without
+    `ranks_per_node`, all ranks are on one node.
     """
     entries = [("Mesh", _mesh_text(plan)), ("Batch", _batch_text(plan)), ("Precision", _precision_text(plan))]
     entries += _strategies(plan)[:MOST_ROWS]
@@ -262,6 +262,7 @@ def _label_cell(label: str) -> str:
 
 
 def _mesh(plan: Plan, ranks_per_node: int, limit: int) -> str:
+    """Return the picture of the ranks by node, and its key."""
     layout = Layout.of(plan, ranks_per_node)
     drawn_ranks = min(plan.ranks, max(layout.ranks_per_node, limit // layout.ranks_per_node * layout.ranks_per_node))
     nodes = []

@@ -31,26 +31,30 @@ class _Answer(NamedTuple):
     """An answer, and the length and digest of its prompt."""
 
     prompt_tokens: int
+    """Number of tokens of the prompt."""
     digest: bytes
     """Digest of the whole prompt."""
     tokens: array[int]
+    """Token ids of the answer."""
 
 
 class OwnAnswers:
     """The newest answers, by the digest of their prompts' whole blocks."""
 
     def __init__(self, tokens: TokenBytes) -> None:
-        """`tokens` gives the bytes of each token. If it has no `form`, the bytes of a token depend on its neighbours,
-        and then nothing is kept.
+        """`tokens` gives the bytes of each token.
+
+        If it has no `form`, the bytes of a token depend on its neighbours, and then nothing is kept.
         """
         self._tokens = tokens
         self._answers: OrderedDict[bytes, list[_Answer]] = OrderedDict()
+        """Answers by the digest of their prompts' whole blocks. The key that was used last is the last one."""
         self._size = 0
+        """Number of tokens of all kept answers."""
         self.results: Counter[str] = Counter()
         """How often a prompt began with an earlier prompt, by what followed it.
 
-        `same`: the answer, already encoded as its own tokens; `taken`: the answer in other tokens, which were
-        replaced;
+        `same`: the answer, already encoded as its own tokens; `taken`: the answer in other tokens, which were replaced;
         `other_text`: another text.
         """
 
@@ -66,6 +70,7 @@ class OwnAnswers:
         hasher.update(ids[whole:].tobytes())
         found = self._answers.setdefault(key, [])
         if len(found) >= MOST_OF_BLOCK:
+            # The list is sorted: the answer to the shortest prompt makes room.
             self._size -= len(found.pop(0).tokens)
         found.append(_Answer(len(ids), hasher.digest(), array("I", answer)))
         found.sort(key=lambda kept: kept.prompt_tokens)
@@ -86,6 +91,7 @@ class OwnAnswers:
         changed = False
         hasher = xxh3_128(salt.encode())
         while True:
+            # Earlier prompts that end inside the next block have the digest of all blocks so far as their key.
             for kept in self._answers.get(hasher.digest(), ()):
                 end = self._end(ids, at, hasher, kept)
                 if end is None:
@@ -102,8 +108,7 @@ class OwnAnswers:
             at += BLOCK
 
     def _end(self, ids: array[int], at: int, hasher: Any, kept: _Answer) -> int | None:
-        """Return the index in `ids` where the text of `kept` ends; None if `ids` do not contain its prompt and
-        answer.
+        """Return the index in `ids` where the text of `kept` ends; None if `ids` do not contain its prompt and answer.
 
         `hasher` is the digest of the tokens before index `at`.
         """
