@@ -106,7 +106,9 @@ class InstanceSpec:
     Each group computes the attention of its own requests.
     """
     token_budget: Positive = 2048
-    """Most prompt tokens of a step, in addition to one token of each running request (`step_tokens` of a server)."""
+    """Maximum number of prompt tokens of a step, in addition to one token of each running request (`step_tokens` of a
+    server).
+    """
 
     @property
     def devices(self) -> int:

@@ -242,7 +242,7 @@ class Refusal(Mistake):
 COMPARED_CHARACTERS = 200
 """Number of characters of a word that are compared with valid words."""
 MOST_LISTED = 100
-"""Most mistakes that one report lists; it states the number of the others."""
+"""Maximum number of mistakes that one report lists; it states the number of the others."""
 
 
 class BadConfig(BadInput):

@@ -38,9 +38,9 @@ class RewardSpec:
     processes: Positive = 2
     """Number of processes of each rank that call the function."""
     seconds: Annotated[float, Bound(more_than=0)] = 10.0
-    """Most processor time of a call. A call that takes more, or waits ten times as long, gives no verdict."""
+    """Maximum processor time of a call. A call that takes more, or waits ten times as long, gives no verdict."""
     memory_gib: Annotated[float, Bound(more_than=0)] = 4.0
-    """Most address space of a process."""
+    """Maximum address space of a process."""
 
     def check_path(self) -> None:
         """Raise BadInput unless the file or folder exists."""
@@ -88,7 +88,7 @@ class RlSpec:
     to its own prompts (a mini-batch).
     """
     new_tokens: Positive = 256
-    """Most tokens of an answer. An answer that has not ended by then is truncated."""
+    """Maximum number of tokens of an answer. An answer that has not ended by then is truncated."""
     temperature: Annotated[float, Bound(more_than=0)] = 1.0
     """Divisor of the logits, for sampling and for the loss."""
     policy: Policy = "grpo"
@@ -114,7 +114,7 @@ class RlSpec:
     `correction_most` are left out.
     """
     correction_least: Annotated[float, Bound(more_than=0, at_most=1)] = 0.5
-    """Least ratio of the trainer's probability to the engine's."""
+    """Minimum ratio of the trainer's probability to the engine's."""
     correction_most: Annotated[float, Bound(at_least=1)] = 2.0
     """Largest ratio of the trainer's probability to the engine's."""
     kl: KlSpec = KlSpec()
@@ -133,8 +133,8 @@ class RlSpec:
     The run itself measures them.
     """
     cache_tokens: NotNegative = 0
-    """Most tokens in the key/value cache of each rank's engine; 0 has space for the longest sequences of all answers
-    that run at the same time.
+    """Maximum number of tokens in the key/value cache of each rank's engine; 0 has space for the longest sequences of
+    all answers that run at the same time.
     """
 
     @property

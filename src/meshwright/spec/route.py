@@ -30,9 +30,9 @@ class RouteSpec:
     api_key: str | None = None
     """Key that all paths except /health need, and that is passed on to the servers; MESHWRIGHT_API_KEY sets it too."""
     requests: Positive = 1024
-    """Most unfinished requests at a server. If all servers have that many, the answer is 429."""
+    """Maximum number of unfinished requests at a server. If all servers have that many, the answer is 429."""
     max_body_bytes: Positive = 8 << 20
-    """Most bytes of the body of a request."""
+    """Maximum number of bytes of the body of a request."""
     health_seconds: Annotated[float, Bound(more_than=0)] = 1.0
     """Time between two checks of a server's health."""
     silent_seconds: Annotated[float, Bound(more_than=0)] = 2.0

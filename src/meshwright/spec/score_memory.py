@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 SCORE_BYTES = 2 << 30
-"""Most bytes of these gradients, which `kernels.fixed_order_attention` writes with `train.deterministic`.
+"""Maximum number of bytes of these gradients, which `kernels.fixed_order_attention` writes with `train.deterministic`.
 
 On an H200, 4 heads of 16,384 tokens keep the device busy. With fewer bytes, groups of heads would be too small for
 that.

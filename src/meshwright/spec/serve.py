@@ -64,9 +64,12 @@ class HttpSettings:
     follow_seconds: Annotated[float, Bound(more_than=0)] = 5.0
     """Time between two checks for a new checkpoint."""
     queue: Positive = 1024
-    """Most requests that may wait, in addition to those in the batch. Further requests are answered with 429."""
+    """Maximum number of requests that may wait, in addition to those in the batch.
+
+    Further requests are answered with 429.
+    """
     max_body_bytes: Positive = 8 << 20
-    """Most bytes of the body of a request."""
+    """Maximum number of bytes of the body of a request."""
     max_new_tokens: Positive | None = None
     """Largest `max_tokens` of a request; none is the context."""
     max_choices: Positive = 128
@@ -77,7 +80,7 @@ class HttpSettings:
     max_logprobs: Annotated[int, Bound(at_least=0, at_most=20)] = 20
     """Largest `top_logprobs` of a request."""
     max_stop_strings: Positive = 16
-    """Most stop strings of a request."""
+    """Maximum number of stop strings of a request."""
     drain_seconds: Annotated[float, Bound(at_least=0)] = 30.0
     """Longest time for which running requests may continue after SIGTERM."""
     page: bool = True
@@ -97,7 +100,7 @@ class ServeSpec(EngineSettings, HttpSettings):
     adapters.
     """
     speculate: NotNegative = 0
-    """Most draft tokens of a request that a step verifies (speculative decoding).
+    """Maximum number of draft tokens of a request that a step verifies (speculative decoding).
 
     0: none, but 4 with a `draft_model`, or 1 with `mtp`.
     """

@@ -14,9 +14,9 @@ from meshwright.spec.model import ModelSpec
 NOT_ROUNDED = "kv_up"
 """The linear layer of latent attention that is never rounded to 8 bits."""
 MOST_EXPERTS = 1024
-"""Most experts of a layer that one program of the router's kernel can hold in registers."""
+"""Maximum number of experts of a layer that one program of the router's kernel can hold in registers."""
 MOST_COPIES = 64
-"""Most experts of a token whose outputs the kernels of decodes can compute."""
+"""Maximum number of experts of a token whose outputs the kernels of decodes can compute."""
 
 
 def weights_error(spec: ModelSpec, weights: WeightFormat) -> str | None:

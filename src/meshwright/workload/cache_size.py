@@ -93,11 +93,11 @@ class CacheRoom:
     """Limits of the engine that decide how many blocks each group of the cache needs."""
 
     context: int
-    """Greatest number of tokens of a sequence."""
+    """Maximum number of tokens of a sequence."""
     sequences: int
-    """Greatest number of requests that run at the same time."""
+    """Maximum number of requests that run at the same time."""
     step_tokens: int
-    """Greatest number of tokens of a step."""
+    """Maximum number of tokens of a step."""
     tokens_per_block: int
     """Number of positions in a block."""
 

@@ -27,7 +27,7 @@ from meshwright.spec.errors import WrongKey
 
 RouterScore = Literal["softmax", "sigmoid", "biased_softmax"]
 LEAST_SUM = 1e-12
-"""Least divisor of a token's weights with a biased softmax: the bias may choose experts whose probability is 0."""
+"""Minimum divisor of a token's weights with a biased softmax: the bias may choose experts whose probability is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
