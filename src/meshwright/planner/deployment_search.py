@@ -104,11 +104,13 @@ class DeploymentAnswer:
     It is 0 if the chosen deployment is the best colocated one.
     """
     limits: ServeLimits
+    """The required limits of latency."""
     considered: int
     """Number of deployments that were estimated."""
     units: int
     """Number of equal units of the cluster, of which one was simulated."""
     search_seconds: float
+    """Seconds that planning took."""
     curve: tuple[tuple[float, float], ...] = ()
     """Points (requests per second and device, attainment) of the chosen deployment, in ascending order."""
     sources: Mapping[str, str] = field(default_factory=dict)

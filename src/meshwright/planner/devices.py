@@ -77,6 +77,7 @@ class DeviceChoice:
     run: RunSpec
     """The run, with the cluster for which the plan is made."""
     answer: SearchResult
+    """The result of the search on that cluster."""
     idle: Idle | None = None
     """The idle devices; None if all are used."""
 

@@ -53,6 +53,7 @@ class Change:
     seconds: float
     """Predicted seconds of a step with the change."""
     tokens_per_second: float
+    """Predicted tokens per second of all GPUs with the change."""
     gain: float
     """Relative increase of tokens per second: 0.1 is 10% more."""
     note: str
@@ -67,6 +68,7 @@ class _Changed:
     run: RunSpec
     start: Plan
     remark: str = ""
+    """A remark for `Change.note`."""
 
 
 def what_if(

@@ -60,6 +60,7 @@ class InterferenceCase:
     """An operation that runs at the same time as matmuls, in groups of `ranks` ranks on `nodes` nodes."""
 
     op: Literal["all_gather", "reduce_scatter", "to_host"]
+    """The operation."""
     ranks: int
     nodes: int
     begin: Begin

@@ -51,8 +51,11 @@ class TimedRequest(NamedTuple):
     """A request with its arrival time."""
 
     arrival_seconds: float
+    """Seconds from the start of the workload to the request."""
     input_tokens: int
+    """Tokens of the prompt."""
     output_tokens: int
+    """New tokens of the answer."""
     prefix_blocks: tuple[int, ...] = ()
     """Ids of the prompt's blocks of `PREFIX_BLOCK` tokens.
 

@@ -24,6 +24,7 @@ class ExpertRanks:
     """
 
     count: int = 1
+    """Number of devices."""
     dispatch: Dispatch | None = None
     """Number format in which tokens are sent to experts on other devices; none is the model's dtype."""
     micro_batches: int = 1

@@ -324,6 +324,7 @@ class BlockRun:
     """Consecutive equal blocks of a model."""
 
     block: BlockSpec
+    """Each of the blocks."""
     first: int
     """Number of the layer of the first of them."""
     count: int

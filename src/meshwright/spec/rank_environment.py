@@ -102,6 +102,7 @@ class RankEnvironment:
     address: str
     """Address of rank 0's host, where the ranks meet."""
     port: int
+    """Port at that address."""
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> RankEnvironment:

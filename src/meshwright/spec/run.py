@@ -88,9 +88,11 @@ class Lease:
     epoch: int
     """1 at the run's first start, and 1 more at each later start."""
     host: str
+    """Name of the host of the process."""
     boot_id: str
     """The kernel's boot id, which changes when the host restarts."""
     pid: int
+    """Number of the process."""
     process_start: int
     """Start time of the process in kernel ticks since boot.
 
@@ -105,6 +107,7 @@ class Assignment:
     run: RunSpec
     plan: Plan
     folder: str
+    """Folder of the run."""
     lease: Lease
     """The start of the run to which these ranks belong. They commit checkpoints as long as it owns the folder."""
     profile: tuple[int, int] | None = None

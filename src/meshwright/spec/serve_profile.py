@@ -55,6 +55,7 @@ class StepFactor:
     """Factor on the predicted time of steps with a number of tokens."""
 
     tokens: Positive
+    """Tokens (or decodes) of the steps."""
     factor: Rate
     """Measured time divided by predicted time."""
 

@@ -35,6 +35,7 @@ class Support:
     """Whether a model can have a feature."""
 
     feature: str
+    """Name of the feature, for example an axis."""
     refusal: str | None
     """What the rule expects of the model or of the run instead; None if the model can have the feature."""
 

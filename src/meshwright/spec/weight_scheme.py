@@ -84,7 +84,9 @@ class WeightScheme:
     name: str
     """Its name in messages."""
     element: Element
+    """What a stored number means."""
     packing: Packing = "plain"
+    """How numbers are packed in the tensor of elements."""
     values: str = ".weight"
     """End of the name of the tensor of elements.
 

@@ -30,6 +30,7 @@ class LayerGroup:
     layers: tuple[int, ...]
     """Numbers of the layers, counted from 0. Prediction modules follow the last layer."""
     mixer: Mixer
+    """The attention of these layers."""
     window: int | None
     """Number of positions that a query attends to at most; None if it attends to all."""
 
