@@ -250,7 +250,9 @@ class PublishedAttentionSpec:
     heads: Any
     """Number of heads."""
     head_dim: Any
+    """Size of a query head."""
     value_head_dim: Any
+    """Size of a value head."""
     kv_width: Any
     """Width of keys and values together, as they are saved and exchanged."""
     columns: Any
@@ -310,6 +312,7 @@ class PublishedMixerSpec:
     OUTPUT_NORM: ClassVar[str] = "mixer_output_norm"
 
     columns: Any
+    """Outputs of the linear layer."""
 
     def operations(self, place: BodyPlace) -> Iterator[Op]:
         """Yield the linear layer."""

@@ -68,6 +68,7 @@ class PlanTime:
     """Predicted time of one step."""
 
     seconds: float
+    """Seconds of one step."""
     low: float
     """Lower end of the 80% band, in seconds."""
     high: float
@@ -82,6 +83,7 @@ class Pricing:
 
     shape: Shape
     machine: Machine
+    """The slowest devices and links of the cluster."""
     layout: Layouts
     constants: Constants
     other_formats: Mapping[Linear, Pricing] = field(default_factory=dict)

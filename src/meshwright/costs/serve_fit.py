@@ -45,6 +45,7 @@ class ServeFit(NamedTuple):
     """Fitted constants and their error."""
 
     constants: StepConstants
+    """The fitted constants."""
     median_error: float
     """Median relative error of the constants at a step that was left out of the fit; 0 if no step could be left out.
 

@@ -30,7 +30,9 @@ class GraphMessage(NamedTuple):
     """Identifies a message: its direction, the model chunk that receives it, and its micro-batch."""
 
     direction: str
+    """"forward" (activations) or "backward" (gradients)."""
     receiving_chunk: int
+    """Model chunk that receives the message."""
     microbatch: int
 
 

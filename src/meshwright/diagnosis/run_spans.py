@@ -36,11 +36,13 @@ class RankRecords:
     """The spans of one rank."""
 
     rank: int
+    """Global rank."""
     stage: int
     """Pipeline rank."""
     dp: int
     """Index of the rank among the ranks of its stage."""
     host: str
+    """Name of its host."""
     records: np.ndarray
     """Array with the fields of `events.span.SpanRecord`; `phase` is an index into `phases`."""
     phases: Sequence[str]

@@ -38,12 +38,15 @@ class TraceOperation(NamedTuple):
     """An operation of a stage in the step that is the template. Times are in nanoseconds."""
 
     start: int
+    """Start of the operation."""
     sequence: int
     """Number among the operations of the same type."""
     type: str
+    """Type of the operation, a name in `operations.TYPES`."""
     node: int
     """Index of its node in the graph."""
     end: int
+    """End of the operation."""
     chunk: int
     """Model chunk on the pipeline rank."""
     virtual_stage: int

@@ -27,7 +27,7 @@ from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, S
 SAMPLED = 24
 """Number of requests whose sizes represent all requests."""
 ROUNDS = 25
-"""Most iterations of the fixed point, and of the bisection over rates."""
+"""Maximum number of iterations of the fixed point, and of the bisection over rates."""
 LARGEST_RATE = 1e6
 """Requests per second at which the search for the highest rate ends."""
 

@@ -33,11 +33,11 @@ from meshwright.spec.deployment import (
 from meshwright.spec.model import ModelSpec
 
 FINALISTS = 10
-"""Most deployments that are simulated."""
+"""Maximum number of deployments that are simulated."""
 COLOCATED_FINALISTS = 4
-"""Most colocated deployments among them."""
+"""Maximum number of colocated deployments among them."""
 EXPERT_FINALISTS = 2
-"""Most deployments among them that divide the experts of an MoE model over several groups of devices."""
+"""Maximum number of deployments among them that divide the experts of an MoE model over several groups of devices."""
 Placement = Literal["colocated", "roles", "experts"]
 """Kind of a deployment; see `PLACEMENTS`."""
 PLACEMENTS: tuple[Placement, ...] = ("colocated", "roles", "experts")
@@ -104,11 +104,13 @@ class DeploymentAnswer:
     It is 0 if the chosen deployment is the best colocated one.
     """
     limits: ServeLimits
+    """The required limits of latency."""
     considered: int
     """Number of deployments that were estimated."""
     units: int
     """Number of equal units of the cluster, of which one was simulated."""
     search_seconds: float
+    """Seconds that planning took."""
     curve: tuple[tuple[float, float], ...] = ()
     """Points (requests per second and device, attainment) of the chosen deployment, in ascending order."""
     sources: Mapping[str, str] = field(default_factory=dict)

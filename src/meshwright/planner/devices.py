@@ -32,13 +32,13 @@ from meshwright.spec.run import RunSpec
 MIN_SPEEDUP = 1.02
 """A part is used only if its step is faster than a step on all devices by more than this factor."""
 MAX_BOUNDS = 6
-"""Most parts for which the lower bound is computed."""
+"""Maximum number of parts for which the lower bound is computed."""
 MAX_SEARCHES = 4
-"""Most parts that are searched."""
+"""Maximum number of parts that are searched."""
 MAX_PLANS = 2
 """The search of parts ends when this many parts have a plan."""
 MAX_INNER_RANKS = 64
-"""Most devices per data rank (tensor × context × pipeline ranks) in the parts that are tried."""
+"""Maximum number of devices per data rank (tensor × context × pipeline ranks) in the parts that are tried."""
 MAX_NODE_TYPES = 4
 """Largest number of node types of which every subset is tried; also the largest number of nodes that a sentence lists
 one by one.
@@ -77,6 +77,7 @@ class DeviceChoice:
     run: RunSpec
     """The run, with the cluster for which the plan is made."""
     answer: SearchResult
+    """The result of the search on that cluster."""
     idle: Idle | None = None
     """The idle devices; None if all are used."""
 

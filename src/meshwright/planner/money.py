@@ -48,14 +48,19 @@ class Expense:
     training_share: float
     """Share of the time in which the run trains."""
     money_per_million_tokens: float | None
+    """Money for a million tokens."""
     kwh_per_million_tokens: float | None
+    """Energy for a million tokens in kWh."""
     tokens: float | None
     """Number of tokens of the whole training. If it is None, the fields below are None too, except `low` and `high`."""
     days: float | None
+    """Days of the whole training."""
     gpu_hours: float | None
     """Number of devices times hours of the whole training."""
     money: float | None
+    """Money of the whole training."""
     kwh: float | None
+    """Energy of the whole training in kWh."""
     low: float | None = None
     """Lower end of the 80% band of days, GPU-hours, money and energy, as a factor on them.
 

@@ -25,9 +25,13 @@ class OptionGrid:
     """
 
     gradients: tuple[Gradients, ...]
+    """Values of `gradients`."""
     offloads: tuple[Offload, ...]
+    """Values of `offload`."""
     recomputes: tuple[Recompute, ...]
+    """Values of `recompute`."""
     reshards: tuple[bool, ...]
+    """Values of `reshard`."""
 
     @cached_property
     def options(self) -> tuple[LayerStrategy, ...]:

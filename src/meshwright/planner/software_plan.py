@@ -73,6 +73,7 @@ class SoftwarePlan:
     memory_bytes: float | None = None
     """Memory of the fullest rank."""
     refused: str = ""
+    """Why there is no layout; empty if there is one."""
 
 
 def software_listed(text: str) -> tuple[TrainingSoftware, ...]:

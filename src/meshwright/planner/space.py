@@ -128,6 +128,7 @@ class Points:
     """Layouts ("points" of the search) as columns of shape (points,), and their meshes."""
 
     meshes: tuple[AxisSizes, ...]
+    """The different meshes of the points."""
     mesh_columns: Mapping[str, np.ndarray]
     """Columns of shape (meshes,), by name.
 

@@ -28,6 +28,7 @@ from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fp8_limits import supports_fp8
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import BatchPlan, Plan
+from meshwright.spec.plan_keys import keys_of
 from meshwright.spec.plan_name import mesh_name
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS
@@ -52,6 +53,7 @@ class Change:
     seconds: float
     """Predicted seconds of a step with the change."""
     tokens_per_second: float
+    """Predicted tokens per second of all GPUs with the change."""
     gain: float
     """Relative increase of tokens per second: 0.1 is 10% more."""
     note: str
@@ -66,6 +68,7 @@ class _Changed:
     run: RunSpec
     start: Plan
     remark: str = ""
+    """A remark for `Change.note`."""
 
 
 def what_if(
@@ -317,11 +320,7 @@ def _pin_all_but_changed(run: RunSpec, plan: Plan) -> RunSpec:
     pins |= {key: getattr(plan, key) for key in (*(option.key for option in COPY_OPTIONS), "compile")}
     pins |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
     pins |= {"offload": plan.layers[0].offload} if len({layer.offload for layer in plan.layers}) == 1 else {}
-    pins |= {"expert": plan.experts.expert} if plan.experts else {}
-    if plan.experts and plan.experts.policy != "none":
-        pins |= {f"expert_{key}": getattr(plan.experts, key) for key in ("policy", "slots", "keep", "window")}
-    if plan.experts and plan.experts.exchange != "all_to_all":
-        pins |= {f"expert_{key}": getattr(plan.experts, key) for key in ("exchange", "receive_bound")}
+    pins |= {key: value for key, value in vars(keys_of(plan)).items() if key.startswith("expert")}
     pins |= {"layers": plan.layers} if any(layer.linear for layer in plan.layers) else {}
     return replace(run, plan=replace(pins_of(run), **pins))
 

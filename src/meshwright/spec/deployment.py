@@ -51,8 +51,11 @@ class TimedRequest(NamedTuple):
     """A request with its arrival time."""
 
     arrival_seconds: float
+    """Seconds from the start of the workload to the request."""
     input_tokens: int
+    """Tokens of the prompt."""
     output_tokens: int
+    """New tokens of the answer."""
     prefix_blocks: tuple[int, ...] = ()
     """Ids of the prompt's blocks of `PREFIX_BLOCK` tokens.
 
@@ -106,7 +109,9 @@ class InstanceSpec:
     Each group computes the attention of its own requests.
     """
     token_budget: Positive = 2048
-    """Most prompt tokens of a step, in addition to one token of each running request (`step_tokens` of a server)."""
+    """Maximum number of prompt tokens of a step, in addition to one token of each running request (`step_tokens` of a
+    server).
+    """
 
     @property
     def devices(self) -> int:

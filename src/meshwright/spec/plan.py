@@ -194,7 +194,7 @@ class ExpertPlan:
     """Which experts of other ranks a rank also has in a step; `plan_keys.PlanKeys.expert_policy` explains the values.
     """
     slots: NotNegative = 0
-    """Most experts of other ranks that a rank has in a step, per layer; 0 with policy none."""
+    """Maximum number of experts of other ranks that a rank has in a step, per layer; 0 with policy none."""
     keep: bool = False
     """Whether the copied experts of a layer stay gathered for the whole step. Only with copies."""
     load_window: Positive = 5

@@ -132,7 +132,7 @@ class PlanKeys:
     every step.
     """
     expert_slots: NotNegative | None = None
-    """Most experts of other ranks that a rank has in a step, per layer."""
+    """Maximum number of experts of other ranks that a rank has in a step, per layer."""
     expert_keep: bool | None = None
     """Whether copied experts stay gathered for the whole step; false frees them after each use and gathers them again
     for the backward.

@@ -30,6 +30,7 @@ class LayerGroup:
     layers: tuple[int, ...]
     """Numbers of the layers, counted from 0. Prediction modules follow the last layer."""
     mixer: Mixer
+    """The attention of these layers."""
     window: int | None
     """Number of positions that a query attends to at most; None if it attends to all."""
 
@@ -93,11 +94,11 @@ class CacheRoom:
     """Limits of the engine that decide how many blocks each group of the cache needs."""
 
     context: int
-    """Greatest number of tokens of a sequence."""
+    """Maximum number of tokens of a sequence."""
     sequences: int
-    """Greatest number of requests that run at the same time."""
+    """Maximum number of requests that run at the same time."""
     step_tokens: int
-    """Greatest number of tokens of a step."""
+    """Maximum number of tokens of a step."""
     tokens_per_block: int
     """Number of positions in a block."""
 

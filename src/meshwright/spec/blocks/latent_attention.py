@@ -29,10 +29,13 @@ class LatentAttentionSpec:
     OUTPUT_NORM: ClassVar[str] = "attention_output_norm"
 
     heads: int
+    """Number of heads."""
     head_dim: int
+    """Size of a query and a key head: the unrotated and the rotated part."""
     rotary: RotarySpec
     """Rotates a part of each query head, and a part of the key that all heads share."""
     value_head_dim: int
+    """Size of a value head."""
     kv_rank: int
     """Width of the latent of keys and values."""
     latent_norm: NormSpec
