@@ -355,6 +355,7 @@ def judge(sides: Sequence[Side], options: argparse.Namespace) -> dict[str, Any]:
         folders[side.name] = side.folder
         if side.is_ours:
             folders[side.name] = side.folder.with_name(f"{side.folder.name}-exported")
+            shutil.rmtree(folders[side.name], ignore_errors=True)
             export = [*MESHWRIGHT, "checkpoint", "to-hf", str(side.folder), str(folders[side.name]), "--dtype", "fp32"]
             subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
     words = ["--tokens", str(options.runs / "held-out.npy"), "--device", options.device]
