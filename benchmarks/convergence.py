@@ -262,6 +262,7 @@ def our_side(precision: str, options: argparse.Namespace) -> Side:
         "data.max_epochs=1",
         f"data.validation={options.runs}/corpus/held_out",
         f"data.validation_tokens={options.batch * options.seq_len}",
+        "train.validate_every=0",
         "seed=0",
         f"train.steps={options.steps}",
         f"train.global_batch={options.batch}",
