@@ -312,8 +312,9 @@ def _given(keys: PlanKeys, *same: str, **renamed: str) -> dict[str, Any]:
 
 
 def _experts_of(keys: PlanKeys, ranks: int) -> ExpertPlan | None:
-    """Return how experts are divided over the `ranks` shard and context ranks of one model copy; None without the key
-    `expert`.
+    """Return how experts are divided over the `ranks` shard and context ranks of one model copy.
+
+    The result is None without the key `expert`.
     """
     if keys.expert is None:
         return None
