@@ -1,4 +1,4 @@
-"""Tables of plain text for terminals and files."""
+"""Formats tables as plain text, for terminals and files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Iterator[str]:
-    """The lines of a table, two spaces between columns; the columns `right` end at their right edge. Nothing is cut."""
+    """Yield the lines of a table. Two spaces separate the columns. Cells are never shortened.
+
+    `right` has the numbers of the columns that are aligned to the right; the others are aligned to the left.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -580,6 +580,7 @@ _OF_OTHER_COSTS = dict.fromkeys(
         "fill",
         "in_flight",
         "in_flight_last",
+        "forwards_first",
         "vee",
         "fullest_layers",
         "head_layers",

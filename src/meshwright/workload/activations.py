@@ -218,9 +218,8 @@ def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
 
     From tensor ranks: its gathered input, and the gradient of that input. From context ranks: queries, keys and values.
     """
-    gathered = np.where(np.asarray(tensor) > 1, 2.0 * np.asarray(tensor) * model.hidden, 0.0)
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim  # values are padded to the width of keys
-    return gathered + np.where(np.asarray(context) > 1, heads, 0)
+    return (tensor > 1) * 2.0 * tensor * model.hidden + (context > 1) * heads
 
 
 def score_gradient_bytes(model: ModelSpec, samples: Array, seq: Array, tensor: Array) -> Array:

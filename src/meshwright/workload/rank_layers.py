@@ -1,4 +1,4 @@
-"""Layers of pipeline ranks: of the rank that holds the head, and the most of any other rank; in memory, and in time."""
+"""Numbers of layers on pipeline ranks: on the rank with the head, and on the fullest of the other ranks; in memory, and in time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from meshwright.spec.layout import balanced_stages
 from meshwright.workload.arrays import Array
 
 StageTable = tuple[tuple[range, ...], ...]
-"""Layers by pipeline rank and stage of the rank."""
+"""Layers of each stage: the outer tuple has the pipeline ranks, the inner tuple the stages of a rank in order."""
 MOST_STAGES = 1 << 16
-"""An upper limit of the virtual stages of one pipeline rank."""
+"""More than the number of virtual stages on one pipeline rank can be."""
 
 
 class RankLayers(NamedTuple):
@@ -30,7 +30,7 @@ class RankLayers(NamedTuple):
 
 
 def table_layers(table: StageTable) -> RankLayers:
-    """The layers of a pipeline's ranks. In a V-shaped placement ranks do not run in rounds.
+    """Return the layers of a pipeline's ranks. In a V-shaped placement ranks do not run in rounds.
 
     Layers 9 to 15 and the head are on the second rank:
 
@@ -54,10 +54,15 @@ def table_layers(table: StageTable) -> RankLayers:
 
 
 def balanced_layers(layers: int, head: float, pipeline: Array, virtual: Array, vee: Array) -> RankLayers:
-    """`table_layers` of `spec.layout.balanced_stages` for arrays of pipelines; the head takes as long as `head` layers."""
+    """Return `table_layers` of `spec.layout.balanced_stages`, for arrays of pipelines.
+
+    `pipeline` has the number of ranks, `virtual` the number of stages on each rank, and `vee` 1 for the V-shaped
+    schedule ZBV. The head takes as long as `head` layers. The results have the broadcast shape of the three arrays.
+    """
     ranks, stages, vees = np.broadcast_arrays(
         *(np.asarray(column, dtype=np.int64) for column in (pipeline, virtual, vee))
     )
+    # Many cases have equal numbers. Each different combination gets a code, so that it is computed only once.
     codes, index = np.unique((ranks * MOST_STAGES + np.maximum(1, stages)) * 2 + (vees > 0), return_inverse=True)
     layers_by_code = [_balanced(layers, head, *divmod(int(code) // 2, MOST_STAGES), bool(code % 2)) for code in codes]
     columns = np.array(layers_by_code, float).reshape(-1, len(RankLayers._fields))[index.reshape(-1)].T
@@ -66,7 +71,9 @@ def balanced_layers(layers: int, head: float, pipeline: Array, virtual: Array, v
 
 @lru_cache(maxsize=4096)
 def _balanced(layers: int, head: float, pipeline: int, virtual: int, vee: bool) -> RankLayers:
+    """Return `table_layers` of one pipeline."""
     if layers < pipeline * virtual:
-        rounded_up = -(-layers // pipeline)  # there is no such plan; callers with many layouts drop it
+        # Each stage needs a layer, so there is no such plan. Callers with many layouts drop it.
+        rounded_up = -(-layers // pipeline)
         return RankLayers(rounded_up, rounded_up, rounded_up, rounded_up)
     return table_layers(balanced_stages("zbv" if vee else "interleaved", pipeline, layers, head, virtual))
