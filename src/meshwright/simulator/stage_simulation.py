@@ -7,6 +7,7 @@ The step time differs by a few percent from that of `simulate`, which simulates 
 - All micro-batches are equal, so the durations are computed once for each stage.
 - Parameters that are gathered once a step count in the stage's first forward. Gradients that are reduced once a step count in
   its last backward.
+- In layered order the gathers and reductions of each rank are simulated one by one, as a rank's waits hide many of them.
 - `compile_program` turns a schedule into flat lists, without any timing. `simulate_stages` runs over these lists.
 """
 
