@@ -92,17 +92,16 @@ def elements_per_token(
     share = float(tile_share(plan.mlp_tile, tokens)) if tokens else 1.0
     sum_bytes_of_element = element * max(tokens, 1.0)
     by_block = dict[tuple[int, Recompute, Linear | None], tuple[float, float]]()
-
-    def per_token(layer: int) -> tuple[float, float]:
-        mode = strategies[layer].recompute
-        key = model.kind(layer), mode, strategies[layer].linear
+    by_layer = []
+    for layer, (kind, strategy) in enumerate(zip(model.layer_kinds, strategies, strict=True)):
+        key = kind, strategy.recompute, strategy.linear
         if key not in by_block:
             low = low_share(plan.precision, plan.linear(layer, model.layers))
-            saved, temporary, sums = _elements(*_block(model, layer, mode), low, expert_ranks, busiest, share, element)
+            block = _block(model, layer, strategy.recompute)
+            saved, temporary, sums = _elements(*block, low, expert_ranks, busiest, share, element)
             by_block[key] = saved, temporary + sums / sum_bytes_of_element
-        return by_block[key]
-
-    return per_token
+        by_layer.append(by_block[key])
+    return by_layer.__getitem__
 
 
 @lru_cache(maxsize=1024)

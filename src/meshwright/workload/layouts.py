@@ -19,7 +19,7 @@ from meshwright.workload.dtypes import bytes_of, staging_bytes, state_bytes
 from meshwright.workload.expected_loads import expected_busiest
 from meshwright.workload.groups import experts_over
 from meshwright.workload.optimizer_work import ADAMW_BYTES, optimizer_columns
-from meshwright.workload.rank_layers import table_layers
+from meshwright.workload.rank_layers import RankLayers, table_layers
 
 SELECTIVE, ALL_BUT_ATTENTION, FULL = (
     float(RECOMPUTE_MODES.index(mode)) for mode in ("selective", "all_but_attention", "full")
@@ -170,6 +170,10 @@ class Layouts(StepDivision):
     """Layers of the fullest pipeline rank without the head; 0 selects the rules of published stacks (`costs.stage_layers`)."""
     head_layers: Array = 0.0
     """Layers of the rank with the head."""
+    slowest_layers: Array = 0.0
+    """As `fullest_layers`, but in time (`workload.rank_layers.RankLayers`)."""
+    slowest_head_layers: Array = 0.0
+    """As `slowest_layers`, if the rank with the head is the longest in the last round."""
     sequence: Array = 0.0
     """1 with sequence parallelism: tensor ranks divide by sequence the activations that they do not divide by width."""
     port: Array = 1.0
@@ -310,7 +314,7 @@ def layouts_of(
     virtual: Array,
     micro_batch: Array,
     accumulate: Array,
-    layers: tuple[Array, Array],
+    layers: RankLayers,
     offload_fraction: float = 1.0,
     offload_staging: float = 0.0,
     **columns: Array,
@@ -320,7 +324,7 @@ def layouts_of(
     - `size(axis)`: ranks of an axis.
     - `expert`: ranks that share the experts of one tensor rank.
     - `schedule`: index in `schedules.in_flight.NAMES`.
-    - `layers`: (layers of the fullest pipeline rank without the head, layers of the rank with the head), as from `rank_layers`.
+    - `layers`: layers of the pipeline ranks.
     - `columns`: further columns of `Layouts`, which are returned as they are.
     """
 
@@ -343,8 +347,10 @@ def layouts_of(
         zero=np.where(division["shards"] > 1, 3.0, 0.0),
         sequence=np.where(tensor > 1, 1.0, 0.0),
         vee=np.where(np.isin(schedule, [NAMES.index(name) for name in V_SCHEDULES]), 1.0, 0.0),
-        fullest_layers=layers[0],
-        head_layers=layers[1],
+        fullest_layers=layers.fullest,
+        head_layers=layers.with_head,
+        slowest_layers=layers.slowest,
+        slowest_head_layers=layers.slowest_with_head,
         in_flight=in_flight(*schedule_arguments),
         in_flight_last=in_flight(*schedule_arguments, pipeline - 1),
         fill=relative_idle_time(schedule, pipeline, accumulate),
