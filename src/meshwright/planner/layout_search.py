@@ -144,10 +144,10 @@ class LayoutSearch:
     def _leading(self, limit: float = inf) -> list[Candidate]:
         """`leading` for `run` alone; layouts that are estimated to take longer than `limit` seconds may be left out."""
         costs = SpaceCosts(self.run, self.pricing, self.space)
-        candidates = self._fitting(costs, MAX_SLOWDOWN, limit)
-        if not candidates and limit == inf:
+        candidates, tried = self._fitting(costs, MAX_SLOWDOWN, limit)
+        if tried and not candidates and limit == inf:
             # What fits may be much slower than what fits by the closed form only.
-            candidates = self._fitting(costs, inf, limit)
+            candidates, _ = self._fitting(costs, inf, limit)
         # The closed form may overestimate memory by more than the margins.
         plans = (
             []
@@ -156,8 +156,12 @@ class LayoutSearch:
         )
         return candidates or [self.estimator.by_stages(plan) for plan in plans]
 
-    def _fitting(self, costs: SpaceCosts, max_slowdown: float, limit: float) -> list[Candidate]:
-        """Plans that fit of layouts that are at most `max_slowdown` times slower than the fastest, or more if all are simulated slower."""
+    def _fitting(self, costs: SpaceCosts, max_slowdown: float, limit: float) -> tuple[list[Candidate], bool]:
+        """Plans that fit, and whether any layout fits by the closed form, with the largest factor on the usable memory.
+
+        The layouts take at most `max_slowdown` times as long as the fastest, or longer if all are simulated slower.
+        """
+        tried = False
         for margin in MARGINS:
             memory_limit = margin * self.memory_limit
             while True:
@@ -179,9 +183,10 @@ class LayoutSearch:
                 if needed_slowdown <= max_slowdown:
                     break
                 max_slowdown = needed_slowdown
+            tried = tried or len(swept.points) > 0
             if candidates or self.budget is None or not len(swept.points):  # with a smaller factor no other point fits
-                return candidates
-        return []
+                break
+        return candidates, tried
 
     @cached_property
     def smallest(self) -> list[Candidate]:
