@@ -20,6 +20,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.model import ModelSpec, parameters, without_adapter
 from tests.adapted import adapter_of
+from tests.checkpoint.crash import intercept_calls
 from tests.models.test_adapter import built, tokens_of
 from tests.models.tiny import GPT2, GPT_OSS, LLAMA, QWEN3_MOE
 
@@ -84,6 +85,20 @@ def test_adapters_of_all_experts_are_written_and_read(tmp_path: Path) -> None:
     stacked = adapter_of(GPT_OSS, rank=8, experts=True)
     with pytest.raises(BadInput, match="a gpt_oss folder stacks its experts"):
         write_peft(tmp_path / "none", stacked, built(stacked).get_parameter, base_name="", base=None)
+
+
+def test_an_export_that_fails_leaves_no_folder_and_can_be_repeated(tmp_path: Path) -> None:
+    spec = adapter_of(LLAMA)
+    read = built(spec).get_parameter
+
+    def fail(call: int, *_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with intercept_calls(fail, ("fsync",)), pytest.raises(OSError, match="No space left"):
+        write_peft(tmp_path / "adapters", spec, lambda name: read(name).detach(), base_name="", base=None)
+    assert list(tmp_path.iterdir()) == []
+    write_peft(tmp_path / "adapters", spec, lambda name: read(name).detach(), base_name="", base=None)
+    assert {path.name for path in (tmp_path / "adapters").iterdir()} == {CONFIG, WEIGHTS}
 
 
 def rewritten(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:

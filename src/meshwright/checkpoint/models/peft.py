@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint.models.adapters import Delta, Deltas, placed_parts
-from meshwright.durable.writes import write_durable
+from meshwright.durable.writes import new_folder, sync_file, write_durable
 from meshwright.families.adapters import shortened
 from meshwright.families.folder import HFTensor, hf_tensors, read_json
 from meshwright.families.registry import FAMILIES
@@ -165,11 +165,12 @@ def write_peft(
     }
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder}: already there and not empty; choose another folder or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"} | ({} if base is None else {DIGEST: base})
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, metadata=metadata)
-    # The config is written last, because it makes the folder one that can be loaded.
-    write_durable(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with new_folder(folder) as partial:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / WEIGHTS, metadata=metadata)
+        sync_file(partial / WEIGHTS)
+        write_durable(partial / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _plain_number(value: float) -> float | int:
