@@ -165,16 +165,24 @@ def test_what_is_refused_and_said(tmp_path: Path) -> None:
         "moe_lora: expected .*got 3": {"moe_lora": 3},
         "bias: expected 'none'": {"bias": "all"},
         "peft_type: expected 'LORA', got 'IA3'": {"peft_type": "IA3"},
-        "r: expected a positive number": {"r": 0},
+        "r: expected a positive whole number, got 0": {"r": 0},
+        r"r: expected a positive whole number, got 8\.5": {"r": 8.5},
+        "r: expected a positive whole number, got True": {"r": True},
+        "lora_alpha: expected a positive number, got True": {"lora_alpha": True},
+        r"rank_pattern\.q_proj: expected a positive whole number, got 2\.5": {"rank_pattern": {"q_proj": 2.5}},
+        "moe_lora: expected .*got 'x'": {"moe_lora": "x"},
         "rank 3, and adapter_config.json says 4": {"r": 4},
         "use_dora is True": {"use_dora": True},
         "rank_pattern: expected regular expressions": {"rank_pattern": ["q_proj"]},
-        r"rank_pattern\.q_proj: expected a positive number, got 'two'": {"rank_pattern": {"q_proj": "two"}},
+        r"rank_pattern\.q_proj: expected a positive whole number, got 'two'": {"rank_pattern": {"q_proj": "two"}},
         r"alpha_pattern: expected a regular expression.*got \(": {"alpha_pattern": {"(": 2}},
     }
     for message, changes in refused.items():
         with pytest.raises((BadInput, Damaged), match=message):
             read_peft(rewritten(adapters, **changes), spec)
+    for empty in (None, False, 0, "", [], {}):
+        read_peft(rewritten(adapters, some_later_key=empty), spec)
+    read_peft(rewritten(adapters, r=3.0), spec)
     wrong = {"base_model.model.model.layers.0.self_attn.w_proj.lora_A.weight": torch.zeros(3, 64)}
     with pytest.raises(BadInput, match=r"self_attn\.w_proj is no linear layer.*nearest: .*_proj"):
         read_peft(rewritten(adapters, wrong), spec)
