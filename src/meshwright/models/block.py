@@ -49,7 +49,7 @@ class Block(nn.Module):
     `hooks`.
     """
 
-    def __init__(self, spec: BlockSpec, plain: bool) -> None:
+    def __init__(self, spec: BlockSpec, reference: bool) -> None:
         super().__init__()
         self.hooks = BlockHooks()
         self.attention_kind = attention_kind(spec)
@@ -58,19 +58,19 @@ class Block(nn.Module):
         mixer = spec.mixer
         feed_forward = spec.feed_forward
         self.residual_factor = spec.sublayers[0].factor
-        self.attention_norm = _norm(spec.sublayers[0].norm, spec.hidden, plain)
+        self.attention_norm = _norm(spec.sublayers[0].norm, spec.hidden, reference)
         if isinstance(mixer, LatentAttentionSpec):
-            self.attention: Attention | LatentAttention = LatentAttention(mixer, spec.hidden, plain, self.hooks)
+            self.attention: Attention | LatentAttention = LatentAttention(mixer, spec.hidden, reference, self.hooks)
         else:
-            self.attention = Attention(mixer, spec.hidden, plain, self.hooks)
-        self.attention_output_norm = _norm(spec.sublayers[0].norm_out, spec.hidden, plain)
+            self.attention = Attention(mixer, spec.hidden, reference, self.hooks)
+        self.attention_output_norm = _norm(spec.sublayers[0].norm_out, spec.hidden, reference)
         if not self.parallel:
-            self.mlp_norm = _norm(spec.sublayers[1].norm, spec.hidden, plain)
+            self.mlp_norm = _norm(spec.sublayers[1].norm, spec.hidden, reference)
         if isinstance(feed_forward, MoESpec):
-            self.moe = MoELayer(feed_forward, spec.hidden, plain, self.hooks)
+            self.moe = MoELayer(feed_forward, spec.hidden, reference, self.hooks)
         else:
-            self.mlp = feed_forward_of(feed_forward, spec.hidden, plain)
-        self.mlp_output_norm = _norm(spec.sublayers[-1].norm_out, spec.hidden, plain)
+            self.mlp = feed_forward_of(feed_forward, spec.hidden, reference)
+        self.mlp_output_norm = _norm(spec.sublayers[-1].norm_out, spec.hidden, reference)
 
     def forward(
         self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
@@ -113,8 +113,8 @@ class Block(nn.Module):
         return y if self.residual_factor == 1 else y * self.residual_factor
 
 
-def _norm(norm: NormSpec | None, width: int, plain: bool) -> Norm | None:
-    return None if norm is None else Norm(norm, width, plain)
+def _norm(norm: NormSpec | None, width: int, reference: bool) -> Norm | None:
+    return None if norm is None else Norm(norm, width, reference)
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:

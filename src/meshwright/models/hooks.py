@@ -66,7 +66,7 @@ class BlockHooks:
     In `parallel.tensor` and `parallel.tensor_inference` each rank has a part of the heads, and the sums of squares are added over ranks.
     """
     attend: Callable[..., Tensor] = attention
-    """`attend(q, k, v, mask, plain=)` returns the attention of q `(batch, seq, heads, head_dim)` over k and v with `kv_heads`. The result
+    """`attend(q, k, v, mask, reference=)` returns the attention of q `(batch, seq, heads, head_dim)` over k and v with `kv_heads`. The result
     is shaped like q, with the width of v. The default computes it for whole sequences.
 
     `parallel.context` and `parallel.hybrid` compute it for sequences that ranks divide, `serve.cached_attention` over a paged cache.

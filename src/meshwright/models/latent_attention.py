@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 class LatentAttention(nn.Module):
     """Causal self-attention with a latent for keys and values, and a latent for queries unless `spec.q_rank` is 0."""
 
-    def __init__(self, spec: LatentAttentionSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
+    def __init__(self, spec: LatentAttentionSpec, hidden: int, reference: bool, hooks: BlockHooks) -> None:
         super().__init__()
         self.hooks = hooks
         self.heads = spec.heads
         self.kv_heads = spec.heads
         self.head_dim = spec.head_dim
-        self.plain = plain
+        self.reference = reference
         self.rotated = spec.rotary.width
         self.value_head_dim = spec.value_head_dim
         self.q_rank = spec.q_rank
@@ -44,11 +44,11 @@ class LatentAttention(nn.Module):
         latent = spec.kv_rank + self.rotated
         if spec.q_rank:
             self.down = Linear(hidden, spec.q_rank + latent, bias=False)
-            self.q_norm = Norm(spec.latent_norm, spec.q_rank, plain)
+            self.q_norm = Norm(spec.latent_norm, spec.q_rank, reference)
         else:
             self.kv_down = Linear(hidden, latent, bias=False)
         self.q = Linear(spec.q_rank or hidden, spec.heads * spec.head_dim, bias=False)
-        self.kv_norm = Norm(spec.latent_norm, spec.kv_rank, plain)
+        self.kv_norm = Norm(spec.latent_norm, spec.kv_rank, reference)
         self.kv_up = Linear(spec.kv_rank, spec.heads * (unrotated + spec.value_head_dim), bias=False)
         self.out = Linear(spec.heads * spec.value_head_dim, hidden, bias=False)
         scaling = spec.rotary.scaling
@@ -61,8 +61,10 @@ class LatentAttention(nn.Module):
 
     def split_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Split each head's query into the part that is not rotated and the part that is. q is `(…, heads · head_dim)`."""
-        plain, rotary = q.unflatten(-1, (self.heads, -1)).split((self.head_dim - self.rotated, self.rotated), dim=-1)
-        return plain, rotary
+        unrotated, rotary = q.unflatten(-1, (self.heads, -1)).split(
+            (self.head_dim - self.rotated, self.rotated), dim=-1
+        )
+        return unrotated, rotary
 
     def expand(
         self, q_plain: Tensor, q_rotated: Tensor, latent: Tensor, rotated_key: Tensor
@@ -117,4 +119,4 @@ def expand_and_attend(
     q_plain, q_rotary = attention.split_queries(q)
     rotated_key = rotate_neighbours(shared_key[:, :, None], rope)[:, :, 0]
     q, k, v = attention.expand(q_plain, rotate_neighbours(q_rotary, rope), latent, rotated_key)
-    return attention.hooks.attend(q, k, v, mask, plain=attention.plain).flatten(-2)
+    return attention.hooks.attend(q, k, v, mask, reference=attention.reference).flatten(-2)

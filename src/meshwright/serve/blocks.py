@@ -113,14 +113,18 @@ def add_and_norm(
     if isinstance(delta, CopyOutputs):
         if norm.bias is None and rounded:
             return quantize_add_copies_rms_norm(
-                x, *delta, norm.weight, norm.eps, rounded, plus_one=norm.plus_one, plain=norm.plain
+                x, *delta, norm.weight, norm.eps, rounded, plus_one=norm.plus_one, reference=norm.reference
             )
         if norm.bias is None:
-            return add_copies_rms_norm(x, *delta, norm.weight, norm.eps, plus_one=norm.plus_one, plain=norm.plain)
+            return add_copies_rms_norm(
+                x, *delta, norm.weight, norm.eps, plus_one=norm.plus_one, reference=norm.reference
+            )
         delta = delta.sum()
     if norm.bias is None and rounded:
-        return quantize_add_rms_norm(x, delta, norm.weight, norm.eps, rounded, plus_one=norm.plus_one, plain=norm.plain)
+        return quantize_add_rms_norm(
+            x, delta, norm.weight, norm.eps, rounded, plus_one=norm.plus_one, reference=norm.reference
+        )
     if norm.bias is None:
-        return add_rms_norm(x, delta, norm.weight, norm.eps, plus_one=norm.plus_one, plain=norm.plain)
+        return add_rms_norm(x, delta, norm.weight, norm.eps, plus_one=norm.plus_one, reference=norm.reference)
     x = x + delta
     return x, norm(x)
