@@ -80,7 +80,7 @@ def attention(
         return window_attention.window_attention(q, k, v, mask.flash, sinks)
     particular = sinks is not None or (mask is not None and mask.cap is not None)
     if reference or (particular and mask is not None and mask.blocks is None):
-        return _plain_attention(q, k, v, mask, sinks)
+        return _reference_attention(q, k, v, mask, sinks)
     if particular:
         return _flex_attention(q, k, v, mask, sinks) if mask is not None else sink_attention(q, k, v, sinks)[0]
     q = q.transpose(1, 2)
@@ -264,7 +264,7 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _plain_attention(
+def _reference_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, sinks: Tensor | None = None
 ) -> Tensor:
     wide = accumulate_dtype(q.dtype)

@@ -163,7 +163,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, reference: boo
     """Multiply each row of x `(rows, in)` by the transposed matrix of its group. weight is `(groups, out, in)`, the result `(rows, out)`.
 
     Group g has the rows from `offsets[g - 1]` to `offsets[g]`; the last offset is the number of rows. For bf16 on CUDA it is one grouped
-    matmul. Otherwise, and with `reference`, it is a loop over groups, and the host reads the groups' sizes. Raises BadInput if the fast path
+    matmul. Otherwise, and with `reference`, it is a loop over groups; the host reads the groups' sizes. Raises BadInput if the fast path
     gets widths that are not multiples of 8.
     """
     reference = reference or not sizes_stay_on_device(x)

@@ -73,7 +73,7 @@ def linear_cross_entropy(
         weights = weights.to(accumulate_dtype(hidden.dtype))
     if reference:
         logits = capped(F.linear(hidden, weight).to(accumulate_dtype(hidden.dtype)), cap)
-        return _plain_sums(logits, targets, weights, z_loss)
+        return _reference_sums(logits, targets, weights, z_loss)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return LossSums(*_LinearCrossEntropy.apply(hidden, weight, targets, weights, chunk, cap, z_loss))
     losses = -token_log_probabilities(hidden, weight, targets, chunk, cap=cap)
@@ -124,7 +124,7 @@ def cap_in_place(logits: Tensor, cap: float | None) -> Tensor | None:
     return derivative
 
 
-def _plain_sums(logits: Tensor, targets: Tensor, weights: Tensor | None, z_loss: float) -> LossSums:
+def _reference_sums(logits: Tensor, targets: Tensor, weights: Tensor | None, z_loss: float) -> LossSums:
     if weights is None:
         loss = F.cross_entropy(logits, targets.clamp_min(-1), ignore_index=-1, reduction="sum")
     else:

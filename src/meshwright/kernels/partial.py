@@ -78,7 +78,7 @@ def partial_attention(
     heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     backend = "reference" if reference else _backend(*heads, causal, lengths_vary)
     if backend == "reference":
-        return _plain_attention(q, k, v, causal)
+        return _reference_attention(q, k, v, causal)
     if backend == "fixed order":
         out, logsumexp = fixed_order_attention.fixed_order_attention(*heads, causal)
     elif backend == "cudnn":
@@ -110,7 +110,7 @@ def partial_gradients(
     heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     backend = "reference" if reference else _backend(*heads, causal, lengths_vary)
     if backend == "reference":
-        return _plain_gradients(grad, q, k, v, out, logsumexp, causal)
+        return _reference_gradients(grad, q, k, v, out, logsumexp, causal)
     inputs = grad.transpose(1, 2), *heads, out.transpose(1, 2)
     lengths = q.shape[1], k.shape[1]
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of dropout, which is off
@@ -183,7 +183,7 @@ def _warn_once(dtype: str, head_dim: int) -> None:
     )
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, causal)
     values = _repeat_heads(v, q)
     logsumexp = torch.logsumexp(scores, dim=-1)
@@ -191,7 +191,7 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Ten
     return out.transpose(1, 2).to(q.dtype), logsumexp
 
 
-def _plain_gradients(
+def _reference_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys = _repeat_heads(k, q)

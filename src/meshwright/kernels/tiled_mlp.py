@@ -26,7 +26,10 @@ from meshwright.spec.blocks.feed_forward import Activation
 def tiled_mlp(
     x: Tensor, first: Linear, second: Linear, tile: int, *, activation: Activation, reference: bool
 ) -> Tensor:
-    """Return second(activation(first(x))), computed for `tile` tokens at a time. `reference` uses torch's operators for gated activations."""
+    """Return second(activation(first(x))), computed for `tile` tokens at a time.
+
+    With `reference` torch's operators compute gated activations, instead of our kernel.
+    """
     assert first.scaling is None and second.scaling is None, "matmuls in fp8 are not tiled"
     arguments = (x, first.weight, first.bias, second.weight, second.bias, tile, activation, reference)
     return _Tiled.apply(*arguments) if torch.is_grad_enabled() else tiled_forward(*arguments)

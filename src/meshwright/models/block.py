@@ -86,25 +86,27 @@ class Block(nn.Module):
     ) -> Tensor | RoutedOutput:
         """As `forward`, without what `hooks.run` adds (recompute, compilation)."""
         if self.parallel and not self.routed:
-            return x + self.hooks.add_branches(self, _normed(x, self.attention_norm), rope, mask)
+            return x + self.hooks.sum_of_branches(self, _normed(x, self.attention_norm), rope, mask)
         x, normed = self.add_attention(x, rope, mask)
         if not self.routed:
-            return x + self.added_output(self.mlp(normed))
+            return x + self.mlp_branch_output(self.mlp(normed))
         routed = cast("RoutedOutput", self.moe(normed, counted))
         # Not `_replace`, whose result torch 2.11 cannot return from a compiled function.
-        return RoutedOutput(x + self.added_output(routed.x), routed.balance, routed.load, routed.squares)
+        return RoutedOutput(x + self.mlp_branch_output(routed.x), routed.balance, routed.load, routed.squares)
 
     def add_attention(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> tuple[Tensor, Tensor]:
         """Return x plus the attention's output, and the input of the feed-forward network."""
         normed = _normed(x, self.attention_norm)
-        x = x + self.attended(normed, rope, mask)
+        x = x + self.attention_branch_output(normed, rope, mask)
         return x, normed if self.parallel else _normed(x, self.mlp_norm)
 
-    def attended(self, normed: Tensor | RoundedMatrix, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
+    def attention_branch_output(
+        self, normed: Tensor | RoundedMatrix, rope: RotaryTables | None, mask: AttentionMask | None
+    ) -> Tensor:
         """Return the attention's output in the form in which it is added to the residual stream: normed and multiplied by its factor."""
         return self._added(self.attention(normed, rope, mask), self.attention_output_norm)
 
-    def added_output(self, y: Tensor) -> Tensor:
+    def mlp_branch_output(self, y: Tensor) -> Tensor:
         """Return the output y of the feed-forward network or experts in the form in which it is added to the residual stream."""
         return self._added(y, self.mlp_output_norm)
 
