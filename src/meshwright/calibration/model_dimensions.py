@@ -303,8 +303,9 @@ class PublishedAttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedMixerSpec:
-    """A state-space or linear-attention layer as one linear layer of `columns` outputs; its other work is not
-    predicted.
+    """A state-space or linear-attention layer as one linear layer of `columns` outputs.
+
+    Its other work is not predicted.
     """
 
     MODULE: ClassVar[str] = "mixer"

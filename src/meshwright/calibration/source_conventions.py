@@ -51,8 +51,9 @@ class Convention:
 
 
 def _recipe(model: str, gpu: str, containers: str, because: str, **layout: float) -> Convention:
-    """Return a convention from Megatron-Bridge's performance recipes of a model on a device; `containers` is a regular
-    expression.
+    """Return a convention from Megatron-Bridge's performance recipes of a model on a device.
+
+    `containers` is a regular expression.
     """
     only = {"model": model, "gpu": gpu, "note": f"container ({containers})"}
     return Convention(source="megatron-bridge", only=only, layout=layout, because=because)

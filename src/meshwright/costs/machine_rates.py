@@ -45,8 +45,9 @@ CORRECTED_BAND = (-0.2, 0.2)
 
 
 def chip_of(cluster: ClusterSpec) -> Chip | None:
-    """Return the device of `cluster`: from the chip table, from its profile, or guessed; None if nothing is known about
-    it.
+    """Return the device of `cluster`: from the chip table, from its profile, or guessed.
+
+    The result is None if nothing is known about it.
 
     Rates are guessed in two cases: for a CPU without a profile, and for an unknown device whose memory the cluster
     states. The ranks of a node divide the cores of this host; a guessed CPU has the cores of one rank. Raises BadInput
@@ -88,8 +89,9 @@ def unpredicted_message(cluster: ClusterSpec) -> str:
 
 
 def hand_set_band(cluster: ClusterSpec) -> tuple[float, float] | None:
-    """Return the 80% band of a device without fitted runs, as ln(measured ÷ predicted) of its ends; None for devices of
-    the chip table.
+    """Return the 80% band of a device without fitted runs, as ln(measured ÷ predicted) of its ends.
+
+    The result is None for devices of the chip table.
 
     These bands are set by hand and wide: a guessed rate may be wrong by a factor of three, and the many small
     operations of a step may not reach the rates that were measured with large ones.
@@ -184,8 +186,9 @@ def with_measurements(
 
 
 def measured_port(cluster: ClusterSpec) -> float | None:
-    """Return the port rate in GB/s that is the reference of the profile's network measurements; None if the profile is
-    of one node.
+    """Return the port rate in GB/s that is the reference of the profile's network measurements.
+
+    The result is None if the profile is of one node.
 
     Emulated nodes have this bandwidth, unless the cluster states another one.
     """

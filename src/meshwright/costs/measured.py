@@ -319,8 +319,9 @@ def _fit_links(profile: MachineProfile, chip: Chip, start: float, link: float) -
 
 
 def _fit_node_links(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> MeasuredFit:
-    """Fit `link`, `start_us` and `link_us` to collectives inside a node; `reference` is the bandwidth to which `link`
-    is relative, in bytes/s.
+    """Fit `link`, `start_us` and `link_us` to collectives inside a node.
+
+    `reference` is the bandwidth to which `link` is relative, in bytes/s.
 
     Groups of one size cannot tell `start_us` from `link_us`. Then both are the defaults, multiplied by one fitted
     factor.

@@ -298,8 +298,9 @@ def mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, m
 
 
 def _uniform_cost(priced: Pricing, layer: LayerStrategy, memory_share: float, offloaded: float) -> StepCost:
-    """Return the cost of a step if all layers had the strategy `layer`; `offloaded` is the share of all layers that
-    offload activations.
+    """Return the cost of a step if all layers had the strategy `layer`.
+
+    `offloaded` is the share of all layers that offload activations.
     """
     layout = replace(priced.layout, **strategy_columns(layer, offloaded))
     return step_cost(priced.shape, priced.machine, layout, priced.constants, memory_share)

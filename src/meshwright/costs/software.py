@@ -24,8 +24,9 @@ class TrainingSoftware:
     constants: str
     """Name of its set of constants in constants.yaml or own.yaml."""
     parent: str = ""
-    """Name of the set that has the constants which its own set lacks; its own set lacks some if few runs were
-    published.
+    """Name of the set that has the constants which its own set lacks.
+
+    Its own set lacks some if few runs were published.
     """
     date: float
     """Year of the releases whose runs the constants follow, as a decimal (2024.5 is the middle of 2024).

@@ -219,8 +219,9 @@ def _attention_work(operations: _Columns, work: np.ndarray) -> np.ndarray:
 
 
 def _at_compute(records: np.ndarray, name: str, ordinal: np.ndarray, duration_ns: np.ndarray) -> _Columns:
-    """Return operations of type `name` that belong to compute operations; `ordinal` has the positions of these in their
-    step.
+    """Return operations of type `name` that belong to compute operations.
+
+    `ordinal` has the positions of these in their step.
     """
     return _Columns(
         step=records["step"],

@@ -146,8 +146,9 @@ def _add_messages(builder: GraphBuilder, stages: list[Stage]) -> None:
 
 
 def _match_compute(stage: Stage, name: str, number: int, stages: int) -> list[tuple[TraceOperation, int | None]]:
-    """Return each message of this type with the index of its compute operation; None for a message that was never
-    launched.
+    """Return each message of this type with the index of its compute operation.
+
+    The result is None for a message that was never launched.
 
     Receives that start after the start of the last compute operation were never launched, nor were sends that end
     before the end of the first one. The first receive of a stage may be missing.

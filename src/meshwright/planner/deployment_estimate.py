@@ -94,8 +94,9 @@ class SizeSample:
 def estimate_goodput(
     deployment: Deployment, sample: SizeSample, cost_of: Callable[[InstanceSpec], InstanceCosts], limits: ServeLimits
 ) -> float:
-    """Return the highest rate in requests per second at which the estimated attainment is at least `limits.attainment`;
-    0 if there is none.
+    """Return the highest rate in requests per second at which the estimated attainment is at least `limits.attainment`.
+
+    The result is 0 if there is none.
 
     `cost_of` returns the costs of an instance.
     """

@@ -98,8 +98,9 @@ class DeploymentAnswer:
     alternatives: tuple[DeploymentOption, ...]
     """The other simulated deployments, the highest goodput first."""
     margin_over_colocated: float | None
-    """Relative gain of the chosen deployment over the best colocated one; None if no colocated deployment meets the
-    limits.
+    """Relative gain of the chosen deployment over the best colocated one.
+
+    It is None if no colocated deployment meets the limits.
 
     It is 0 if the chosen deployment is the best colocated one.
     """

@@ -139,8 +139,9 @@ def _colocated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[In
 
 
 def _disaggregated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[InstanceSpec, ...]]:
-    """Yield deployments of prefill and decode instances; each role has its own tensor degree, and as few devices as
-    possible stay idle.
+    """Yield deployments of prefill and decode instances.
+
+    Each role has its own tensor degree, and as few devices as possible stay idle.
     """
     for prefill, decode in product(budgets, repeat=2):
         prefill_budget = max(budget for budget in budgets[prefill] if budget <= PREFILL_BUDGET)

@@ -150,8 +150,9 @@ class _Part:
     speed: float
     """Sum of the speeds of its devices, each relative to the slowest node type."""
     share: float
-    """Share of that speed that remains after batch and layers are divided over the devices; it is below 1 if they
-    divide unevenly.
+    """Share of that speed that remains after batch and layers are divided over the devices.
+
+    It is below 1 if they divide unevenly.
     """
 
 
@@ -264,8 +265,9 @@ def _parts_by_inner_ranks(cluster: ClusterSpec, batch: int) -> Iterator[ClusterS
 
 
 def _part_of_size(cluster: ClusterSpec, ranks: int) -> Iterator[ClusterSpec]:
-    """Yield the part of `ranks` devices that takes an equal number of devices from each node, as large as possible;
-    nothing if there is none.
+    """Yield the part of `ranks` devices that takes an equal number of devices from each node, as large as possible.
+
+    Nothing is yielded if there is none.
 
     A node may count as several smaller nodes. For example, 16 of 3 × 7 devices are 8 nodes of 2 devices, which use 6, 6
     and 4 devices of the real nodes. The cost model is then never too fast, because the small nodes communicate like

@@ -246,8 +246,9 @@ def _virtual_stages(layers: int, pipeline: int) -> list[int]:
 
 
 def _expert_ranks(experts: int, stage_ranks: int, software: TrainingSoftware) -> list[int]:
-    """Return the numbers of ranks over which the experts may be divided; `stage_ranks` is the number of ranks of a
-    pipeline stage.
+    """Return the numbers of ranks over which the experts may be divided.
+
+    `stage_ranks` is the number of ranks of a pipeline stage.
     """
     if not experts or not software.expert_ranks:
         return [1]

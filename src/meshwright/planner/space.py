@@ -346,8 +346,9 @@ def _ring_sizes(run: RunSpec, model_ranks: int, ulysses: int) -> list[int]:
 
 
 def _expert_sizes(run: RunSpec, ranks: int, tensor: int) -> list[int]:
-    """Return the numbers of expert ranks over which the experts of a layer can be divided; tensor ranks divide the
-    experts too.
+    """Return the numbers of expert ranks over which the experts of a layer can be divided.
+
+    Tensor ranks divide the experts too.
     """
     if not run.model.experts:
         return [1]

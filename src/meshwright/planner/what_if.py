@@ -132,8 +132,9 @@ def _twice_the_memory(run: RunSpec, plan: Plan) -> _Changed | None:
 
 
 def _bf16_replica_sums(run: RunSpec, plan: Plan) -> _Changed | None:
-    """Return the plan with gradients that are reduced over replicas in bf16; None unless replicas are on several nodes
-    and use fp32.
+    """Return the plan with gradients that are reduced over replicas in bf16.
+
+    The result is None unless replicas are on several nodes and use fp32.
     """
     crossing = any(axis.axis == "replicate" and axis.crosses == "node" and axis.size > 1 for axis in plan.mesh)
     wide = (plan.precision.reduce_replicas or plan.precision.stored) == "fp32"
@@ -144,8 +145,9 @@ def _bf16_replica_sums(run: RunSpec, plan: Plan) -> _Changed | None:
 
 
 def _fp8_matmuls(run: RunSpec, plan: Plan) -> _Changed | None:
-    """Return the plan with fp8 matmuls; None if the chip, the model or this release does not support them, or the plan
-    has them.
+    """Return the plan with fp8 matmuls.
+
+    The result is None if the chip, the model or this release does not support them, or the plan has them.
     """
     precision = plan.precision
     known = run.cluster.peak_flops("fp8") is not None
@@ -221,8 +223,9 @@ def _search_plan(run: RunSpec, trainable: bool) -> Plan | None:
 
 
 def _with_more_data_ranks(run: RunSpec, plan: Plan) -> Plan | None:
-    """Return `plan` on all nodes of `run`, with more replicas, or more shard ranks if it has no replicas; None if the
-    ranks do not divide.
+    """Return `plan` on all nodes of `run`, with more replicas, or more shard ranks if it has no replicas.
+
+    The result is None if the ranks do not divide.
     """
     other_ranks = plan.ranks // plan.data_ranks
     data, remainder = divmod(run.cluster.ranks, other_ranks)

@@ -76,8 +76,9 @@ class Quantisation:
 
     @property
     def release_mistake(self) -> tuple[str, str] | None:
-        """Return (the key of a format that this release cannot serve, what is expected there); None if it can serve all
-        of them.
+        """Return (the key of a format that this release cannot serve, what is expected there).
+
+        The result is None if it can serve all of them.
         """
         servable = get_args(WeightFormat)
         weights, experts = (None if value == "bf16" else value for value in (self.weights, self.experts))
@@ -195,8 +196,9 @@ class Deployment:
 
     @property
     def release_mistake(self) -> tuple[str, str] | None:
-        """Return (the key, for all instances, with a value that this release cannot serve; what is expected there);
-        None if there is none.
+        """Return (the key, for all instances, with a value that this release cannot serve; what is expected there).
+
+        The result is None if there is none.
         """
         if self.software is not None:
             return "software", f"software: expected none, as this program is no {self.software}"
@@ -216,8 +218,9 @@ def deployment_name(deployment: Deployment) -> str:
 
 
 def release_error(instance: InstanceSpec, quantisation: Quantisation) -> str | None:
-    """Return the key of an instance that this release cannot serve, with what it expects and why; None if it serves the
-    instance.
+    """Return the key of an instance that this release cannot serve, with what it expects and why.
+
+    The result is None if it serves the instance.
     """
     if instance.expert > 1 and (instance.tensor > 1 or instance.role != "both"):
         return (

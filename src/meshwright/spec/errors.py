@@ -271,8 +271,9 @@ class BadConfig(BadInput):
 
 
 def nearest_file(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate file whose name is most similar to `name`; all candidates have the same extension, which is
-    not compared.
+    """Return the candidate file whose name is most similar to `name`.
+
+    All candidates have the same extension, which is not compared.
     """
     names = {PurePath(candidate).stem: candidate for candidate in candidates}
     close = nearest(PurePath(name).stem, names)

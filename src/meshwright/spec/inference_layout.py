@@ -85,8 +85,9 @@ def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
 
 
 def split_error(spec: ModelSpec, ranks: int) -> str | None:
-    """Return which numbers of tensor ranks can divide the model for inference, as text, if `ranks` cannot; None if they
-    can.
+    """Return which numbers of tensor ranks can divide the model for inference, as text, if `ranks` cannot.
+
+    The result is None if they can.
     """
     if error := tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, None):
         return error

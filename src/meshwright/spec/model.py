@@ -270,8 +270,9 @@ class ModelSpec:
         return self.block_kinds[self.kind(layer)]
 
     def routed(self, layer: int) -> bool:
-        """Return whether block `layer` has experts instead of a dense feed-forward network; prediction modules are
-        numbered as in `kind`.
+        """Return whether block `layer` has experts instead of a dense feed-forward network.
+
+        Prediction modules are numbered as in `kind`.
         """
         return self.block(layer).moe is not None
 

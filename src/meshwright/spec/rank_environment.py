@@ -148,8 +148,9 @@ def _number(
     limit: str = "",
     default: int | None = None,
 ) -> int:
-    """Return the integer in an environment variable, or `default` if the launcher did not set it; `limit` describes
-    `most` for messages.
+    """Return the integer in an environment variable, or `default` if the launcher did not set it.
+
+    `limit` describes `most` for messages.
 
     Raises BadInput with the variable, its value and the valid range.
     """

@@ -78,8 +78,9 @@ class RlSpec:
     reward: RewardSpec
     """How answers are judged."""
     samples: Annotated[int, Bound(at_least=2)] = 8
-    """Number of answers to each of the `train.global_batch` prompts of a step; the answers to a prompt are compared
-    with each other.
+    """Number of answers to each of the `train.global_batch` prompts of a step.
+
+    The answers to a prompt are compared with each other.
     """
     updates: Positive = 1
     """Number of steps whose answers are sampled together, with the weights before the first of these steps.

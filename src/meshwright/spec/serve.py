@@ -113,8 +113,9 @@ class ServeSpec(EngineSettings, HttpSettings):
     tensor: Positive = 1
     """Number of devices of this host over which the engine divides every layer."""
     role: Role = "both"
-    """`prefill` computes prompts for other engines; `decode` generates answers to prompts that others compute; `both`
-    does whole requests.
+    """`prefill` computes prompts for other engines.
+
+    `decode` generates answers to prompts that others compute; `both` does whole requests.
     """
     transfer_address: str | None = None
     """Address at which other engines ask for prompts: `unix:PATH` for one host, or HOST:PORT, which needs

@@ -68,8 +68,9 @@ def predictions_error(spec: ModelSpec, count: int) -> str | None:
 
 
 def single_decode_obstacle(spec: ModelSpec) -> str | None:
-    """Return what of a model the fast path of a single decode on a CPU does not support, as text; None if it supports
-    the whole model.
+    """Return what of a model the fast path of a single decode on a CPU does not support, as text.
+
+    The result is None if it supports the whole model.
     """
     return next((words for words, found in _beside_single_decodes(spec) if found), None)
 

@@ -128,8 +128,9 @@ class WeightScheme:
 
     @property
     def native(self) -> LayerFormat | None:
-        """Return the format in which the engine multiplies with the stored numbers and scales as they are; None if it
-        has to convert them.
+        """Return the format in which the engine multiplies with the stored numbers and scales as they are.
+
+        The result is None if it has to convert them.
         """
         found: dict[Element, WeightFormat] = {"e4m3": "fp8", "int8": "int8"}
         number_format = found.get(self.element)

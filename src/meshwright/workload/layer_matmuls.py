@@ -14,8 +14,9 @@ from meshwright.workload.step_shape import StepShape
 
 @dataclass(frozen=True)
 class Matmul:
-    """`count` equal matmuls (m, k) × (k, n) in one kernel launch of a layer's forward; the backward has two for each of
-    them.
+    """`count` equal matmuls (m, k) × (k, n) in one kernel launch of a layer's forward.
+
+    The backward has two for each of them.
     """
 
     role: Role

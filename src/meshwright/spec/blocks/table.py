@@ -71,8 +71,9 @@ class ParameterSpec:
     split: TensorSplit = "whole"
     """How tensor ranks divide it."""
     heads: tuple[int, ...] = ()
-    """For each of `blocks`, the number of heads, which a rank cannot divide further; 0 if any number of ranks can
-    divide the block.
+    """For each of `blocks`, the number of heads, which a rank cannot divide further.
+
+    It is 0 if any number of ranks can divide the block.
     """
     frozen: bool = False
     """Whether no step changes it.
@@ -224,8 +225,9 @@ class NormOp(Op):
     fill: Fill = "ones"
     """Initial values of the weights: "zeros" if they are stored minus one."""
     heads: int = 0
-    """Number of heads that it norms together, if tensor ranks divide the heads and its weights; 0 if each rank has the
-    whole width.
+    """Number of heads that it norms together, if tensor ranks divide the heads and its weights.
+
+    It is 0 if each rank has the whole width.
     """
 
     @property
