@@ -126,7 +126,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     compute = plan.precision.compute
     cluster = as_nodes(cluster)
     if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
-        # called for its check: it raises BadInput if the groups are invalid
+        # Called for its check: it raises BadInput if the groups are invalid.
         machine_of(cluster, matmul_dtype(plan.precision, cluster))
         cluster = slowest_rank_cluster(cluster, Layout.of(plan, cluster.gpus_per_node))
     chip = chip_of(cluster)

@@ -527,8 +527,9 @@ _FP8 = ("fp8_tensorwise", "fp8_rowwise")
 
 
 def _odd_side(x: RuleInput) -> str | None:
-    """Return a text about the first dimension of the linear layers' matmuls that fp8 does not support; None if there is
-    none.
+    """Return a text about the first dimension of the linear layers' matmuls that fp8 does not support.
+
+    The result is None if there is none.
     """
     sizes = {key: x(f"model.{key}", None) for key in FP8_WIDTH_KEYS}
     sides = linear_dimensions(sizes, x("train.seq_len", None), x.ranks(*CONTEXT_AXES))
