@@ -92,7 +92,7 @@ def _stage(shape: Shape, layout: Layouts, k: MemoryConstants, *, last: bool) -> 
     tensor_ranks = layout.tensor
     stages = layout.pipeline
     single = stages == 1
-    first_layers, final_layers = stage_layers(shape, layout)
+    first_layers, final_layers = stage_layers(shape, layout, (layout.fullest_layers, layout.head_layers))
     layers = np.where(single, shape.layers, final_layers if last else first_layers)
     dense, experts = stage_parameters(shape, layout, layers / shape.layers)
     replicated, owned = (shard_parameters(layout, dense, experts, layout.zero >= stage) for stage in (3, 1))

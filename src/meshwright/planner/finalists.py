@@ -18,14 +18,10 @@ import numpy as np
 from meshwright.planner.candidate import (
     SHARES,
     Candidate,
-    accumulation_of,
     compared_seconds,
     compiles,
     excess_by_rank,
     least_fitting,
-    mlp_tile_of,
-    offload_fraction_of,
-    offload_staging_of,
     pins_of,
     precision_of,
     trainer_bytes,
@@ -50,6 +46,7 @@ from meshwright.spec.plan import (
     Offload,
     Plan,
 )
+from meshwright.spec.plan_keys import plan_fields
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, transport_fields
 from meshwright.workload.groups import copies_experts, moves_experts
@@ -124,12 +121,11 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         samples=sample_plan(run, precision),
         layers=pins.layers or (strategy.layer(strategy.high_memory),),
         precision=precision,
-        **transport_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
-        offload_fraction=offload_fraction_of(run),
-        offload_staging=offload_staging_of(run),
-        accumulation=accumulation_of(run),
-        mlp_tile=mlp_tile_of(run),
-        compile=compiles(run),
+        **{
+            **transport_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
+            "compile": compiles(run),
+            **plan_fields(pins),
+        },
     )
     if not pins.layers and strategy.high_memory != strategy.low_memory:
         plan = _with_fewest_low_memory_layers(run, plan, strategy, budget)

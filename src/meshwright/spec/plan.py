@@ -123,12 +123,12 @@ class LayerStrategy:
     `compute` is that of the plan's `compute`, without fp8; none is the plan's `linear`.
     """
 
-    @property
+    @cached_property
     def activations_offloaded(self) -> bool:
         """Return whether activations are offloaded to host memory."""
         return self.offload in ("activations", "both")
 
-    @property
+    @cached_property
     def optimizer_offloaded(self) -> bool:
         """Return whether the optimizer's state is offloaded to host memory."""
         return self.offload in ("optimizer", "both")
@@ -360,12 +360,12 @@ class Plan:
         """Return the number of ranks that read different samples."""
         return self.axis_size("replicate") * self.axis_size("shard") * self.axis_size("hybrid")
 
-    @property
+    @cached_property
     def layered(self) -> bool:
         """Return whether all micro-batches run through a layer before the next layer."""
         return self.schedule.name == "breadth_first"
 
-    @property
+    @cached_property
     def paired(self) -> bool:
         """Return whether two micro-batches run through each layer together."""
         return self.schedule.name == "paired"

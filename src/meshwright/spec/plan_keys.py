@@ -258,8 +258,14 @@ def plan_of(keys: PlanKeys) -> Plan:
         samples=_samples_of(keys),
         layers=(strategy,) if keys.layers is None else keys.layers,
         precision=Precision(**_given(keys, *_PRECISION)),
-        **_given(keys, *_SAME),
+        **plan_fields(keys),
+        **_given(keys, "predicted", "why"),
     )
+
+
+def plan_fields(keys: PlanKeys) -> dict[str, Any]:
+    """The keys that have a value, and that a Plan has under the same name, apart from its prediction and reasons."""
+    return _given(keys, *_SAME)
 
 
 def keys_of(plan: Plan) -> PlanKeys:
@@ -270,11 +276,13 @@ def keys_of(plan: Plan) -> PlanKeys:
     keys |= _expert_keys(plan.experts) | _sample_keys(plan.samples)
     keys |= {key: getattr(alike, key) for key in STRATEGY_KEYS} if alike else {"layers": plan.layers}
     keys |= {key: getattr(plan.precision, key) for key in _PRECISION} | {key: getattr(plan, key) for key in _SAME}
-    keys |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None, "why": plan.why or None}
+    keys |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
     return PlanKeys(
         order=tuple(axis.axis for axis in plan.mesh),
         global_batch=plan.batch.global_batch,
         micro_batch=plan.batch.micro_batch,
+        predicted=plan.predicted,
+        why=plan.why or None,
         **keys,
     )
 
@@ -294,10 +302,8 @@ _SAME = (
     "accumulation",
     "mlp_tile",
     "compile",
-    "predicted",
-    "why",
 )
-"""Keys that a Plan has under the same names."""
+"""Keys that a Plan has under the same name, apart from its prediction and reasons."""
 _EXPERTS = ("policy", "slots", "keep", "load_window", "placement", "placement_every", "exchange", "receive_bound")
 """Fields of an ExpertPlan; their keys begin with `expert_`."""
 
