@@ -14,10 +14,10 @@ from meshwright.spec.plan_keys import PlanKeys, keys_of
 FILE_ONLY = {"global_batch", "samples", "predicted", "why"}
 """Keys of plan files, which a run does not fix."""
 BASE = "model=llama-nano cluster.gpu=H200 cluster.gpus_per_node=4 train.seq_len=512 train.global_batch=16"
-EXPERTS = "model=olmoe-1b-7b cluster.gpu=H200 cluster.gpus_per_node=4 train.seq_len=512 train.global_batch=16 plan.expert=4"
-SAMPLES = (
-    "model=llama-nano cluster.gpu=H200 cluster.gpus_per_node=4 train.seq_len=1024 train.global_batch_tokens=65536 data.packing=none"
+EXPERTS = (
+    "model=olmoe-1b-7b cluster.gpu=H200 cluster.gpus_per_node=4 train.seq_len=512 train.global_batch=16 plan.expert=4"
 )
+SAMPLES = "model=llama-nano cluster.gpu=H200 cluster.gpus_per_node=4 train.seq_len=1024 train.global_batch_tokens=65536 data.packing=none"
 PINNED = {
     "order": (BASE, "[shard,pipeline]", "plan.pipeline=2 plan.shard=2"),
     "replicate": (BASE, "4", ""),

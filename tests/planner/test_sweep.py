@@ -138,7 +138,9 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) 
             # Layers differ in one thing at a time; a line is the same from either end.
             if (first_end[0] != second_end[0]) + (first_end[1] != second_end[1]) > 1 or first_end[0] > second_end[0]:
                 continue
-            legal = _gradients_legal(space, gradients)  # a single shard rank casts weights to bf16, which it may free too
+            legal = _gradients_legal(
+                space, gradients
+            )  # a single shard rank casts weights to bf16, which it may free too
             shares = np.arange(layers + 1)[:, None] / layers
             seconds, memory = ((1 - shares) * a + shares * b for a, b in zip(first, second, strict=True))
             best = min(best, seconds[legal & (memory <= memory_limit)].min(initial=np.inf))

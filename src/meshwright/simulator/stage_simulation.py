@@ -143,9 +143,7 @@ def simulate_stages(program: Program, durations: StageDurations) -> Totals:
         program, seconds, links, most_hidden, layered_timing
     )
 
-    compute = [
-        sum(count * seconds[key].compute for key, count in program.counts[r].items()) + slowed[r] for r in ranks
-    ]
+    compute = [sum(count * seconds[key].compute for key, count in program.counts[r].items()) + slowed[r] for r in ranks]
     backward_ends = [[ends[program.last_backward[stage]] for stage in stages] for stages in program.placement]
     tails = [
         durations.reduction_tail(*stages_and_ends, program.ends_with_weights)
@@ -225,7 +223,9 @@ def _simulate_steps(
                 start = arrived
         if start > clock:
             hidden_collectives[rank] += min(start - clock, most_hidden[rank])
-        compute, exposed, hidden, exposed_after, until_reduction, single_reduction, last_reduction, gather = durations[key]
+        compute, exposed, hidden, exposed_after, until_reduction, single_reduction, last_reduction, gather = durations[
+            key
+        ]
         if gather is not None:
             if gather:
                 exposed += max(0.0, gathered[rank] - start)
@@ -413,7 +413,9 @@ class StageDurations:
             exposed[0] += timing.unshard[0][0]
         gathers = self._gathers_before(stage, turn) if self.layered else [None] * len(units)
         return [
-            ActionSeconds(compute, exposed[unit], hidden[unit], 0.0, until_reduction, True, last_reduction, gathers[unit])
+            ActionSeconds(
+                compute, exposed[unit], hidden[unit], 0.0, until_reduction, True, last_reduction, gathers[unit]
+            )
             for unit, (compute, until_reduction, last_reduction) in enumerate(durations)
         ]
 
