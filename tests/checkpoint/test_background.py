@@ -178,6 +178,20 @@ def test_a_save_without_its_description_is_not_committed(tmp_path: Path) -> None
     assert step_name(2) not in {path.name for path in (tmp_path / "checkpoints").iterdir()}
 
 
+def test_a_long_folder_name_outside_ascii_costs_neither_a_save_nor_the_writer(tmp_path: Path) -> None:
+    """The texts of replies are longer than one write to a pipe."""
+    run = tmp_path.joinpath(*["検" * 80] * 10)
+    rank = ToyRank(run)
+    result = rank.save(1)
+    assert result.failure is None and result.path == run / "checkpoints" / step_name(1)
+    moved = run.with_name("moved")
+    run.rename(moved)
+    assert str(rank.save(2).failure).startswith(f"saving step 2: {tmp_path}")
+    moved.rename(run)
+    assert rank.save(3).failure is None and newest(run) == 3
+    assert rank.saver.writer is not None and rank.saver.writer.starts == 1
+
+
 @pytest.mark.parametrize("position", [0, 37, -1])
 def test_a_snapshot_buffer_that_changes_behind_the_copies_fails_that_save(tmp_path: Path, position: int) -> None:
     """One bit flips after staging and before the writer process reads the snapshot buffer: nothing is committed, and training goes on."""

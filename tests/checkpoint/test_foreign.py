@@ -53,6 +53,15 @@ def test_a_step_of_another_run_is_never_the_newest_good_that_retention_keeps(tmp
     assert (ours / "step-00000001").is_dir()
 
 
+def test_a_renamed_step_of_another_run_is_foreign(tmp_path: Path) -> None:
+    run_with_steps(tmp_path / "ours", 1)
+    run_with_steps(tmp_path / "theirs", 2)
+    renamed = tmp_path / "ours" / "checkpoints" / ".replaced-step-00000002.ab"
+    shutil.copytree(tmp_path / "theirs" / "checkpoints" / "step-00000002", renamed)
+    for folder in (tmp_path / "ours", renamed):
+        assert [entry["kind"] for entry in list_checkpoints(folder)[-1]["damaged"]] == ["foreign"]
+
+
 @pytest.mark.parametrize("name", ["step-00000007", ".replaced-step-00000007.ab"])
 def test_a_step_folder_under_another_steps_name_is_refused(tmp_path: Path, name: str) -> None:
     store = run_with_steps(tmp_path, 1, 2)

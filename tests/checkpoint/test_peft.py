@@ -20,6 +20,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.model import ModelSpec, parameters, without_adapter
 from tests.adapted import adapter_of
+from tests.checkpoint.crash import intercept_calls
 from tests.models.test_adapter import built, tokens_of
 from tests.models.tiny import GPT2, GPT_OSS, LLAMA, QWEN3_MOE
 
@@ -39,7 +40,7 @@ def exported(folder: Path, spec: ModelSpec) -> tuple[Path, Path, Decoder]:
 @torch.no_grad()
 def logits(folder: Path, adapter: Path | None, tokens: torch.Tensor) -> torch.Tensor:
     with open_model(folder, adapter=adapter) as stored:
-        model = Decoder(stored.spec, plain=True)
+        model = Decoder(stored.spec, reference=True)
         stored.copy_to(model)
     return model(tokens)
 
@@ -84,6 +85,20 @@ def test_adapters_of_all_experts_are_written_and_read(tmp_path: Path) -> None:
     stacked = adapter_of(GPT_OSS, rank=8, experts=True)
     with pytest.raises(BadInput, match="a gpt_oss folder stacks its experts"):
         write_peft(tmp_path / "none", stacked, built(stacked).get_parameter, base_name="", base=None)
+
+
+def test_an_export_that_fails_leaves_no_folder_and_can_be_repeated(tmp_path: Path) -> None:
+    spec = adapter_of(LLAMA)
+    read = built(spec).get_parameter
+
+    def fail(call: int, *_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with intercept_calls(fail, ("fsync",)), pytest.raises(OSError, match="No space left"):
+        write_peft(tmp_path / "adapters", spec, lambda name: read(name).detach(), base_name="", base=None)
+    assert list(tmp_path.iterdir()) == []
+    write_peft(tmp_path / "adapters", spec, lambda name: read(name).detach(), base_name="", base=None)
+    assert {path.name for path in (tmp_path / "adapters").iterdir()} == {CONFIG, WEIGHTS}
 
 
 def rewritten(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
@@ -150,16 +165,24 @@ def test_what_is_refused_and_said(tmp_path: Path) -> None:
         "moe_lora: expected .*got 3": {"moe_lora": 3},
         "bias: expected 'none'": {"bias": "all"},
         "peft_type: expected 'LORA', got 'IA3'": {"peft_type": "IA3"},
-        "r: expected a positive number": {"r": 0},
+        "r: expected a positive whole number, got 0": {"r": 0},
+        r"r: expected a positive whole number, got 8\.5": {"r": 8.5},
+        "r: expected a positive whole number, got True": {"r": True},
+        "lora_alpha: expected a positive number, got True": {"lora_alpha": True},
+        r"rank_pattern\.q_proj: expected a positive whole number, got 2\.5": {"rank_pattern": {"q_proj": 2.5}},
+        "moe_lora: expected .*got 'x'": {"moe_lora": "x"},
         "rank 3, and adapter_config.json says 4": {"r": 4},
         "use_dora is True": {"use_dora": True},
         "rank_pattern: expected regular expressions": {"rank_pattern": ["q_proj"]},
-        r"rank_pattern\.q_proj: expected a positive number, got 'two'": {"rank_pattern": {"q_proj": "two"}},
+        r"rank_pattern\.q_proj: expected a positive whole number, got 'two'": {"rank_pattern": {"q_proj": "two"}},
         r"alpha_pattern: expected a regular expression.*got \(": {"alpha_pattern": {"(": 2}},
     }
     for message, changes in refused.items():
         with pytest.raises((BadInput, Damaged), match=message):
             read_peft(rewritten(adapters, **changes), spec)
+    for empty in (None, False, 0, "", [], {}):
+        read_peft(rewritten(adapters, some_later_key=empty), spec)
+    read_peft(rewritten(adapters, r=3.0), spec)
     wrong = {"base_model.model.model.layers.0.self_attn.w_proj.lora_A.weight": torch.zeros(3, 64)}
     with pytest.raises(BadInput, match=r"self_attn\.w_proj is no linear layer.*nearest: .*_proj"):
         read_peft(rewritten(adapters, wrong), spec)
@@ -172,7 +195,7 @@ def test_what_is_refused_and_said(tmp_path: Path) -> None:
 
 def test_another_base_is_refused(tmp_path: Path) -> None:
     _, adapters, _ = exported(tmp_path / "one", adapter_of(LLAMA, rank=3))
-    other = Decoder(replace(LLAMA), plain=True)
+    other = Decoder(replace(LLAMA), reference=True)
     export_hf(tmp_path / "other", LLAMA, other.get_parameter, tokenizer=None, run_note="", dtype="fp32")
     with (
         pytest.raises(BadInput, match="was trained beside the weights with digest .*give the base"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -219,6 +221,7 @@ def test_a_wrong_token_and_nonsense_are_refused(monkeypatch: pytest.MonkeyPatch)
             {"op": "store", "name": name(1).__dict__, "header_bytes": -1, "data_bytes": 1},
             {"op": "store", "name": {**name(1).__dict__, "rank": 2}, "header_bytes": 0, "data_bytes": 1},
             {"op": "store", "name": {**name(1).__dict__, "attempt": "../x"}, "header_bytes": 0, "data_bytes": 1},
+            {"op": "store", "name": {**name(1).__dict__, "attempt": "1--1"}, "header_bytes": 0, "data_bytes": 1},
             {"op": "open", "name": 3},
         ):
             with closing(SnapshotClient(address, TOKEN)) as client, pytest.raises(TransportFailure):
@@ -254,6 +257,12 @@ def test_a_client_believes_no_server_without_the_token() -> None:
             SnapshotClient(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN)
         thread.join()
     assert TOKEN.encode() not in heard and b"op" not in heard
+
+
+def test_names_are_validated_without_assertions_too() -> None:
+    code = f"from meshwright.checkpoint.memory.snapshots import parse_name; parse_name({ {**name(1).__dict__, 'attempt': 'x'} })"
+    answer = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode and answer.stderr.splitlines()[-1].startswith("ValueError")
 
 
 def exchange(address: str, data: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from meshwright.checkpoint.models.convert import export_checkpoint, import_checkpoint, merge_adapter
 from meshwright.checkpoint.models.hf import import_hf
 from meshwright.checkpoint.models.single_device import load_model
-from meshwright.checkpoint.models.towers import read_towers
+from meshwright.checkpoint.models.towers import copy_towers, read_towers
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.cli.checkpoint import app
 from meshwright.data.tokenizer import train_tokenizer
@@ -23,6 +24,7 @@ from meshwright.families.folder import folder_spec, to_whole_config
 from meshwright.server.model_files import read_model_files
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.model import parameters
+from tests.checkpoint.crash import count, intercept_calls
 from tests.checkpoint.towers import FAMILIES, edit_config, renamed, stored, tiny
 from tests.families.test_families import quiet_transformers, save, their_model  # noqa: F401
 from tests.serve.helpers import engine_of, texts
@@ -220,6 +222,52 @@ def test_a_run_keeps_the_towers_and_gives_them_to_the_next(gemma: Path, tmp_path
     ).folder
     again = read_towers(second)
     assert again is not None and set(again.entries) == set(kept.entries)
+
+
+def test_an_import_that_fails_anywhere_can_be_repeated_and_is_whole_then(gemma: Path, tmp_path: Path) -> None:
+    """At any flush of the disk: nothing is left, or a checkpoint with its towers, tokenizer and chat template."""
+    whole = import_into(tmp_path / "whole", gemma)
+    flushes = count(lambda: import_checkpoint(gemma, tmp_path / "counted"), ("fsync",))
+    for k in range(len(flushes)):
+
+        def fail(call: int, *_: object, k: int = k) -> None:
+            if call == k:
+                raise OSError(28, "No space left on device")
+
+        out = tmp_path / str(k)
+        with intercept_calls(fail, ("fsync",)), pytest.raises(OSError, match="No space left"):
+            import_checkpoint(gemma, out)
+        if not (out / "checkpoints" / "step-00000000").exists():
+            assert [path.name for path in out.iterdir()] == ["checkpoints"] and not any((out / "checkpoints").iterdir())
+            import_checkpoint(gemma, out)
+        assert names_in(out) == whole
+
+
+def import_into(out: Path, source: Path) -> set[str]:
+    import_checkpoint(source, out)
+    return names_in(out)
+
+
+def names_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_towers_that_cannot_be_copied_leave_no_folder(
+    gemma: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_checkpoint(gemma, tmp_path / "base")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "run").mkdir()
+    for name in ("link", "fsync"):
+        with monkeypatch.context() as full:
+            full.setattr(os, name, fail)
+            full.setattr(shutil, "copy2", fail)
+            with pytest.raises(OSError, match="No space left"):
+                copy_towers(tmp_path / "base", tmp_path / "run")
+        assert [path.name for path in (tmp_path / "run").iterdir() if path.name.endswith(".partial")] == []
 
 
 def dimensions(folder: Path) -> list[str]:

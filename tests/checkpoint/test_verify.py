@@ -18,6 +18,7 @@ from meshwright.checkpoint.format.files import BLOCK_BYTES
 from meshwright.checkpoint.format.inventory import newest_checkpoint
 from meshwright.checkpoint.format.manifest import COMMITTED, MANIFEST, has_commit
 from meshwright.checkpoint.format.verify import list_checkpoints, verify
+from meshwright.checkpoint.inspect import choose_checkpoint, describe_checkpoint
 from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.spec.errors import BadInput, Damaged
@@ -203,6 +204,20 @@ def test_the_list_tells_committed_and_good_apart(tmp_path: Path):
     assert [checkpoint["ok"] for checkpoint in list_checkpoints(tmp_path, contents=False)] == [True, True, False]
     assert newest_checkpoint(tmp_path) == good
     assert newest_checkpoint(tmp_path, contents=False) == bad
+
+
+def test_a_damaged_step_renamed_for_its_replacement_is_listed_with_its_step(tmp_path: Path):
+    """As a crash between the two renames of a replacement leaves it."""
+    checkpoints = tmp_path / "checkpoints"
+    renamed = save(checkpoints, 2).rename(checkpoints / ".replaced-step-00000002.ab")
+    (renamed / COMMITTED).unlink()
+    missing = [{"file": COMMITTED, "offset": None, "kind": "missing"}]
+    expected = [{"path": str(renamed), "step": 2, "committed": False, "ok": False, "damaged": missing}]
+    assert list_checkpoints(tmp_path) == expected
+    assert list_checkpoints(renamed) == expected
+    assert choose_checkpoint(tmp_path, 2) == renamed and describe_checkpoint(renamed)["step"] == 2
+    with pytest.raises(BadInput, match="no checkpoint of step 7; steps there: 2"):
+        choose_checkpoint(tmp_path, 7)
 
 
 def test_a_folder_without_good_checkpoints_says_why(tmp_path: Path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
+import select
 import subprocess
 import sys
 import threading
@@ -21,6 +23,7 @@ from meshwright.checkpoint.write import file_writer
 from meshwright.checkpoint.write import writer as writing
 from meshwright.checkpoint.write.attempt import await_writers
 from meshwright.checkpoint.write.writer import Discard, decode, encode
+from meshwright.checkpoint.write.writer_process import WriterProcess
 from meshwright.launch.folder import take_over
 from tests.checkpoint.crash import CALLS, intercept_calls
 from tests.checkpoint.toy import newest
@@ -58,7 +61,8 @@ def test_a_storage_error_at_any_call_fails_only_that_save(tmp_path: Path, number
             last_commit = step
         else:
             failed += 1
-            assert reply["step"] == step and reply["exit_code"] == code and reply["lease_lost"] is False
+            assert reply["exit_code"] == code and reply["lease_lost"] is False
+            assert reply["message"].startswith(f"saving step {step}: ")
             assert os.strerror(number) in reply["message"]
         assert newest(tmp_path) in (last_commit, step)
     assert failed > 10 and writers.save(1000)["event"] == "committed" and newest(tmp_path) == 1000
@@ -104,7 +108,7 @@ def test_a_rank_that_fails_ends_the_save_for_all(tmp_path: Path) -> None:
     writers.buffers[2].begin_snapshot()  # as if this rank's writer had been stopped and the next snapshot had begun
     assert writers.carry_out(save) == {
         "event": "failed",
-        "step": 2,
+        "attempt": save.attempt,
         "exit_code": 3,
         "lease_lost": False,
         "message": "saving step 2: rank 2 could not write its part",
@@ -224,7 +228,7 @@ def test_a_snapshot_buffer_whose_header_is_corrupted_before_it_is_written_costs_
     save = writers.stage(2)
     writers.buffers[byte % 2].memory[byte] ^= 0x10
     reply = writers.carry_out(save)
-    assert reply["event"] == "failed" and reply["step"] == 2
+    assert reply["event"] == "failed" and reply["attempt"] == save.attempt
     assert newest(tmp_path) == 1
     writers.buffers[byte % 2].memory[byte] ^= 0x10
     assert writers.save(3)["event"] == "committed" and newest(tmp_path) == 3
@@ -245,3 +249,29 @@ def test_a_reply_is_not_lost_behind_heartbeats() -> None:
     assert received.endswith(b'{"event": "committed", "step": 7}\n')
     os.close(read_end)
     replies.send("deleted", step=7)  # a rank that is dead
+
+
+def test_a_long_message_outside_ascii_is_shortened_to_one_write(tmp_path: Path) -> None:
+    """JSON writes such a character in 6 bytes."""
+    read_end, write_end = os.pipe()
+    writing.Replies(write_end).send("failed", attempt="1-1", message="検" * 2000)
+    line = os.read(read_end, 1 << 16)
+    reply = json.loads(line)
+    assert len(line) <= select.PIPE_BUF
+    assert reply["attempt"] == "1-1" and re.fullmatch("検{500,}…", reply["message"])
+
+
+def test_a_reply_about_an_earlier_attempt_at_the_step_is_not_taken_for_the_save(tmp_path: Path) -> None:
+    writers = new_writers(tmp_path, 2)
+    save = writers.stage(5)
+    setup = writers.writers[1]._setup
+    assert setup is not None
+    process = WriterProcess(writers.buffers[1], setup)
+    process.start()
+    process.discard(replace(save, attempt="1-0badbad0"))  # the writer replies that there is no such folder
+    first = threading.Thread(target=writers.do, args=(0, save))
+    first.start()
+    process.save(replace(save, checksums=writers.checksums[1]), committed=lambda reply: None)
+    first.join(60)
+    process.close()
+    assert newest(tmp_path) == 5

@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.durable.writes import (
     append_durable,
+    new_folder,
     publish,
     publish_folder,
     remove_partials,
@@ -44,6 +45,23 @@ def test_a_file_is_flushed_then_renamed_then_its_folder_is_flushed(tmp_path: Pat
     (tmp_path / "new").mkdir()
     moved = events(lambda: publish_folder(tmp_path / "new", tmp_path / "run", tmp_path / "old"))
     assert moved == [("rename", "new"), ("fsync", tmp_path.name)]
+
+
+def test_a_folder_gets_its_name_when_it_is_complete_and_a_failed_one_is_removed(tmp_path: Path) -> None:
+    """What a killed process left, even one with the same process id, is removed too."""
+    abandoned = tmp_path / f".run.{os.getpid()}.partial"
+    (abandoned / "old").mkdir(parents=True)
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "run") as folder:
+        write_durable(folder / "a", "content")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with new_folder(tmp_path / "run") as folder:
+        write_durable(folder / "a", "content")
+        assert not (tmp_path / "run").exists()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["a"]
+    (abandoned / "old").mkdir(parents=True)
+    remove_partials(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_pipe_gets_the_content_itself(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from meshwright.data.loader import MicroBatch
-from meshwright.preferences.losses import rewards
+from meshwright.preferences.losses import answer_losses, rewards
 from meshwright.preferences.objective import PreferenceObjective
 from meshwright.spec.preference import Loss, PreferenceSpec
 
@@ -181,3 +181,9 @@ def test_certain_answers_have_finite_odds() -> None:
     certain = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     reward = rewards(spec, certain, torch.ones(1), None)
     assert reward.isfinite().all() and torch.autograd.grad(reward.sum(), certain)[0].isfinite().all()
+
+
+def test_the_weights_of_kto_have_the_precision_of_the_rewards() -> None:
+    spec = PreferenceSpec(loss="kto", desirable=1.1, undesirable=0.7)
+    losses = answer_losses(spec, torch.zeros(2).double(), torch.tensor([1.0, -1.0]), torch.tensor(0.0).double())
+    assert losses.tolist() == [0.55, 0.35]

@@ -1,7 +1,7 @@
 """Looks up the dimensions of public model families by name.
 
 Sources: each family's published config.json or paper. A name is compared without case, spaces or punctuation.
-Dimensions that a caller gives replace those of the table.
+Dimensions that a caller gives replace the dimensions in the table.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Convention:
     layout: Mapping[str, float] = field(default_factory=dict)
     """Values of fields of `workload.layouts.Layouts` for which there is no column."""
     stack: str = ""
-    """The training software, if it is not the one that the name of the source implies."""
+    """The training software, if the name of the source implies another one."""
     release: float = 0.0
     """Year of the software, for records that do not name a release."""
     refused: bool = False

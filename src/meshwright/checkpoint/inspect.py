@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.checkpoint.format.manifest import has_commit, read_manifest, step_of, steps_in
+from meshwright.checkpoint.format.manifest import candidate_step, has_commit, read_manifest, steps_in
 from meshwright.checkpoint.format.verify import find_checkpoints, read_verified, run_id_of, verify
 from meshwright.checkpoint.write.attempt import delete_beyond, recover, remove_stale
 from meshwright.durable.lease import owner_is_alive, read_lease
@@ -29,11 +29,11 @@ def choose_checkpoint(folder: Path, step: int | None) -> Path:
     chosen = [
         path
         for path in paths
-        if (has_commit(path) if step is None else step_of(path.name) == step or paths == [folder])
+        if (has_commit(path) if step is None else candidate_step(path) == step or paths == [folder])
     ]
     if chosen:
         return chosen[-1]
-    steps = ", ".join(str(step_of(path.name)) for path in paths) or "none"
+    steps = ", ".join(str(candidate_step(path)) for path in paths) or "none"
     missing = "no committed checkpoint" if step is None else f"no checkpoint of step {step}"
     raise BadInput(f"{folder} holds {missing}; steps there: {steps}")
 
@@ -47,7 +47,7 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
     if not has_commit(path):
         files = [{"name": file.name, "bytes": file.stat().st_size} for file in sorted(path.iterdir()) if file.is_file()]
         return {
-            "step": step_of(path.name),
+            "step": candidate_step(path),
             "committed": False,
             "plan": None,
             "versions": None,

@@ -54,7 +54,7 @@ class Machine:
     pod: Array = np.inf
     """Number of devices below the oversubscribed level of the network."""
     expert_peak: Array = 0.0
-    """Peak of the matmuls of routed experts if their format differs from that of the other matmuls; otherwise 0."""
+    """Peak of the matmuls of routed experts if they have another format than the other matmuls; otherwise 0."""
     expert_format: Array = 0.0
     """Format of the matmuls of routed experts, with the values of `matmul_format`.
 

@@ -107,8 +107,8 @@ def fast_domain(cluster: ClusterSpec) -> int:
     """Return the number of devices that fast links connect.
 
     It is the `domain` of the network if the cluster states it. Otherwise it is the number of devices in a node, or the
-    chip's own domain if that is larger and the nodes are those of the chip's reference machine (NVL72: 4 devices per
-    node, 64 per domain).
+    chip's own domain if that is larger and a node has as many devices as in the chip's reference machine (NVL72: 4
+    devices per node, 64 per domain).
     """
     chip = chip_of(cluster)
     per_node = cluster.gpus_per_node
@@ -127,7 +127,7 @@ def network_rates(cluster: ClusterSpec) -> tuple[float, float]:
 
 
 def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
-    """Return the rates of `cluster` for matmuls in `number_format`, each that of the slowest node type.
+    """Return the rates of `cluster` for matmuls in `number_format`. Each rate is the lowest of all node types.
 
     Raises BadInput for a chip that is not in the table, for a format that a chip lacks, and if the groups have more
     nodes than the cluster.
@@ -170,8 +170,8 @@ def with_measurements(
     """Return constants and machine, updated with the measurements of the cluster's profile and the latencies that the
     cluster states.
 
-    A latency that the cluster states overrides a measured one. Without a profile, only the stated latencies change; the
-    constants of a CPU are those of `cpu_constants`. Raises BadInput if the profile cannot be read.
+    A latency that the cluster states overrides a measured one. Without a profile, only the stated latencies change; a
+    CPU has the constants of `cpu_constants`. Raises BadInput if the profile cannot be read.
     """
     if cluster.is_cpu:
         k = cpu_constants(k)
@@ -227,7 +227,7 @@ def cpu_constants(k: Constants) -> Constants:
 
 
 def _chips(cluster: ClusterSpec, number_format: str) -> list[Chip]:
-    """Return the different chips of the cluster: first `cluster.gpu`, unless groups contain all nodes; then those of
+    """Return the different chips of the cluster: first `cluster.gpu`, unless all nodes are in groups; then the chips of
     the groups.
 
     Raises BadInput as `machine_of` does.

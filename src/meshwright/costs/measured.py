@@ -114,7 +114,7 @@ def reference_chip(profile: MachineProfile) -> Chip:
 def chip_of_profile(profile: MachineProfile) -> Chip:
     """Return a chip whose peaks are the best measured rates, for a device that is not in the chip table.
 
-    Rates that were not measured are those of `guessed_processor`.
+    Rates that were not measured are guesses (`guessed_processor`).
     """
     peaks: dict[str, float] = {}
     for entry in profile.products:

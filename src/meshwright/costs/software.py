@@ -45,7 +45,7 @@ class TrainingSoftware:
     balances_stages: bool = False
     """Whether it divides layers among pipeline stages by the compute of layers and head, instead of evenly."""
     prints_first_stage: bool = False
-    """Whether the memory that it prints is that of rank 0."""
+    """Whether it prints the memory of rank 0, not of the fullest rank."""
     states_sequence_split: bool = True
     """Whether its published tables state if tensor parallelism splits the sequence (sequence parallelism)."""
     expert_ranks: bool = True

@@ -69,7 +69,7 @@ class MemoryConstants:
 def memory_constants(stacks: list[str], values: dict[str, Any] | None = None) -> MemoryConstants:
     """Return the memory constants of several stacks, with arrays of length `len(stacks)`.
 
-    A constant that a stack lacks is that of its parent (`costs.software.parent_of`), or else that of `default`.
+    A constant that a stack lacks comes from its parent (`costs.software.parent_of`), or else from `default`.
     """
     values = values or table()["memory"]
     columns = [{**values["default"], **values.get(parent_of(stack), {}), **values.get(stack, {})} for stack in stacks]
@@ -79,7 +79,7 @@ def memory_constants(stacks: list[str], values: dict[str, Any] | None = None) ->
 def footprint(shape: Shape, layout: Layouts, k: MemoryConstants, first_only: Array = 0.0) -> dict[str, Array]:
     """Return the bytes by category of the first or the last pipeline stage, whichever needs more memory.
 
-    Where `first_only` is 1, the bytes are those of the first stage: some published runs report the memory of rank 0.
+    Where `first_only` is 1, the result is for the first stage: some published runs report the memory of rank 0.
     """
     first = _stage(shape, layout, k, last=False)
     last = _stage(shape, layout, k, last=True)

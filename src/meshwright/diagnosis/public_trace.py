@@ -1,6 +1,6 @@
 """Reads a public trace: a Parquet file of operations, and a YAML file that describes the job.
 
-The format is that of the artifact of "Understanding Stragglers in Large Model Training Using What-if Analysis"
+The format is defined by the artifact of "Understanding Stragglers in Large Model Training Using What-if Analysis"
 (OSDI'25).
 """
 

@@ -149,7 +149,7 @@ def _operations(rank: RankRecords, records: np.ndarray, steps: Sequence[int]) ->
     types = np.full(len(records), -1, dtype=np.int16)
     for name, operation in TYPE_OF_PHASE.items():
         types[phase == codes[name]] = CODE_OF[operation]
-    # a send without an amount is the wait for the last sends
+    # A send without an amount is the wait for the last sends.
     sends = (phase == codes["send"]) & (records["amount"] > 0)
     for selected, end in ((phase == codes["receive"], "recv"), (sends, "send")):
         forward = (records["peer"] < records["stage"]) == (end == "recv")

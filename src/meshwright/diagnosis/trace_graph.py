@@ -1,7 +1,7 @@
 """Finds the dependencies of a step in the public traces: Megatron's pipeline of forwards and backwards with recorded
 messages.
 
-The rules are those of "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25) and of its
+The rules come from "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25) and its
 artifact:
 
 - Operations of one stream run in the order of their starts.

@@ -7,14 +7,15 @@ are flushed too.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
 
 PARTIAL = ".partial"
-"""Suffix of a file that is still being written."""
+"""Suffix of a file or folder that is still being written."""
 
 
 def write_durable(path: Path, content: bytes | str | Iterable[str]) -> None:
@@ -87,6 +88,24 @@ def publish(partial: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder that gets the name `path` at the end of a `with` block. After an error it is removed.
+
+    `path` must not exist, or be an empty folder. The caller makes the files in the folder durable.
+    """
+    partial = path.parent / f".{path.name}.{os.getpid()}{PARTIAL}"
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed process with the same id
+    partial.mkdir()
+    try:
+        yield partial
+        sync_folder(partial)
+        publish(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
 def publish_folder(partial: Path, path: Path, displaced: Path) -> None:
     """Rename a flushed folder to `path`, and flush the new name.
 
@@ -135,10 +154,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove the partial files of dead writers in `folder`. Only the process that holds the folder's lock may call this."""
+    """Remove the partial files and folders of dead writers in `folder`.
+
+    Only the process that holds the folder's lock may call this.
+    """
     for path in folder.glob(f"*{PARTIAL}"):
         if path.is_file():
             _remove(path)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def digest(content: bytes) -> str:

@@ -180,16 +180,19 @@ _MESSAGE_TYPES: dict[str, type[Message]] = {
 
 
 def encode(message: Message) -> bytes:
-    """Return the line of a message. If it is longer than `LINE_BYTES`, its longest text is shortened."""
-    fields = asdict(message)
-    line = _line(type(message), fields)
-    while len(line) > LINE_BYTES:
+    """Return the line of a message, as `pipe_line` makes it."""
+    return pipe_line({"kind": type(message).__name__.lower(), **asdict(message)})
+
+
+def pipe_line(fields: Mapping[str, Any]) -> bytes:
+    """Return `fields` as a line with a JSON object. If it is longer than `LINE_BYTES`, its longest text is shortened."""
+    fields = dict(fields)
+    while len(line := json.dumps(fields).encode() + b"\n") > LINE_BYTES:
         name = max(
             (name for name, value in fields.items() if isinstance(value, str)), key=lambda name: len(fields[name])
         )
         # Shorten the longest text in proportion to the excess, and by 8 characters more, so that few rounds are needed.
         fields[name] = fields[name][: len(fields[name]) * LINE_BYTES // len(line) - 8] + "…"
-        line = _line(type(message), fields)
     return line
 
 
@@ -203,10 +206,6 @@ def decode(line: bytes) -> Message:
         return message_type(**data)
     except TypeError as error:
         raise ValueError(f"not a message: {error}") from error
-
-
-def _line(message_type: type[Message], fields: dict[str, Any]) -> bytes:
-    return json.dumps({"kind": message_type.__name__.lower(), **fields}).encode() + b"\n"
 
 
 class MessageChannel:

@@ -120,7 +120,7 @@ def _combine(
     sent_order: ExpertOrder | None,
 ) -> Tensor:
     rows = _experts_of(block).weighted(returned, sent_order, weights)
-    return x + block.added_output(block.moe.combine(rows, order, normed))
+    return x + block.mlp_branch_output(block.moe.combine(rows, order, normed))
 
 
 def _experts_of(block: Block) -> DistributedExperts:

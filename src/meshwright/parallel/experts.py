@@ -95,7 +95,7 @@ class DistributedExperts(Experts):
         self.activation = whole.activation
         self.gated = whole.gated
         self.biased = whole.biased
-        self.plain = whole.plain
+        self.reference = whole.reference
         self.exchange = exchange
         self.adapter = whole.adapter
         for name, weight in whole.named_parameters(recurse=False):

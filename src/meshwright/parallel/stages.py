@@ -280,7 +280,7 @@ def _shard(
     whole |= {*unsharded_weights(modules, shards.size())}
     if group := _parameter_group(modules, plan, shards, sum_dtype, whole):
         groups.append(group)
-    return ShardedUnit(groups, uses=uses, final=gradients_final_in_backward(spec, plan))
+    return ShardedUnit(groups, uses=uses, single_backward=gradients_final_in_backward(spec, plan))
 
 
 def _with_copies(owned: ParameterGroup, group: dist.ProcessGroup, plan: Plan) -> CopiedParameterGroup:

@@ -108,7 +108,7 @@ class Candidate:
         return float("inf") if known is None else known
 
     def behind(self, other: Candidate) -> float:
-        """Return by how many seconds this plan's step is longer than that of `other`; negative if it is shorter."""
+        """Return by how many seconds this plan's step is longer than the step of `other`; negative if it is shorter."""
         if self.simulated == other.simulated or self.estimated is None or other.estimated is None:
             return self.seconds - other.seconds
         return self.estimated - other.estimated
@@ -308,7 +308,7 @@ def trainer_bytes(plan: Plan) -> int:
 
 
 def memory_budget(run: RunSpec, memory_bytes: int | None = None) -> int | None:
-    """Return the bytes of the smallest device that a plan may use, without those of the engine of `rl`; None if its
+    """Return how many bytes of the smallest device a plan may use, after the engine of `rl` has its memory; None if its
     memory is not known.
     """
     known = run.cluster.memory_bytes() or memory_bytes
@@ -318,8 +318,9 @@ def memory_budget(run: RunSpec, memory_bytes: int | None = None) -> int | None:
 
 
 def usable_by_rank(run: RunSpec, plan: Plan, usable_bytes: float) -> list[float]:
-    """Return the usable bytes of each pipeline rank: `usable_bytes`, or if nodes differ those of the rank's own
-    devices.
+    """Return the usable bytes of each pipeline rank: `usable_bytes`, or if nodes differ the usable bytes of the rank's
+    own devices.
+
     """
     ranks = plan.axis_size("pipeline")
     own_limits = memory_limits(run.cluster, Layout.of(plan, run.cluster.ranks_per_node)) if run.cluster.groups else None

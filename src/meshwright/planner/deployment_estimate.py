@@ -7,7 +7,7 @@ It is a mean-field estimate:
   share one queue.
 - The number B of concurrent decodes of an instance is the fixed point of Little's law: B = rate × new tokens × step
   time.
-- An instance of role `both` also computes prompt chunks in its steps. The time per token of a request is that of a
+- An instance of role `both` also computes prompt chunks in its steps. The time per token of a request is the time of a
   decode step, plus the chunks that are computed during the request. Their number has a Poisson distribution.
 """
 

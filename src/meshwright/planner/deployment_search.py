@@ -385,9 +385,9 @@ def _band(
     It contains the goodput, and ends at a rate that was seen to fail.
 
     `around` are points of the first sample at `BAND_RATES`. They give the attainment of the first sample as a function
-    of the rate. Each further sample is simulated only at the goodput. Suppose that its attainment there is the one that
-    the first sample has at 1.1 times the goodput. Then this sample is harder by the factor 1.1, and its goodput is
-    lower by this factor. Samples of `FINE_REQUESTS` would differ less, so the factor's logarithm is multiplied by
+    of the rate. Each further sample is simulated only at the goodput. Suppose that it has the attainment there that the
+    first sample has at 1.1 times the goodput. Then this sample is harder by the factor 1.1, and its goodput is lower by
+    this factor. Samples of `FINE_REQUESTS` would differ less, so the factor's logarithm is multiplied by
     √(BAND_REQUESTS / FINE_REQUESTS).
 
     If all requests meet the limits up to some rate and few do above it, all factors are 1. The goodput is then known as

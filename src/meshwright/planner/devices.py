@@ -337,7 +337,7 @@ def _with_node_counts(cluster: ClusterSpec, counts: Sequence[int]) -> ClusterSpe
     """Return the cluster with other numbers of nodes: `counts[0]` ungrouped nodes, and `counts[i + 1]` nodes of group
     i.
 
-    If no ungrouped node remains, the fields of the first remaining group become those of the cluster.
+    If no ungrouped node remains, the cluster gets the fields of the first remaining group.
     """
     groups = [replace(group, nodes=count) for group, count in zip(cluster.groups, counts[1:], strict=True) if count]
     nodes = sum(counts)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from math import ceil, inf
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -109,8 +109,11 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
     used = tuple(axis for axis in axes if axis.size > 1 or axis.axis == "shard")
     shards = mesh.size("shard") * mesh.context
     precision = precision_of(run)
-    fields = transport_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]})
-    fields |= {"compile": compiles(run), **plan_fields(pins)}
+    options: dict[str, Any] = {
+        **transport_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
+        "compile": compiles(run),
+        **plan_fields(pins),
+    }
     plan = Plan(
         mesh=used,
         batch=BatchPlan(
@@ -123,7 +126,7 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         samples=sample_plan(run, precision),
         layers=pins.layers or (strategy.layer(strategy.high_memory),),
         precision=precision,
-        **fields,
+        **options,
     )
     if not pins.layers and strategy.high_memory != strategy.low_memory:
         plan = _with_fewest_low_memory_layers(run, plan, strategy, budget)

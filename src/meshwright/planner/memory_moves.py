@@ -175,8 +175,10 @@ def _with_recompute(layer: LayerStrategy, mode: Recompute) -> LayerStrategy:
 
 
 def _with_all_activations_offloaded(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
-    """Yield the layers of a plan that offloads the activations of some layers, with those of all layers that offload
-    their optimizer.
+    """Yield layers in which all that offload their optimizer also offload their activations.
+
+    Only for a plan in which some of them do so already.
+
     """
     pins = pins_of(run)
     if pins.offload is not None or pins.layers is not None or not any(layer.offload == "both" for layer in plan.layers):

@@ -54,8 +54,8 @@ MANY_STARTS = 6
 MAX_TRIED = 2
 """Maximum number of plans that a move makes from one plan and that are simulated by units."""
 MOVE_SLOWDOWN = 1.05
-"""A plan that a move makes is simulated by units if its estimated step time is below that of the chosen plan times this
-factor.
+"""A plan that a move makes is simulated by units if its estimated step time is below the step time of the chosen plan
+times this factor.
 """
 
 

@@ -109,7 +109,7 @@ def hybrid_exchange(run: RunSpec, ranks: int, heads: int) -> float:
     ulysses = max((number for number in range(2, ranks + 1) if heads % number == 0), default=1)
     if pinned == "ring" or ulysses == 1:
         return math.inf
-    # the bytes per token do not depend on the number of other ranks
+    # The bytes per token do not depend on the number of other ranks.
     layout = SampleLayout(ulysses, EXCHANGED_TOKENS, ulysses=ulysses)
     changed, plan = plan_of(run, layout, LayerStrategy(reshard=False, gradients="whole"))
     priced = pricing(changed.model, changed.train, plan, run.cluster)

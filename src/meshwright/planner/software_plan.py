@@ -92,7 +92,7 @@ def software_listed(text: str) -> tuple[TrainingSoftware, ...]:
 def best_with(run: RunSpec, software: TrainingSoftware, narrowest: MatmulFormat | None = None) -> SoftwarePlan:
     """Return the layout and the matmul format with the shortest step among those that fit into memory.
 
-    Formats are those of the software's published runs that the chip has. They have at least as many bits as
+    Formats occur in the software's published runs, and the chip has them. They have at least as many bits as
     `narrowest`. If `narrowest` is None, they have at least 8 bits for a run whose `plan.linear` is fp8, and only bf16
     otherwise.
     """

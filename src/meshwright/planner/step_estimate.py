@@ -95,9 +95,7 @@ def _stage_simulation(run: RunSpec, plan: Plan) -> Play:
 
 
 def _is_long(plan: Plan, per_rank: tuple[int, int]) -> bool:
-    """Return whether the plan has so many micro-batches that two short steps, with `per_rank` micro-batches per rank,
-    have fewer.
-    """
+    """Return whether the plan has more micro-batches than the longer of the two short steps."""
     return plan.batch.accumulate > (per_rank[1] + 1) * _period(plan)
 
 

@@ -50,7 +50,7 @@ class Strategy:
     high_memory: StrategyEnd
     low_memory: StrategyEnd
     gradients: Gradients = "shard"
-    """Value of `gradients`, the same for both settings."""
+    """Value of `gradients`. Both settings have it."""
 
     def layer(self, end: StrategyEnd, text: str = "all") -> LayerStrategy:
         """Return the layer strategy with the setting `end`, for the range of layers `text` such as "0-7"."""

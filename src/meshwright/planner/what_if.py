@@ -173,7 +173,7 @@ CHANGES: tuple[Callable[[RunSpec, Plan], _Changed | None], ...] = (
 
 
 def _priced(run: RunSpec, plan: Plan, fastest: Plan, changed: _Changed) -> Change | None:
-    """Return a change with its gain over `fastest`. The note names the settings that differ from those of `plan`."""
+    """Return a change with its gain over `fastest`. The note names the settings in which it differs from `plan`."""
     later = _fastest(changed.run, changed.start)
     if later is None:
         return None

@@ -85,5 +85,5 @@ def answer_losses(spec: PreferenceSpec, values: Tensor, signs: Tensor, shift: Te
 
     `signs` are 1 for good and -1 for bad answers. `shift` is β·z, a scalar.
     """
-    weights = torch.where(signs > 0, spec.desirable, spec.undesirable)
+    weights = torch.full_like(values, spec.undesirable).masked_fill(signs > 0, spec.desirable)
     return weights * (1 - torch.sigmoid(signs * (values - shift)))

@@ -39,6 +39,7 @@ class RankSlices(PrefixBlocks):
         self._world = world
         self._heads = HeadSlices(spec, world.ranks, cache.tokens_per_block, self._dtype.itemsize)
         self._slice_bytes = self.block_bytes
+        # Other processes cannot map whole blocks here, because each rank has only a slice of them.
         self.own_blocks = None
 
     def gather(self, tables: Sequence[Sequence[int]]) -> Tensor | None:

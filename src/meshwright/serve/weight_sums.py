@@ -49,7 +49,9 @@ def weight_sums(model: Decoder, spec: ModelSpec, part: AxisPart) -> Tensor:
             ]
             for piece, (block, scale) in zip(pieces, _slices(scales, blocks, 0), strict=True):
                 if piece not in earlier:
-                    total[1] += _sum(scale[:, : block.sizes[1]])
+                    total[1] += _sum(
+                        scale[:, : block.sizes[1]]
+                    )  # without the columns that `scale_shape` adds as padding
         elif rounded:  # There is one scale for each output, which is an index of dimension 0.
             outputs = {_outputs(piece) for piece in earlier}
             for piece, scale in _slices(scales, pieces, 0):

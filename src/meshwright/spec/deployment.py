@@ -258,7 +258,7 @@ class ServeLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests: those of a trace, or equal requests that arrive at random."""
+    """Requests: either the requests of a trace, or equal requests that arrive at random."""
 
     trace: str | None = None
     """CSV file (or `.csv.gz`) with columns arrival_seconds, input_tokens, output_tokens and, if wanted, prefix_blocks_of_512."""

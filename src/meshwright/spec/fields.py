@@ -276,7 +276,7 @@ def variants(arguments: Sequence[Any]) -> tuple[type, ...]:
 
 
 def variant_of(sections: Sequence[type], data: Any) -> type:
-    """Return the spec class whose `name` is that of the data, or a similar name.
+    """Return the spec class with the `name` that the data have, or with a similar name.
 
     The result is the first class if the data have no such name.
     """

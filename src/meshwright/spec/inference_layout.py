@@ -70,7 +70,7 @@ def rank_shape(spec: ModelSpec, parameter: ParameterSpec, part: AxisPart) -> tup
 def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
     """Return a model with the dimensions of the blocks of one of `ranks` tensor ranks.
 
-    The number of experts, the vocabulary and the hidden width are those of the whole model.
+    The number of experts, the vocabulary and the hidden width do not change.
     """
     widths = {name: kind.ffn_hidden and kind.ffn_hidden // ranks for name, kind in spec.blocks.items()}
     return replace(

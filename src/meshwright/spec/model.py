@@ -261,7 +261,7 @@ class ModelSpec:
     def kind(self, layer: int) -> int:
         """Return the index of a layer's block in `block_kinds`.
 
-        Prediction modules have the numbers from `layers` on; their block is that of the last layer.
+        Prediction modules have the numbers from `layers` on; their block is the block of the last layer.
         """
         return self.layer_kinds[min(layer, self.layers - 1)]
 
@@ -613,7 +613,7 @@ def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[ParameterSpec]:
 def prediction_parameters(spec: ModelSpec, depth: int) -> Iterator[ParameterSpec]:
     """Yield the weights of prediction module `depth`, counted from 0, in the order of their registration.
 
-    Embedding and head are not among them, because the modules use those of the model.
+    Embedding and head are not among them, because the modules use the model's embedding and head.
     """
     prefix = f"predictions.{depth}"
     yield from _norm(spec, f"{prefix}.token_norm")
@@ -640,7 +640,9 @@ def active_parameter_count(spec: ModelSpec) -> int:
 
 @lru_cache(maxsize=64)  # cached, because a search asks for it with every plan
 def trained_parameter_count(spec: ModelSpec) -> int:
-    """Return the number of weights that a run trains: all, or those of its adapters and of a score."""
+    """Return the number of weights that a run trains: all of them, or with adapters only the adapters and the weight of
+    a score.
+    """
     return sum(parameter.count for parameter in parameters(spec) if not parameter.frozen)
 
 

@@ -185,8 +185,9 @@ class PlanKeys:
     """Number format of forward and backward; left out, bf16 if the GPUs have it, else fp32. fp16 can only be planned.
     """
     linear: Linear | None = None
-    """Number format of the linear layers' matmuls: that of `compute`, or fp8 with one scale per tensor or row
-    (docs/design/fp8.md). Embedding, norms, attention and head are never in fp8."""
+    """Number format of the linear layers' matmuls: the format of `compute`, or fp8 with one scale per tensor or row
+    (docs/design/fp8.md). Embedding, norms, attention and head are never in fp8.
+    """
     gather: Literal["compute", "fp8"] | None = None
     """Number format of weights while they are gathered; left out, fp8 if `linear` here is fp8_tensorwise."""
     reduce: Literal["bf16", "fp32", "fp64"] | None = None

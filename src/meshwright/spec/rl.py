@@ -27,7 +27,7 @@ class RewardSpec:
     """Python file with the function."""
     model: str | None = None
     """Instead of a function, the folder of a reward model: a run with `preference.loss: reward`, one of its
-    checkpoints, or a Hugging Face folder with one label. Its tokenizer must be that of the data, and each rank has a
+    checkpoints, or a Hugging Face folder with one label. It must have the tokenizer of the data, and each rank has a
     copy. The reward is its score of a question with the answer.
     """
     function: str = "reward"

@@ -53,8 +53,9 @@ def is_secret_name(name: str) -> bool:
 
 
 def without_secrets(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a child process that needs no secret: without the variables whose names end like those
+    """Return the environment for a child process that needs no secret: without the variables whose names end like names
     of secrets.
+
     """
     environment = os.environ if environment is None else environment
     return {name: value for name, value in environment.items() if not is_secret_name(name)}

@@ -86,8 +86,8 @@ class HttpSettings:
     page: bool = True
     """Whether a browser gets a page at `/`, on which one can talk to the model and see its load."""
     log_requests: bool = True
-    """Whether each request except those of /health is logged on stderr: number, path, status, tokens and seconds, but
-    never its text.
+    """Whether each request except /health is logged on stderr: number, path, status, tokens and seconds, but never its
+    text.
     """
 
 

@@ -78,7 +78,8 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: TensorFormats, *, 
     temporary = temporary + tile_sum_bytes(shape, layout.recompute, share, formats.compute) / activation_bytes
     on_device = np.minimum(DEVICE_LAYERS + (np.asarray(layout.pipeline) > 1), layers)
     offloaded = np.asarray(layout.offload_activations)
-    stored_layers = np.where(offloaded > 0, on_device, 0.0) + (1 - offloaded) * _in_flight(layout, last) * layers
+    in_flight = layout.in_flight_last if last else layout.in_flight
+    stored_layers = np.where(offloaded > 0, on_device, 0.0) + (1 - offloaded) * in_flight * layers
     return rank_tensors(
         model,
         layout,
@@ -121,30 +122,6 @@ def _end_parameters(
     return embed_head / layout.tensor, loss / layout.tensor, shared
 
 
-def _in_flight(layout: Layouts, last: bool) -> Array:
-    """Return the micro-batches in flight at the peak.
-
-    With 1F1B and 8 micro-batches, the first of 4 pipeline ranks has 4 micro-batches in flight, and the last rank 1:
-
-    >>> from meshwright.config.presets import MODEL_PRESETS
-    >>> from meshwright.spec.fields import from_plain
-    >>> from meshwright.spec.job import TrainSpec
-    >>> from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, SchedulePlan
-    >>> from meshwright.workload.layouts import layout_of
-    >>> llama = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
-    >>> batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=8)
-    >>> plan = Plan(mesh=(MeshAxis(axis="pipeline", size=4),), batch=batch, schedule=SchedulePlan(name="1f1b"))
-    >>> layout = layout_of(llama, TrainSpec(steps=1, global_batch=8, seq_len=4096), plan)
-    >>> [float(_in_flight(layout, last=last)) for last in (False, True)]
-    [4.0, 1.0]
-    """
-    micro_batches = layout.micro_batches
-    depth = np.asarray(layout.pipeline)
-    rule = np.where(layout.layered > 0, micro_batches, np.minimum(micro_batches, 1.0 if last else depth))
-    scheduled = np.asarray(layout.in_flight_last if last else layout.in_flight)
-    return np.where(scheduled > 0, scheduled, rule)
-
-
 @dataclass(frozen=True)
 class _ModelParameters:
     """Parameters of a model on one rank without any division. Those of a block are the mean over layers."""
@@ -171,6 +148,10 @@ def _sends(layout: Layouts, last: bool) -> Array:
     """Return how many messages of one micro-batch the first (or `last`) pipeline rank sends, activations and gradients together.
 
     With s stages on each rank it is 2 s - 1. In a V-shaped placement, the first rank sends s messages, and the last rank 2 s - 2.
+
+    >>> from types import SimpleNamespace
+    >>> _sends(SimpleNamespace(virtual=[1, 2], vee=0), last=True)
+    array([1., 3.])
     """
     stages = np.asarray(layout.virtual, float)
     return np.where(np.asarray(layout.vee) > 0, 2 * stages - 2 if last else stages, 2 * stages - 1)

@@ -101,7 +101,7 @@ class Layouts(StepDivision):
     fill: Array = 1.0
     """Idle time at beginning and end of the pipeline, relative to 1F1B with as many virtual stages; below 1 only with a split backward."""
     in_flight: Array = 0.0
-    """Peak of micro-batches in flight on the first pipeline rank (`schedules.in_flight`); 0 selects the formula of 1F1B."""
+    """Peak of micro-batches in flight on the first pipeline rank (`schedules.in_flight`)."""
     in_flight_last: Array = 0.0
     """Peak of micro-batches in flight on the last pipeline rank."""
     vee: Array = 0.0

@@ -167,7 +167,7 @@ def candidates(checkpoints: Path) -> list[Path]:
 
 
 def candidate_step(path: Path) -> int | None:
-    """Return the step in the name of a folder that `candidates` returned; None for any other name."""
+    """Return the step in the name of a checkpoint folder, which may be renamed for its replacement; None for another name."""
     match = REPLACED.fullmatch(path.name)
     return step_of(match[1] if match else path.name)
 
@@ -230,9 +230,7 @@ def parse_manifest(path: Path, data: bytes) -> CheckpointManifest:
         manifest = _parse(table, path / MANIFEST)
     except Damaged as error:
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", str(error))]) from error
-    # The folder may have the name that `SaveAttempt.commit` gives to a checkpoint that is about to be replaced.
-    step_in_name = step_of(path.name.removeprefix(".replaced-").partition(".")[0])
-    if step_in_name not in (None, manifest.step):
+    if candidate_step(path) not in (None, manifest.step):
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", f"is that of step {manifest.step}")])
     return manifest
 

@@ -28,11 +28,11 @@ from meshwright.checkpoint.format.manifest import (
     Damage,
     DamagedCheckpoint,
     NewerFormat,
+    candidate_step,
     candidates,
     has_commit,
     read_manifest,
     read_own_manifest,
-    step_of,
     steps_in,
 )
 from meshwright.durable.lease import LEASE, read_lease
@@ -79,7 +79,7 @@ def run_id_of(folder: Path) -> str | None:
     `folder` is the run folder, its `checkpoints` folder, or a checkpoint in it. The lease is a file that names the run
     and the start (one launch of the run) that currently owns the folder.
     """
-    folder = folder.parent if step_of(folder.name) is not None else folder
+    folder = folder.parent if candidate_step(folder) is not None else folder
     run = folder.parent if folder.name == "checkpoints" else folder
     lease = read_lease(run) if (run / LEASE).is_file() else None
     return None if lease is None else lease.run_id
@@ -107,7 +107,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
         siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
         hint = nearest(folder.name, siblings)
         raise BadInput(f"{folder} is not a folder" + (f"; nearest: {folder.parent / hint}" if hint else ""))
-    if has_commit(folder) or step_of(folder.name) is not None:
+    if has_commit(folder) or candidate_step(folder) is not None:
         return [folder]
     return candidates(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)[::-1]
 
@@ -216,7 +216,7 @@ def _checkpoint_record(path: Path, contents: bool, run_id: str | None) -> dict[s
     """Return the record of one checkpoint; see `list_checkpoints`."""
     damage = damage_of(path, run_id, contents=contents)
     damaged = [{"file": entry.file, "offset": entry.offset, "kind": entry.kind} for entry in damage]
-    step = step_of(path.name)
+    step = candidate_step(path)
     committed = has_commit(path)
     if step is None and not damage:
         step = read_manifest(path).step

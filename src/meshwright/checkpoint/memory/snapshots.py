@@ -179,5 +179,6 @@ def parse_name(value: object) -> SnapshotName:
     texts = (name.attempt, "" if name.run_id is None else name.run_id)
     if not all(isinstance(text, str) and len(text) <= 200 for text in texts):
         raise ValueError("expected the names of a run and of a save")
-    assert name.order
+    if min(name.order) < 0:
+        raise ValueError("expected the name of a save")
     return name

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from meshwright.checkpoint.read.reader import CheckpointReader
 from meshwright.checkpoint.write.attempt import Provenance, SaveAttempt, new_attempt, recover
 from meshwright.checkpoint.write.live_state import write_tensors
 from meshwright.config.load import resolved_yaml
-from meshwright.data.chat_template import TEMPLATE, copy_chat_files
+from meshwright.data.chat_template import TEMPLATE, TEXT_FILES, copy_chat_files
 from meshwright.data.text_format import TEXT_FORMAT, TOKENIZER, TextFormat, known_text_format, tokenizer_file
 from meshwright.durable.writes import write_durable
 from meshwright.families.text_part import TOWERS
@@ -158,7 +160,8 @@ def import_checkpoint(
     chat template are copied to `out` unless it has a tokenizer. The tensors that do not belong to the text model are
     copied too, unless `text_only`. `note` receives sentences about settings that are not used.
 
-    Raises BadInput if `out` already has a checkpoint of step 0, or if the model's family is unknown.
+    Raises BadInput if `out` already has a checkpoint of step 0, or if the model's family is unknown. A failed import leaves
+    no files in `out`.
     """
     spec, weights = import_hf(source)
     for sentence in weights.notes:
@@ -175,7 +178,10 @@ def import_checkpoint(
     texts = {"config.yaml": _run_yaml(spec, checkpoints.absolute().parent.name)}
     text = known_text_format(source)
     plain = encode_plain(state, texts if text is None else {**texts, TEXT_FORMAT: text.to_json()})
-    checkpoints.parent.mkdir(parents=True, exist_ok=True)
+    home = checkpoints.parent
+    home.mkdir(parents=True, exist_ok=True)
+    beside = (TOWERS, TOKENIZER, TEXT_FORMAT, *TEXT_FILES)
+    missing = [name for name in beside if not (home / name).exists()]
     attempt.create()
     try:
         space_error = disk_space_error(checkpoints, sum(header.bytes for header in headers))
@@ -183,18 +189,28 @@ def import_checkpoint(
             raise OutOfResources(space_error)
         values = (weights.read(parameter).to(torch.float32) for parameter in parameter_of.values())
         shard = write_tensors(attempt.folder / tensor_file(0), headers, values)
+        # These come before the commit, because a committed checkpoint without them would be exported without them.
+        if weights.nesting is not None and not text_only and TOWERS in missing:
+            keep_towers(source, weights.others, weights.other, home)
+        if text is not None and TOKENIZER in missing:
+            copy_chat_files(source, home)
+            text.write(home)
+            write_durable(home / TOKENIZER, read_folder_file(source / TOKENIZER, TOKENIZER_BYTES))
         attempt.commit({tensor_file(0): shard}, contents, plain, Provenance(1, str(torch.__version__)))
     except BaseException:
         attempt.abandon()
+        if not attempt.target.exists():
+            _remove_new(home, missing)
         raise
-    if weights.nesting is not None and not text_only and not (checkpoints.parent / TOWERS).exists():
-        keep_towers(source, weights.others, weights.other, checkpoints.parent)
-    tokenizer = checkpoints.parent / TOKENIZER
-    if text is not None and not tokenizer.exists():
-        write_durable(tokenizer, read_folder_file(source / TOKENIZER, TOKENIZER_BYTES))
-        copy_chat_files(source, checkpoints.parent)
-        text.write(checkpoints.parent)
     return attempt.target
+
+
+def _remove_new(folder: Path, missing: Collection[str]) -> None:
+    """Remove what a failed import has written beside the checkpoint. `missing` names what was not there before."""
+    for name in missing:
+        path = folder / name
+        with suppress(OSError):  # the first error counts
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from meshwright.checkpoint.models.towers import Towers, check_tensors, towers_be
 from meshwright.data.chat_template import GENERATION_CONFIG
 from meshwright.data.text_format import TextFormat, derive, export_text_files, exported_ids, named_bos
 from meshwright.data.tokenizer_file import open_tokenizer
-from meshwright.durable.writes import publish, sync_file, write_durable
+from meshwright.durable.writes import new_folder, sync_file, write_durable
 from meshwright.families.folder import (
     SPECIAL_IDS,
     HFTensor,
@@ -128,9 +128,7 @@ def export_hf(
     shards = _plan_shards(spec, dtype, shard_bytes, towers)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _check_space(folder.parent, sum(shard.total for shard in shards))
-    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
-    partial.mkdir()
-    try:
+    with new_folder(folder) as partial:
         _write_weights(partial, spec, tensors, shards, DTYPES[dtype][0], towers)
         _write_json(partial / "config.json", config)
         if tokenizer is None or loaded is None or text is None:
@@ -142,10 +140,6 @@ def export_hf(
             towers.copy_settings(partial)
         card = _model_card(title or folder.name, folder.name, spec, config["architectures"], run_note, dtype, limits)
         write_durable(partial / "README.md", card)
-        publish(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
 
 
 CPU = torch.device("cpu")

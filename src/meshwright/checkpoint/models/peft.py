@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint.models.adapters import Delta, Deltas, placed_parts
-from meshwright.durable.writes import write_durable
+from meshwright.durable.writes import new_folder, sync_file, write_durable
 from meshwright.families.adapters import shortened
 from meshwright.families.folder import HFTensor, hf_tensors, read_json
 from meshwright.families.registry import FAMILIES
@@ -165,11 +165,12 @@ def write_peft(
     }
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder}: already there and not empty; choose another folder or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"} | ({} if base is None else {DIGEST: base})
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, metadata=metadata)
-    # The config is written last, because it makes the folder one that can be loaded.
-    write_durable(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with new_folder(folder) as partial:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / WEIGHTS, metadata=metadata)
+        sync_file(partial / WEIGHTS)
+        write_durable(partial / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _plain_number(value: float) -> float | int:
@@ -184,31 +185,35 @@ def _read_config(path: Path) -> dict[str, Any]:
     if config.get("bias", "none") != "none":
         raise BadInput(f"{path}: bias: expected 'none', as biases are not trained, got {config['bias']!r}")
     for key, value in config.items():
-        if key not in READ and key not in WITHOUT_EFFECT and value not in (None, False, {}, [], 0):
+        if key not in READ and key not in WITHOUT_EFFECT and value not in (None, False, {}, [], "", 0):
             near = nearest(key, READ)
             hint = f" (nearest: {near})" if near else ""
             raise BadInput(
                 f"{path}: {key}: expected a key that this program reads, got {shorten(repr(value))}, which may change what "
                 f"the adapters compute{hint}"
             )
-    for key in ("rank_pattern", "alpha_pattern"):
-        _check_pattern(config.get(key), f"{path}: {key}")
-    for key in ("r", "lora_alpha"):
-        if not isinstance(config.get(key), int | float) or not config[key] > 0:
-            raise BadInput(f"{path}: {key}: expected a positive number, got {config.get(key)!r}")
+    for key, patterns, whole in (("r", "rank_pattern", True), ("lora_alpha", "alpha_pattern", False)):
+        _check_pattern(config.get(patterns), f"{path}: {patterns}", whole)
+        _check_number(config.get(key), f"{path}: {key}", whole)
     return config
 
 
-def _check_pattern(patterns: Any, where: str) -> None:
-    """Raise BadInput unless `patterns` is None, or a table of regular expressions with positive numbers."""
+def _check_number(value: Any, where: str, whole: bool) -> None:
+    """Raise BadInput unless `value` is a positive finite number, and a whole one if `whole`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    if not is_number or (whole and value != int(value)):
+        raise BadInput(f"{where}: expected a positive {'whole ' if whole else ''}number, got {shorten(repr(value))}")
+
+
+def _check_pattern(patterns: Any, where: str, whole: bool) -> None:
+    """Raise BadInput unless `patterns` is None, or a table of regular expressions with numbers that `_check_number` accepts."""
     if patterns is None:
         return
     if not isinstance(patterns, Mapping):
-        expected = "regular expressions of layers' names, each with a positive number"
+        expected = f"regular expressions of layers' names, each with a positive {'whole ' if whole else ''}number"
         raise BadInput(f"{where}: expected {expected}, got {shorten(repr(patterns))}")
     for key, value in patterns.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise BadInput(f"{where}.{key}: expected a positive number, got {shorten(repr(value))}")
+        _check_number(value, f"{where}.{key}", whole)
         try:
             re.compile(key)
         except re.error as error:

@@ -21,7 +21,7 @@ from meshwright.checkpoint.format.files import disk_space_error, read_range
 from meshwright.checkpoint.format.header import ITEM_BYTES, TensorEntry, TensorHeader, read_entries
 from meshwright.checkpoint.local_tensors import dtype_name
 from meshwright.checkpoint.write.live_state import write_tensors
-from meshwright.durable.writes import publish, write_durable
+from meshwright.durable.writes import new_folder, sync_file, write_durable
 from meshwright.families.folder import folder_nesting, read_json
 from meshwright.families.text_part import TOWERS, Nesting
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources
@@ -83,26 +83,19 @@ def keep_towers(source: Path, names: Collection[str], read: Callable[[str], Tens
     config = read_json(source / "config.json")
     nesting = folder_nesting(source)
     assert nesting is not None
-    partial = folder / f".{TOWERS}.{os.getpid()}.partial"
-    partial.mkdir()
-    try:
-        write_tensors(partial / TENSORS, headers, (read(header.key) for header in headers))
-        _copy_settings(source, partial)
+    with new_folder(folder / TOWERS) as towers:
+        write_tensors(towers / TENSORS, headers, (read(header.key) for header in headers))
+        _copy_settings(source, towers)
         record = {**config, _NESTING: [*astuple(nesting)]}
-        write_durable(partial / RECORD, json.dumps(record, indent=2) + "\n")
-        publish(partial, folder / TOWERS)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        write_durable(towers / RECORD, json.dumps(record, indent=2) + "\n")
 
 
 def copy_towers(source: Path, folder: Path) -> None:
     """Copy the towers of another run, if it has any. Files are hard links where the disk supports that."""
     if (kept := _kept(source)) is None or (folder / TOWERS).exists():
         return
-    partial = folder / f".{TOWERS}.{os.getpid()}.partial"
-    shutil.copytree(kept, partial, copy_function=_link_or_copy)
-    publish(partial, folder / TOWERS)
+    with new_folder(folder / TOWERS) as towers:
+        shutil.copytree(kept, towers, copy_function=_link_or_copy, dirs_exist_ok=True)
 
 
 def read_towers(folder: Path) -> Towers | None:
@@ -155,6 +148,7 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+        sync_file(Path(target))
 
 
 def check_tensors(towers: Towers) -> None:

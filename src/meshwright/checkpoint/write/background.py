@@ -18,6 +18,7 @@ import torch
 
 from meshwright.checkpoint.format.contents import plain_contents
 from meshwright.checkpoint.format.header import TensorHeader
+from meshwright.checkpoint.format.manifest import step_name
 from meshwright.checkpoint.memory.partner_copy import Partner
 from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer, allocated_bytes, available_host_memory
 from meshwright.checkpoint.ranks import RankGroup
@@ -345,9 +346,8 @@ class _SaveInFlight:
             self._result = SaveResult(step, failure=failure)
 
     def _committed(self, reply: dict[str, Any]) -> None:
-        self._result = SaveResult(
-            self.save.step, path=Path(reply["path"]), bytes=reply["bytes"], seconds=reply["seconds"]
-        )
+        path = self._writer.checkpoints / step_name(self.save.step)
+        self._result = SaveResult(self.save.step, path=path, bytes=reply["bytes"], seconds=reply["seconds"])
 
 
 def memory_obstacle(

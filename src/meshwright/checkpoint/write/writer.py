@@ -43,6 +43,7 @@ from meshwright.checkpoint.write.checksum import BufferChecksums
 from meshwright.checkpoint.write.file_writer import write_file
 from meshwright.durable.lease import LeaseLost
 from meshwright.durable.writes import write_durable
+from meshwright.events.messages import pipe_line
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.run import Lease
@@ -55,8 +56,6 @@ BEAT_SECONDS = 1.0
 """Seconds between two heartbeats."""
 REPLY_SECONDS = 10.0
 """Seconds that a reply waits for space in the pipe. The process that reads the pipe may be stopped."""
-MESSAGE_LIMIT = 2000
-"""At most this many characters of a failure's message are sent to the rank."""
 ORPHAN_SECONDS = 600.0
 """Seconds after which a writer whose rank is dead gives up."""
 FOLDER_SECONDS = 120.0
@@ -151,7 +150,8 @@ def decode(line: bytes) -> Command:
 class Replies:
     """Sends replies from the writer to its rank through a pipe.
 
-    If the pipe has no space, a heartbeat is dropped at once, and a reply after a while.
+    If the pipe has no space, a heartbeat is dropped at once, and a reply after a while. A message that is too long for
+    one write to a pipe is shortened.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -168,8 +168,7 @@ class Replies:
         self._write("beat", fields, 0.0)
 
     def _write(self, event: str, fields: dict[str, Any], seconds: float) -> None:
-        line = json.dumps({"event": event, **fields}).encode() + b"\n"
-        assert len(line) <= select.PIPE_BUF, "a pipe takes a line of this length whole or not at all"
+        line = pipe_line({"event": event, **fields})
         with self._lock, suppress(BlockingIOError, BrokenPipeError):
             select.select([], [self._descriptor], [], seconds)
             os.write(self._descriptor, line)
@@ -207,8 +206,8 @@ class Writer:
                 self._discard(self._setup, Discard(command.step, command.attempt))
             self._reply(
                 "failed",
-                step=command.step,
-                message=str(failure)[:MESSAGE_LIMIT],
+                attempt=command.attempt,
+                message=str(failure),
                 exit_code=failure.exit_code,
                 lease_lost=isinstance(error, LeaseLost),
             )
@@ -229,7 +228,7 @@ class Writer:
             files = self._write(setup, save, attempt.folder)
             entries = {name: asdict(record) for name, record in files.items()}
             write_durable(attempt.folder / done_name(setup.rank), json.dumps(entries))
-            self._reply("done", step=save.step, seconds=time.perf_counter() - began)
+            self._reply("done", attempt=save.attempt, seconds=time.perf_counter() - began)
             return
         recover(attempt.checkpoints)
         attempt.create()
@@ -242,7 +241,7 @@ class Writer:
             remove_stale(attempt.checkpoints, None if attempt.lease is None else attempt.lease.epoch)
         except (OSError, MeshwrightError) as error:
             log.warning("old checkpoints were not deleted: %s", as_meshwright_error(error))
-        self._reply("deleted", step=save.step)
+        self._reply("deleted", attempt=save.attempt)
 
     def _write_and_commit(self, setup: WriterSetup, save: Save, attempt: SaveAttempt) -> None:
         """Write the first rank's file, wait for the other ranks' files, and commit the checkpoint."""
@@ -259,7 +258,7 @@ class Writer:
         provenance = Provenance(setup.ranks, setup.torch_version, setup.parent, save.finite, seconds)
         size = attempt.commit(files, self._contents, plain, provenance).total_bytes
         seconds = {**seconds, "commit": time.perf_counter() - times[2]}
-        self._reply("committed", step=save.step, path=str(attempt.target), bytes=size, seconds=seconds)
+        self._reply("committed", attempt=save.attempt, bytes=size, seconds=seconds)
 
     def _write(self, setup: WriterSetup, save: Save, folder: Path) -> dict[str, FileRecord]:
         """Write the rank's file into `folder`, and read the replica's snapshot at the same time. Return the file's record by name."""
@@ -444,7 +443,7 @@ class _Warnings(logging.Handler):
         self._replies = replies
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._replies.send("warning", message=record.getMessage()[:MESSAGE_LIMIT])
+        self._replies.send("warning", message=record.getMessage())
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.memory.snapshot_buffer import SnapshotBuffer
@@ -54,6 +55,11 @@ class WriterProcess:
         """Number of writers started so far. More than one means that some have failed."""
 
     @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return Path(self._setup.folder)
+
+    @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
@@ -89,13 +95,15 @@ class WriterProcess:
             self.start()
             self._send(save)
             for reply in self._replies():
+                if reply["attempt"] != save.attempt:  # of an earlier attempt, which may have been of the same step
+                    continue
                 event = reply["event"]
-                if event == "failed" and reply["step"] == save.step:
+                if event == "failed":
                     failure = LeaseLost if reply["lease_lost"] else ERROR_CLASS_BY_EXIT_CODE[reply["exit_code"]]
                     raise failure(reply["message"])
                 if event == "committed":
                     committed(reply)
-                if event in ("done", "deleted") and reply["step"] == save.step:
+                if event in ("done", "deleted"):
                     return
         except _WriterLost as lost:
             self.kill()

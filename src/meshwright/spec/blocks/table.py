@@ -478,7 +478,7 @@ class Table:
     """Input of the block, with shape (…, hidden)."""
     operations: tuple[Op, ...]
     frozen: bool = False
-    """Whether all weights except those of adapters are frozen."""
+    """Whether all weights except adapters are frozen."""
 
     @cached_property
     def values(self) -> dict[str, Value]:
