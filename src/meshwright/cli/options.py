@@ -68,15 +68,18 @@ def read(arguments: list[str] | None, runs: Path = Path("runs"), *, otherwise: P
     return read_run(path or otherwise, overrides, runs=runs, detect=found_cluster, model_reader=folder_spec)
 
 
-def load(arguments: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> RunSpec:
+def load(
+    arguments: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None, starts: bool = True
+) -> RunSpec:
     """The run that the command line describes; the first rank of a job prints the assumed values on stderr.
 
-    Parameters as in `read`. Raises BadConfig with every mistake in its keys.
+    Of a run that the command does not start (`starts` False), it prints those on which a plan depends. Other parameters
+    as in `read`. Raises BadConfig with every mistake in its keys.
     """
     reading = read(arguments, runs, otherwise=otherwise)
     run = reading.run()
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        for note in reading.notes:
+        for note in reading.notes(starts=starts):
             say(note)
     return run
 

@@ -27,7 +27,7 @@ from meshwright.spec.model import (
 from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.plan import LayerStrategy, Plan, layer_range
 from meshwright.spec.plan_keys import PlanKeys
-from meshwright.spec.plan_name import has_schedule, layer_numbers, plan_name
+from meshwright.spec.plan_name import axis_with_term, has_schedule, layer_numbers, layout_name, plan_name
 from meshwright.workload.copy_options import GATHERS, TOKENS, copied_options
 
 if TYPE_CHECKING:
@@ -76,19 +76,12 @@ def plan_line(run: RunSpec, plan: Plan) -> str:
 
 
 def axes_line(plan: Plan) -> str:
-    """The mesh, and the schedule if there is a choice of schedules."""
-    return mesh_line(plan) + (f", {plan.schedule.name}" if has_schedule(plan) else "")
-
-
-def mesh_line(plan: Plan) -> str:
-    """The axes in use, outermost first."""
-    used = [axis for axis in plan.mesh if axis.size > 1]
-    text = " × ".join(f"{axis.axis} {axis.size}" for axis in used) or "one rank"
+    """The name of the layout, and how its experts are spread where that is not the default."""
+    text = layout_name(plan)
     experts = plan.experts
     if experts is None:
         return text
-    if experts.expert * experts.expert_shard > 1:
-        text += f", experts over {experts.expert}" + (f" × {experts.expert_shard}" if experts.expert_shard > 1 else "")
+    text += f", experts sharded over {experts.expert_shard}" if min(experts.expert, experts.expert_shard) > 1 else ""
     text += "" if experts.policy == "none" else f", {experts.slots} expert copies by {experts.policy}"
     return text if experts.exchange == "all_to_all" else f"{text}, tokens exchanged by {experts.exchange}"
 
@@ -221,9 +214,9 @@ def axes(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str, str]]:
     """(axis and size, the link it uses, the data it carries) for each axis in use, outermost first."""
     for axis in plan.mesh:
         if axis.size > 1:
-            yield f"{axis.axis} {axis.size}", border(run, plan, axis.axis), MOVES[axis.axis]
+            yield axis_with_term(axis.axis, axis.size), border(run, plan, axis.axis), MOVES[axis.axis]
     if plan.experts is not None and plan.experts.expert > 1:
-        yield f"expert {plan.experts.expert}", border(run, plan, "expert"), MOVES["expert"]
+        yield axis_with_term("expert", plan.experts.expert), border(run, plan, "expert"), MOVES["expert"]
 
 
 def node_line(run: RunSpec, plan: Plan, node: int) -> tuple[str, int]:

@@ -246,7 +246,7 @@ def announce(prepared: PreparedRun) -> None:
     batch = plan.batch
     parts = [
         axes_line(plan),
-        f"micro-batch {batch.micro_batch} × {batch.accumulate}",
+        f"micro-batch {batch.micro_batch}" + (f" × {batch.accumulate}" if batch.accumulate > 1 else ""),
         _formats(run, plan),
         *([layers_line(plan)] if saves_memory else []),
         *plan.why[:1],

@@ -84,7 +84,7 @@ def load_run(
     """
     reading = read_run(path, overrides, runs=runs, detect=detect, model_reader=model_reader)
     run = reading.run()
-    for text in reading.notes:
+    for text in reading.notes():
         note(text)
     return run
 
@@ -102,7 +102,7 @@ def read_run(
     A file of another command has this mistake alone.
     """
     document = gather(path, overrides, detect or one_cpu_rank)
-    notes = _complete(document, path, runs, detect, model_reader)
+    notes = complete(document, (path or QUICKSTART).stem, runs, detect or one_cpu_rank, model_reader)
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
     plan_values, plan_mistakes = _plan_file(document, unusable)
     mistakes += document.mistakes + cross_checks(document, unusable, plan_values) + plan_mistakes
@@ -114,7 +114,8 @@ def read_run(
         # what the run lacks is in no file: later checks leave it out too
         mistakes = other
         document.partial = True
-    return RunReading(document, shown_name(path), tuple(mistakes), frozenset(unusable), tuple(notes))
+    assumed = () if path is not None else tuple(_embedded_values(document))
+    return RunReading(document, shown_name(path), tuple(mistakes), frozenset(unusable), tuple(notes), assumed)
 
 
 def load_resolved(path: Path) -> RunSpec:
@@ -145,7 +146,7 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: De
     Raises BadConfig with every mistake in the section.
     """
     document = gather(path, overrides, detect or one_cpu_rank)
-    _complete(document, path, Path("runs"), detect, None)
+    complete(document, (path or QUICKSTART).stem, Path("runs"), detect or one_cpu_rank, None)
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes + cross_checks(document, unusable)
     mistakes = [mistake for mistake in mistakes if mistake.key.partition(".")[0] == "cluster"]
@@ -206,17 +207,6 @@ def mistakes_as_json(mistakes: Iterable[Mistake] = ()) -> dict[str, Any]:
     report = BadConfig(mistakes)
     more = {"more": report.unlisted} if report.unlisted else {}
     return {"ok": not report.mistakes, "errors": report.as_plain(), **more}
-
-
-def _complete(
-    document: YamlDocument, path: Path | None, runs: Path, detect: Detect | None, model_reader: ModelReader | None
-) -> list[str]:
-    """Adds derived values to `document`; returns a sentence for each assumption."""
-    notes = complete(document, (path or QUICKSTART).stem, runs, detect or one_cpu_rank, model_reader)
-    if path is not None:
-        return notes
-    assumed = " ".join(f"{dotted(path)}={text}" for path, text in _embedded_values(document))
-    return [*notes, f"no run file: {assumed} assumed"] if assumed else notes
 
 
 def _embedded_values(document: YamlDocument) -> Iterator[tuple[KeyPath, str]]:

@@ -10,27 +10,37 @@ from typing import Any, Generic, TypeVar
 
 from meshwright.config.schema import accepts, annotation_at, literal_options, validate
 from meshwright.config.value_sources import COMMAND_LINE
-from meshwright.config.yaml_positions import KeyPath, YamlDocument
+from meshwright.config.yaml_positions import KeyPath, YamlDocument, dotted
 from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake, Refusal, raise_together, single_errors
 from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.run import RunSpec
 
 T = TypeVar("T")
+_OF_A_PLAN = ("model.", "cluster.", "train.global_batch", "train.seq_len", "train.optimizer")
+"""Beginnings of the keys that a plan depends on."""
 
 
 @dataclass(frozen=True)
 class RunReading:
     """The values of a run file, the files it extends and the command line, with their mistakes.
 
-    `shown` is the file's name in mistakes; `unusable` holds the paths without a usable value; `notes` has a sentence
-    for each assumption.
+    `shown` is the file's name in mistakes; `unusable` holds the paths without a usable value; `derived_notes` has a sentence
+    for each derived value; `assumed` has the values, as text, that the quick start gives to a run without a file.
     """
 
     document: YamlDocument
     shown: str
     mistakes: tuple[Mistake, ...]
     unusable: frozenset[KeyPath]
-    notes: tuple[str, ...] = ()
+    derived_notes: tuple[str, ...] = ()
+    assumed: tuple[tuple[KeyPath, str], ...] = ()
+
+    def notes(self, *, starts: bool = True) -> tuple[str, ...]:
+        """A sentence for each assumption; for a command that starts no run (`starts` False), of what a plan depends on."""
+        relevant = [
+            f"{dotted(path)}={text}" for path, text in self.assumed if starts or dotted(path).startswith(_OF_A_PLAN)
+        ]
+        return (*self.derived_notes, *([f"no run file: {' '.join(relevant)} assumed"] if relevant else ()))
 
     def run(self) -> RunSpec:
         """The run. Raises BadConfig with every mistake."""

@@ -14,7 +14,7 @@ from meshwright.observe.runfolder import RunFolder, column, number
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import LayerStrategy, Plan
-from meshwright.spec.plan_name import zero_stage
+from meshwright.spec.plan_name import axis_with_term, plan_name, zero_stage
 
 MOST_RANKS_DRAWN = 128
 """Most ranks in the picture of a plan, about."""
@@ -235,7 +235,12 @@ def plan_picture(run: RunFolder) -> str:
 
 def plan_section(plan: Plan, ranks_per_node: int | None, limit: int = MOST_RANKS_DRAWN) -> str:
     """A picture of the ranks (about `most` of many) by node, coloured by model copy, and the plan's facts and reasons."""
-    entries = [("Mesh", _mesh_text(plan)), ("Batch", _batch_text(plan)), ("Precision", _precision_text(plan))]
+    entries = [
+        ("Layout", plan_name(plan)),
+        ("Mesh", _mesh_text(plan)),
+        ("Batch", _batch_text(plan)),
+        ("Precision", _precision_text(plan)),
+    ]
     entries += _strategies(plan)[:MOST_ROWS]
     entries.append(("Compiled", "each block, with torch.compile" if plan.compile else "no"))
     table = "".join(f"<tr>{_label_cell(label)}<td>{escape(text)}</td></tr>" for label, text in entries)
@@ -290,7 +295,7 @@ def _mesh_key(plan: Plan) -> str:
 
 def _mesh_text(plan: Plan) -> str:
     axes = " × ".join(
-        f"{axis.axis} {axis.size}" + (" (between nodes)" if axis.crosses == "node" else "")
+        axis_with_term(axis.axis, axis.size) + (" (between nodes)" if axis.crosses == "node" else "")
         for axis in plan.mesh
         if axis.size > 1
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Literal
 
 from meshwright.spec.plan import AxisName, LayerStrategy, Plan, ScheduleName
 
@@ -18,17 +19,33 @@ SCHEDULE_NAMES: dict[ScheduleName, str] = {
 """Common names of the schedules, with the value of `plan.schedule` where that differs."""
 
 AXIS_LETTERS: dict[AxisName, str] = {"pipeline": "PP", "tensor": "TP"}
+"""Axes whose name in a plan's name is letters and their size."""
+TERMS: dict[AxisName | Literal["expert"], str] = {
+    **AXIS_LETTERS,
+    "replicate": "DDP",
+    "shard": "FSDP",
+    "hybrid": "HDP",
+    "context_ring": "CP",
+    "context_ulysses": "CP",
+    "expert": "EP",
+}
+"""What papers call an axis of the mesh; replicate beside shard is HSDP."""
 CONTEXT_NAMES: dict[AxisName, str] = {"context_ring": "ring", "context_ulysses": "Ulysses"}
 
 
 def plan_name(plan: Plan) -> str:
-    """Parallelism, schedule and micro-batch of a plan, as in "PP2 × FSDP4 (ZeRO-3), zero-bubble V (zbv), micro-batch 1"."""
+    """Layout and micro-batch of a plan, as in "PP 2 × FSDP 4 (ZeRO-3), zero-bubble V (zbv), micro-batch 1"."""
+    return f"{layout_name(plan)}, micro-batch {plan.batch.micro_batch}"
+
+
+def layout_name(plan: Plan) -> str:
+    """Parallelism and schedule of a plan, as in "FSDP 8 (ZeRO-3), EP 8" or "PP 2 × FSDP 4 (ZeRO-3), 1F1B"."""
     parts = [mesh_name(plan)]
     if plan.experts is not None and plan.experts.expert > 1:
-        parts.append(f"EP{plan.experts.expert}")
+        parts.append(f"EP {plan.experts.expert}")
     if has_schedule(plan):
         parts.append(SCHEDULE_NAMES[plan.schedule.name])
-    return ", ".join([*parts, f"micro-batch {plan.batch.micro_batch}"])
+    return ", ".join(parts)
 
 
 def has_schedule(plan: Plan) -> bool:
@@ -36,8 +53,13 @@ def has_schedule(plan: Plan) -> bool:
     return plan.axis_size("pipeline") > 1 or plan.layered or plan.paired
 
 
+def axis_with_term(axis: AxisName | Literal["expert"], size: int) -> str:
+    """An axis by its key in a plan, its size, and its term: "shard 8 (FSDP)"."""
+    return f"{axis} {size} ({TERMS[axis]})"
+
+
 def mesh_name(plan: Plan) -> str:
-    """The parallelism of a plan, as in "PP2 × FSDP4 (ZeRO-3)"."""
+    """The parallelism of a plan, as in "PP 2 × FSDP 4 (ZeRO-3)"."""
     return " × ".join(_axes(plan)) or "one device"
 
 
@@ -58,20 +80,20 @@ def _axes(plan: Plan) -> Iterator[str]:
     copies = plan.axis_size("replicate")
     shards = plan.axis_size("shard")
     stages = "ZeRO-" + " and ".join(str(stage) for stage in sorted({zero_stage(layer) for layer in plan.layers}))
-    data = f"HSDP {copies}×{shards} ({stages})" if copies > 1 else f"FSDP{shards} ({stages})"
-    data = data if shards > 1 else f"DDP{copies}"
+    data = f"HSDP {copies}×{shards} ({stages})" if copies > 1 else f"FSDP {shards} ({stages})"
+    data = data if shards > 1 else f"DDP {copies}"
     # Context ranks share weights: without a shard axis they alone do.
     sharing = "" if shards > 1 else f", {stages}"
     for axis in plan.mesh:
         if axis.size == 1:
             continue
         if axis.axis == "hybrid":
-            yield f"HDP{axis.size} ({stages})"
+            yield f"HDP {axis.size} ({stages})"
         elif axis.axis in CONTEXT_NAMES:
-            yield f"CP{axis.size} ({CONTEXT_NAMES[axis.axis]}{sharing})"
+            yield f"CP {axis.size} ({CONTEXT_NAMES[axis.axis]}{sharing})"
             sharing = ""
         elif axis.axis in AXIS_LETTERS:
-            yield f"{AXIS_LETTERS[axis.axis]}{axis.size}"
+            yield f"{AXIS_LETTERS[axis.axis]} {axis.size}"
         elif data:
             yield data
             data = ""
