@@ -32,7 +32,7 @@ from meshwright.workload.copy_options import GATHERS, TOKENS, copied_options
 
 if TYPE_CHECKING:
     from meshwright.planner.devices import Idle
-    from meshwright.planner.money import Expense
+    from meshwright.planner.money import Expense, Rate
     from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.run import RunSpec
 
@@ -270,7 +270,7 @@ def expense_sentences(spent: Expense, idle: Idle | None) -> Iterator[str]:
         whole = [f"{two_digits(spent.days)} days", f"{two_digits(spent.gpu_hours)} GPU-hours"]
         whole += [f"{price.unit}{two_digits(spent.money)}"] if spent.money is not None else []
         whole += [f"{two_digits(spent.kwh)} kWh"] if spent.kwh is not None else []
-        yield f"{spent.tokens:.3g} tokens: {', '.join(whole)}"
+        yield f"{short(spent.tokens)} tokens: {', '.join(whole)}"
         if spent.low is not None and spent.high is not None:
             ends = [f"{two_digits(spent.days * spent.low)} to {two_digits(spent.days * spent.high)} days"]
             if spent.money is not None:
@@ -281,10 +281,14 @@ def expense_sentences(spent: Expense, idle: Idle | None) -> Iterator[str]:
         yield f"for the {spent.gpus:,} devices that train; the {idle.devices - idle.used:,} idle ones are not counted"
     if spent.training_share < 1:
         yield f"the run trains in {spent.training_share:.2%} of this time: failures, restarts, checkpoints and validations take the rest"
-    priced = price.source if price.value is None else f"{price.unit}{price.value:g} ({price.source})"
     powered = watts.source if watts.value is None else f"{watts.value:g} W ({watts.source})"
-    yield f"price of a GPU-hour: {priced}"
+    yield f"price of a GPU-hour: {price_sentence(price)}"
     yield f"power of a GPU: {powered}"
+
+
+def price_sentence(price: Rate) -> str:
+    """A price with its source."""
+    return price.source if price.value is None else f"{price.currency}{price.value:g} ({price.source})"
 
 
 def seconds_text(seconds: float) -> str:

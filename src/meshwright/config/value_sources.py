@@ -31,6 +31,8 @@ UNNAMED = "unnamed"
 """Name of a run without a file and without a model's name."""
 Detect = Callable[[], dict[str, Any]]
 _SECTIONS = ("model", "data", "train", "cluster", "plan", "checkpoint", "observe", "supervision")
+_BESIDE_DIMENSIONS = ("adapter",)
+"""Keys of the model that another preset does not replace."""
 
 
 def shown_name(path: Path | None) -> str:
@@ -72,7 +74,7 @@ def merge(base: YamlDocument, over: YamlDocument) -> YamlDocument:
     """`over` merged over `base`: sections key by key; lists, `data.mix` and values of another type as a whole.
 
     A later source that names another preset, optimizer or trace replaces the whole section of the model, optimizer or
-    workload. Streams of a `data.mix` that is replaced are dropped with it.
+    workload; adapters of the model stay. Streams of a `data.mix` that is replaced are dropped with it.
     """
     return YamlDocument(
         merged(base.data, over.data),
@@ -90,7 +92,7 @@ def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
     if not isinstance(base, dict) or not isinstance(over, dict) or path == ("data", "mix"):
         return over
     if path == ("model",) and over.get("preset") not in (None, base.get("preset")):
-        return over
+        return {**{key: base[key] for key in _BESIDE_DIMENSIONS if key in base}, **over}
     if path == ("train", "optimizer") and over.get("name") not in (None, base.get("name", "adamw")):
         return over
     if path == ("serve", "workload") and over.get("trace") not in (None, base.get("trace")):

@@ -15,6 +15,8 @@ from meshwright.spec.job import MOST_VALIDATION_TOKENS
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
+OWN_CURRENCY = "costs "
+"""Unit of a price that the user gave: its currency is not known."""
 FORWARD_SHARE = 1 / 3
 """Time of an evaluation's forward relative to a step on as many tokens."""
 
@@ -27,6 +29,11 @@ class Rate:
     source: str
     unit: str = ""
     """Before a number in words: the currency, or "costs " for a price in the user's own."""
+
+    @property
+    def currency(self) -> str:
+        """Before a number of a table whose head says that it is a cost."""
+        return "" if self.unit == OWN_CURRENCY else self.unit
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,9 @@ the band of the step."""
 def price_of(cluster: ClusterSpec, asked: float | None = None) -> Rate:
     """The price of one device for one hour: as asked, as the cluster states, or the table's."""
     if asked is not None:
-        return Rate(asked, "--price", "costs ")
+        return Rate(asked, "--price", OWN_CURRENCY)
     if cluster.price_per_gpu_hour is not None:
-        return Rate(cluster.price_per_gpu_hour, "cluster.price_per_gpu_hour", "costs ")
+        return Rate(cluster.price_per_gpu_hour, "cluster.price_per_gpu_hour", OWN_CURRENCY)
     if cluster.groups:
         return Rate(None, "nodes of several kinds: cluster.price_per_gpu_hour states their mean")
     if (price := PRICES.get(cluster.gpu)) is None:
