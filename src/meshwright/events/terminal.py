@@ -14,11 +14,16 @@ HANGING = "    "
 
 def fitted(text: str, stream: TextIO | None = None) -> str:
     """Returns the text, broken between words at the width of the terminal that `stream` (stderr when None) is; for a file as it is."""
-    stream = stream or sys.stderr
+    columns = columns_of(stream or sys.stderr)
+    return wrapped(text, columns) if columns else text
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """The width of the terminal that `stream` is; None for a file or a closed stream."""
     try:
-        return wrapped(text, os.get_terminal_size(stream.fileno()).columns) if stream.isatty() else text
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else None
     except (OSError, ValueError):  # closed, or without a descriptor
-        return text
+        return None
 
 
 def wrapped(text: str, columns: int) -> str:
