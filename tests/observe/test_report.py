@@ -247,7 +247,8 @@ def test_parameters_are_counted_from_the_configuration(folder):
 def test_the_plan_is_drawn_by_node_and_coordinate(folder):
     page = page_of(folder)
     assert page.classes().count("rank") == 8 and page.classes().count("node") == 2
-    assert "replicate 2 (between nodes) × shard 4 = 8 ranks" in page.text
+    assert "HSDP 2×4 (ZeRO-" in page.text
+    assert "replicate 2 (DDP, between nodes) × shard 4 (FSDP) = 8 ranks" in page.text
     assert "32 sequences a step = 8 ranks × 2 at a time × 2 accumulated" in page.text
     assert re.search(r"6replicate 1shard 2", page.text)
     assert (

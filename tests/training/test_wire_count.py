@@ -81,7 +81,7 @@ def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(tiny: Path, tmp_p
     assert assert_counted(tmp_path / "tiny") in answer.stdout
     if plan == "pipeline":
         assert "plan: PP 2, zero-bubble V (zbv), micro-batch 2 × 4" in answer.stdout
-        assert "pipeline 2 (PP) (between nodes) = 2 ranks" in (tmp_path / "tiny" / "report.html").read_text()
+        assert "pipeline 2 (PP, between nodes) = 2 ranks" in (tmp_path / "tiny" / "report.html").read_text()
 
 
 def assert_counted(run: Path) -> str:

@@ -295,7 +295,7 @@ def _mesh_key(plan: Plan) -> str:
 
 def _mesh_text(plan: Plan) -> str:
     axes = " × ".join(
-        axis_with_term(axis.axis, axis.size) + (" (between nodes)" if axis.crosses == "node" else "")
+        axis_with_term(axis.axis, axis.size, "between nodes" if axis.crosses == "node" else "")
         for axis in plan.mesh
         if axis.size > 1
     )

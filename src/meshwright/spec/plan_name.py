@@ -53,9 +53,9 @@ def has_schedule(plan: Plan) -> bool:
     return plan.axis_size("pipeline") > 1 or plan.layered or plan.paired
 
 
-def axis_with_term(axis: AxisName | Literal["expert"], size: int) -> str:
-    """An axis by its key in a plan, its size, and its term: "shard 8 (FSDP)"."""
-    return f"{axis} {size} ({TERMS[axis]})"
+def axis_with_term(axis: AxisName | Literal["expert"], size: int, where: str = "") -> str:
+    """An axis by its key in a plan, its size, its term, and where it is: "shard 8 (FSDP)", "pipeline 2 (PP, between nodes)"."""
+    return f"{axis} {size} ({', '.join(filter(None, (TERMS[axis], where)))})"
 
 
 def mesh_name(plan: Plan) -> str:
