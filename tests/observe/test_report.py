@@ -352,11 +352,16 @@ def test_hostile_text_is_shown_and_never_acts(folder):
     assert HOSTILE in page.text and "<b onclick=x>'&" in page.text
 
 
-@pytest.mark.parametrize("missing", ["config.yaml", "plan.yaml", "environment.json", "summary.json", "samples.json"])
+@pytest.mark.parametrize("missing", ["config.yaml", "plan.yaml", "environment.json", "summary.json"])
 def test_a_missing_file_is_named(folder, missing):
     (folder / missing).unlink()
     page = page_of(folder)
     assert f"{missing}: No such file" in page.text and "Loss" in page.text
+
+
+def test_a_run_without_samples_lacks_nothing(folder):
+    (folder / "samples.json").unlink()
+    assert "Not in this report" not in page_of(folder).text
 
 
 def test_an_empty_folder_still_gives_a_page(tmp_path):

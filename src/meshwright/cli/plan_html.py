@@ -25,7 +25,7 @@ from meshwright.cli.plan_sections import (
     sections_of,
     status_of,
 )
-from meshwright.cli.plan_words import bytes_text, machines_line, seconds_text, three_digits
+from meshwright.cli.plan_words import bytes_text, facts, machines_line, seconds_text, three_digits
 from meshwright.costs.plan_costs import as_nodes
 from meshwright.observe import number_text
 from meshwright.observe.page import card, document, items, rows, tile_list
@@ -40,7 +40,9 @@ from meshwright.spec.plan_name import plan_name
 MICRO_BATCHES_DRAWN = 4
 """Micro-batches per pipeline rank in the drawn timeline, if the step has more."""
 BOXES_DRAWN = 32
-SIDE_BY_SIDE = {"facts", "mesh", "memory", "step", "limits", "changes"}
+DRAWN = "facts"
+"""Section that stands beside the picture of the mesh."""
+SIDE_BY_SIDE = {"memory", "step", "limits", "changes"}
 """Sections that stand beside their neighbours of these."""
 
 
@@ -50,10 +52,16 @@ def page(answer: PlanAnswer) -> str:
         _header(answer),
         _tiles(answer),
         _scaling(answer),
-        plan_section(replace(answer.plan, why=()), as_nodes(answer.run.cluster).gpus_per_node, BOXES_DRAWN),
+        plan_section(
+            replace(answer.plan, why=()),
+            as_nodes(answer.run.cluster).gpus_per_node,
+            BOXES_DRAWN,
+            facts(answer.run, answer.plan),
+        ),
         f'<div class="grid">{_timeline(answer)}</div>',
     ]
-    for beside, sections in groupby(sections_of(answer), lambda section: section.key in SIDE_BY_SIDE):
+    others = (section for section in sections_of(answer) if section.key != DRAWN)
+    for beside, sections in groupby(others, lambda section: section.key in SIDE_BY_SIDE):
         cards = "".join(map(_card, sections))
         parts.append(f'<div class="grid">{cards}</div>' if beside else cards)
     return document(f"plan · {_name(answer)}", parts)

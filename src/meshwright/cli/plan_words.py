@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from meshwright.spec.model import (
 from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.plan import LayerStrategy, Plan, layer_range
 from meshwright.spec.plan_keys import PlanKeys
-from meshwright.spec.plan_name import axis_with_term, has_schedule, layer_numbers, layout_name, plan_name
+from meshwright.spec.plan_name import axis_with_term, divides_weights, has_schedule, layer_numbers, layout_name, plan_name
 from meshwright.workload.copy_options import GATHERS, TOKENS, copied_options
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _by_strategy(plan: Plan) -> dict[str, list[LayerStrategy]]:
     """Layer strategies by their description."""
     grouped: dict[str, list[LayerStrategy]] = {}
     for strategy in plan.layers:
-        grouped.setdefault(_strategy(strategy), []).append(strategy)
+        grouped.setdefault(_strategy(strategy, gathered=divides_weights(plan)), []).append(strategy)
     return grouped
 
 
@@ -272,10 +272,10 @@ def expense_sentences(spent: Expense, idle: Idle | None) -> Iterator[str]:
         whole += [f"{two_digits(spent.kwh)} kWh"] if spent.kwh is not None else []
         yield f"{short(spent.tokens)} tokens: {', '.join(whole)}"
         if spent.low is not None and spent.high is not None:
-            ends = [f"{two_digits(spent.days * spent.low)} to {two_digits(spent.days * spent.high)} days"]
+            factors = (spent.low, spent.high)
+            ends = [f"{_from_to(spent.days * factor for factor in factors)} days"]
             if spent.money is not None:
-                money_ends = (two_digits(spent.money * end) for end in (spent.low, spent.high))
-                ends.append(f"{price.unit}{' to '.join(money_ends)}")
+                ends.append(f"{price.unit}{_from_to(spent.money * factor for factor in factors)}")
             yield f"80% band of the step: {', '.join(ends)}"
     if idle is not None:
         yield f"for the {spent.gpus:,} devices that train; the {idle.devices - idle.used:,} idle ones are not counted"
@@ -284,6 +284,11 @@ def expense_sentences(spent: Expense, idle: Idle | None) -> Iterator[str]:
     powered = watts.source if watts.value is None else f"{watts.value:g} W ({watts.source})"
     yield f"price of a GPU-hour: {price_sentence(price)}"
     yield f"power of a GPU: {powered}"
+
+
+def _from_to(ends: Iterable[float]) -> str:
+    """The ends of a range; one text where both have the same digits."""
+    return " to ".join(dict.fromkeys(map(two_digits, ends)))
 
 
 def price_sentence(price: Rate) -> str:
@@ -313,12 +318,14 @@ def two_digits(number: float) -> str:
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.2g}"
 
 
-def _strategy(strategy: LayerStrategy) -> str:
-    reshard = "reshard" if strategy.reshard else "keep gathered"
+def _strategy(strategy: LayerStrategy, *, gathered: bool) -> str:
+    """A strategy in words. Where no rank holds a part of the weights (not `gathered`), none are kept gathered; copies may be freed."""
+    kept = ", keep gathered" if gathered else ""
+    reshard = ", reshard" if strategy.reshard else kept
     gradients = ", gradients whole" if strategy.gradients == "whole" else ""
     host = f", offload {strategy.offload}" if strategy.offload != "none" else ""
     linear = f", linear {strategy.linear}" if strategy.linear else ""
-    return f"recompute {strategy.recompute}, {reshard}{gradients}{host}{linear}"
+    return f"recompute {strategy.recompute}{reshard}{gradients}{host}{linear}"
 
 
 def _span(axis: str, indices: list[int]) -> str:

@@ -63,6 +63,11 @@ def mesh_name(plan: Plan) -> str:
     return " × ".join(_axes(plan)) or "one device"
 
 
+def divides_weights(plan: Plan) -> bool:
+    """Whether ranks hold parts of the weights, which are gathered for a layer's computation; context ranks share them too."""
+    return any(plan.axis_size(axis) > 1 for axis in ("shard", "hybrid", "context_ring", "context_ulysses"))
+
+
 def zero_stage(layer: LayerStrategy) -> int:
     """The ZeRO stage (arXiv 1910.02054) that corresponds to a layer's sharding during a step.
 
