@@ -41,3 +41,4 @@ RELEASED = {
 }
 """What all released models share, with experts too."""
 PRESETS = presets({"ernie4.5-0.3b": size(18, 1024, 16, 2, 3072, 6e-4)}, **RELEASED)
+RELEASES = ("ERNIE-4.5-0.3B-PT",)

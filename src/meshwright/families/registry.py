@@ -21,6 +21,10 @@ PRESETS: dict[str, Preset] = {
     name: preset for module in _modules for name, preset in getattr(module, "PRESETS", {}).items()
 }
 """Every preset by name."""
+RELEASES: dict[str, tuple[str, ...]] = {
+    module.FAMILY.model_type: getattr(module, "RELEASES", ()) for module in _modules
+}
+"""Names of some released models of every family, without the publisher; the docs name families by them."""
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
     name: {
         "family": module.FAMILY.model_type,
