@@ -97,7 +97,9 @@ def test_every_family_is_found_by_names_of_released_models() -> None:
     assert all(RELEASES.values()) and len(set(names)) == len(names)
     page = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
-    found = {family: row[1].split(", ") for row in rows for family in re.findall(r"`(\w+)`", row[0]) if family in FAMILIES}
+    found = {
+        family: row[1].split(", ") for row in rows for family in re.findall(r"`(\w+)`", row[0]) if family in FAMILIES
+    }
     assert found.keys() == FAMILIES.keys()
     for family, shown in found.items():
         assert set(RELEASES[family]) <= set(shown), family

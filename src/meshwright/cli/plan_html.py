@@ -210,7 +210,15 @@ def _scaling(answer: PlanAnswer) -> str:
         ),
         *([Chart("mfu", "MFU", "", "percent", (_line("MFU", mfus),))] if all(mfus) else []),
         *(
-            [Chart("hours", "GPU-hours", f"for {number_text.short(tokens)} tokens", "short", (_line("GPU-hours", hours),))]
+            [
+                Chart(
+                    "hours",
+                    "GPU-hours",
+                    f"for {number_text.short(tokens)} tokens",
+                    "short",
+                    (_line("GPU-hours", hours),),
+                )
+            ]
             if tokens
             else []
         ),

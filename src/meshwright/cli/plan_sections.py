@@ -370,12 +370,18 @@ def _chips(answer: PlanAnswer) -> AnswerSection | None:
         tuple(_chip_row(answer, entry) for entry in answer.chips),
         (*heads, *(("days", "GPU-hours", cost) if answer.tokens else ())),
     )
-    notes = [f"(days, GPU-hours and cost are those of {number_text.short(answer.tokens)} tokens)" if answer.tokens else f"({TOKENS_NEEDED})"]
+    notes = [
+        f"(days, GPU-hours and cost are those of {number_text.short(answer.tokens)} tokens)"
+        if answer.tokens
+        else f"({TOKENS_NEEDED})"
+    ]
     return AnswerSection(
         "chips",
         "the same job on other chips, the cheapest first",
         (table,),
-        "\n".join([*notes, *(f"price of a GPU-hour, {chip}: {price_sentence(price)}" for chip, price in prices.items())]),
+        "\n".join(
+            [*notes, *(f"price of a GPU-hour, {chip}: {price_sentence(price)}" for chip, price in prices.items())]
+        ),
         plain=lambda: [_plain_chip(entry) for entry in answer.chips],
     )
 
@@ -625,9 +631,10 @@ def _trainings(answer: PlanAnswer) -> AnswerSection | None:
         "GPU-hours",
         *((rate.currency or "cost",) if price else ()),
     )
+    critical = number_text.short(answer.question.critical_batch or 0.0)
     note = (
-        f"(steps by McCandlish et al. 2018 with a critical batch of {number_text.short(answer.question.critical_batch or 0.0)} tokens: a larger batch needs "
-        "more tokens for the same loss. The days in other tables are those of the run's own batch and tokens.)"
+        f"(steps by McCandlish et al. 2018 with a critical batch of {critical} tokens: a larger batch needs more tokens for the same "
+        "loss. The days in other tables are those of the run's own batch and tokens.)"
     )
     title = f"shortest training to the loss of {number_text.short(answer.tokens)} tokens at the run's own batch"
     return AnswerSection("objective", title, (AnswerTable(rows, heads),), note, lambda: _plain_objective(answer))

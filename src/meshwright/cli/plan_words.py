@@ -27,7 +27,14 @@ from meshwright.spec.model import (
 from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.plan import LayerStrategy, Plan, layer_range
 from meshwright.spec.plan_keys import PlanKeys
-from meshwright.spec.plan_name import axis_with_term, divides_weights, has_schedule, layer_numbers, layout_name, plan_name
+from meshwright.spec.plan_name import (
+    axis_with_term,
+    divides_weights,
+    has_schedule,
+    layer_numbers,
+    layout_name,
+    plan_name,
+)
 from meshwright.workload.copy_options import GATHERS, TOKENS, copied_options
 
 if TYPE_CHECKING:

@@ -159,7 +159,9 @@ def _experts(run: RunValues) -> Iterator[Mistake]:
 def _sequence(run: RunValues) -> Iterator[Mistake]:
     seq_len = run("train.seq_len")
     longest = run("model.max_seq_len")
-    known = run.given("model.max_seq_len") or run("model.layers")  # else the model is a mistake, and the default of another one
+    known = run.given("model.max_seq_len") or run(
+        "model.layers"
+    )  # else the model is a mistake, and the default of another one
     if known and seq_len and longest and seq_len > longest:
         learned = run("model.positions") == "learned"
         remedy = "the length of its learned positions" if learned else "which can be raised"

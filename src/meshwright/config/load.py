@@ -22,7 +22,7 @@ from meshwright.config.recorded_loads import read_loads
 from meshwright.config.run_values import Values
 from meshwright.config.schema import validate
 from meshwright.config.value_sources import EMBEDDED, QUICKSTART, Detect, gather, shown_name
-from meshwright.config.yaml_positions import KeyPath, YamlDocument, dotted, dump_yaml, read_yaml
+from meshwright.config.yaml_positions import KeyPath, YamlDocument, dump_yaml, read_yaml
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig, BadInput, Mistake, nearest
 from meshwright.spec.fields import from_plain, to_plain

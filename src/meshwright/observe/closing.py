@@ -50,7 +50,9 @@ def _command_to_use(folder: Path, quoted_folder: str) -> str:
     """A first question to the model: a chat where it was trained on chats."""
     if _is_reward_model(folder):
         return f"meshwright serve {quoted_folder}"
-    return f"meshwright generate {quoted_folder} " + ("--chat --prompt 'Hello'" if _learned_chats(folder) else "--prompt 'The '")
+    return f"meshwright generate {quoted_folder} " + (
+        "--chat --prompt 'Hello'" if _learned_chats(folder) else "--prompt 'The '"
+    )
 
 
 def _learned_chats(folder: Path) -> bool:
